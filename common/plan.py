@@ -1,0 +1,162 @@
+"""What preprocessing decides about a prompt, and what every later stage relies on.
+
+    input_ids:  [text][pad pad pad pad pad pad][text]            N = 13
+    media[0]:          runs ((4, 6),)  grid (t=3, h=1, w=2)      t·h·w = sum of the runs' lengths
+    positions:  [3, N], for the full grid, as if nothing were ever pruned
+
+It knows nothing of protobuf (`common.wire`), of tensors' transport (`common.tensors`) or of any model family.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array: TypeAlias = NDArray[np.int32]
+
+MAX_PROMPT_TOKENS = 2**24
+MAX_FRAME_SIDE_PX = 2**15
+DIGEST_BYTES = 32
+
+
+class Modality(Enum):
+    IMAGE = "image"
+    VIDEO = "video"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A media item's tokens after spatial merging: t temporal slices of h rows and w columns."""
+
+    t: int
+    h: int
+    w: int
+
+    def __post_init__(self) -> None:
+        if min(self.t, self.h, self.w) < 1:
+            raise ValueError(f"a grid needs at least one token on each axis, got {self}")
+        if self.tokens > MAX_PROMPT_TOKENS:
+            raise ValueError(f"{self} has {self.tokens} tokens, at most {MAX_PROMPT_TOKENS} are allowed")
+
+    @property
+    def slice_tokens(self) -> int:
+        return self.h * self.w
+
+    @property
+    def tokens(self) -> int:
+        return self.t * self.h * self.w
+
+    def __str__(self) -> str:
+        return f"{self.t}×{self.h}×{self.w}"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive prompt tokens [offset, offset + length) that belong to one media item."""
+
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.length < 1:
+            raise ValueError(f"a run starts at 0 or later and holds at least one token, got {self}")
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPlan:
+    """One image or video: where its tokens stand, and what its frames will look like.
+
+    grid: in merged tokens.
+    runs: sorted and disjoint, in grid order, grid.tokens in sum.
+    frames: how many frames preprocessing sends when the item is selected (an image: 1).
+    frame_height_px, frame_width_px: of every frame sent, after resizing.
+    seconds_per_grid: time between temporal slices; None for an image.
+    timestamps_s: presentation time of each frame sent; empty for an image.
+    content_hash: 32 bytes that differ wherever the pixels sent could differ.
+    """
+
+    modality: Modality
+    grid: Grid
+    runs: tuple[Run, ...]
+    frames: int
+    frame_height_px: int
+    frame_width_px: int
+    seconds_per_grid: Fraction | None
+    timestamps_s: tuple[float, ...]
+    content_hash: bytes
+
+    def __post_init__(self) -> None:
+        held = sum(run.length for run in self.runs)
+        if held != self.grid.tokens:
+            raise ValueError(f"runs hold {held} tokens, the grid {self.grid} has {self.grid.tokens}")
+        for before, after in zip(self.runs, self.runs[1:], strict=False):
+            if before.end > after.offset:
+                raise ValueError(f"runs overlap or are out of order: {before}, {after}")
+        if not 1 <= self.frames <= MAX_PROMPT_TOKENS:
+            raise ValueError(f"frames must be between 1 and {MAX_PROMPT_TOKENS}, got {self.frames}")
+        for side in (self.frame_height_px, self.frame_width_px):
+            if not 1 <= side <= MAX_FRAME_SIDE_PX:
+                raise ValueError(f"a frame's side must be between 1 and {MAX_FRAME_SIDE_PX} pixels, got {side}")
+        if (self.modality is Modality.VIDEO) != (self.seconds_per_grid is not None):
+            raise ValueError(f"a video has a time base and an image has none, got {self.modality.value}, {self.seconds_per_grid}")
+        if self.seconds_per_grid is not None and self.seconds_per_grid <= 0:
+            raise ValueError(f"seconds_per_grid must be above 0, got {self.seconds_per_grid}")
+        if len(self.content_hash) != DIGEST_BYTES:
+            raise ValueError(f"content_hash must have {DIGEST_BYTES} bytes, got {len(self.content_hash)}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptPlan:
+    """The full prompt, laid out as if nothing would ever be pruned.
+
+    input_ids: int32 [N].
+    positions: int32 [3, N], the axes time, height, width.
+    media: in the order of the prompt; their runs are disjoint and inside [0, N).
+    embed_levels: tensors a media token carries beside its embedding (deepstack); 0 for most families.
+    fingerprint: 32 bytes, of the checkpoint that the plan was made with.
+    """
+
+    input_ids: Int32Array
+    positions: Int32Array
+    media: tuple[MediaPlan, ...]
+    embed_levels: int
+    fingerprint: bytes
+
+    def __post_init__(self) -> None:
+        tokens = self.input_ids.size
+        if self.input_ids.dtype != np.int32 or self.input_ids.shape != (tokens,):
+            raise ValueError(f"input_ids must be int32 [N], got {self.input_ids.dtype} {self.input_ids.shape}")
+        if not 1 <= tokens <= MAX_PROMPT_TOKENS:
+            raise ValueError(f"a prompt has between 1 and {MAX_PROMPT_TOKENS} tokens, got {tokens}")
+        if self.positions.dtype != np.int32 or self.positions.shape != (3, tokens):
+            raise ValueError(
+                f"positions must be int32 [3, {tokens}], got {self.positions.dtype} {list(self.positions.shape)}"
+            )
+        if self.input_ids.min() < 0 or self.positions.min() < 0:
+            raise ValueError("ids and positions must be 0 or more")
+        if not 0 <= self.embed_levels <= 16:
+            raise ValueError(f"embed_levels must be between 0 and 16, got {self.embed_levels}")
+        if len(self.fingerprint) != DIGEST_BYTES:
+            raise ValueError(f"fingerprint must have {DIGEST_BYTES} bytes, got {len(self.fingerprint)}")
+        end = 0
+        for run in (run for item in self.media for run in item.runs):
+            if run.offset < end or run.end > tokens:
+                raise ValueError(f"{run} overlaps an earlier run or ends after the prompt's {tokens} tokens")
+            end = run.end
+
+    @property
+    def tokens(self) -> int:
+        return int(self.input_ids.size)
+
+    def __repr__(self) -> str:
+        grids = ", ".join(f"{item.modality.value} {item.grid}" for item in self.media)
+        return f"PromptPlan(N={self.tokens}, media=[{grids}])"
