@@ -1,0 +1,104 @@
+"""The demo's language: every wording of every kind of question, and the words that answers are made of.
+
+It knows nothing of scenes or of models; `demo.questions` fills the wordings in, `demo.checkpoint` learns its tokenizer
+from them.
+"""
+
+from __future__ import annotations
+
+COLOURS = ("red", "green", "blue", "yellow", "cyan", "magenta")
+SHAPES = ("circle", "square", "triangle", "cross")
+DIRECTIONS = ("left", "right", "up", "down")
+NUMBERS = ("no", "one", "two")
+STILL = "it stands still"
+
+# {thing} is "red circle", "circle", "object" …: whatever singles an object out.
+WORDINGS: dict[str, tuple[str, ...]] = {
+    "colour": (
+        "What colour is the {thing}?",
+        "What color is the {thing}?",
+        "Which colour does the {thing} have?",
+        "What is the colour of the {thing}?",
+    ),
+    "shape": (
+        "What shape is the {thing}?",
+        "Which shape does the {thing} have?",
+        "What is the shape of the {thing}?",
+    ),
+    "count": (
+        "How many objects are there?",
+        "How many objects do you see?",
+        "How many shapes are in the {medium}?",
+    ),
+    "direction": (
+        "Which way does the {thing} move?",
+        "In which direction does the {thing} move?",
+        "Where does the {thing} go?",
+        "Which way is the {thing} moving?",
+    ),
+    "does_move": (
+        "Does the {thing} move?",
+        "Is the {thing} moving?",
+        "Does the {thing} stand still or move?",
+    ),
+    "anything": (
+        "Does anything move?",
+        "Is anything moving?",
+        "Does something move in the video?",
+    ),
+    "mover": (
+        "What moves?",
+        "What is moving?",
+        "Which object moves?",
+        "What moves in the video?",
+    ),
+    "mover_colour": (
+        "What colour is the moving object?",
+        "What color is the object that moves?",
+        "Which colour does the moving object have?",
+    ),
+    "mover_shape": (
+        "What shape is the moving object?",
+        "Which shape moves?",
+        "What is the shape of the object that moves?",
+    ),
+    "when": (
+        "Does the {thing} move early or late?",
+        "When does the {thing} move, early or late?",
+        "Is it early or late when the {thing} moves?",
+    ),
+    "first": (
+        "Which object moves first?",
+        "What moves first?",
+        "Which of the two moves first?",
+    ),
+    "happens": (
+        "What happens?",
+        "What happens in the video?",
+        "Describe the video.",
+        "What do you see in the video?",
+    ),
+    "picture": (
+        "What do you see in the image?",
+        "Describe the image.",
+        "What is in the image?",
+    ),
+}
+
+SYSTEM_PROMPT = "You are a helpful assistant."
+
+
+def sentences() -> list[str]:
+    """Text that holds every word the demo asks or answers with, for the tokenizer to learn its merges from."""
+    things = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES] + ["object", "moving object"]
+    asked = [
+        wording.format(thing=thing, medium=medium)
+        for wordings in WORDINGS.values()
+        for wording in wordings
+        for thing in things
+        for medium in ("video", "image")
+    ]
+    told = [f"A {thing} moves {direction}." for thing in things for direction in DIRECTIONS]
+    told += [f"A {thing} stands still." for thing in things] + [f"the {thing} and a {thing}" for thing in things]
+    plain = [*COLOURS, *SHAPES, *DIRECTIONS, *NUMBERS, STILL, "yes", "no", "nothing", "early", "late", "both"]
+    return asked + told + plain * 20 + [f"system\n{SYSTEM_PROMPT}", "user\n", "assistant\n"] * 20
