@@ -107,7 +107,9 @@ class MediaPlan:
             if not 1 <= side <= MAX_FRAME_SIDE_PX:
                 raise ValueError(f"a frame's side must be between 1 and {MAX_FRAME_SIDE_PX} pixels, got {side}")
         if (self.modality is Modality.VIDEO) != (self.seconds_per_grid is not None):
-            raise ValueError(f"a video has a time base and an image has none, got {self.modality.value}, {self.seconds_per_grid}")
+            raise ValueError(
+                f"a video has a time base and an image has none, got {self.modality.value}, {self.seconds_per_grid}"
+            )
         if self.seconds_per_grid is not None and self.seconds_per_grid <= 0:
             raise ValueError(f"seconds_per_grid must be above 0, got {self.seconds_per_grid}")
         if len(self.content_hash) != DIGEST_BYTES:

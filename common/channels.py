@@ -1,0 +1,116 @@
+"""Channels to other services, and what their errors mean here.
+
+A call carries the caller's deadline and request id on; an error that is the caller's own fault passes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from common.errors import (
+    DeadlinePassed,
+    FramesieveError,
+    InvalidRequest,
+    MediaDamaged,
+    MediaForbidden,
+    MediaRejected,
+    Overloaded,
+    PeerContract,
+    PromptTooLong,
+    Unavailable,
+)
+
+REQUEST_ID_KEY = "x-request-id"
+DETAILS_KEY = "grpc-status-details-bin"
+ERROR_DOMAIN = "framesieve"
+
+# A prompt's inline media is at most 16 MiB; arrays come in pieces of at most 2 MiB.
+MAX_RECEIVE_BYTES = 20 * 2**20
+
+_BY_REASON: dict[str, type[FramesieveError]] = {
+    leaf.reason: leaf
+    for leaf in (InvalidRequest, PromptTooLong, MediaRejected, MediaDamaged, MediaForbidden, DeadlinePassed)
+}
+_BY_STATUS: dict[grpc.StatusCode, type[FramesieveError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.PERMISSION_DENIED: MediaForbidden,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlinePassed,
+}
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to host:port or unix:/path, which reconnects within a second once the peer is back."""
+    return grpc.aio.insecure_channel(
+        address,
+        options=[
+            ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+            ("grpc.max_send_message_length", MAX_RECEIVE_BYTES),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+            ("grpc.keepalive_time_ms", 60_000),
+        ],
+    )
+
+
+def passed_on(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, Any]:
+    """Keyword arguments for an upstream call: what is left of the caller's deadline, and the request id."""
+    request_id = structlog.contextvars.get_contextvars().get("request_id", "")
+    return {"timeout": context.time_remaining(), "metadata": ((REQUEST_ID_KEY, request_id),)}
+
+
+@contextmanager
+def upstream_errors(stage: str) -> Iterator[None]:
+    """Turns the errors of calls made inside into leaves of the tree; `stage` is the service that was called."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise error_from_status(error, stage) from error
+
+
+def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveError:
+    """The leaf that a service named `stage` raised, as far as its status tells."""
+    info, retry = _details(error)
+    message = error.details() or f"{stage} failed without a reason"
+    leaf = _BY_REASON.get(info.reason) or _BY_STATUS.get(error.code())
+    if leaf:
+        return leaf(message)
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return Overloaded(message, retry.retry_delay.ToTimedelta().total_seconds() or 1.0)
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        if info.reason == Unavailable.reason:
+            return Unavailable(message, info.metadata.get("stage", stage))
+        return Unavailable(f"{stage} cannot be reached: {message}", stage)
+    if info.reason == PeerContract.reason:
+        return PeerContract(message)
+    return FramesieveError(f"{stage}: {message}")
+
+
+def status_details(error: FramesieveError) -> status_pb2.Status:
+    """google.rpc.Status with an ErrorInfo (and a RetryInfo where a retry may help)."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)
+    status = status_pb2.Status(code=grpc.StatusCode[error.status].value[0], message=str(error))
+    if isinstance(error, Unavailable):
+        info.metadata["stage"] = error.stage
+    status.details.add().Pack(info)
+    if isinstance(error, Overloaded):
+        delay = duration_pb2.Duration(nanos=int(error.retry_after_s % 1 * 1e9), seconds=int(error.retry_after_s))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status
+
+
+def _details(error: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo]:
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    try:
+        status = rpc_status.from_call(error)
+    except ValueError:  # the details contradict the status: a peer's mistake that the status itself survives
+        status = None
+    for detail in status.details if status else ():
+        _ = detail.Unpack(info) or detail.Unpack(retry)
+    return info, retry

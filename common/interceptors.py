@@ -1,0 +1,98 @@
+"""What happens around every request of ours: a request id, its outcome counted, and its error as a status."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import structlog
+
+from common.channels import DETAILS_KEY, REQUEST_ID_KEY, status_details
+from common.errors import FramesieveError, PeerContract
+from common.telemetry import REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
+
+OUR_METHODS = "/framesieve."
+MAX_REQUEST_ID_CHARACTERS = 128
+
+log = structlog.get_logger()
+
+Behaviour = Callable[[Any, Any], AsyncIterator[Any]]
+
+
+class RequestInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every streaming method of framesieve.v1; health and reflection pass untouched."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or not method.startswith(OUR_METHODS):
+            return handler
+        wrap = (
+            grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+        )
+        behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream
+        return wrap(
+            _guarded(behaviour, method.rsplit("/", 1)[-1]),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        request_id = _request_id(context)
+        structlog.contextvars.bind_contextvars(request_id=request_id, method=method)
+        start, code = time.perf_counter(), "OK"
+        REQUESTS_RUNNING.labels(method).inc()
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except (asyncio.CancelledError, GeneratorExit):
+            left_s = context.time_remaining()
+            code = "DEADLINE_EXCEEDED" if left_s is not None and left_s <= 0 else "CANCELLED"
+            raise
+        except FramesieveError as error:
+            code = error.status
+            await _refuse(context, error, request_id)
+        except Exception as error:
+            code = "INTERNAL"
+            log.exception("bug", error=repr(error))
+            await _refuse(context, FramesieveError(f"an internal error, request id {request_id}"), request_id)
+        finally:
+            REQUESTS_RUNNING.labels(method).dec()
+            REQUESTS.labels(method, code).inc()
+            REQUEST_SECONDS.labels(method).observe(time.perf_counter() - start)
+
+    return guarded
+
+
+async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: FramesieveError, request_id: str) -> None:
+    log.warning("refused", reason=error.reason, error=str(error))
+    if isinstance(error, PeerContract):
+        error = PeerContract(f"a peer broke the contract, request id {request_id}")
+    await context.abort(
+        grpc.StatusCode[error.status],
+        str(error),
+        trailing_metadata=((DETAILS_KEY, status_details(error).SerializeToString()),),
+    )
+
+
+def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """The caller's, from metadata, if it is one; else a new one."""
+    given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY, "")
+    if (
+        isinstance(given, str)
+        and given.isascii()
+        and given.isprintable()
+        and 0 < len(given) <= MAX_REQUEST_ID_CHARACTERS
+    ):
+        return given
+    return uuid.uuid4().hex

@@ -1,0 +1,84 @@
+"""Arrays as they cross the wire: element types, pieces of a buffer, and the buffer that pieces are collected in.
+
+Arrays are memoryviews of raw little-endian bytes in C order; this module knows neither torch nor protobuf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+from common.errors import PeerContract
+
+PIECE_BYTES = 2**20
+MAX_PIECE_BYTES = 2**21
+MAX_ARRAY_BYTES = 2**34
+
+
+class DType(Enum):
+    """Element types that may cross the wire; the value is the size of an element in bytes and its name."""
+
+    UINT8 = (1, "uint8")
+    INT32 = (4, "int32")
+    INT64 = (8, "int64")
+    FLOAT16 = (2, "float16")
+    BFLOAT16 = (2, "bfloat16")
+    FLOAT32 = (4, "float32")
+
+    @property
+    def itemsize(self) -> int:
+        return self.value[0]
+
+    @property
+    def label(self) -> str:
+        return self.value[1]
+
+
+def size_bytes(dtype: DType, shape: Sequence[int]) -> int:
+    """Bytes of an array. Raises PeerContract for a negative axis or an array above 16 GiB."""
+    size = dtype.itemsize * math.prod(shape)
+    if any(axis < 0 for axis in shape) or size > MAX_ARRAY_BYTES:
+        raise PeerContract(f"an array of shape {list(shape)} and {size} bytes is not allowed")
+    return size
+
+
+def pieces(data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """(offset, piece) of at most PIECE_BYTES each, at least one, in order."""
+    flat = data.cast("B")
+    for offset in range(0, max(1, flat.nbytes), PIECE_BYTES):
+        yield offset, flat[offset : offset + PIECE_BYTES]
+
+
+class TensorBuffer:
+    """Collects the pieces of one array, in order, into one buffer that is allocated once.
+
+    pieces:  [0 ........ 1 MiB)[1 MiB ..... 2 MiB)[2 MiB .. end)
+    received ───────────────────▲ the next piece must start here
+    """
+
+    def __init__(self, dtype: DType, shape: Sequence[int]) -> None:
+        self.dtype = dtype
+        self.shape = tuple(shape)
+        self.data = memoryview(bytearray(size_bytes(dtype, shape)))
+        self.received_bytes = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.received_bytes == self.data.nbytes
+
+    def add(self, dtype: DType, shape: Sequence[int], offset_bytes: int, data: bytes) -> None:
+        """Copies a piece to its place. Raises PeerContract unless it continues this very array."""
+        if dtype is not self.dtype or tuple(shape) != self.shape:
+            raise PeerContract(
+                f"a piece of {dtype.label} {list(shape)} was sent for an array of {self.dtype.label} {list(self.shape)}"
+            )
+        if offset_bytes != self.received_bytes:
+            raise PeerContract(f"a piece starts at byte {offset_bytes}, the next one is due at {self.received_bytes}")
+        if len(data) > MAX_PIECE_BYTES:
+            raise PeerContract(f"a piece has {len(data)} bytes, at most {MAX_PIECE_BYTES} are allowed")
+        end = offset_bytes + len(data)
+        if end > self.data.nbytes or (not data and not self.complete):
+            raise PeerContract(f"a piece of {len(data)} bytes at {offset_bytes} does not fit {self.data.nbytes} bytes")
+        self.data[offset_bytes:end] = data
+        self.received_bytes = end
