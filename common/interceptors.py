@@ -28,17 +28,16 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or not method.startswith(OUR_METHODS):
             return handler
-        wrap = (
-            grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
-        )
-        behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream
+        streamed = handler.request_streaming
+        wrap = grpc.stream_stream_rpc_method_handler if streamed else grpc.unary_stream_rpc_method_handler
+        behaviour: Any = handler.stream_stream if streamed else handler.unary_stream
         return wrap(
             _guarded(behaviour, method.rsplit("/", 1)[-1]),
             request_deserializer=handler.request_deserializer,

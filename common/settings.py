@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from common.checkpoint import DEMO_MODEL
 from common.errors import StartupError
 
 
 class ServiceSettings(BaseSettings):
-    """A service's settings. Subclasses add fields; every field is a flag and an environment variable."""
+    """A service's settings. Subclasses add fields (and `cli_prog_name`); every field is a flag and a variable."""
 
     model_config = SettingsConfigDict(
         env_prefix="FRAMESIEVE_",
@@ -36,16 +36,13 @@ class ServiceSettings(BaseSettings):
     )
 
     @classmethod
-    def load(cls, program: str, arguments: Sequence[str] | None = None) -> Self:
+    def load(cls, arguments: Sequence[str] | None = None) -> Self:
         """Settings from `arguments` (default: the command line) and the environment.
 
         Raises StartupError naming every field that is wrong; exits as argparse does on --help and unknown flags.
         """
         try:
-            return cls(
-                _cli_parse_args=list(sys.argv[1:] if arguments is None else arguments),
-                _cli_prog_name=program,
-            )
+            return CliApp.run(cls, cli_args=list(sys.argv[1:] if arguments is None else arguments))
         except ValidationError as error:
             wrong = "; ".join(
                 f"--{_flag(each['loc'])}: {each['msg']}, got {each['input']!r}" for each in error.errors()

@@ -167,7 +167,9 @@ def _media_message(item: MediaPlan) -> prompt_pb2.MediaPlan:
         frames=item.frames,
         frame_height_px=item.frame_height_px,
         frame_width_px=item.frame_width_px,
-        seconds_per_grid=base and prompt_pb2.Rational(numerator=base.numerator, denominator=base.denominator),
+        seconds_per_grid=None
+        if base is None
+        else prompt_pb2.Rational(numerator=base.numerator, denominator=base.denominator),
         timestamps_s=item.timestamps_s,
         content_hash=item.content_hash,
     )
