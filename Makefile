@@ -1,0 +1,68 @@
+# Framesieve. `make help` lists what there is; every target sets up what it needs.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PROTOS := $(wildcard protos/framesieve/v1/*.proto)
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup protos demo test test-gpu lint format bench demo-model demo-eval up down clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: .venv/.installed framesieve/.generated  ## Make .venv with everything and generate the protos' code
+
+# torch first and pinned to its CPU build; a plain `torch` brings gigabytes of CUDA. With a GPU: make setup TORCH=torch
+TORCH ?= torch==2.13.0
+.venv/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+protos: framesieve/.generated  ## Generate Python code from protos/
+
+framesieve/.generated: $(PROTOS) .venv/.installed
+	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+	@touch $@
+
+demo: setup  ## Ask the embedded model about a real clip, at rate 0 and 0.75, through three processes
+	@$(BIN)/python -m demo.run
+
+test: setup  ## Run the tests
+	$(PYTEST)
+
+test-gpu: setup  ## Run the checks that need a CUDA device
+	$(PYTEST) tests/gpu
+
+lint: setup  ## Check style, types, who imports whom, and the protos
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+
+format: setup  ## Put the code into the house's format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/buf format --write
+
+bench: setup  ## Measure against transformers' generate, and what the split into processes costs
+	$(BIN)/python -m benchmarks.run
+
+demo-model: setup  ## Train the embedded model again (under two hours on two cores)
+	$(BIN)/python -m demo.train
+
+demo-eval: setup  ## Accuracy of the embedded model on unseen clips, by pruning rate and method
+	$(BIN)/python -m demo.evaluate
+
+up:  ## Start the stack in containers, with Prometheus
+	docker compose --profile monitoring up --build --detach --wait
+
+down:  ## Stop the containers
+	docker compose --profile monitoring down
+
+clean:  ## Remove what was generated
+	rm -rf .venv framesieve .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

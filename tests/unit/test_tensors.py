@@ -1,0 +1,59 @@
+"""Arrays in pieces: whatever is cut comes together again, and nothing else is accepted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import PeerContract
+from common.tensors import MAX_PIECE_BYTES, PIECE_BYTES, DType, TensorBuffer, pieces, size_bytes
+
+
+@given(size=st.one_of(st.integers(0, 9), st.integers(PIECE_BYTES - 2, 3 * PIECE_BYTES + 2)))
+def test_an_array_cut_into_pieces_comes_together_again(size: int) -> None:
+    data = (b"0123456789abcdef" * (size // 16 + 1))[:size]
+    buffer = TensorBuffer(DType.UINT8, (size,))
+    for offset, piece in pieces(memoryview(data)):
+        assert len(piece) <= PIECE_BYTES
+        buffer.add(DType.UINT8, (size,), offset, bytes(piece))
+    assert buffer.complete
+    assert bytes(buffer.data) == data
+
+
+def test_sizes_follow_the_element_type() -> None:
+    sizes = {dtype.label: size_bytes(dtype, (3, 5)) for dtype in DType}
+    assert sizes == {"uint8": 15, "int32": 60, "int64": 120, "float16": 30, "bfloat16": 30, "float32": 60}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "offset", "data", "says"),
+    [
+        (DType.INT32, (8,), 0, b"1234", "was sent for"),
+        (DType.UINT8, (9,), 0, b"1234", "was sent for"),
+        (DType.UINT8, (8,), 4, b"1234", "due at 0"),
+        (DType.UINT8, (8,), 0, b"123456789", "does not fit"),
+        (DType.UINT8, (8,), 0, b"", "does not fit"),
+        (DType.UINT8, (8,), 0, b"x" * (MAX_PIECE_BYTES + 1), "at most"),
+    ],
+)
+def test_a_piece_that_does_not_continue_the_array_is_refused(
+    dtype: DType, shape: tuple[int, ...], offset: int, data: bytes, says: str
+) -> None:
+    buffer = TensorBuffer(DType.UINT8, (8,))
+    with pytest.raises(PeerContract, match=says):
+        buffer.add(dtype, shape, offset, data)
+    assert buffer.received_bytes == 0
+
+
+def test_no_piece_may_come_twice() -> None:
+    buffer = TensorBuffer(DType.UINT8, (8,))
+    buffer.add(DType.UINT8, (8,), 0, b"1234")
+    with pytest.raises(PeerContract, match="due at 4"):
+        buffer.add(DType.UINT8, (8,), 0, b"1234")
+
+
+@pytest.mark.parametrize("shape", [(-1,), (2, -3), (2**20, 2**20)])
+def test_a_forged_shape_is_refused_before_anything_is_allocated(shape: tuple[int, ...]) -> None:
+    with pytest.raises(PeerContract, match="not allowed"):
+        TensorBuffer(DType.FLOAT32, shape)

@@ -1,0 +1,180 @@
+"""Plans and prunings through protobuf: what goes in comes out, and what contradicts itself is a peer's fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import wire
+from common.errors import InvalidRequest, PeerContract
+from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from common.retention import Pruning
+from common.tensors import PIECE_BYTES
+from framesieve.v1 import prompt_pb2, tensor_pb2
+
+
+def video(offset: int, grid: Grid) -> MediaPlan:
+    return MediaPlan(
+        modality=Modality.VIDEO,
+        grid=grid,
+        runs=(Run(offset, grid.tokens),),
+        frames=2 * grid.t,
+        frame_height_px=28 * grid.h,
+        frame_width_px=28 * grid.w,
+        seconds_per_grid=Fraction(1001, 1000),
+        timestamps_s=tuple(0.5 * i for i in range(2 * grid.t)),
+        content_hash=bytes(range(32)),
+    )
+
+
+def plan_of(tokens: int, *media: MediaPlan) -> PromptPlan:
+    rng = np.random.default_rng(tokens)
+    return PromptPlan(
+        input_ids=rng.integers(0, 2**31 - 1, tokens, dtype=np.int32),
+        positions=rng.integers(0, 2**31 - 1, (3, tokens), dtype=np.int32),
+        media=media,
+        embed_levels=0,
+        fingerprint=b"f" * 32,
+    )
+
+
+def receive(messages: list[prompt_pb2.PromptPlan]) -> PromptPlan | None:
+    receiver = wire.PlanReceiver()
+    plans = [receiver.add(message) for message in messages]
+    assert plans[:-1] == [None] * (len(plans) - 1)
+    return plans[-1]
+
+
+@given(before=st.integers(0, 5), t=st.integers(1, 4), h=st.integers(1, 4), w=st.integers(1, 4), after=st.integers(0, 5))
+def test_a_plan_survives_the_wire(before: int, t: int, h: int, w: int, after: int) -> None:
+    item = video(before, Grid(t, h, w))
+    sent = plan_of(before + item.grid.tokens + after, item)
+    received = receive(list(wire.plan_messages(sent)))
+    assert received is not None
+    assert np.array_equal(received.input_ids, sent.input_ids)
+    assert np.array_equal(received.positions, sent.positions)
+    assert (received.media, received.embed_levels, received.fingerprint) == (sent.media, 0, b"f" * 32)
+
+
+def test_a_plan_of_128_k_tokens_is_sent_in_messages_of_a_piece_each() -> None:
+    sent = plan_of(128 * 1024)
+    messages = list(wire.plan_messages(sent))
+    assert [len(message.layout.data) for message in messages] == [PIECE_BYTES, PIECE_BYTES]
+    received = receive(messages)
+    assert received is not None
+    assert np.array_equal(received.positions, sent.positions)
+
+
+def longer_run(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].runs[0].length += 1
+
+
+def run_outside(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].runs[0].offset = 3
+
+
+def negative_run(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].runs[0].offset = -1
+
+
+def same_item_twice(message: prompt_pb2.PromptPlan) -> None:
+    message.media.append(message.media[0])
+
+
+def empty_axis(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].grid.h = 0
+
+
+def huge_axis(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].grid.t = 2**31 - 1
+
+
+def no_time_base(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].ClearField("seconds_per_grid")
+
+
+def zero_denominator(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].seconds_per_grid.denominator = 0
+
+
+def unknown_modality(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].modality = prompt_pb2.MODALITY_UNSPECIFIED
+
+
+def short_fingerprint(message: prompt_pb2.PromptPlan) -> None:
+    message.fingerprint = b"short"
+
+
+def three_rows(message: prompt_pb2.PromptPlan) -> None:
+    message.layout.shape[0] = 3
+
+
+def floats(message: prompt_pb2.PromptPlan) -> None:
+    message.layout.dtype = tensor_pb2.DTYPE_FLOAT32
+
+
+def too_many_levels(message: prompt_pb2.PromptPlan) -> None:
+    message.embed_levels = 17
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        longer_run,
+        run_outside,
+        negative_run,
+        same_item_twice,
+        empty_axis,
+        huge_axis,
+        no_time_base,
+        zero_denominator,
+        unknown_modality,
+        short_fingerprint,
+        three_rows,
+        floats,
+        too_many_levels,
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_a_broken_contract(spoil: Callable[[prompt_pb2.PromptPlan], None]) -> None:
+    (message,) = wire.plan_messages(plan_of(10, video(2, Grid(2, 2, 2))))
+    spoil(message)
+    with pytest.raises(PeerContract):
+        receive([message])
+
+
+def test_an_items_own_pruning_overrides_the_requests() -> None:
+    prompt = prompt_pb2.Prompt(
+        messages=[
+            prompt_pb2.Message(
+                parts=[
+                    prompt_pb2.Part(video=prompt_pb2.Media(pruning=prompt_pb2.Pruning(rate=0.5, method="random", seed=0))),
+                    prompt_pb2.Part(text="and"),
+                    prompt_pb2.Part(image=prompt_pb2.Media()),
+                ]
+            ),
+            prompt_pb2.Message(parts=[prompt_pb2.Part(video=prompt_pb2.Media())]),
+        ]
+    )
+    shared = Pruning(rate=0.75)
+    assert wire.prunings_of(prompt, prompt_pb2.Pruning(rate=0.75)) == (Pruning(0.5, "random", 0), shared, shared)
+    assert wire.prunings_of(prompt, prompt_pb2.Pruning())[1] == Pruning(rate=0.0)
+
+
+@pytest.mark.parametrize(
+    ("pruning", "says"),
+    [
+        (prompt_pb2.Pruning(rate=1.0), "below 1, got 1.0"),
+        (prompt_pb2.Pruning(rate=-0.1), "got -0.1"),
+        (prompt_pb2.Pruning(rate=float("nan")), "got nan"),
+        (prompt_pb2.Pruning(method="best"), "'best' does not exist, the methods are evs, random, none"),
+        (prompt_pb2.Pruning(method="random", seed=-1), "got -1"),
+    ],
+)
+def test_a_pruning_outside_its_range_names_field_value_and_limit(pruning: prompt_pb2.Pruning, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        wire.pruning_of(pruning)
