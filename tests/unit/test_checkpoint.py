@@ -22,7 +22,9 @@ def test_a_copy_has_the_same_fingerprint(tiny_checkpoint: Path, copy: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "video_preprocessor_config.json"])
-def test_another_config_tokenizer_or_processor_is_another_fingerprint(tiny_checkpoint: Path, copy: Path, name: str) -> None:
+def test_another_config_tokenizer_or_processor_is_another_fingerprint(
+    tiny_checkpoint: Path, copy: Path, name: str
+) -> None:
     (copy / name).write_bytes((copy / name).read_bytes() + b"\n")
     assert Checkpoint(copy).fingerprint != Checkpoint(tiny_checkpoint).fingerprint
 

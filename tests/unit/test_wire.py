@@ -152,7 +152,9 @@ def test_an_items_own_pruning_overrides_the_requests() -> None:
         messages=[
             prompt_pb2.Message(
                 parts=[
-                    prompt_pb2.Part(video=prompt_pb2.Media(pruning=prompt_pb2.Pruning(rate=0.5, method="random", seed=0))),
+                    prompt_pb2.Part(
+                        video=prompt_pb2.Media(pruning=prompt_pb2.Pruning(rate=0.5, method="random", seed=0))
+                    ),
                     prompt_pb2.Part(text="and"),
                     prompt_pb2.Part(image=prompt_pb2.Media()),
                 ]
