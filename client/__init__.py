@@ -1,0 +1,27 @@
+"""The Python client. `from client import FramesieveClient` is all that most callers need."""
+
+from client.answer import Accepted, Answer, Delta, Event, Finished, FinishReason, MediaUsage, Progress, Timings, Usage
+from client.client import FramesieveClient
+from client.prompt import Image, Message, Text, Video
+from common.errors import FramesieveError
+from common.retention import Pruning
+
+__all__ = [
+    "Accepted",
+    "Answer",
+    "Delta",
+    "Event",
+    "FinishReason",
+    "Finished",
+    "FramesieveClient",
+    "FramesieveError",
+    "Image",
+    "MediaUsage",
+    "Message",
+    "Progress",
+    "Pruning",
+    "Text",
+    "Timings",
+    "Usage",
+    "Video",
+]
