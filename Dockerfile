@@ -1,0 +1,61 @@
+# One file, three images: `--target preprocessing`, `encoder` or `generation`.
+
+FROM python:3.11-slim-bookworm AS base
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /app
+RUN python -m venv /venv
+ENV PATH=/venv/bin:$PATH
+# Dependencies alone, so that a change of code does not install them again.
+COPY pyproject.toml README.md ./
+
+FROM base AS protos
+RUN pip install 'grpcio-tools>=1.76,<2'
+COPY protos protos
+RUN python -m grpc_tools.protoc -I protos --python_out=. --grpc_python_out=. protos/framesieve/v1/*.proto
+
+FROM base AS preprocessing-dependencies
+RUN pip install '.[preprocessing]'
+
+# torch first and pinned: a plain `torch` may bring gigabytes of CUDA.
+FROM base AS torch-dependencies
+ARG TORCH=torch==2.13.0
+RUN pip install "$TORCH" && pip install '.[encoder,generation]'
+
+FROM preprocessing-dependencies AS preprocessing
+COPY common common
+COPY services/__init__.py services/
+COPY services/preprocessing services/preprocessing
+COPY --from=protos /app/framesieve framesieve
+COPY demo/model demo/model
+RUN useradd --system --uid 10001 framesieve
+USER framesieve
+EXPOSE 50051 9101
+HEALTHCHECK --interval=5s --timeout=4s --start-period=60s CMD ["python", "-m", "common.probe", "127.0.0.1:50051"]
+ENTRYPOINT ["python", "-m", "services.preprocessing"]
+CMD ["--listen", "0.0.0.0:50051"]
+
+FROM torch-dependencies AS encoder
+COPY common common
+COPY services/__init__.py services/
+COPY services/encoder services/encoder
+COPY --from=protos /app/framesieve framesieve
+COPY demo/model demo/model
+RUN useradd --system --uid 10001 framesieve
+USER framesieve
+EXPOSE 50052 9102
+HEALTHCHECK --interval=5s --timeout=4s --start-period=60s CMD ["python", "-m", "common.probe", "127.0.0.1:50052"]
+ENTRYPOINT ["python", "-m", "services.encoder"]
+CMD ["--listen", "0.0.0.0:50052"]
+
+FROM torch-dependencies AS generation
+COPY common common
+COPY services/__init__.py services/
+COPY services/generation services/generation
+COPY --from=protos /app/framesieve framesieve
+COPY demo/model demo/model
+RUN useradd --system --uid 10001 framesieve
+USER framesieve
+EXPOSE 50053 9103
+HEALTHCHECK --interval=5s --timeout=4s --start-period=60s CMD ["python", "-m", "common.probe", "127.0.0.1:50053"]
+ENTRYPOINT ["python", "-m", "services.generation"]
+CMD ["--listen", "0.0.0.0:50053"]
