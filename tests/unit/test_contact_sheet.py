@@ -1,0 +1,106 @@
+"""What the contact sheet shows: kept patches in colour with a border, pruned ones grey and dark."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from client.contact_sheet import ACCENT, PAPER, TRACK, contact_sheet
+from common.plan import Grid
+
+RED = (200, 0, 0)
+
+
+def red_frames(count: int, height: int = 56, width: int = 84) -> NDArray[np.uint8]:
+    return np.full((count, height, width, 3), RED, dtype=np.uint8)
+
+
+def pixels_of(sheet: Image.Image, colour: tuple[int, int, int]) -> NDArray[np.bool_]:
+    return (np.asarray(sheet) == np.array(colour)).all(axis=2)
+
+
+def shares(sheet: Image.Image) -> tuple[int, int]:
+    """How many pixels show the frames' own colour, and how many of the accent's frame them."""
+    return int(pixels_of(sheet, RED).sum()), int(pixels_of(sheet, ACCENT).sum())
+
+
+def draw(grid: Grid, kept: list[int], frames_per_slice: int = 2) -> Image.Image:
+    frames = red_frames(grid.t * frames_per_slice)
+    stamps = [index / 2 for index in range(len(frames))]
+    return contact_sheet(frames, grid, np.array(kept, dtype=np.int32), stamps, "clip.mp4", "a caption")
+
+
+def test_only_kept_patches_keep_their_colour() -> None:
+    grid = Grid(2, 2, 3)
+    every = pixels_of(draw(grid, list(range(12))), RED)
+    half = pixels_of(draw(grid, [0, 1, 2, 3, 4, 5]), RED)
+    none = pixels_of(draw(grid, []), RED)
+    assert not none.any()
+    assert half.sum() == every.sum() // 2
+    assert not (half & ~every).any()
+
+
+def test_a_kept_patch_stands_where_its_token_stands_in_the_grid() -> None:
+    grid = Grid(1, 2, 3)
+    rows, columns = np.nonzero(pixels_of(draw(grid, list(range(6)), frames_per_slice=1), RED))
+    top, left = rows.min() - 1, columns.min() - 1
+    cell_height, cell_width = (rows.max() + 2 - top) / 2, (columns.max() + 2 - left) / 3
+
+    rows, columns = np.nonzero(pixels_of(draw(grid, [5], frames_per_slice=1), RED))  # row 1, column 2
+    assert (rows.min() - 1 - top) / cell_height == 1
+    assert (columns.min() - 1 - left) / cell_width == 2
+
+
+def test_every_frame_of_a_slice_shows_the_slices_tokens() -> None:
+    one = shares(draw(Grid(1, 2, 2), [1], frames_per_slice=1))[0]
+    assert one > 0
+    columns = np.nonzero(pixels_of(draw(Grid(1, 2, 2), [1], frames_per_slice=2), RED).any(axis=0))[0]
+    assert (np.diff(columns) > 1).sum() == 1  # two separate patches, one a frame
+
+
+def test_kept_regions_have_one_border_around_them_and_none_between_their_patches() -> None:
+    apart = shares(draw(Grid(1, 1, 3), [0, 2], frames_per_slice=1))[1]
+    together = shares(draw(Grid(1, 1, 3), [0, 1], frames_per_slice=1))[1]
+    assert together < apart
+
+
+def test_the_bar_below_a_slice_is_as_long_as_the_share_that_was_kept() -> None:
+    sheet = draw(Grid(1, 2, 2), [0], frames_per_slice=1)
+    bar = np.nonzero(pixels_of(sheet, TRACK).any(axis=1))[0].max()
+    row = np.asarray(sheet)[bar]
+    accent, track = ((row == np.array(colour)).all(axis=1).sum() for colour in (ACCENT, TRACK))
+    assert accent / (accent + track) == pytest.approx(1 / 4, abs=0.01)
+
+
+@pytest.mark.parametrize("slices", [1, 3, 16, 100, 384])
+def test_sheets_of_any_length_hold_every_slice(slices: int) -> None:
+    sheet = draw(Grid(slices, 1, 1), [])
+    bars = pixels_of(sheet, TRACK)
+    starts = bars & ~np.roll(bars, 1, axis=1) & ~np.roll(bars, 1, axis=0)
+    assert starts[76:].sum() == slices
+    assert (np.asarray(sheet)[:, -1] == PAPER).all()
+
+
+def test_an_image_needs_no_timestamps() -> None:
+    sheet = contact_sheet(red_frames(1), Grid(1, 2, 3), np.arange(6, dtype=np.int32), (), "photo.png", "")
+    assert shares(sheet)[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("frames", "grid", "kept", "stamps"),
+    [
+        (red_frames(3), Grid(2, 1, 1), [0], ()),
+        (red_frames(2).astype(np.float32), Grid(1, 1, 1), [0], ()),
+        (red_frames(2), Grid(1, 1, 1), [1], ()),
+        (red_frames(2), Grid(1, 1, 1), [-1], ()),
+        (red_frames(2), Grid(1, 1, 1), [0], (0.0,)),
+    ],
+    ids=["frames not a multiple of slices", "floats", "kept after the grid", "kept before it", "a stamp too few"],
+)
+def test_what_does_not_belong_together_is_refused(
+    frames: NDArray[np.uint8], grid: Grid, kept: list[int], stamps: tuple[float, ...]
+) -> None:
+    with pytest.raises(ValueError, match=r"frames|kept"):
+        contact_sheet(frames, grid, np.array(kept, dtype=np.int32), stamps, "", "")
