@@ -35,7 +35,7 @@ class PeerAnswer:
     text: str
 
 
-class _FirstToken(BaseStreamer):  # type: ignore[misc]
+class _FirstToken(BaseStreamer):
     """Remembers when the first generated token came; `generate` hands over the prompt first."""
 
     def __init__(self) -> None:
@@ -55,8 +55,8 @@ class Peer:
         checkpoint = Checkpoint(folder)
         self._video = checkpoint.read_json("video_preprocessor_config.json")
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-        self._model: Any = model.eval()
+        self._model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        self._model.eval()
 
     def ask(self, clip: bytes, question: str, max_new_tokens: int) -> PeerAnswer:
         start = time.perf_counter()
@@ -92,7 +92,7 @@ class Peer:
 
     def _frames(self, clip: bytes) -> tuple[Tensor, float]:
         """uint8 [F, 3, H, W], sampled at the checkpoint's frames a second from all frames decoded."""
-        with av.open(io.BytesIO(clip)) as container:
+        with av.open(io.BytesIO(clip), "r") as container:
             rate = float(container.streams.video[0].average_rate or 1)
             decoded = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
         wanted = len(decoded) / rate * self._video["fps"]
