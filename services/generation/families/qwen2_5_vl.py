@@ -1,0 +1,63 @@
+"""Qwen2.5-VL's language model: transformers' own text class, its weights by prefix.
+
+Source: Qwen2.5-VL, arXiv 2502.13923; the key names of Qwen/Qwen2.5-VL-7B-Instruct, and those transformers 5 uses.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen2_5_VLConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLTextModel
+
+from common.checkpoint import Checkpoint
+from common.errors import StartupError
+from services.generation.attention import ATTENTION
+from services.generation.families.language_model import LanguageModel, fill, read_weights
+
+TEXT_PREFIXES = ("model.language_model.", "model.")
+VISION_PREFIX = "model.visual."
+LM_HEAD = "lm_head.weight"
+EMBED_TOKENS = "embed_tokens.weight"
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LanguageModel:
+    """Raises StartupError for missing or unknown weights, and for what this engine's attention lacks."""
+    config = Qwen2_5_VLConfig.from_pretrained(checkpoint.folder)
+    text_config = config.text_config
+    if text_config.use_sliding_window:
+        raise StartupError("text_config.use_sliding_window: sliding window attention is not supported")
+    rope_type = text_config.rope_parameters["rope_type"]
+    if rope_type != "default":
+        raise StartupError(f"text_config.rope_parameters.rope_type {rope_type!r} is not supported, only 'default'")
+    text_config._attn_implementation = ATTENTION
+    with torch.device("meta"):
+        text = Qwen2_5_VLTextModel(text_config)
+        lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False)
+    # Its frequencies are no weights: they are computed, which on the meta device they were not.
+    text.rotary_emb = Qwen2_5_VLRotaryEmbedding(text_config).to(device)
+    weights = read_weights(checkpoint, (*TEXT_PREFIXES, LM_HEAD), dtype, device)
+    text_weights = _text_weights(weights)
+    fill(text, text_weights, "language model")
+    tied = config.tie_word_embeddings
+    head = text_weights[EMBED_TOKENS] if tied else weights.get(LM_HEAD)
+    fill(lm_head, {} if head is None else {"weight": head}, "lm_head (tie_word_embeddings is false)")
+    return LanguageModel(
+        text=text.eval().requires_grad_(False),
+        embed_tokens=text.embed_tokens,
+        lm_head=lm_head.eval().requires_grad_(False),
+        layers=text_config.num_hidden_layers,
+        kv_heads=text_config.num_key_value_heads,
+        head_dim=text_config.hidden_size // text_config.num_attention_heads,
+        context_tokens=text_config.max_position_embeddings,
+        embed_levels=0,
+    )
+
+
+def _text_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    prefix = next((each for each in TEXT_PREFIXES if any(name.startswith(each) for name in weights)), TEXT_PREFIXES[0])
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in weights.items()
+        if name.startswith(prefix) and not name.startswith(VISION_PREFIX)
+    }
