@@ -135,7 +135,12 @@ class LocalStack:
             path = self._folder / f"{service}.log"
             output = STDERR if self._show_logs else stack.enter_context(path.open("wb"))
             return subprocess.Popen(  # noqa: S603
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=_environment(),
+                start_new_session=True,
             )
 
     def _wait_until_ready(self) -> None:
@@ -238,6 +243,12 @@ def loopback_endpoints(ports: Mapping[str, int], metrics_ports: Mapping[str, int
 
 def _own_endpoints(folder: Path) -> dict[str, Endpoint]:
     return {name: Endpoint(f"unix:{folder}/{name}.sock", _free_port()) for name in SERVICES}
+
+
+def _environment() -> dict[str, str]:
+    """This process's own, with the code that it runs from within the children's reach, installed or not."""
+    path = filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parent.parent)))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _free_port() -> int:

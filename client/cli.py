@@ -1,0 +1,342 @@
+"""The `framesieve` command: serve, ask, inspect.
+
+Answers and JSON go to stdout, everything else to stderr. Exit status: 0; 1 for an error, told in one line that begins
+with its reason; 2 for wrong usage; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from client import answer as answers
+from client.client import DEFAULT_ADDRESS, FramesieveClient
+from client.contact_sheet import contact_sheet
+from client.inspection import Inspection, inspect
+from client.launcher import SERVICES, Endpoint, LocalStack
+from client.prompt import Image, Video, media_file
+from client.wire import Options
+from common.errors import FramesieveError, InvalidRequest, StartupError, Unavailable
+from common.plan import Modality
+from common.retention import EVS, METHODS, Pruning
+
+app = typer.Typer(
+    name="framesieve",
+    help="Answers questions about video, with the patches that do not change pruned away.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+stderr = Console(stderr=True, highlight=False)
+
+RateOption = Annotated[
+    float, typer.Option("--pruning-rate", help="Share of each video's tokens to drop, at least 0 and below 1.")
+]
+MethodOption = Annotated[str, typer.Option("--method", help=f"How tokens are chosen: {', '.join(METHODS)}.")]
+FpsOption = Annotated[float | None, typer.Option(help="Frames a second to look at. Default: the model's own.")]
+MaxFramesOption = Annotated[int | None, typer.Option(help="At most this many frames. Default: the model's own.")]
+OnServerOption = Annotated[bool, typer.Option("--on-server", help="Media are paths below the server's --media-root.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder in transformers' format. Default: the embedded demo model.")
+    ] = None,
+    media_root: Annotated[Path | None, typer.Option(help="Folder below which requests may name paths.")] = None,
+    listen: Annotated[str, typer.Option(help="Where clients ask: host:port or unix:/path.")] = DEFAULT_ADDRESS,
+    preprocessing_listen: Annotated[str, typer.Option(help="Where preprocessing listens.")] = "localhost:50051",
+    encoder_listen: Annotated[str, typer.Option(help="Where the encoder listens.")] = "localhost:50052",
+    metrics_port: Annotated[
+        int, typer.Option(help="Preprocessing's; the encoder and generation have the next two. 0: no metrics.")
+    ] = 9101,
+) -> None:
+    """Run the three services on this machine until Ctrl-C, which lets running requests finish.
+
+    Every other setting of a service is read from its FRAMESIEVE_… environment variable.
+
+    Example: framesieve serve --model ~/models/Qwen2.5-VL-3B-Instruct --media-root ~/videos
+    """
+    addresses = (preprocessing_listen, encoder_listen, listen)
+    ports = (metrics_port, metrics_port + 1, metrics_port + 2) if metrics_port else (0, 0, 0)
+    endpoints = dict(zip(SERVICES, map(Endpoint, addresses, ports), strict=True))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with _errors_told(), LocalStack(model, media_root=media_root, endpoints=endpoints, show_logs=True) as stack:
+        stderr.print(f"[bold]framesieve answers at {listen}[/]; Ctrl-C stops it. In another terminal:", soft_wrap=True)
+        server = "" if listen == DEFAULT_ADDRESS else f" --server {listen}"
+        stderr.print(f'  framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75{server}', soft_wrap=True)
+        stack.watch()
+
+
+@app.command()
+def ask(
+    *,
+    media: Annotated[list[Path] | None, typer.Argument(help="Videos and images, told apart by suffix.")] = None,
+    question: Annotated[str, typer.Argument(help="What to ask about them.")],
+    pruning_rate: RateOption = 0.0,
+    method: MethodOption = EVS,
+    server: Annotated[str, typer.Option(help="Where generation listens.")] = DEFAULT_ADDRESS,
+    fps: FpsOption = None,
+    max_frames: MaxFramesOption = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="At most this many tokens of answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the model's own.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Give up after this many seconds.")] = None,
+    on_server: OnServerOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask a question about videos and images; the answer streams to stdout.
+
+    Example: framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75
+    """
+    pruning = _pruning(pruning_rate, method)
+    parts = [_media(path, fps, max_frames, on_server) for path in media or []]
+    options = Options(
+        pruning_rate=pruning.rate,
+        pruning_method=pruning.method,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        timeout_s=timeout_s,
+    )
+    with _errors_told(server):
+        if as_json:
+            _print_json(_answer_json(asyncio.run(_ask(server, parts, question, options))))
+        else:
+            finished = asyncio.run(_stream(server, parts, question, options))
+            _tell_cost(finished)
+
+
+@app.command("inspect")
+def inspect_media(
+    media: Annotated[Path, typer.Argument(help="A video or an image.")],
+    pruning_rate: RateOption = 0.75,
+    method: MethodOption = EVS,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the picture is written.")] = Path("kept.png"),
+    fps: FpsOption = None,
+    max_frames: MaxFramesOption = None,
+    preprocessing: Annotated[str | None, typer.Option(help="Where preprocessing listens.")] = None,
+    encoder: Annotated[str | None, typer.Option(help="Where the encoder listens.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder, where no service is named.")] = None,
+    on_server: OnServerOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Draw which patches of a video pruning keeps: frames side by side, pruned patches dimmed.
+
+    Without --preprocessing and --encoder the services are started for this one picture and stopped again.
+
+    Example: framesieve inspect clip.mp4 --pruning-rate 0.75 -o kept.png
+    """
+    pruning = _pruning(pruning_rate, method)
+    part = _media(media, fps, max_frames, on_server)
+    if (preprocessing is None) != (encoder is None):
+        raise typer.BadParameter("--preprocessing and --encoder are given together or not at all")
+    with _errors_told():
+        if preprocessing is not None and encoder is not None:
+            seen = asyncio.run(inspect(preprocessing, encoder, part, pruning))
+        else:
+            with stderr.status("starting the services…"):
+                stack = LocalStack(model)
+                stack.start()
+            try:
+                seen = asyncio.run(inspect(stack.addresses["preprocessing"], stack.addresses["encoder"], part, pruning))
+            finally:
+                stack.stop()
+        _draw(seen, pruning, media.name).save(output)
+    _tell_inspection(seen, pruning, output, as_json)
+
+
+# --- asking -----------------------------------------------------------------------------------------------------
+
+
+async def _ask(server: str, parts: list[Image | Video], question: str, options: Options) -> answers.Answer:
+    async with FramesieveClient(server) as client:
+        return await client.ask(parts, question, **options)
+
+
+async def _stream(server: str, parts: list[Image | Video], question: str, options: Options) -> answers.Finished | None:
+    """Prints the answer as it comes, with bars on stderr until it does."""
+    finished = None
+    async with FramesieveClient(server) as client:
+        with _MediaBars() as bars:
+            async for event in client.stream(parts, question, **options):
+                match event:
+                    case answers.Accepted():
+                        bars.accepted(event)
+                    case answers.Progress():
+                        bars.advanced(event)
+                    case answers.Delta():
+                        bars.stop()
+                        print(event.text, end="", flush=True)
+                    case answers.Finished():
+                        finished = event
+        print()
+    return finished
+
+
+class _MediaBars:
+    """Two bars on a terminal's stderr: slices read and slices encoded, over all media."""
+
+    def __init__(self) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
+        self._progress = Progress(
+            *columns, TimeElapsedColumn(), console=stderr, transient=True, disable=not stderr.is_terminal
+        )
+        self._tasks: list[TaskID] = []
+        self._seen: dict[int, answers.Progress] = {}
+
+    def __enter__(self) -> _MediaBars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+    def accepted(self, event: answers.Accepted) -> None:
+        slices = sum(item.grid.t for item in event.usage.media)
+        if slices:
+            self._tasks = [self._progress.add_task(name, total=slices) for name in ("reading ", "encoding")]
+
+    def advanced(self, event: answers.Progress) -> None:
+        self._seen[event.media_index] = event
+        if self._tasks:
+            read, encoded = self._tasks
+            self._progress.update(read, completed=sum(each.decoded_slices for each in self._seen.values()))
+            self._progress.update(encoded, completed=sum(each.encoded_slices for each in self._seen.values()))
+
+
+def _tell_cost(finished: answers.Finished | None) -> None:
+    if finished is None:
+        return
+    usage, timings = finished.usage, finished.timings
+    total_s = timings.time_to_first_token_s + timings.generate_s
+    pruned = f"{usage.prompt_tokens_full} → {usage.prompt_tokens} prompt tokens"
+    spent = (
+        f"{usage.completion_tokens} tokens in {total_s:.2f} s, the first after {timings.time_to_first_token_s:.2f} s"
+    )
+    stderr.print(f"[dim]{pruned} · {spent}[/]", soft_wrap=True)
+    for number, item in enumerate(usage.media, start=1):
+        if item.repaired_frames:
+            stderr.print(
+                f"[yellow]media {number}: {item.repaired_frames} frames were damaged and repeat the one before[/]"
+            )
+        if item.first_slice_only:
+            stderr.print(f"[yellow]media {number}: this rate leaves only the first moment, so no motion can be seen[/]")
+
+
+def _answer_json(answer: answers.Answer) -> dict[str, Any]:
+    return {
+        "answer": answer.text,
+        "finish_reason": answer.reason,
+        "request_id": answer.request_id,
+        "usage": dataclasses.asdict(answer.usage),
+        "timings": dataclasses.asdict(answer.timings),
+    }
+
+
+# --- inspecting -------------------------------------------------------------------------------------------------
+
+
+def _draw(seen: Inspection, pruning: Pruning, name: str) -> Any:
+    grid, kept = seen.plan.grid, seen.kept.size
+    moments = "1 picture" if seen.plan.modality is Modality.IMAGE else f"{grid.t} slices"
+    method = pruning.method.upper() if pruning.method == EVS else pruning.method
+    caption = (
+        f"{method} at rate {pruning.rate:g} keeps {kept} of {grid.tokens} tokens ({kept / grid.tokens:.1%})  ·  "
+        f"{moments} of {grid.h} by {grid.w} tokens"
+    )
+    return contact_sheet(seen.frames, grid, seen.kept, seen.plan.timestamps_s, name, caption)
+
+
+def _tell_inspection(seen: Inspection, pruning: Pruning, output: Path, as_json: bool) -> None:
+    grid, kept = seen.plan.grid, int(seen.kept.size)
+    if as_json:
+        by_slice = [int(((seen.kept // grid.slice_tokens) == index).sum()) for index in range(grid.t)]
+        _print_json(
+            {
+                "output": str(output),
+                "modality": seen.plan.modality,
+                "grid": dataclasses.asdict(grid),
+                "tokens": grid.tokens,
+                "kept_tokens": kept,
+                "kept_tokens_by_slice": by_slice,
+                "pruning": dataclasses.asdict(pruning),
+                "repaired_frames": seen.repaired_frames,
+            }
+        )
+        return
+    print(f"{output}: {kept} of {grid.tokens} tokens kept, {grid.t} slices of {grid.h} × {grid.w}")
+
+
+# --- shared -----------------------------------------------------------------------------------------------------
+
+
+def _pruning(rate: float, method: str) -> Pruning:
+    try:
+        return Pruning(rate, method)
+    except InvalidRequest as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _media(path: Path, fps: float | None, max_frames: int | None, on_server: bool) -> Image | Video:
+    source: dict[str, Any] = {"server_path": str(path)} if on_server else {"path": path}
+    if isinstance(media_file(path), Image):
+        return Image(**source)
+    return Video(**source, fps=fps, max_frames=max_frames)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, default=_plain, ensure_ascii=False))
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+@contextmanager
+def _errors_told(server: str | None = None) -> Iterator[None]:
+    """Turns errors into one line on stderr and an exit status."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except StartupError as error:
+        _fail("STARTUP", str(error))
+    except Unavailable as error:
+        if server and "failed to connect" in str(error).lower():
+            _fail(error.reason, f"nothing answers at {server}; `framesieve serve` starts the services on this machine")
+        _fail(error.reason, str(error))
+    except FramesieveError as error:
+        _fail(error.reason, str(error))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _fail("FILE", f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _warn(message: str) -> None:
+    stderr.print(f"[yellow]{escape(message)}[/]", soft_wrap=True)
+
+
+def _fail(reason: str, message: str) -> None:
+    stderr.print(f"[red]{reason}[/]: {escape(message)}", soft_wrap=True)
+    raise typer.Exit(1)
