@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from demo.wordings import sentences
@@ -106,7 +111,7 @@ DEMO = Shape(
     full_attention_blocks=(1, 3),
     min_pixels=56 * 56,
     max_pixels=112 * 112,
-    init_range=0.02,
+    init_range=0.04,
 )
 TINY = Shape(
     merges=64,
@@ -144,7 +149,7 @@ def save_checkpoint(
 ) -> None:
     """Write everything that a checkpoint folder holds: weights, configs, tokenizer, template."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.generation_config.update(**_generation_config(tokenizer))
+    model.generation_config = _generation_config(tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _write_json(folder / "preprocessor_config.json", _image_processor(shape))
@@ -178,7 +183,7 @@ def make_tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(sentences(), trainer)
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    wrapped = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
@@ -187,11 +192,10 @@ def make_tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
     )
-    return wrapped
 
 
 def make_config(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    ids = {token: _id(tokenizer, token) for token in SPECIAL_TOKENS}
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": shape.hidden,
@@ -234,14 +238,15 @@ def make_config(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLC
     )
 
 
-def _generation_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    end_of_text, end_of_turn = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
-    return {
-        "do_sample": False,
-        "bos_token_id": end_of_text,
-        "eos_token_id": [end_of_turn, end_of_text],
-        "pad_token_id": end_of_text,
-    }
+def _generation_config(tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
+    end_of_text, end_of_turn = _id(tokenizer, "<|endoftext|>"), _id(tokenizer, "<|im_end|>")
+    return GenerationConfig(
+        do_sample=False, bos_token_id=end_of_text, eos_token_id=[end_of_turn, end_of_text], pad_token_id=end_of_text
+    )
+
+
+def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    return int(tokenizer.get_vocab()[token])
 
 
 def _processor(shape: Shape) -> dict[str, Any]:

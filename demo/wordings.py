@@ -39,7 +39,7 @@ WORDINGS: dict[str, tuple[str, ...]] = {
     "does_move": (
         "Does the {thing} move?",
         "Is the {thing} moving?",
-        "Does the {thing} stand still or move?",
+        "Does the {thing} ever move?",
     ),
     "anything": (
         "Does anything move?",
@@ -90,7 +90,8 @@ SYSTEM_PROMPT = "You are a helpful assistant."
 
 def sentences() -> list[str]:
     """Text that holds every word the demo asks or answers with, for the tokenizer to learn its merges from."""
-    things = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES] + ["object", "moving object"]
+    things = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
+    things += ["object", "moving object", *(f"{colour} object" for colour in COLOURS)]
     asked = [
         wording.format(thing=thing, medium=medium)
         for wordings in WORDINGS.values()
@@ -98,7 +99,7 @@ def sentences() -> list[str]:
         for thing in things
         for medium in ("video", "image")
     ]
-    told = [f"A {thing} moves {direction}." for thing in things for direction in DIRECTIONS]
-    told += [f"A {thing} stands still." for thing in things] + [f"the {thing} and a {thing}" for thing in things]
-    plain = [*COLOURS, *SHAPES, *DIRECTIONS, *NUMBERS, STILL, "yes", "no", "nothing", "early", "late", "both"]
+    told = [f"A {thing} moves {direction} and a {thing} stands still." for thing in things for direction in DIRECTIONS]
+    told += [f"the {thing} and the {thing}. A {thing} and a {thing}." for thing in things]
+    plain = [*COLOURS, *SHAPES, *DIRECTIONS, *NUMBERS, STILL, "yes", "no", "nothing", "early", "late"]
     return asked + told + plain * 20 + [f"system\n{SYSTEM_PROMPT}", "user\n", "assistant\n"] * 20

@@ -1,0 +1,65 @@
+"""What the model sees of a scene: its clip decoded, sampled and resized as preprocessing does it. Many are kept on disk.
+
+Source of sampling and resizing: transformers' Qwen2VLVideoProcessor at 2 frames per second, with Pillow's bicubic.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from multiprocessing import get_context
+from pathlib import Path
+
+import av
+import numpy as np
+from PIL import Image
+
+from demo.checkpoint import SAMPLE_FPS
+from demo.scenes import DURATION_S, Pixels, encode, random_scene
+
+FRAMES = DURATION_S * SAMPLE_FPS
+SIDE_PX = 112
+# Training, validation and evaluation take their scenes from seeds that never meet.
+TRAINING_SEEDS = 0
+VALIDATION_SEEDS = 1_000_000
+EVALUATION_SEEDS = 2_000_000
+
+
+def sample(clip: bytes) -> Pixels:
+    """The frames of a clip that a model sees: uint8 [FRAMES, 3, SIDE_PX, SIDE_PX]."""
+    with av.open(io.BytesIO(clip)) as container:
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count = 1
+        frames = list(container.decode(stream))
+    wanted = np.arange(0, len(frames), len(frames) / FRAMES).astype(int)
+    return np.stack([_resized(frames[index]) for index in wanted])
+
+
+def _resized(frame: av.VideoFrame) -> Pixels:
+    image = frame.to_image().resize((SIDE_PX, SIDE_PX), Image.Resampling.BICUBIC)
+    return np.asarray(image, np.uint8).transpose(2, 0, 1)
+
+
+def cached_clips(folder: Path, seeds: Sequence[int], workers: int = 1) -> Pixels:
+    """The sampled clips of `seeds` as an array on disk, rendered on the first call: uint8 [n, FRAMES, 3, H, W]."""
+    path = folder / f"clips-{seeds[0]}-{len(seeds)}.npy"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        shape = (len(seeds), FRAMES, 3, SIDE_PX, SIDE_PX)
+        clips = np.lib.format.open_memmap(unfinished, mode="w+", dtype=np.uint8, shape=shape)
+        with get_context("spawn").Pool(workers) as pool:
+            for index, clip in enumerate(pool.imap(clip_of, seeds, chunksize=8)):
+                clips[index] = clip
+                if index % 200 == 0:
+                    print(f"rendered {index} of {len(seeds)} clips", flush=True)
+        clips.flush()
+        unfinished.rename(path)
+    found: Pixels = np.load(path, mmap_mode="r")
+    return found
+
+
+def clip_of(seed: int) -> Pixels:
+    """The sampled clip of one seed."""
+    return sample(encode(random_scene(seed)))

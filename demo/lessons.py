@@ -1,0 +1,124 @@
+"""What a training step looks at: scenes changed at random, questions about them, and what each token shows.
+
+Source of the dense labels: the scenes' own geometry. They teach the tower, through a head that is thrown away
+afterwards, what the language model will be asked about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from demo.augment import Change, changed
+from demo.checkpoint import SAMPLE_FPS
+from demo.clips import FRAMES, SIDE_PX
+from demo.model import UNSUPERVISED, Prompt, PromptWriter
+from demo.questions import Question, picture_questions, questions_about
+from demo.scenes import Pixels, Scene, Thing
+from demo.wordings import COLOURS, DIRECTIONS, SHAPES, SYSTEM_PROMPT
+
+ROWS = COLUMNS = SIDE_PX // 28
+# Of each token: nothing or a colour; nothing or a shape; nothing, still or a direction.
+DENSE_CLASSES = (1 + len(COLOURS), 1 + len(SHAPES), 2 + len(DIRECTIONS))
+SYSTEM_SHARE = 0.15
+
+
+class Lessons:
+    """Draws clips, changes them, and asks about them. Deterministic in `seed`."""
+
+    def __init__(self, scenes: Sequence[Scene], clips: Pixels, writer: PromptWriter, seed: int) -> None:
+        self._scenes = scenes
+        self._clips = clips
+        self._writer = writer
+        self._rng = Random(seed)
+
+    def draw(self, count: int) -> tuple[list[Scene], Tensor]:
+        """`count` changed scenes and their clips, uint8 [count, FRAMES, 3, side, side]."""
+        chosen = self._rng.sample(range(len(self._scenes)), count)
+        pairs = [
+            changed(self._scenes[index], torch.from_numpy(np.array(self._clips[index])), Change.random(self._rng))
+            for index in chosen
+        ]
+        return [scene for scene, _ in pairs], torch.stack([clip for _, clip in pairs])
+
+    def ask(self, scene: Scene, questions: int, picture: bool = False) -> Prompt:
+        """Some of the questions about a scene, of as many kinds as there are before any kind comes twice."""
+        every = picture_questions(scene, self._rng) if picture else questions_about(scene, self._rng)
+        self._rng.shuffle(every)
+        kinds: dict[str, int] = {}
+        ranked = sorted(every, key=lambda question: _count(kinds, question))
+        return self.prompt(ranked[:questions], SYSTEM_PROMPT if self._rng.random() < SYSTEM_SHARE else None)
+
+    def prompt(self, questions: Sequence[Question], system: str | None = None) -> Prompt:
+        branches = tuple(self._writer.branch(question.text, question.answer) for question in questions)
+        return Prompt(self._writer.before(system), branches)
+
+
+def _count(kinds: dict[str, int], question: Question) -> int:
+    kinds[question.kind] = kinds.get(question.kind, 0) + 1
+    return kinds[question.kind]
+
+
+def dense_labels(scene: Scene, slices: Sequence[int]) -> Tensor:
+    """Colour, shape and motion of what covers each token of some slices: int64 [len(slices) · rows · columns, 3]."""
+    labels = np.zeros((len(slices), ROWS, COLUMNS, 3), np.int64)
+    most = np.zeros((len(slices), ROWS, COLUMNS))
+    for thing in scene.things:
+        for number, index in enumerate(slices):
+            times = [(2 * index + frame) / SAMPLE_FPS for frame in (0, 1)]
+            ends = [thing.centre_at(time_s) for time_s in times]
+            share = np.mean([_share(thing, centre) for centre in ends], axis=0)
+            told = (1 + COLOURS.index(thing.colour), 1 + SHAPES.index(thing.shape), _motion(thing, ends))
+            clear = (share >= 0.12) & (share > most[number])
+            labels[number][clear] = told
+            labels[number][(share > 0.02) & (share < 0.12) & (most[number] < 0.12)] = UNSUPERVISED
+            most[number] = np.maximum(most[number], share)
+    return torch.from_numpy(labels.reshape(-1, 3))
+
+
+def still_runs(scene: Scene, rng: Random) -> list[int]:
+    """For each slice a slice that shows the same: itself where something moves, else one of its still neighbours."""
+    moving = set(moving_slices(scene))
+    shown = list(range(FRAMES // 2))
+    start = 0
+    for index in range(FRAMES // 2 + 1):
+        if index == FRAMES // 2 or index in moving:
+            if index > start:
+                shown[start:index] = [rng.randrange(start, index)] * (index - start)
+            start = index + 1
+    return shown
+
+
+def moving_slices(scene: Scene) -> list[int]:
+    """Slices in which something moves."""
+    return [
+        index
+        for index in range(FRAMES // 2)
+        if any(
+            thing.motion and thing.motion.start_s < index + 1 and thing.motion.stop_s > index for thing in scene.things
+        )
+    ]
+
+
+def _share(thing: Thing, centre: tuple[float, float]) -> np.ndarray:
+    """Which share of an object's bounding box lies in each token: [rows, columns]."""
+    parts = []
+    for middle, cells in ((centre[1], ROWS), (centre[0], COLUMNS)):
+        edges = np.arange(cells + 1) / cells
+        low, high = middle - thing.half, middle + thing.half
+        inside = np.minimum(edges[1:], high) - np.maximum(edges[:-1], low)
+        parts.append(np.clip(inside, 0, None) / (2 * thing.half))
+    return np.outer(parts[0], parts[1])
+
+
+def _motion(thing: Thing, ends: Sequence[tuple[float, float]]) -> int:
+    moved = max(abs(ends[1][0] - ends[0][0]), abs(ends[1][1] - ends[0][1]))
+    if moved < 0.004:
+        return 1
+    if moved < 0.025 or thing.motion is None:
+        return UNSUPERVISED
+    return 2 + DIRECTIONS.index(thing.motion.direction)

@@ -1,0 +1,194 @@
+"""The demo model's forward passes over clips, in process: tower, then pruning, then the language model.
+
+Prompts hold one video or image and any number of questions about it. Every question is a branch of its own, which
+sees the media but no other question, and stands where it would stand alone:
+
+    [<|im_start|>user video <|vision_end|>][question 1 answer 1][question 2 answer 2] ...
+     prefix, pruned                         positions p …        positions p … again
+
+Positions come from `services.preprocessing.positions`, kept tokens from `services.encoder.pruning`. It knows nothing of
+scenes or of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
+
+from common.plan import Grid
+from common.retention import Pruning
+from demo.checkpoint import IMAGE_MEAN, IMAGE_STD, SAMPLE_FPS, TOKENS_PER_SECOND
+from services.encoder.pruning import keep_tokens
+from services.preprocessing.positions import GridSpan, TextSpan, positions_of
+
+PATCH_PX = 14
+MERGE = 2
+TEMPORAL_PATCH = 2
+TIME_STEP = Fraction(TEMPORAL_PATCH * TOKENS_PER_SECOND, SAMPLE_FPS)
+UNSUPERVISED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A question and its answer with the ends of their turns; the answer starts at `answer_at`."""
+
+    ids: tuple[int, ...]
+    answer_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One media item with its questions. `before` ends with <|vision_start|>; `branches` begin after <|vision_end|>."""
+
+    before: tuple[int, ...]
+    branches: tuple[Branch, ...]
+
+
+def uniform_windows(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention within windows of one common length, all in one call: [1, heads, S, head] → [1, S, heads, head].
+
+    transformers calls the attention once a window unless its name contains "flash", which brings the windows' bounds.
+    """
+    windows = kwargs["cu_seq_lens_q"].numel() - 1
+    _, heads, tokens, head = query.shape
+    split = (heads, windows, tokens // windows, head)
+    query, key, value = (part[0].reshape(split).transpose(0, 1) for part in (query, key, value))
+    found = F.scaled_dot_product_attention(query, key, value, scale=kwargs["scaling"])
+    return found.transpose(1, 2).reshape(1, tokens, heads, head), None
+
+
+def use_uniform_windows(model: Qwen2_5_VLForConditionalGeneration) -> None:
+    """Make the tower attend to all its windows at once: for clips whose frames fill whole windows."""
+    AttentionInterface.register("uniform_flash_windows", uniform_windows)
+    model.model.visual.config._attn_implementation_internal = "uniform_flash_windows"
+
+
+def patches_of(clips: Tensor) -> Tensor:
+    """Normalised patches of uint8 [B, frames, 3, H, W], as transformers' processor lays them out: [B·t·h·w·4, 1176]."""
+    mean = torch.tensor(IMAGE_MEAN).view(3, 1, 1)
+    std = torch.tensor(IMAGE_STD).view(3, 1, 1)
+    pixels = (clips.float() / 255 - mean) / std
+    batch, frames, channels, height, width = clips.shape
+    block = PATCH_PX * MERGE
+    split = pixels.view(
+        batch * frames // TEMPORAL_PATCH,
+        TEMPORAL_PATCH,
+        channels,
+        height // block,
+        MERGE,
+        PATCH_PX,
+        width // block,
+        MERGE,
+        PATCH_PX,
+    )
+    return split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, channels * TEMPORAL_PATCH * PATCH_PX**2)
+
+
+def embed(model: Qwen2_5_VLForConditionalGeneration, clips: Tensor) -> Tensor:
+    """The tower's merged tokens of uint8 clips [B, frames, 3, H, W]: [B, t·h·w, D]."""
+    batch, frames, _, height, width = clips.shape
+    slices = frames // TEMPORAL_PATCH
+    grid = torch.tensor([[batch * slices, height // PATCH_PX, width // PATCH_PX]])
+    merged = model.model.visual(patches_of(clips), grid_thw=grid).pooler_output
+    return merged.view(batch, -1, merged.shape[-1])
+
+
+def prune(embeds: Tensor, grid: Grid, pruning: Pruning) -> Tensor:
+    """Which tokens of each clip are kept: int64 [B, K]."""
+    return torch.stack([keep_tokens(clip.detach(), grid, pruning) for clip in embeds]).long()
+
+
+def answer_logits(
+    model: Qwen2_5_VLForConditionalGeneration,
+    embeds: Tensor,
+    kept: Tensor,
+    grid: Grid,
+    time_step: Fraction,
+    prompts: Sequence[Prompt],
+    vision_end: int,
+) -> tuple[Tensor, Tensor]:
+    """Logits wherever a branch predicts its answer, and the tokens that are right there.
+
+    embeds: [B, t·h·w, D]; kept: int64 [B, K]; one prompt a clip.
+    Returns logits [B, L, V] and labels int64 [B, L], UNSUPERVISED where nothing is asked.
+    """
+    embed_tokens = model.model.language_model.embed_tokens
+    longest_before = max(len(prompt.before) for prompt in prompts)
+    tails = [[token for branch in prompt.branches for token in branch.ids] for prompt in prompts]
+    longest_tail = max(len(tail) for tail in tails)
+    count = kept.shape[1]
+    prefix = longest_before + count + 1
+    total = prefix + longest_tail
+    ids = torch.full((len(prompts), total), vision_end)
+    positions = torch.zeros(3, len(prompts), total, dtype=torch.long)
+    # Which question a token belongs to; 0 is the shared prefix, -1 padding.
+    owner = torch.full((len(prompts), total), -1)
+    labels = torch.full((len(prompts), total), UNSUPERVISED)
+    for row, prompt in enumerate(prompts):
+        before = len(prompt.before)
+        longest = max(len(branch.ids) for branch in prompt.branches)
+        full = torch.from_numpy(
+            positions_of([TextSpan(before), GridSpan(grid, time_step), TextSpan(1 + longest)])
+        ).long()
+        start = longest_before - before
+        ids[row, start:longest_before] = torch.tensor(prompt.before)
+        owner[row, start:prefix] = 0
+        positions[:, row, start:longest_before] = full[:, :before]
+        positions[:, row, longest_before : prefix - 1] = full[:, before + kept[row]]
+        after = full[:, before + grid.tokens :]
+        positions[:, row, prefix - 1] = after[:, 0]
+        at = prefix
+        for number, branch in enumerate(prompt.branches, 1):
+            end = at + len(branch.ids)
+            ids[row, at:end] = torch.tensor(branch.ids)
+            owner[row, at:end] = number
+            positions[:, row, at:end] = after[:, 1 : 1 + len(branch.ids)]
+            labels[row, at + branch.answer_at - 1 : end - 1] = torch.tensor(branch.ids[branch.answer_at :])
+            at = end
+    media = torch.gather(embeds, 1, kept[..., None].expand(-1, -1, embeds.shape[-1]))
+    text = embed_tokens(ids)
+    inputs = torch.cat((text[:, :longest_before], media, text[:, prefix - 1 :]), dim=1)
+    states = model.model.language_model(
+        inputs_embeds=inputs, position_ids=positions, attention_mask={"full_attention": _mask(owner)}, use_cache=False
+    ).last_hidden_state
+    return model.lm_head(states[:, prefix - 1 :]), labels[:, prefix - 1 :]
+
+
+def _mask(owner: Tensor) -> Tensor:
+    """Causal within the prefix and within each branch, and from every branch to the prefix: bool [B, 1, T, T]."""
+    tokens = owner.shape[1]
+    query, key = owner[:, :, None], owner[:, None, :]
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    seen = causal & ((key == 0) | (key == query)) & (key >= 0)
+    # A padded row must see something, or its softmax is NaN.
+    return (seen | torch.eye(tokens, dtype=torch.bool))[:, None]
+
+
+class PromptWriter:
+    """Turns questions into branches, exactly as the chat template would lay them out."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        vocabulary = tokenizer.get_vocab()
+        self.vision_end = vocabulary["<|vision_end|>"]
+        self._cached: dict[tuple[str, str], Branch] = {}
+
+    def before(self, system: str | None = None) -> tuple[int, ...]:
+        text = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
+        return tuple(self._tokenizer(f"{text}<|im_start|>user\n<|vision_start|>")["input_ids"])
+
+    def branch(self, question: str, answer: str) -> Branch:
+        if (question, answer) not in self._cached:
+            asked = self._tokenizer(f"{question}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+            told = self._tokenizer(f"{answer}<|im_end|>")["input_ids"]
+            self._cached[question, answer] = Branch((*asked, *told), len(asked))
+        return self._cached[question, answer]
