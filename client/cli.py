@@ -29,7 +29,7 @@ from client.inspection import Inspection, inspect
 from client.launcher import SERVICES, Endpoint, LocalStack
 from client.prompt import Image, Video, media_file
 from client.wire import Options
-from common.errors import FramesieveError, InvalidRequest, StartupError, Unavailable
+from common.errors import FramesieveError, InvalidRequest, PeerContract, StartupError, Unavailable
 from common.plan import Modality
 from common.retention import EVS, METHODS, Pruning
 
@@ -117,8 +117,7 @@ def ask(
         if as_json:
             _print_json(_answer_json(asyncio.run(_ask(server, parts, question, options))))
         else:
-            finished = asyncio.run(_stream(server, parts, question, options))
-            _tell_cost(finished)
+            _tell_cost(asyncio.run(_stream(server, parts, question, options)))
 
 
 @app.command("inspect")
@@ -168,7 +167,7 @@ async def _ask(server: str, parts: list[Image | Video], question: str, options: 
         return await client.ask(parts, question, **options)
 
 
-async def _stream(server: str, parts: list[Image | Video], question: str, options: Options) -> answers.Finished | None:
+async def _stream(server: str, parts: list[Image | Video], question: str, options: Options) -> answers.Finished:
     """Prints the answer as it comes, with bars on stderr until it does."""
     finished = None
     async with FramesieveClient(server) as client:
@@ -185,6 +184,8 @@ async def _stream(server: str, parts: list[Image | Video], question: str, option
                     case answers.Finished():
                         finished = event
         print()
+    if finished is None:
+        raise PeerContract(f"the stream from {server} ended before its answer did")
     return finished
 
 
@@ -222,23 +223,17 @@ class _MediaBars:
             self._progress.update(encoded, completed=sum(each.encoded_slices for each in self._seen.values()))
 
 
-def _tell_cost(finished: answers.Finished | None) -> None:
-    if finished is None:
-        return
-    usage, timings = finished.usage, finished.timings
-    total_s = timings.time_to_first_token_s + timings.generate_s
+def _tell_cost(finished: answers.Finished) -> None:
+    usage, first_s = finished.usage, finished.timings.time_to_first_token_s
+    total_s = first_s + finished.timings.generate_s
     pruned = f"{usage.prompt_tokens_full} → {usage.prompt_tokens} prompt tokens"
-    spent = (
-        f"{usage.completion_tokens} tokens in {total_s:.2f} s, the first after {timings.time_to_first_token_s:.2f} s"
-    )
+    spent = f"{usage.completion_tokens} tokens in {total_s:.2f} s, the first after {first_s:.2f} s"
     stderr.print(f"[dim]{pruned} · {spent}[/]", soft_wrap=True)
     for number, item in enumerate(usage.media, start=1):
         if item.repaired_frames:
-            stderr.print(
-                f"[yellow]media {number}: {item.repaired_frames} frames were damaged and repeat the one before[/]"
-            )
+            _warn(f"media {number}: {item.repaired_frames} damaged frames repeat the one before")
         if item.first_slice_only:
-            stderr.print(f"[yellow]media {number}: this rate leaves only the first moment, so no motion can be seen[/]")
+            _warn(f"media {number}: this rate leaves only the first moment, so no motion can be seen")
 
 
 def _answer_json(answer: answers.Answer) -> dict[str, Any]:
