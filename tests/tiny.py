@@ -1,0 +1,160 @@
+"""A tiny checkpoint, an engine over it, and requests for that engine, for the tests of generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from common.checkpoint import Checkpoint
+from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from common.retention import Pruning
+from demo.checkpoint import TINY, write_checkpoint
+from services.generation.blocks import BlockAllocator
+from services.generation.engine import Engine
+from services.generation.families import load_language_model
+from services.generation.families.language_model import LanguageModel
+from services.generation.request import Event, Failed, Finished, Request, Tokens
+from services.generation.runner import Runner
+from services.generation.sampler import SamplingParams
+from services.generation.windows import Window
+from services.preprocessing.positions import GridSpan, TextSpan, positions_of
+from tests.oracle import Item, Text
+
+PAD_ID = 3
+BLOCK_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Models:
+    """The same weights twice: as the engine runs them, and as transformers does."""
+
+    folder: Path
+    engine: LanguageModel
+    reference: Qwen2_5_VLForConditionalGeneration
+
+
+def load_models(folder: Path) -> Models:
+    write_checkpoint(folder, TINY, seed=7)
+    reference = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    engine = load_language_model(Checkpoint(folder), torch.float32, torch.device("cpu"))
+    return Models(folder, engine, reference.eval())
+
+
+class WholeWords:
+    """A detokeniser that shows every token as its number."""
+
+    def add(self, token_id: int) -> tuple[str, bool]:
+        return f"{token_id} ", False
+
+    def flush(self) -> str:
+        return ""
+
+
+class RecordingRunner(Runner):
+    """Remembers the logits that each request's tokens were chosen from."""
+
+    def __init__(self, model: LanguageModel, blocks: int, block_tokens: int) -> None:
+        super().__init__(model, blocks, block_tokens)
+        self.logits: dict[str, list[Tensor]] = {}
+        self.steps: list[list[tuple[str, int, int]]] = []
+
+    def run(self, windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
+        self.steps.append([(window.request.id, window.start, window.end) for window in windows])
+        sampled, logits = super().run(windows)
+        for window, row in zip(sampled, logits, strict=True):
+            self.logits.setdefault(window.request.id, []).append(row)
+        return sampled, logits
+
+
+@dataclass
+class Asked:
+    """A request, and what came of it."""
+
+    request: Request
+    events: list[Event]
+
+    @property
+    def answer(self) -> list[int]:
+        return [token for event in self.events if isinstance(event, Tokens) for token in event.token_ids]
+
+    @property
+    def finished(self) -> Finished | None:
+        return next((event for event in self.events if isinstance(event, Finished)), None)
+
+    @property
+    def failed(self) -> Failed | None:
+        return next((event for event in self.events if isinstance(event, Failed)), None)
+
+
+@dataclass
+class TinyEngine:
+    model: LanguageModel
+    blocks: int = 64
+    chunk_tokens: int = 64
+    max_running: int = 8
+    max_waiting: int = 64
+    runner: RecordingRunner = field(init=False)
+    engine: Engine = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runner = RecordingRunner(self.model, self.blocks, BLOCK_TOKENS)
+        allocator = BlockAllocator(self.blocks, BLOCK_TOKENS)
+        self.engine = Engine(self.runner, allocator, self.chunk_tokens, self.max_running, self.max_waiting)
+
+    def ask(self, name: str, parts: Sequence[Text | Item], params: SamplingParams) -> Asked:
+        asked = make_request(name, parts, params)
+        self.engine.submit(asked.request)
+        return asked
+
+    def deliver(self, asked: Asked, index: int, item: Item, kept: Sequence[int]) -> None:
+        rows = torch.from_numpy(item.embeds[list(kept)])[None]
+        self.engine.deliver(asked.request, index, np.array(kept, np.int32), rows)
+
+    def drain(self) -> None:
+        while self.engine.step():
+            pass
+
+
+def make_request(name: str, parts: Sequence[Text | Item], params: SamplingParams) -> Asked:
+    prunings = [Pruning(part.rate, part.method) for part in parts if isinstance(part, Item)]
+    events: list[Event] = []
+    request = Request(name, make_plan(parts), prunings, params, WholeWords(), events.append)
+    return Asked(request, events)
+
+
+def make_plan(parts: Sequence[Text | Item]) -> PromptPlan:
+    """The plan that preprocessing would send, positions by its own code."""
+    ids: list[int] = []
+    spans: list[TextSpan | GridSpan] = []
+    media: list[MediaPlan] = []
+    for part in parts:
+        if isinstance(part, Text):
+            spans.append(TextSpan(len(part.ids)))
+            ids += part.ids
+            continue
+        grid = Grid(part.t, part.h, part.w)
+        spans.append(GridSpan(grid, part.time_step or Fraction(0)))
+        media.append(
+            MediaPlan(
+                modality=Modality.IMAGE if part.time_step is None else Modality.VIDEO,
+                grid=grid,
+                runs=(Run(len(ids), grid.tokens),),
+                frames=part.t,
+                frame_height_px=28 * part.h,
+                frame_width_px=28 * part.w,
+                seconds_per_grid=part.time_step,
+                timestamps_s=(),
+                content_hash=bytes(32),
+            )
+        )
+        ids += [PAD_ID] * grid.tokens
+    return PromptPlan(np.array(ids, np.int32), positions_of(spans), tuple(media), 0, bytes(32))
