@@ -32,9 +32,7 @@ Slots: TypeAlias = slice | Tensor
 class KVCache:
     """Keys and values of every layer: [slots, kv_heads, head_dim] each, a block being neighbouring slots."""
 
-    def __init__(
-        self, layers: int, blocks: int, block_tokens: int, kv_heads: int, head_dim: int, like: Tensor
-    ) -> None:
+    def __init__(self, layers: int, blocks: int, block_tokens: int, kv_heads: int, head_dim: int, like: Tensor) -> None:
         self.block_tokens = block_tokens
         self.blocks = blocks
         shape = (layers, blocks * block_tokens, kv_heads, head_dim)
@@ -103,8 +101,8 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Writes the new keys and values, then attends every row to its own sequence. Returns [1, T, heads, head_dim]."""
     layer = module.layer_idx
-    keys, values = batch.cache.keys[layer], batch.cache.values[layer]
     assert isinstance(layer, int)
+    keys, values = batch.cache.keys[layer], batch.cache.values[layer]
     keys.index_copy_(0, batch.new_slots, key[0].transpose(0, 1))
     values.index_copy_(0, batch.new_slots, value[0].transpose(0, 1))
     heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]

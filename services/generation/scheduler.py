@@ -96,8 +96,8 @@ class Scheduler:
                 return windows
             windows.append(_window(request, budget))
             budget -= windows[-1].tokens
-        while budget and (request := self._admit()):
-            windows.append(_window(request, budget))
+        while budget and (admitted := self._admit()):
+            windows.append(_window(admitted, budget))
             budget -= windows[-1].tokens
         return windows
 
@@ -127,7 +127,7 @@ class Scheduler:
                 yield window
 
     def _make_room(self, request: Request, tokens: int) -> bool:
-        """Takes blocks from others until `request` can hold `tokens`; preempts itself where only older ones are left."""
+        """Takes blocks from others until `request` can hold `tokens`. False: only older ones hold any, it must wait."""
         while self._missing_blocks(request, tokens) > self.allocator.free:
             victim = self._idle_holder()
             if victim:

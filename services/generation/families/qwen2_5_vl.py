@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen2_5_VLConfig
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLTextConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLTextModel
 
 from common.checkpoint import Checkpoint
@@ -25,9 +25,10 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> La
     """Raises StartupError for missing or unknown weights, and for what this engine's attention lacks."""
     config = Qwen2_5_VLConfig.from_pretrained(checkpoint.folder)
     text_config = config.text_config
+    assert isinstance(text_config, Qwen2_5_VLTextConfig)
     if text_config.use_sliding_window:
         raise StartupError("text_config.use_sliding_window: sliding window attention is not supported")
-    rope_type = text_config.rope_parameters["rope_type"]
+    rope_type = dict(text_config.rope_parameters or {}).get("rope_type")
     if rope_type != "default":
         raise StartupError(f"text_config.rope_parameters.rope_type {rope_type!r} is not supported, only 'default'")
     text_config._attn_implementation = ATTENTION
@@ -35,7 +36,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> La
         text = Qwen2_5_VLTextModel(text_config)
         lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False)
     # Its frequencies are no weights: they are computed, which on the meta device they were not.
-    text.rotary_emb = Qwen2_5_VLRotaryEmbedding(text_config).to(device)
+    text.rotary_emb = Qwen2_5_VLRotaryEmbedding(text_config).to(device)  # type: ignore[arg-type]  # (annotated with the whole)
     weights = read_weights(checkpoint, (*TEXT_PREFIXES, LM_HEAD), dtype, device)
     text_weights = _text_weights(weights)
     fill(text, text_weights, "language model")
@@ -43,11 +44,11 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> La
     head = text_weights[EMBED_TOKENS] if tied else weights.get(LM_HEAD)
     fill(lm_head, {} if head is None else {"weight": head}, "lm_head (tie_word_embeddings is false)")
     return LanguageModel(
-        text=text.eval().requires_grad_(False),
+        text=text.train(False).requires_grad_(False),
         embed_tokens=text.embed_tokens,
-        lm_head=lm_head.eval().requires_grad_(False),
+        lm_head=lm_head.requires_grad_(False),
         layers=text_config.num_hidden_layers,
-        kv_heads=text_config.num_key_value_heads,
+        kv_heads=text_config.num_key_value_heads or text_config.num_attention_heads,
         head_dim=text_config.hidden_size // text_config.num_attention_heads,
         context_tokens=text_config.max_position_embeddings,
         embed_levels=0,
