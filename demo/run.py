@@ -1,0 +1,119 @@
+"""`make demo`: three services on this machine, two questions about a real clip, unpruned and pruned, and their cost.
+
+Everything that is printed comes from the services' answers. Exit status 1 where an answer is missing, 130 on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from client import Accepted, Delta, Finished, FramesieveClient, Timings, Usage, Video
+from client.launcher import LocalStack
+from common.checkpoint import DEMO_MODEL
+from common.errors import FramesieveError, StartupError
+
+CLIP = Path(__file__).parent / "clip.mp4"
+QUESTIONS = ("What moves?", "What happens?")
+RATES = (0.0, 0.75)
+TIMEOUT_S = 120.0
+
+CAPTION = (
+    "Each instant before the first token belongs to the earliest stage that is not finished, so the stages add up to "
+    "it even though decoding and encoding overlap. One question about the clip at another frame rate was asked before, "
+    "so that nothing here pays for code that runs for the first time."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One question at one rate, and what it cost."""
+
+    question: str
+    rate: float
+    usage: Usage
+    timings: Timings
+
+
+def main(model: Path = DEMO_MODEL, clip: Path = CLIP) -> int:
+    """Runs the demo and returns its exit status."""
+    console = Console(highlight=False)
+    try:
+        console.print("[dim]starting preprocessing, the encoder and generation …[/]")
+        with LocalStack(model) as stack:
+            rows = asyncio.run(ask_all(console, stack.address, clip))
+        console.print(cost_table(rows))
+        console.print(f"[dim]{CAPTION}[/]")
+        console.print(f"\nWhat was kept, as a picture:  framesieve inspect {clip} --pruning-rate {RATES[-1]}")
+    except KeyboardInterrupt:
+        return 130
+    except (StartupError, FramesieveError, OSError) as error:
+        print(f"the demo failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def ask_all(console: Console, address: str, clip: Path) -> list[Row]:
+    """Every question at every rate, one after the other, the answers printed as they come."""
+    rows = []
+    async with FramesieveClient(address) as client:
+        await client.ask(Video(clip, fps=1), QUESTIONS[0], pruning_rate=RATES[-1], timeout_s=TIMEOUT_S)
+        for question in QUESTIONS:
+            console.print(f"\n[bold]{question}[/]")
+            for rate in RATES:
+                rows.append(await ask(console, client, clip, question, rate))  # noqa: PERF401 - one at a time
+    console.print()
+    return rows
+
+
+async def ask(console: Console, client: FramesieveClient, clip: Path, question: str, rate: float) -> Row:
+    """One question at one rate. Raises FramesieveError where the answer is empty."""
+    console.print(f"  [dim]rate {rate:<5g}[/]", end="")
+    answered = False
+    async for event in client.stream(clip, question, pruning_rate=rate, temperature=0.0, timeout_s=TIMEOUT_S):
+        match event:
+            case Accepted(usage=usage):
+                tokens = f"{usage.prompt_tokens_full} → {usage.prompt_tokens} prompt tokens"
+                console.print(f"[dim]{tokens:<28}[/]", end="")
+            case Delta(text=text):
+                answered = answered or bool(text.strip())
+                console.print(text, end="", markup=False)
+            case Finished(usage=usage, timings=timings):
+                console.print()
+                if answered:
+                    return Row(question, rate, usage, timings)
+    raise FramesieveError(f"{question!r} at rate {rate:g} has no answer")
+
+
+def cost_table(rows: list[Row]) -> Table:
+    """One column a request; the stages add up, line by line, to the time to the first token."""
+    table = Table(title="What it cost", title_justify="left", title_style="bold", header_style="", box=box.ROUNDED)
+    table.add_column("")
+    for row in rows:
+        table.add_column(f"{row.question}\n[dim]rate {row.rate:g}[/]", justify="right")
+
+    table.add_row("prompt tokens", *(str(row.usage.prompt_tokens_full) for row in rows))
+    table.add_row("after pruning", *(str(row.usage.prompt_tokens) for row in rows), end_section=True)
+    for index, stage in enumerate(rows[0].timings.stages_s):
+        label = f"{'+' if index else ' '} {stage}, ms"
+        table.add_row(label, *(_ms(row.timings.stages_s[stage]) for row in rows))
+    first_s = (row.timings.time_to_first_token_s for row in rows)
+    table.add_row("= first token, ms", *map(_ms, first_s), style="bold", end_section=True)
+    table.add_row("answer tokens", *(str(row.usage.completion_tokens) for row in rows))
+    speeds = (row.timings.tokens_per_second(row.usage.completion_tokens) for row in rows)
+    table.add_row("tokens per second", *(f"{speed:.0f}" if speed else "–" for speed in speeds))
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
