@@ -1,0 +1,54 @@
+"""Which model families there are, and what one must say. Adding a family adds a file and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Protocol
+
+from common.checkpoint import Checkpoint
+from common.errors import StartupError
+from common.plan import Grid, Modality
+from services.preprocessing.families.qwen2_5_vl import Qwen25VL
+from services.preprocessing.layout import MediaTokens
+from services.preprocessing.sampling import FrameBounds, FrameSampling
+
+
+class Family(Protocol):
+    """What differs between models when media are planned."""
+
+    @property
+    def placeholders(self) -> Mapping[Modality, str]:
+        """The control token that stands for a media item in the chat template."""
+
+    @property
+    def embed_levels(self) -> int:
+        """Tensors that a media token carries beside its embedding."""
+
+    @property
+    def frame_bounds(self) -> FrameBounds:
+        """How densely videos are sampled where the request does not say."""
+
+    def image_size(self, height_px: int, width_px: int, wish: FrameSampling) -> tuple[int, int]:
+        """Height and width after resizing."""
+
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
+        """Height and width of each of `frames` after resizing."""
+
+    def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
+        """Merged tokens of an item whose `frames` are sent at this size."""
+
+    def tokens(self, pad_id: int, grid: Grid, seconds_per_grid: Fraction | None) -> MediaTokens:
+        """What the item's placeholder becomes."""
+
+
+FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {"qwen2_5_vl": Qwen25VL.from_checkpoint}
+
+
+def load_family(checkpoint: Checkpoint) -> Family:
+    """The family of a checkpoint. Raises StartupError for one that is not supported."""
+    if checkpoint.model_type not in FAMILIES:
+        raise StartupError(
+            f"{checkpoint.folder} is a {checkpoint.model_type!r}, supported are {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[checkpoint.model_type](checkpoint)

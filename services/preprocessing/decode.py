@@ -1,0 +1,156 @@
+"""The frames of a video that were asked for, decoded in order, each as early as it can be had.
+
+It owns seeking and the repair of damage. It decodes from keyframe to keyframe only as far as it must:
+
+    packets    K . . . . . . . K . . . . . . . K . . .
+    wanted         ^     ^                     ^
+    decoded    ───────────     (nothing)       ─        one seek: a later keyframe lay before the third
+
+Resizing and slicing are `slices`' business, threads are `workers`'.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import av
+import numpy as np
+from av.container import InputContainer
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+
+from common.errors import MediaDamaged, MediaRejected
+from services.preprocessing.packets import PacketIndex, check_frame_size, open_video
+from services.preprocessing.resize import UInt8Array
+from services.preprocessing.sources import Source
+
+MAX_REPAIRED_SHARE = 0.1
+
+# More threads than this a video buy little; without a bound, codecs take one a core in every worker.
+_CODEC_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedFrame:
+    """pixels: uint8 [H, W, 3], RGB. repaired: it could not be decoded and repeats the one before."""
+
+    pixels: UInt8Array
+    repaired: bool
+
+
+def decode_frames(source: Source, index: PacketIndex, places: Sequence[int]) -> Iterator[DecodedFrame]:
+    """The frames at `places` of the index, which must not decrease; one for each.
+
+    Raises MediaDamaged once more than a tenth of them cannot be decoded, MediaRejected if they grow past the limit.
+    """
+    allowed = MAX_REPAIRED_SHARE * len(places)
+    repaired = 0
+    with ExitStack() as stack:
+        frames = _Frames(source, index, stack)
+        last: DecodedFrame | None = None
+        last_place: int | None = None
+        for place in places:
+            if last is None or place != last_place:
+                last, last_place = frames.at(place, last), place
+            repaired += last.repaired
+            if repaired > allowed:
+                raise MediaDamaged(
+                    f"{source.name} is damaged: {repaired} of its {len(places)} frames cannot be decoded, "
+                    f"at most a tenth may be"
+                )
+            yield last
+
+
+class _Frames:
+    """A video's decoded frames by presentation time, forwards only: `behind` is shown before `ahead`."""
+
+    def __init__(self, source: Source, index: PacketIndex, stack: ExitStack) -> None:
+        self._source = source
+        self._stack = stack
+        self._keys = range(len(index.times.ticks)) if index.pts is None else index.pts
+        self._by_order = index.pts is None
+        self._keyframes = index.keyframes
+        self._behind: VideoFrame | None = None
+        self._ahead: VideoFrame | None = None
+        self._ahead_key = index.keyframes[0] if index.keyframes else 0
+        self._open()
+
+    def at(self, place: int, last: DecodedFrame | None) -> DecodedFrame:
+        """The frame at `place`, or what stands in for it. `last` is the one that was asked for before."""
+        wanted = self._keys[place]
+        keyframe = bisect.bisect_right(self._keyframes, wanted) - 1
+        if keyframe >= 0 and self._keyframes[keyframe] > self._ahead_key:
+            self._seek(self._keyframes[keyframe])
+        while self._ahead is None or self._ahead_key < wanted:
+            self._behind = self._ahead or self._behind
+            following = next(self._decoded, None)
+            if following is None:
+                self._ahead = None
+                break
+            self._ahead_key, self._ahead = following
+        if self._ahead is not None and self._ahead_key == wanted:
+            return DecodedFrame(self._rgb(self._ahead), repaired=False)
+        if self._behind is not None:
+            return DecodedFrame(self._rgb(self._behind), repaired=True)
+        if last is not None:
+            return DecodedFrame(last.pixels, repaired=True)
+        if self._ahead is not None:  # nothing came before the damage: the first frame that can be seen
+            return DecodedFrame(self._rgb(self._ahead), repaired=True)
+        raise MediaDamaged(f"{self._source.name} is damaged: none of its frames can be decoded")
+
+    def _open(self) -> None:
+        self._container, self._stream = self._stack.enter_context(open_video(self._source))
+        self._stream.thread_type = "FRAME"
+        self._stream.codec_context.thread_count = _CODEC_THREADS
+        self._decoded = self._decode(self._container, self._stream)
+
+    def _seek(self, keyframe: int) -> None:
+        """Goes on from `keyframe`, or, in a container whose own index leads past it, from the start."""
+        self._behind = self._ahead = None
+        try:
+            self._container.seek(keyframe, stream=self._stream)
+            first = next(self._container.demux(self._stream), None)
+            arrived = first is not None and first.pts is not None and first.pts <= keyframe
+            if arrived:
+                self._container.seek(keyframe, stream=self._stream)
+        except av.FFmpegError:
+            arrived = False
+        if arrived:
+            self._ahead_key = keyframe
+            self._decoded = self._decode(self._container, self._stream)
+        else:
+            self._keyframes = ()
+            self._stack.close()
+            self._open()
+
+    def _decode(self, container: InputContainer, stream: VideoStream) -> Iterator[tuple[int, VideoFrame]]:
+        """(presentation time or ordinal, frame); what cannot be decoded is left out."""
+        order = 0
+        packets = container.demux(stream)
+        while True:
+            try:
+                packet = next(packets, None)
+            except av.FFmpegError:
+                packet = None
+            try:
+                frames = stream.decode(packet)
+            except av.FFmpegError:
+                frames = []
+            for frame in frames:
+                key = order if self._by_order else frame.pts
+                order += 1
+                if key is not None and not frame.is_corrupt:
+                    yield key, frame
+            if packet is None or packet.size == 0:
+                return
+
+    def _rgb(self, frame: VideoFrame) -> UInt8Array:
+        check_frame_size(self._source.name, frame.height, frame.width)
+        try:
+            pixels = frame.to_ndarray(format="rgb24")
+        except (av.FFmpegError, ValueError) as error:
+            raise MediaRejected(f"{self._source.name} has frames in a format that cannot be shown: {error}") from error
+        return pixels.astype(np.uint8, copy=False)

@@ -1,0 +1,99 @@
+"""Protobuf to a checked conversation, and slices to protobuf.
+
+It owns what a prompt must hold before anything is opened; values that dataclasses check are checked by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from common.errors import InvalidRequest
+from common.plan import Modality
+from common.tensors import DType
+from common.wire import MAX_INLINE_BYTES, tensor_chunks
+from framesieve.v1 import preprocessing_pb2, prompt_pb2
+from services.preprocessing.planner import Conversation, MediaRequest
+from services.preprocessing.sampling import FrameSampling
+from services.preprocessing.slices import Slice
+from services.preprocessing.tokens import Turn
+
+_ROLES = {
+    prompt_pb2.ROLE_SYSTEM: "system",
+    prompt_pb2.ROLE_USER: "user",
+    prompt_pb2.ROLE_ASSISTANT: "assistant",
+}
+_MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO}
+_TIME_FIELDS = ("fps", "min_frames", "max_frames", "start_s", "end_s")
+
+
+def conversation_of(prompt: prompt_pb2.Prompt) -> Conversation:
+    """The prompt, checked. Raises InvalidRequest naming the field that is missing, empty or too large."""
+    if not prompt.messages:
+        raise InvalidRequest("prompt.messages must hold at least one message, it is empty")
+    turns: list[Turn] = []
+    media: list[MediaRequest] = []
+    for index, message in enumerate(prompt.messages):
+        name = f"prompt.messages[{index}]"
+        if message.role not in _ROLES:
+            raise InvalidRequest(f"{name}.role must be system, user or assistant, got {message.role}")
+        if not message.parts:
+            raise InvalidRequest(f"{name}.parts must hold at least one part, it is empty")
+        parts: list[str | Modality] = []
+        for place, part in enumerate(message.parts):
+            content = _part(part, f"{name}.parts[{place}]")
+            if isinstance(content, MediaRequest):
+                media.append(content)
+                parts.append(content.modality)
+            else:
+                parts.append(content)
+        turns.append(Turn(_ROLES[message.role], tuple(parts)))
+    if not any(part for turn in turns for part in turn.parts):
+        raise InvalidRequest("prompt.messages hold no media and only empty text")
+    inline = sum(len(item.location) for item in media if isinstance(item.location, bytes))
+    if inline > MAX_INLINE_BYTES:
+        raise InvalidRequest(
+            f"prompt.messages hold {inline} bytes of inline media, at most {MAX_INLINE_BYTES} are allowed in sum; "
+            f"larger media come by path"
+        )
+    return Conversation(tuple(turns), tuple(media))
+
+
+def _part(part: prompt_pb2.Part, name: str) -> str | MediaRequest:
+    kind = part.WhichOneof("content")
+    if kind is None:
+        raise InvalidRequest(f"{name} must hold text, image or video, it holds none")
+    if kind == "text":
+        return part.text
+    return _media(getattr(part, kind), _MODALITIES[kind], f"{name}.{kind}")
+
+
+def _media(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaRequest:
+    source = media.WhichOneof("source")
+    if source is None:
+        raise InvalidRequest(f"{name} must hold data, url or path, it holds none")
+    if source == "url":
+        raise InvalidRequest(f"{name}.url is not supported yet: send the bytes as data, or a path")
+    return MediaRequest(name, modality, getattr(media, source), _sampling(media.frame_sampling, modality, name))
+
+
+def _sampling(message: prompt_pb2.FrameSampling, modality: Modality, name: str) -> FrameSampling:
+    given = {field.name: value for field, value in message.ListFields()}
+    useless = [field for field in _TIME_FIELDS if field in given]
+    if modality is Modality.IMAGE and useless:
+        raise InvalidRequest(f"{name}.frame_sampling.{useless[0]} is for videos, an image has no frames to choose from")
+    try:
+        return FrameSampling(**given)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}.{error}") from error
+
+
+def frames_responses(media_index: int, piece: Slice) -> Iterator[preprocessing_pb2.PreprocessResponse]:
+    """One slice in pieces; what was repaired stands in the first."""
+    repaired = piece.repaired_frames
+    for chunk in tensor_chunks(DType.UINT8, piece.pixels.shape, piece.pixels.data):
+        yield preprocessing_pb2.PreprocessResponse(
+            frames=preprocessing_pb2.FramesChunk(
+                media_index=media_index, first_frame=piece.first_frame, chunk=chunk, repaired_frames=repaired
+            )
+        )
+        repaired = 0

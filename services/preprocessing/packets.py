@@ -1,0 +1,134 @@
+"""What a video holds, found by reading its packets and decoding none.
+
+It owns the container: how one is opened safely, and when which frame is shown. A header's count and duration are
+never believed: damaged files promise frames that do not come, and Matroska declares none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+
+import av
+from av.container import InputContainer
+from av.stream import Disposition
+from av.video.stream import VideoStream
+
+from common.errors import MediaRejected
+from services.preprocessing.sampling import FrameTimes
+from services.preprocessing.sources import Source
+
+MAX_FRAME_PX = 2**26
+MAX_PACKETS = 2**22
+
+# A playlist inside a file must not reach other files or hosts: the source itself is read without any protocol.
+_OPEN_OPTIONS = {"protocol_whitelist": "none"}
+_FALLBACK_RATE = Fraction(25)
+
+
+@dataclass(frozen=True, slots=True)
+class PacketIndex:
+    """Where a video's frames are.
+
+    pts:       0   512  1024  1536 | 2048 ...       sorted, in the stream's time base
+    keyframes: 0                     2048            pts from which decoding may start
+
+    times: the same times, relative to the first frame.
+    pts: None where the container stores no usable ones: then frames are known by their order alone.
+    height_px, width_px: of a decoded frame.
+    """
+
+    times: FrameTimes
+    pts: tuple[int, ...] | None
+    keyframes: tuple[int, ...]
+    height_px: int
+    width_px: int
+
+
+@contextmanager
+def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """The container and its first moving picture. Raises MediaRejected if there is none, or for what is no media."""
+    with source.open() as file:
+        try:
+            container = av.open(file, mode="r", options=_OPEN_OPTIONS)
+        except (av.FFmpegError, ValueError) as error:
+            raise MediaRejected(f"{source.name} is no video that can be read: {_reason(error)}") from error
+        with container:
+            streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
+            if not streams:
+                sound = " but sound" if container.streams.audio else ""
+                raise MediaRejected(f"{source.name} holds nothing{sound}: it has no video stream")
+            yield container, streams[0]
+
+
+def read_packets(source: Source) -> PacketIndex:
+    """Reads every packet of the video stream. Raises MediaRejected for what holds no frames or passes a limit."""
+    with open_video(source) as (container, stream):
+        height, width = _frame_size(source, stream)
+        pts: list[int | None] = []
+        keyframes: list[int] = []
+        tail = 0
+        try:
+            for packet in container.demux(stream):
+                if packet.size == 0 or packet.is_discard:
+                    continue
+                if len(pts) == MAX_PACKETS:
+                    raise MediaRejected(f"{source.name} has more than {MAX_PACKETS} frames")
+                pts.append(packet.pts)
+                tail = packet.duration or tail
+                if packet.is_keyframe and packet.pts is not None:
+                    keyframes.append(packet.pts)
+        except av.FFmpegError:
+            pass  # what could be read before the damage is what the video holds
+        if not pts:
+            raise MediaRejected(f"{source.name} holds no frames")
+        rates = tuple(rate for rate in (stream.average_rate, stream.guessed_rate, stream.base_rate) if rate)
+        known = [each for each in pts if each is not None]
+        # AVI stores no presentation times, and what FFmpeg makes up for B-frames is out of order.
+        if len(known) < len(pts) or container.format.name == "avi" or stream.time_base is None:
+            return _by_order(len(pts), rates, height, width)
+        return _by_time(known, keyframes, tail, stream.time_base, rates, height, width)
+
+
+def _by_time(
+    pts: list[int],
+    keyframes: list[int],
+    tail: int,
+    time_base: Fraction,
+    rates: tuple[Fraction, ...],
+    height: int,
+    width: int,
+) -> PacketIndex:
+    shown = sorted(set(pts))
+    ticks = tuple(each - shown[0] for each in shown)
+    if tail <= 0:
+        mean = Fraction(ticks[-1], len(ticks) - 1) if len(ticks) > 1 else 1 / ((*rates, _FALLBACK_RATE)[0] * time_base)
+        tail = max(1, round(mean))
+    times = FrameTimes(ticks, tail, time_base, rates)
+    return PacketIndex(times, tuple(shown), tuple(sorted(keyframes)), height, width)
+
+
+def _by_order(frames: int, rates: tuple[Fraction, ...], height: int, width: int) -> PacketIndex:
+    rate = (*rates, _FALLBACK_RATE)[0]
+    times = FrameTimes(tuple(range(frames)), 1, 1 / rate, (rate,))
+    return PacketIndex(times, None, (), height, width)
+
+
+def _frame_size(source: Source, stream: VideoStream) -> tuple[int, int]:
+    height, width = stream.codec_context.height, stream.codec_context.width
+    if height < 1 or width < 1:
+        raise MediaRejected(f"{source.name} does not say how large its frames are: it is damaged or no video")
+    check_frame_size(source.name, height, width)
+    return height, width
+
+
+def check_frame_size(name: str, height_px: int, width_px: int) -> None:
+    """Raises MediaRejected for a frame so large that decoding it would harm others."""
+    if height_px * width_px > MAX_FRAME_PX:
+        raise MediaRejected(f"{name} has frames of {width_px}×{height_px} pixels, at most {MAX_FRAME_PX} are allowed")
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)

@@ -1,0 +1,82 @@
+"""Still pictures: their size without decoding them, then their pixels.
+
+Source: what `load_image` and `convert_to_rgb` of transformers do: upright by EXIF, transparency on white, RGB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import ExifTags, Image
+
+from common.errors import MediaDamaged, MediaRejected
+from services.preprocessing.packets import check_frame_size
+from services.preprocessing.resize import UInt8Array
+from services.preprocessing.sources import Source
+
+# Formats whose readers run no other program and reach no other file.
+_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_ON_ITS_SIDE = (5, 6, 7, 8)
+_UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A still picture's size once upright, and its EXIF orientation."""
+
+    height_px: int
+    width_px: int
+    orientation: int
+
+
+def read_picture(source: Source) -> Picture:
+    """Size and orientation from the header. Raises MediaRejected for what is no picture or passes a limit."""
+    with source.open() as file:
+        try:
+            with Image.open(file, formats=_FORMATS) as image:
+                width, height = image.size
+                orientation = _orientation(image)
+        except _UNREADABLE as error:
+            raise MediaRejected(f"{source.name} is no image that can be read") from error
+    check_frame_size(source.name, height, width)
+    if orientation in _ON_ITS_SIDE:
+        height, width = width, height
+    return Picture(height, width, orientation)
+
+
+def decode_picture(source: Source, picture: Picture) -> UInt8Array:
+    """The pixels, uint8 [height_px, width_px, 3], RGB. Raises MediaDamaged if they cannot be decoded."""
+    with source.open() as file:
+        try:
+            with Image.open(file, formats=_FORMATS) as image:
+                rgb = _on_white(image)
+        except _UNREADABLE as error:
+            raise MediaDamaged(f"{source.name} cannot be decoded: {error}") from error
+    if picture.orientation in _UPRIGHT:
+        rgb = rgb.transpose(_UPRIGHT[picture.orientation])
+    return np.asarray(rgb)
+
+
+def _orientation(image: Image.Image) -> int:
+    # Looking for EXIF in a PNG that has none decodes it; a TIFF turns itself upright.
+    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
+        return 1
+    return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    coloured = image.convert("RGBA")
+    white = Image.new("RGBA", coloured.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, coloured).convert("RGB")

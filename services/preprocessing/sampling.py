@@ -1,0 +1,200 @@
+"""Which frames of a video are looked at: first how many and at which indices, then which presentation times.
+
+It works on presentation times alone and knows neither containers nor codecs.
+Source: `Qwen2VLVideoProcessor.sample_frames` of transformers 5.23, index for index.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from common.errors import InvalidRequest
+
+MAX_FPS = 1000.0
+MAX_FRAMES = 768
+
+_LANES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class FrameSampling:
+    """What a request says about the frames of one media item; None is the checkpoint's own.
+
+    fps: frames a second. min_frames, max_frames: bounds on their number. max_pixels: of one frame after resizing.
+    start_s, end_s: seconds from the video's start.
+    Raises InvalidRequest for a value outside its range.
+    """
+
+    fps: float | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    max_pixels: int | None = None
+    start_s: float | None = None
+    end_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.fps is not None and not 0 < self.fps <= MAX_FPS:
+            raise InvalidRequest(f"frame_sampling.fps must be above 0 and at most {MAX_FPS:g}, got {self.fps}")
+        for name, value in (("min_frames", self.min_frames), ("max_frames", self.max_frames)):
+            if value is not None and not 1 <= value <= MAX_FRAMES:
+                raise InvalidRequest(f"frame_sampling.{name} must be between 1 and {MAX_FRAMES}, got {value}")
+        if self.min_frames is not None and self.max_frames is not None and self.max_frames < self.min_frames:
+            raise InvalidRequest(
+                f"frame_sampling.max_frames must be at least min_frames {self.min_frames}, got {self.max_frames}"
+            )
+        for name, time in (("start_s", self.start_s), ("end_s", self.end_s)):
+            if time is not None and not (math.isfinite(time) and time >= 0):
+                raise InvalidRequest(f"frame_sampling.{name} must be at least 0, got {time}")
+        if self.end_s is not None and self.end_s <= (self.start_s or 0):
+            raise InvalidRequest(
+                f"frame_sampling.end_s must be above start_s {self.start_s or 0:g}, got {self.end_s:g}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class FrameBounds:
+    """How densely a video is sampled, once the request's own wishes are merged with the checkpoint's."""
+
+    fps: float
+    min_frames: int
+    max_frames: int
+    temporal_patch: int
+
+    def merged(self, wish: FrameSampling) -> FrameBounds:
+        """The bounds with what `wish` says; a bound it does not name gives way to the one it names."""
+        low = wish.min_frames or min(self.min_frames, wish.max_frames or MAX_FRAMES)
+        high = wish.max_frames or max(self.max_frames, low)
+        return FrameBounds(wish.fps or self.fps, low, high, self.temporal_patch)
+
+
+def sample_indices(total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
+    """Indices in [0, total_frames), not decreasing; now and then an odd number of them, as transformers yields.
+
+    A video too short for one temporal patch yields its first frame (transformers divides by zero); an index that
+    rounding put behind the last frame is left out (transformers fails).
+    """
+    patch = bounds.temporal_patch
+    most = min(bounds.max_frames, total_frames) // patch * patch
+    wanted = total_frames / float(average_rate) * bounds.fps
+    frames = math.floor(min(max(wanted, bounds.min_frames), most, total_frames) / patch) * patch
+    if frames == 0:
+        return (0,)
+    step = total_frames / frames
+    return tuple(index for index in _torch_arange(total_frames, step) if index < total_frames)
+
+
+def _torch_arange(end: int, step: float) -> list[int]:
+    """`torch.arange(0, end, step).int()`, rounding for rounding.
+
+    It computes lanes of 8: the first of each rounded to float32, the others from it in float64, then rounded; those
+    left over each by itself. So it may yield one element more than end / step, and that may even be `end`.
+    """
+    count = math.ceil(end / step)
+    index = np.arange(count)
+    lane = (index // _LANES * _LANES * step).astype(np.float32).astype(np.float64) + index % _LANES * step
+    values = np.where(index < count // _LANES * _LANES, lane, index * step).astype(np.float32)
+    return [int(value) for value in values]
+
+
+@dataclass(frozen=True, slots=True)
+class FrameTimes:
+    """Presentation times of a video's frames, or of a cut of it.
+
+    ticks: increasing, at least one, in units of time_base seconds, relative to the video's first frame.
+    tail_ticks: how long the last frame is shown.
+    rates: frames a second that the container suggests, most trusted first.
+    """
+
+    ticks: tuple[int, ...]
+    tail_ticks: int
+    time_base: Fraction
+    rates: tuple[Fraction, ...]
+
+    def cut(self, start_s: float | None, end_s: float | None) -> FrameTimes:
+        """The frames that appear in [start_s, end_s). Raises InvalidRequest if there are none."""
+        first = bisect.bisect_left(self.ticks, _ticks_from(start_s or 0, self.time_base))
+        end = len(self.ticks)
+        if end_s is not None:
+            end = bisect.bisect_left(self.ticks, _ticks_from(end_s, self.time_base))
+        if first >= end:
+            length_s = float((self.ticks[-1] + self.tail_ticks) * self.time_base)
+            asked = f"{start_s or 0:g} s and {'its end' if end_s is None else f'{end_s:g} s'}"
+            raise InvalidRequest(
+                f"frame_sampling.start_s and end_s: no frame appears between {asked} of a video of {length_s:.3f} s"
+            )
+        tail = self.tail_ticks if end == len(self.ticks) else self.ticks[end] - self.ticks[end - 1]
+        return FrameTimes(self.ticks[first:end], tail, self.time_base, self.rates)
+
+    def constant_rate(self) -> Fraction | None:
+        """The suggested rate that every frame keeps to within one tick, if there is one."""
+        for rate in self.rates:
+            interval = 1 / (rate * self.time_base)
+            if all(abs(tick - self.ticks[0] - index * interval) <= 1 for index, tick in enumerate(self.ticks)):
+                return rate
+        return None
+
+    def average_rate(self) -> Fraction:
+        """Frames a second over the whole: what the container says unless the frames belie it."""
+        constant = self.constant_rate()
+        if constant is not None:
+            return constant
+        span = self.ticks[-1] - self.ticks[0] + self.tail_ticks
+        own = len(self.ticks) / (span * self.time_base)
+        for rate in self.rates[:1]:
+            if abs(len(self.ticks) / (rate * self.time_base) - span) <= self.tail_ticks:
+                return rate
+        return own
+
+    def at(self, indices: Sequence[int]) -> tuple[int, ...]:
+        """Which frames stand at `indices` of the average rate, as places in `ticks`.
+
+        At a constant rate the indices themselves; else the last frame that appears at or before index / average rate.
+        """
+        if self.constant_rate() is not None:
+            return tuple(indices)
+        interval = 1 / (self.average_rate() * self.time_base)
+        return tuple(
+            bisect.bisect_right(self.ticks, self.ticks[0] + math.floor(index * interval)) - 1 for index in indices
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The frames that were chosen: places in the whole video's ticks, padded to whole temporal patches.
+
+    frames: how many were chosen before padding; the time base of the grid counts these.
+    """
+
+    places: tuple[int, ...]
+    frames: int
+    timestamps_s: tuple[float, ...]
+    seconds_per_grid: Fraction
+
+
+def sample(times: FrameTimes, bounds: FrameBounds, wish: FrameSampling) -> Sampled:
+    """Chooses frames of the part of a video that `wish` asks for. Raises InvalidRequest if that part is empty."""
+    part = times.cut(wish.start_s, wish.end_s)
+    rate = part.average_rate()
+    total = len(part.ticks)
+    bounds = bounds.merged(wish)
+    within = part.at(sample_indices(total, rate, bounds))
+    first = bisect.bisect_left(times.ticks, part.ticks[0])
+    places = [first + place for place in within]
+    places += places[-1:] * (-len(places) % bounds.temporal_patch)
+    return Sampled(
+        places=tuple(places),
+        frames=len(within),
+        timestamps_s=tuple(float(times.ticks[place] * times.time_base) for place in places),
+        seconds_per_grid=bounds.temporal_patch * total / (len(within) * rate),
+    )
+
+
+def _ticks_from(time_s: float, time_base: Fraction) -> int:
+    """The first tick at or after a time, the time read as its shortest decimal."""
+    return math.ceil(Fraction(str(time_s)) / time_base)

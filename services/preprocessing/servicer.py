@@ -1,0 +1,111 @@
+"""PreprocessingService: the plan first, then the frames of what is selected, as they are decoded.
+
+It owns the order of a stream's messages and the metrics. What is planned and how it is decoded is told by others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from functools import partial
+from typing import TypeAlias
+
+import grpc
+from prometheus_client import Counter
+
+from common.errors import InvalidRequest
+from common.telemetry import STAGE_BUSY_SECONDS, STREAMED_BYTES
+from common.wire import plan_messages
+from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
+from services.preprocessing.messages import conversation_of, frames_responses
+from services.preprocessing.planner import PlannedPrompt, Planner
+from services.preprocessing.slices import PlannedMedia, Slice
+from services.preprocessing.workers import Workers
+
+FRAMES = Counter("framesieve_preprocessing_frames_total", "Frames sent, by what became of them", ["outcome"])
+
+Requests: TypeAlias = AsyncIterator[PreprocessRequest]
+Context: TypeAlias = grpc.aio.ServicerContext[PreprocessRequest, PreprocessResponse]
+
+
+class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer):
+    """planning and decoding have workers of their own, so that a new prompt's plan does not wait behind frames."""
+
+    def __init__(self, planner: Planner, planning: Workers, decoding: Workers) -> None:
+        self._planner = planner
+        self._planning = planning
+        self._decoding = decoding
+
+    async def Preprocess(self, request_iterator: Requests, context: Context) -> AsyncIterator[PreprocessResponse]:
+        requests = aiter(request_iterator)
+        planned = await self._plan(await anext(requests, None))
+        with planned.files:
+            for message in plan_messages(planned.plan):
+                yield PreprocessResponse(plan=message)
+            async for media_index in _selections(requests, len(planned.media)):
+                # Closed before the files are: an abandoned generator would be closed some time later.
+                async with aclosing(self._frames(media_index, planned.media[media_index])) as responses:
+                    async for response in responses:
+                        yield response
+
+    async def _plan(self, request: PreprocessRequest | None) -> PlannedPrompt:
+        if request is None or not request.HasField("prompt"):
+            raise InvalidRequest("the first request of a stream must be a prompt")
+        conversation = conversation_of(request.prompt)
+        job = asyncio.ensure_future(self._planning.call(partial(self._planner.plan, conversation)))
+        try:
+            planned = await asyncio.shield(job)
+        except asyncio.CancelledError:
+            job.add_done_callback(_close_files)  # the worker runs on, and nobody else sees what it opened
+            raise
+        STAGE_BUSY_SECONDS.labels("open").observe(planned.open_s)
+        STAGE_BUSY_SECONDS.labels("plan").observe(planned.plan_s)
+        return planned
+
+    async def _frames(self, media_index: int, media: PlannedMedia) -> AsyncGenerator[PreprocessResponse, None]:
+        decode_s = resize_s = 0.0
+        try:
+            async with self._decoding.ahead(media.slices()) as slices:
+                async for each in slices:
+                    decode_s += each.decode_s
+                    resize_s += each.resize_s
+                    _count(each)
+                    for response in frames_responses(media_index, each):
+                        yield response
+        finally:
+            STAGE_BUSY_SECONDS.labels("decode").observe(decode_s)
+            STAGE_BUSY_SECONDS.labels("resize").observe(resize_s)
+
+
+async def _selections(requests: Requests, media: int) -> AsyncIterator[int]:
+    """The items to send, in order; all of them if the caller half-closes without a select."""
+    selected: set[int] = set()
+    async for request in requests:
+        if not request.HasField("select"):
+            raise InvalidRequest("after the prompt, every request of a stream must be a select")
+        index = request.select.media_index
+        if not 0 <= index < media:
+            raise InvalidRequest(f"select.media_index must be below the plan's {media} media, got {index}")
+        if index in selected:
+            raise InvalidRequest(f"select.media_index {index} was selected before, each is sent once")
+        selected.add(index)
+        yield index
+    if not selected:
+        for index in range(media):
+            yield index
+
+
+def _close_files(job: asyncio.Future[PlannedPrompt]) -> None:
+    if not job.cancelled() and job.exception() is None:
+        job.result().files.close()
+
+
+def _count(sent: Slice) -> None:
+    FRAMES.labels("decoded").inc(len(sent.pixels) - sent.repaired_frames)
+    FRAMES.labels("repaired").inc(sent.repaired_frames)
+    STREAMED_BYTES.labels("sent", "frames").inc(sent.pixels.nbytes)
+
+
+SERVICE = preprocessing_pb2.DESCRIPTOR.services_by_name["PreprocessingService"].full_name

@@ -1,0 +1,114 @@
+"""Where media come from: bytes in the request, or a file below the media root.
+
+It owns what may be reached. It knows nothing of formats: `packets` and `pictures` find out what a source holds. A
+file stays open from planning to the last frame, so that what was planned is what is decoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import stat
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from common.errors import MediaForbidden, MediaRejected
+
+_READ_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Opened media: a name for messages, sha256 of its bytes, and either the bytes or a file descriptor."""
+
+    name: str
+    digest: bytes
+    data: bytes | None = field(default=None, repr=False)
+    descriptor: int | None = None
+
+    def open(self) -> BinaryIO:
+        """A reader of its own at the first byte; several may read at once."""
+        if self.descriptor is None:
+            return io.BytesIO(self.data or b"")
+        return io.BufferedReader(_Pread(self.descriptor), _READ_BYTES)
+
+    def close(self) -> None:
+        """Gives the file back. Readers must be done."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+
+
+class _Pread(io.RawIOBase):
+    """Reads a shared descriptor at an offset of its own; the descriptor outlives it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._offset = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = os.preadv(self._descriptor, [buffer], self._offset)
+        self._offset += count
+        return count
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset}.get(whence)
+        self._offset = offset + (os.fstat(self._descriptor).st_size if start is None else start)
+        return self._offset
+
+    def tell(self) -> int:
+        return self._offset
+
+
+def bytes_source(name: str, data: bytes) -> Source:
+    """Media that came with the request. Raises MediaRejected if there are none."""
+    if not data:
+        raise MediaRejected(f"{name}.data is empty")
+    return Source(name, hashlib.sha256(data).digest(), data=data)
+
+
+def path_source(name: str, path: str, media_root: Path | None) -> Source:
+    """A file below `media_root`, symlinks resolved. The caller closes it.
+
+    path: relative to the root, or absolute and below it.
+    Raises MediaForbidden for what lies outside, whether it exists or not; MediaRejected for what is no readable file.
+    """
+    if media_root is None:
+        raise MediaForbidden(f"{name}.path is {path!r}, but this service was started without --media-root")
+    if not path or "\0" in path:
+        raise MediaRejected(f"{name}.path must be a path below --media-root, got {path!r}")
+    root = media_root.resolve()
+    try:
+        resolved = (root / path).resolve()
+    except (OSError, RuntimeError) as error:
+        raise MediaForbidden(f"{name}.path {path!r} cannot be resolved") from error
+    if not resolved.is_relative_to(root):
+        raise MediaForbidden(f"{name}.path {path!r} lies outside --media-root")
+    try:
+        # Without blocking, or a pipe below the root would hang the thread.
+        descriptor = os.open(resolved, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise MediaRejected(f"{name}.path {path!r} cannot be read: {error.strerror}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise MediaRejected(f"{name}.path {path!r} is no file")
+        return Source(name, _digest(descriptor), descriptor=descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _digest(descriptor: int) -> bytes:
+    digest = hashlib.sha256()
+    reader = io.BufferedReader(_Pread(descriptor), _READ_BYTES)
+    for piece in iter(partial(reader.read, _READ_BYTES), b""):
+        digest.update(piece)
+    return digest.digest()

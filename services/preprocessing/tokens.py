@@ -1,0 +1,167 @@
+"""The checkpoint's chat template and tokenizer, applied so that no user's text can become a control token.
+
+    template over stand-ins:  <|im_start|>user\\n⟨1⟩<|vision_start|><|video_pad|><|vision_end|>⟨2⟩<|im_end|>\\n
+    split at control tokens:  [<|im_start|>] [user\\n⟨1⟩] [<|vision_start|>] [<|video_pad|>] … [⟨2⟩] [<|im_end|>] [\\n]
+    user's text put back:     plain pieces alone, tokenised by a tokenizer that knows no control tokens
+
+The template never sees the user's text, and what it joins with that text is still tokenised as one piece: ordinary
+text gives the ids that transformers gives. It knows no model family, and uses `tokenizers` and jinja2 alone.
+Source: `apply_chat_template` of transformers 5.23, whose environment it rebuilds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from common.checkpoint import Checkpoint
+from common.errors import InvalidRequest, StartupError
+from common.plan import Int32Array, Modality
+
+_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message: a role that chat templates know, and its text and media in order."""
+
+    role: str
+    parts: tuple[str | Modality, ...]
+
+
+class ChatTokens:
+    """Token ids of conversations.
+
+    placeholders: the control tokens that stand for media, by modality.
+    Raises StartupError if the checkpoint lacks what is needed.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, placeholders: Mapping[Modality, str]) -> None:
+        path = checkpoint.folder / "tokenizer.json"
+        contents = checkpoint.read_json(path.name)
+        if not contents:
+            raise StartupError(f"{path} does not exist")
+        self._control = _control_tokens(contents, str(path))
+        missing = [token for token in placeholders.values() if token not in self._control]
+        if missing:
+            raise StartupError(f"{path} has no token {', '.join(missing)}")
+        self._media = {token: modality for modality, token in placeholders.items()}
+        self._plain = Tokenizer.from_str(json.dumps(contents | {"added_tokens": [], "post_processor": None}))
+        longest_first = sorted(self._control, key=len, reverse=True)
+        self._control_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+        config = checkpoint.read_json("tokenizer_config.json")
+        self._names = {name: _text_of(config[name]) for name in _TOKEN_NAMES if config.get(name)}
+        try:
+            self._template = _environment().from_string(_template(checkpoint, config))
+        except TemplateError as error:
+            raise StartupError(f"the chat template of {checkpoint.folder} is wrong: {error}") from error
+
+    def id_of(self, token: str) -> int:
+        """The id of a control token."""
+        return self._control[token]
+
+    def plain(self, text: str) -> Int32Array:
+        """Ids of text in which nothing is a control token."""
+        return np.array(self._plain.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def conversation(self, turns: Sequence[Turn]) -> list[Int32Array | Modality]:
+        """Ids of the rendered conversation, in pieces, with each placeholder as the modality it stands for.
+
+        Raises InvalidRequest if the template refuses the turns or has no place for some of their media.
+        """
+        rendered, texts = self._render(turns)
+        pieces: list[Int32Array | Modality] = []
+        for index, piece in enumerate(self._control_pattern.split(rendered)):
+            if index % 2 == 0:
+                pieces.append(self.plain(_put_back(piece, texts)))
+            elif piece in self._media:
+                pieces.append(self._media[piece])
+            else:
+                pieces.append(np.array([self._control[piece]], np.int32))
+        placed = [piece for piece in pieces if isinstance(piece, Modality)]
+        asked = [part for turn in turns for part in turn.parts if isinstance(part, Modality)]
+        if placed != asked:
+            raise InvalidRequest(
+                f"prompt.messages hold {len(asked)} media, the checkpoint's chat template places {len(placed)} of them"
+            )
+        return [piece for piece in pieces if isinstance(piece, Modality) or piece.size]
+
+    def _render(self, turns: Sequence[Turn]) -> tuple[str, dict[str, str]]:
+        """The template's output over stand-ins, and the text for which each stands."""
+        texts: dict[str, str] = {}
+        messages: list[dict[str, Any]] = []
+        for turn in turns:
+            content: list[dict[str, str]] = []
+            for part in turn.parts:
+                if isinstance(part, Modality):
+                    content.append({"type": part.value})
+                else:
+                    stand_in = f"⟨{secrets.token_hex(16)}⟩"
+                    texts[stand_in] = part
+                    content.append({"type": "text", "text": stand_in})
+            messages.append({"role": turn.role, "content": content})
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._names), texts
+        except TemplateError as error:
+            raise InvalidRequest(f"prompt.messages: the checkpoint's chat template refuses them: {error}") from error
+
+
+def _put_back(piece: str, texts: Mapping[str, str]) -> str:
+    return re.sub(r"⟨[0-9a-f]{32}⟩", lambda match: texts.get(match[0], match[0]), piece)
+
+
+def _control_tokens(contents: Mapping[str, Any], path: str) -> dict[str, int]:
+    added = contents.get("added_tokens") or []
+    for token in added:
+        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
+            raise StartupError(f"{path}: the token {token['content']!r} strips or needs whole words: not supported")
+    return {token["content"]: token["id"] for token in added}
+
+
+def _template(checkpoint: Checkpoint, tokenizer_config: Mapping[str, Any]) -> str:
+    """Where transformers looks, in its order."""
+    path = checkpoint.folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    for config in (checkpoint.read_json("chat_template.json"), tokenizer_config):
+        template = config.get("chat_template")
+        if isinstance(template, list):
+            template = next((each["template"] for each in template if each["name"] == "default"), None)
+        if template:
+            return str(template)
+    raise StartupError(f"{checkpoint.folder} has no chat template")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _text_of(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)
