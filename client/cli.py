@@ -169,21 +169,25 @@ async def _ask(server: str, parts: list[Image | Video], question: str, options: 
 
 async def _stream(server: str, parts: list[Image | Video], question: str, options: Options) -> answers.Finished:
     """Prints the answer as it comes, with bars on stderr until it does."""
-    finished = None
-    async with FramesieveClient(server) as client:
-        with _MediaBars() as bars:
-            async for event in client.stream(parts, question, **options):
-                match event:
-                    case answers.Accepted():
-                        bars.accepted(event)
-                    case answers.Progress():
-                        bars.advanced(event)
-                    case answers.Delta():
-                        bars.stop()
-                        print(event.text, end="", flush=True)
-                    case answers.Finished():
-                        finished = event
-        print()
+    finished, printed = None, False
+    try:
+        async with FramesieveClient(server) as client:
+            with _MediaBars() as bars:
+                async for event in client.stream(parts, question, **options):
+                    match event:
+                        case answers.Accepted():
+                            bars.accepted(event)
+                        case answers.Progress():
+                            bars.advanced(event)
+                        case answers.Delta():
+                            bars.stop()
+                            print(event.text, end="", flush=True)
+                            printed = True
+                        case answers.Finished():
+                            finished = event
+    finally:
+        if printed:
+            print()
     if finished is None:
         raise PeerContract(f"the stream from {server} ended before its answer did")
     return finished

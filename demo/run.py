@@ -93,7 +93,13 @@ async def ask(console: Console, client: FramesieveClient, clip: Path, question: 
 
 def cost_table(rows: list[Row]) -> Table:
     """One column a request; the stages add up, line by line, to the time to the first token."""
-    table = Table(title="What it cost", title_justify="left", title_style="bold", header_style="", box=box.ROUNDED)
+    table = Table(
+        title="What it cost, times in milliseconds",
+        title_justify="left",
+        title_style="bold",
+        header_style="",
+        box=box.ROUNDED,
+    )
     table.add_column("")
     for row in rows:
         table.add_column(f"{row.question}\n[dim]rate {row.rate:g}[/]", justify="right")
@@ -101,13 +107,13 @@ def cost_table(rows: list[Row]) -> Table:
     table.add_row("prompt tokens", *(str(row.usage.prompt_tokens_full) for row in rows))
     table.add_row("after pruning", *(str(row.usage.prompt_tokens) for row in rows), end_section=True)
     for index, stage in enumerate(rows[0].timings.stages_s):
-        label = f"{'+' if index else ' '} {stage}, ms"
+        label = f"{'+' if index else ' '} {stage}"
         table.add_row(label, *(_ms(row.timings.stages_s[stage]) for row in rows))
     first_s = (row.timings.time_to_first_token_s for row in rows)
-    table.add_row("= first token, ms", *map(_ms, first_s), style="bold", end_section=True)
+    table.add_row("= first token", *map(_ms, first_s), style="bold", end_section=True)
     table.add_row("answer tokens", *(str(row.usage.completion_tokens) for row in rows))
     speeds = (row.timings.tokens_per_second(row.usage.completion_tokens) for row in rows)
-    table.add_row("tokens per second", *(f"{speed:.0f}" if speed else "–" for speed in speeds))
+    table.add_row("tokens/s", *(f"{speed:.0f}" if speed else "–" for speed in speeds))
     return table
 
 

@@ -73,6 +73,7 @@ class FakeServices(
 
     def Generate(self, request: Any, context: Any) -> Iterator[Any]:
         self.asked.append(request)
+        context.add_callback(self.cancelled.set)
         if self.refusal:
             details = status_details(self.refusal).SerializeToString()
             context.set_trailing_metadata(((DETAILS_KEY, details),))
@@ -91,7 +92,6 @@ class FakeServices(
         )
         yield generation_pb2.GenerateResponse(delta=generation_pb2.Delta(text="A red ", token_ids=[1]))
         if self.hang.is_set():
-            context.add_callback(self.cancelled.set)
             self.cancelled.wait(20)
         yield generation_pb2.GenerateResponse(delta=generation_pb2.Delta(text="ball ⚽", token_ids=[2]))
         yield generation_pb2.GenerateResponse(
