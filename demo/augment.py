@@ -34,8 +34,8 @@ class Change:
     @classmethod
     def random(cls, rng: Random) -> Change:
         first, second, third = rng.sample(range(3), 3)
-        flags = [rng.random() < 0.5 for _ in range(4)]
-        return cls(*flags, channels=(first, second, third))
+        transpose, mirror_x, mirror_y, backwards = (rng.random() < 0.5 for _ in range(4))
+        return cls(transpose, mirror_x, mirror_y, backwards, (first, second, third))
 
 
 def changed(scene: Scene, clip: Tensor, change: Change) -> tuple[Scene, Tensor]:

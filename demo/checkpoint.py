@@ -140,7 +140,8 @@ def write_checkpoint(folder: Path, shape: Shape = DEMO, seed: int = 0, dtype: to
     tokenizer = make_tokenizer(shape)
     model = Qwen2_5_VLForConditionalGeneration(make_config(shape, tokenizer))
     randomise(model, shape.init_range, seed)
-    save_checkpoint(folder, model.to(dtype), tokenizer, shape)
+    model.to(dtype=dtype)  # type: ignore[call-arg]
+    save_checkpoint(folder, model, tokenizer, shape)
     return folder
 
 
@@ -240,7 +241,7 @@ def make_config(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLC
 
 def _generation_config(tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
     end_of_text, end_of_turn = _id(tokenizer, "<|endoftext|>"), _id(tokenizer, "<|im_end|>")
-    return GenerationConfig(
+    return GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False, bos_token_id=end_of_text, eos_token_id=[end_of_turn, end_of_text], pad_token_id=end_of_text
     )
 

@@ -1,4 +1,4 @@
-"""What the model sees of a scene: its clip decoded, sampled and resized as preprocessing does it. Many are kept on disk.
+"""What the model sees of a scene: its clip decoded, sampled and resized as preprocessing does it.
 
 Source of sampling and resizing: transformers' Qwen2VLVideoProcessor at 2 frames per second, with Pillow's bicubic.
 """
@@ -28,7 +28,7 @@ EVALUATION_SEEDS = 2_000_000
 
 def sample(clip: bytes) -> Pixels:
     """The frames of a clip that a model sees: uint8 [FRAMES, 3, SIDE_PX, SIDE_PX]."""
-    with av.open(io.BytesIO(clip)) as container:
+    with av.open(io.BytesIO(clip), "r") as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
         frames = list(container.decode(stream))
@@ -37,7 +37,8 @@ def sample(clip: bytes) -> Pixels:
 
 
 def _resized(frame: av.VideoFrame) -> Pixels:
-    image = frame.to_image().resize((SIDE_PX, SIDE_PX), Image.Resampling.BICUBIC)
+    picture: Image.Image = frame.to_image()  # type: ignore[no-untyped-call]
+    image = picture.resize((SIDE_PX, SIDE_PX), Image.Resampling.BICUBIC)
     return np.asarray(image, np.uint8).transpose(2, 0, 1)
 
 

@@ -98,7 +98,7 @@ def embed(model: Qwen2_5_VLForConditionalGeneration, clips: Tensor) -> Tensor:
     batch, frames, _, height, width = clips.shape
     slices = frames // TEMPORAL_PATCH
     grid = torch.tensor([[batch * slices, height // PATCH_PX, width // PATCH_PX]])
-    merged = model.model.visual(patches_of(clips), grid_thw=grid).pooler_output
+    merged: Tensor = model.model.visual(patches_of(clips), grid_thw=grid).pooler_output
     return merged.view(batch, -1, merged.shape[-1])
 
 

@@ -203,7 +203,7 @@ def _paint(colour: str, rng: np.random.Generator) -> FloatArray:
 
 
 def _axes(side_px: int) -> tuple[FloatArray, FloatArray]:
-    share = (np.arange(side_px, dtype=np.float32) + 0.5) / side_px
+    share: FloatArray = np.asarray((np.arange(side_px, dtype=np.float32) + 0.5) / side_px, np.float32)
     return share[None, :], share[:, None]
 
 
@@ -257,4 +257,4 @@ def _cover(thing: Thing, side_px: int, time_s: float) -> FloatArray:
             )
         case unknown:
             raise ValueError(f"shape must be one of {SHAPES}, got {unknown!r}")
-    return np.clip(0.5 - outside * side_px, 0, 1).astype(np.float32)
+    return np.asarray(np.clip(0.5 - outside * side_px, 0, 1), np.float32)

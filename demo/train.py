@@ -1,9 +1,9 @@
 """Trains the demo model from random weights on one machine without a GPU: `python -m demo.train`.
 
-Two stages, both on real H.264 clips changed at random (`demo.augment`). First the vision tower alone learns to tell, for
-each token, what covers it and where that moves. Then tower and language model learn together to answer, with positions
-and pruning from the services' own code, under random rates. The schedule follows the clock, so that it ends on time.
-Best weights so far are saved into the output folder after each validation.
+Two stages, both on real H.264 clips changed at random (`demo.augment`). First the vision tower alone learns to tell,
+for each token, what covers it and where that moves. Then tower and language model learn together to answer, with
+positions and pruning from the services' own code, under random rates. The schedule follows the clock, so that it ends
+on time. The best weights so far are saved into the output folder after each validation.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def train(output: Path, cache: Path, schedule: Schedule, clips: int, start_from:
         for group in optimiser.param_groups:
             group["lr"] = group["peak"] * schedule.learning_share(progress)
         optimiser.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_([*tower, *text], 1.0)
         optimiser.step()
         step += 1
@@ -192,7 +192,8 @@ def train(output: Path, cache: Path, schedule: Schedule, clips: int, start_from:
                 f"{elapsed_s / step:.2f} s/step, {left:.0f} min left",
                 flush=True,
             )
-            losses.clear(), rights.clear()
+            losses.clear()
+            rights.clear()
         if elapsed_s - validated_s > 300 and progress > 0.14:
             validated_s = elapsed_s
             best = _keep_best(best, _validate(model, writer, unseen), output, model, tokenizer)
@@ -226,7 +227,7 @@ def _model(start_from: Path | None, seed: int) -> tuple[PreTrainedTokenizerFast,
 
 def _validate(model: Qwen2_5_VLForConditionalGeneration, writer: PromptWriter, clips: Pixels) -> float:
     """Mean exact match over the rates under EVS, with everything that was measured printed."""
-    model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
     seeds = range(VALIDATION_SEEDS, VALIDATION_SEEDS + VALIDATION_CLIPS)
     found = exact_match(model, writer, clips, seeds, VALIDATED)
     model.train()

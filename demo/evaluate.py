@@ -1,0 +1,186 @@
+"""Exact match of the demo model on unseen clips, by pruning rate and method: `python -m demo.evaluate`.
+
+Every answer comes through the three services, as processes of their own, with many requests in flight; `--in-process`
+asks the model's own forward instead (`demo.exact_match`). Random dropping keeps as many tokens as EVS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
+
+from client.client import FramesieveClient
+from client.launcher import LocalStack
+from client.prompt import Video
+from common.retention import EVS, RANDOM, Pruning
+from demo.clips import EVALUATION_SEEDS, cached_clips
+from demo.exact_match import Counts, exact_match, share_right
+from demo.model import PromptWriter, use_uniform_windows
+from demo.questions import Question, questions_about
+from demo.scenes import encode, random_scene
+
+MODEL = Path(__file__).parent / "model"
+RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
+PRUNINGS = tuple(Pruning(rate, method) for rate in RATES for method in (EVS, RANDOM) if rate or method == EVS)
+CLIPS_IN_FLIGHT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One question about one clip under one pruning, and what came back."""
+
+    pruning: Pruning
+    question: Question
+    answer: str
+    kept_share: float
+
+    @property
+    def right(self) -> bool:
+        return self.answer.strip() == self.question.answer
+
+
+def questions_of(seed: int, count: int) -> list[Question]:
+    """`count` of the questions about the clip of `seed`."""
+    rng = Random(seed)
+    every = questions_about(random_scene(seed), rng)
+    return rng.sample(every, min(count, len(every)))
+
+
+def encoded(seed: int) -> bytes:
+    return encode(random_scene(seed))
+
+
+async def ask_services(model: Path, seeds: Sequence[int], questions: int, console: Console) -> list[Asked]:
+    """Ask every question about every clip under every pruning, through three processes."""
+    asked: list[Asked] = []
+    with get_context("spawn").Pool(1) as pool:
+        async with LocalStack(model) as stack, FramesieveClient(stack.address) as client:
+            clips = pool.imap(encoded, seeds)
+            started = time.monotonic()
+            for batch in _batches(seeds, CLIPS_IN_FLIGHT):
+                found = [await asyncio.to_thread(next, clips) for _ in batch]
+                answers = await asyncio.gather(
+                    *(_ask(client, clip, seed, questions) for seed, clip in zip(batch, found, strict=True))
+                )
+                asked += [answer for one in answers for answer in one]
+                done = batch[-1] - seeds[0] + 1
+                if done % 100 < CLIPS_IN_FLIGHT:
+                    rate = len(asked) / (time.monotonic() - started)
+                    console.print(f"{done} of {len(seeds)} clips, {len(asked)} answers, {rate:.0f}/s", highlight=False)
+    return asked
+
+
+async def _ask(client: FramesieveClient, clip: bytes, seed: int, count: int) -> list[Asked]:
+    wanted = [(pruning, question) for pruning in PRUNINGS for question in questions_of(seed, count)]
+    return await asyncio.gather(*(_ask_one(client, clip, pruning, question, seed) for pruning, question in wanted))
+
+
+async def _ask_one(client: FramesieveClient, clip: bytes, pruning: Pruning, question: Question, seed: int) -> Asked:
+    answer = await client.ask(
+        Video(data=clip),
+        question.text,
+        pruning_rate=pruning.rate,
+        pruning_method=pruning.method,
+        pruning_seed=seed if pruning.method == RANDOM else None,
+    )
+    media = answer.usage.media[0]
+    return Asked(pruning, question, answer.text, media.kept_tokens / media.grid.tokens)
+
+
+def counts_of(asked: Sequence[Asked]) -> dict[Pruning, Counts]:
+    found: dict[Pruning, Counts] = {pruning: {} for pruning in PRUNINGS}
+    for one in asked:
+        right, total = found[one.pruning].get(one.question.kind, (0, 0))
+        found[one.pruning][one.question.kind] = (right + one.right, total + 1)
+    return found
+
+
+def ask_in_process(model: Path, seeds: range, cache: Path) -> dict[Pruning, Counts]:
+    """All questions about every clip, judged by the model's own forward."""
+    network = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32)
+    use_uniform_windows(network)
+    writer = PromptWriter(PreTrainedTokenizerFast.from_pretrained(model))
+    return exact_match(network, writer, cached_clips(cache, seeds), seeds, PRUNINGS)
+
+
+def table_of(found: dict[Pruning, Counts]) -> Table:
+    counts = found[PRUNINGS[0]]
+    asked = sum(total for _, total in counts.values())
+    table = Table(title=f"Exact match, {asked} questions (± is half the 95 % interval)")
+    table.add_column("pruning rate", justify="right")
+    for heading in ("EVS", "random dropping"):
+        table.add_column(heading, justify="right")
+    for rate in RATES:
+        evs = found[Pruning(rate, EVS)]
+        random = found.get(Pruning(rate, RANDOM), evs)
+        table.add_row(f"{rate:g}", _share(evs), _share(random))
+    return table
+
+
+def kinds_table(found: dict[Pruning, Counts]) -> Table:
+    table = Table(title="By kind of question")
+    table.add_column("kind")
+    table.add_column("asked", justify="right")
+    columns = [Pruning(0.0), *(Pruning(rate, method) for rate in (0.75, 0.9) for method in (EVS, RANDOM))]
+    for pruning in columns:
+        table.add_column(f"{pruning.method} {pruning.rate:g}" if pruning.rate else "rate 0", justify="right")
+    for kind, (_, total) in sorted(found[columns[0]].items()):
+        shares = [found[pruning][kind] for pruning in columns]
+        table.add_row(kind, str(total), *(f"{right / asked:.1%}" for right, asked in shares))
+    return table
+
+
+def report(found: dict[Pruning, Counts]) -> list[dict[str, object]]:
+    return [
+        {"rate": pruning.rate, "method": pruning.method, "exact_match": share_right(counts), "kinds": counts}
+        for pruning, counts in found.items()
+    ]
+
+
+def _share(counts: Counts) -> str:
+    share, asked = share_right(counts), sum(total for _, total in counts.values())
+    return f"{share:.1%} ± {1.96 * math.sqrt(share * (1 - share) / asked):.1%}"
+
+
+def _batches(seeds: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (seeds[start : start + size] for start in range(0, len(seeds), size))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--clips", type=int, default=500)
+    parser.add_argument("--questions", type=int, default=2, help="a clip, asked through the services")
+    parser.add_argument("--in-process", action="store_true", help="without services, all questions about each clip")
+    parser.add_argument("--cache", type=Path, default=Path("/tmp/framesieve-demo"), help="for --in-process")
+    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, to stdout")
+    args = parser.parse_args()
+    seeds = range(EVALUATION_SEEDS, EVALUATION_SEEDS + args.clips)
+    console = Console(stderr=args.json)
+    if args.in_process:
+        found = ask_in_process(args.model, seeds, args.cache)
+    else:
+        found = counts_of(asyncio.run(ask_services(args.model, seeds, args.questions, console)))
+    if args.json:
+        print(json.dumps(report(found)))
+        return
+    console.print(f"{args.clips} clips that training never saw")
+    console.print(table_of(found))
+    console.print(kinds_table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The clip that `make demo` asks about, its two questions and their right answers.
+
+`python -m demo.example` writes the clip again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from demo.questions import Question
+from demo.scenes import Motion, Scene, Thing, encode
+
+CLIP = Path(__file__).parent / "clip.mp4"
+SCENE = Scene(
+    things=(
+        Thing("red", "circle", x=0.22, y=0.26, half=0.15, motion=Motion("right", 9.25, 12.25, 0.5)),
+        Thing("blue", "square", x=0.68, y=0.72, half=0.16),
+    ),
+    background="blobs",
+    side_px=224,
+    fps=8,
+    noise=1.0,
+    seed=7,
+)
+QUESTIONS = (
+    Question("mover", "What moves?", "the red circle"),
+    Question("happens", "What happens?", "A red circle moves right and a blue square stands still."),
+)
+
+
+def main() -> None:
+    CLIP.write_bytes(encode(SCENE))
+    print(f"wrote {CLIP}, {CLIP.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

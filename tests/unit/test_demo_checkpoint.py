@@ -1,0 +1,147 @@
+"""The demo's checkpoint folders load as transformers loads any Qwen2.5-VL checkpoint; its prompts are the template's."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
+
+from common.plan import Grid
+from common.retention import Pruning
+from demo.checkpoint import DEMO, TINY, Shape, make_config, make_tokenizer, randomise, write_checkpoint
+from demo.model import (
+    TIME_STEP,
+    UNSUPERVISED,
+    Prompt,
+    PromptWriter,
+    answer_logits,
+    embed,
+    prune,
+    use_uniform_windows,
+)
+
+GRID = Grid(3, 4, 4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), TINY, seed=3)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Qwen2_5_VLForConditionalGeneration:
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("shape", [TINY, DEMO], ids=["tiny", "demo"])
+def test_a_written_checkpoint_loads_without_a_missing_key(tmp_path: Path, shape: Shape) -> None:
+    write_checkpoint(tmp_path, shape, seed=3)
+    loaded, info = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    expected = Qwen2_5_VLForConditionalGeneration(make_config(shape, make_tokenizer(shape)))
+    randomise(expected, shape.init_range, seed=3)
+    for (name, one), (_, other) in zip(loaded.named_parameters(), expected.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_seed_gives_the_same_weights_and_another_gives_others(folder: Path, tmp_path: Path) -> None:
+    weights = (folder / "model.safetensors").read_bytes()
+    assert (write_checkpoint(tmp_path, TINY, seed=3) / "model.safetensors").read_bytes() == weights
+    assert (write_checkpoint(tmp_path, TINY, seed=4) / "model.safetensors").read_bytes() != weights
+
+
+def test_generation_is_greedy_and_ends_at_both_ends(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    config = json.loads((folder / "generation_config.json").read_text())
+    assert config["do_sample"] is False
+    assert config["eos_token_id"] == tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+
+
+@pytest.mark.parametrize("text", ["What moves?", "naïve 日本 it's 42\n\n  x", "🙂 \t", ""])
+def test_the_tokenizer_gives_back_what_it_took(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_training_prompts_are_the_chat_templates(tokenizer: PreTrainedTokenizerFast) -> None:
+    writer = PromptWriter(tokenizer)
+    branch = writer.branch("What moves?", "the red circle")
+    ids = [*writer.before("Be brief."), *tokenizer("<|video_pad|><|vision_end|>")["input_ids"], *branch.ids]
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What moves?"}]},
+        {"role": "assistant", "content": "the red circle"},
+    ]
+    assert tokenizer.decode(ids) + "\n" == tokenizer.apply_chat_template(turns, tokenize=False)
+    asked = tokenizer.apply_chat_template(turns[:2], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(ids[: len(ids) - len(branch.ids) + branch.answer_at]) == asked
+
+
+def test_the_fast_tower_is_the_tower(folder: Path) -> None:
+    clips = torch.randint(0, 256, (2, 6, 3, 112, 112), dtype=torch.uint8)
+    slow = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    expected = embed(slow, clips)
+    use_uniform_windows(slow)
+    torch.testing.assert_close(embed(slow, clips), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_every_branch_answers_as_if_it_were_asked_alone(
+    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, rate: float
+) -> None:
+    writer = PromptWriter(tokenizer)
+    embeds = torch.randn(2, GRID.tokens, TINY.hidden)
+    kept = prune(embeds, GRID, Pruning(rate))
+    branches = (writer.branch("What moves?", "the red circle"), writer.branch("How many?", "two"))
+    prompts = [Prompt(writer.before(), branches), Prompt(writer.before("Be brief."), branches[::-1])]
+    together = _told(model, embeds, kept, prompts, writer)
+    alone = [
+        _told(model, embeds[[row]], kept[[row]], [Prompt(prompt.before, (branch,))], writer)
+        for row, prompt in enumerate(prompts)
+        for branch in prompt.branches
+    ]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_one_branch_is_a_plain_forward_at_the_formulas_positions(
+    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    writer = PromptWriter(tokenizer)
+    embeds = torch.randn(1, GRID.tokens, TINY.hidden)
+    branch = writer.branch("What moves?", "two")
+    before = writer.before()
+    told = _told(model, embeds, torch.arange(GRID.tokens)[None], [Prompt(before, (branch,))], writer)
+    table = model.model.language_model.embed_tokens
+    tail = torch.tensor([writer.vision_end, *branch.ids])
+    inputs = torch.cat((table(torch.tensor(before)), embeds[0], table(tail)))[None]
+    start = len(before)
+    media = [(start + 2 * i, start + j, start + k) for i in range(3) for j in range(4) for k in range(4)]
+    after = start + max(2 * 2, 3) + 1
+    text = [[place] * 3 for place in (*range(start), *range(after, after + len(tail)))]
+    positions = torch.tensor([*text[:start], *media, *text[start:]]).T[:, None]
+    states = model.model.language_model(inputs_embeds=inputs, position_ids=positions, use_cache=False).last_hidden_state
+    answer = len(branch.ids) - branch.answer_at
+    expected = model.lm_head(states)[0, -answer - 1 : -1]
+    torch.testing.assert_close(told, expected, rtol=1e-4, atol=1e-4)
+    assert Fraction(2) == TIME_STEP
+
+
+def _told(
+    model: Qwen2_5_VLForConditionalGeneration,
+    embeds: torch.Tensor,
+    kept: torch.Tensor,
+    prompts: list[Prompt],
+    writer: PromptWriter,
+) -> torch.Tensor:
+    """Logits of all answers' tokens, in order: [L, V]."""
+    logits, labels = answer_logits(model, embeds, kept, GRID, TIME_STEP, prompts, writer.vision_end)
+    return logits[labels != UNSUPERVISED]

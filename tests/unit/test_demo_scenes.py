@@ -1,0 +1,132 @@
+"""What the demo shows and asks: scenes, their clips, and the questions that each of their symmetries changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from demo.augment import Change, changed
+from demo.clips import FRAMES, SIDE_PX, clip_of, sample
+from demo.example import QUESTIONS, SCENE
+from demo.lessons import dense_labels, moving_slices, still_runs
+from demo.questions import questions_about
+from demo.scenes import Motion, Scene, Thing, encode, random_scene
+from demo.wordings import COLOURS, WORDINGS
+
+NO_CHANGE = Change(False, False, False, False, (0, 1, 2))
+
+
+def scene_of(*things: Thing) -> Scene:
+    return Scene(things, background="plain", side_px=112, fps=4, noise=0.0, seed=0)
+
+
+def one_mover() -> Scene:
+    return scene_of(
+        Thing("red", "circle", 0.2, 0.25, 0.15, motion=Motion("right", 3.0, 5.0, 0.4)),
+        Thing("blue", "square", 0.7, 0.7, 0.15),
+    )
+
+
+def answers_to(scene: Scene, kind: str) -> set[str]:
+    return {question.answer for question in questions_about(scene, Random(0)) if question.kind == kind}
+
+
+def test_a_seed_gives_the_same_clip_again() -> None:
+    assert encode(random_scene(5)) == encode(random_scene(5))
+
+
+@given(st.integers(0, 10_000))
+def test_objects_stay_inside_the_frame_and_apart(seed: int) -> None:
+    scene = random_scene(seed)
+    for time_s in range(17):
+        centres = [thing.centre_at(time_s) for thing in scene.things]
+        for thing, centre in zip(scene.things, centres, strict=True):
+            assert all(thing.half - 1e-9 <= share <= 1 - thing.half + 1e-9 for share in centre)
+        if len(centres) == 2:
+            gap = max(abs(one - other) for one, other in zip(*centres, strict=True))
+            assert gap > scene.things[0].half + scene.things[1].half
+
+
+def test_a_clip_is_sampled_to_the_frames_that_the_model_sees() -> None:
+    clip = clip_of(3)
+    assert clip.shape == (FRAMES, 3, SIDE_PX, SIDE_PX)
+    assert clip.dtype == np.uint8
+
+
+def test_a_clip_changes_where_its_object_moves_and_nowhere_else() -> None:
+    clip = sample(encode(one_mover())).astype(int)
+    change = np.abs(clip[1:] - clip[:-1]).max(axis=(1, 2, 3))
+    moving = change > 60
+    assert not moving[:5].any()
+    assert moving[7:9].all()
+    assert not moving[11:].any()
+
+
+def test_questions_have_the_scenes_answers() -> None:
+    scene = one_mover()
+    assert answers_to(scene, "happens") == {"A red circle moves right and a blue square stands still."}
+    assert answers_to(scene, "mover") == {"the red circle"}
+    assert answers_to(scene, "count") == {"two"}
+    assert answers_to(scene, "when") == {"early"}
+    assert answers_to(scene, "direction") == {"right", "it stands still"}
+
+
+def test_the_example_has_the_answers_that_it_names() -> None:
+    for question in QUESTIONS:
+        assert answers_to(SCENE, question.kind) == {question.answer}
+        assert question.text in WORDINGS[question.kind]
+
+
+@pytest.mark.parametrize(
+    ("change", "direction", "when", "colour"),
+    [
+        (replace(NO_CHANGE, mirror_x=True), "left", "early", "red"),
+        (replace(NO_CHANGE, mirror_y=True), "right", "early", "red"),
+        (replace(NO_CHANGE, transpose=True), "down", "early", "red"),
+        (replace(NO_CHANGE, backwards=True), "left", "late", "red"),
+        (replace(NO_CHANGE, channels=(1, 0, 2)), "right", "early", "green"),
+    ],
+)
+def test_a_changed_clip_shows_its_changed_scene(change: Change, direction: str, when: str, colour: str) -> None:
+    original = one_mover()
+    scene, clip = changed(original, torch.from_numpy(sample(encode(original))), change)
+    mover = scene.movers[0]
+    assert (mover.motion and mover.motion.direction, mover.colour) == (direction, colour)
+    assert answers_to(scene, "when") == {when}
+    for index in (0, 12, FRAMES - 1):
+        x, y = (int(share * SIDE_PX) for share in mover.centre_at(index / 2))
+        red, green, blue = clip[index, :, y, x].tolist()
+        assert {"red": red, "green": green, "blue": blue}[colour] > 150
+        assert sorted((red, green, blue))[1] < 90
+
+
+@given(st.integers(0, 10_000))
+def test_every_colour_survives_an_exchange_of_channels(seed: int) -> None:
+    rng = Random(seed)
+    scene, _ = changed(random_scene(seed), torch.zeros(FRAMES, 3, 2, 2), Change.random(rng))
+    assert len({thing.colour for thing in scene.things}) == len(scene.things)
+    assert all(thing.colour in COLOURS for thing in scene.things)
+
+
+def test_dense_labels_name_what_covers_each_token() -> None:
+    labels = dense_labels(one_mover(), [0, 3]).view(2, 4, 4, 3)
+    red_circle_still = [1 + COLOURS.index("red"), 1, 1]
+    assert labels[0, 0, 0].tolist() == red_circle_still
+    assert labels[0, 3, 0].tolist() == [0, 0, 0]
+    assert (labels[1, :2, :, 2] == 2 + 1).any(), "the circle moves right in slice 3"
+
+
+def test_still_runs_stand_for_what_they_show() -> None:
+    scene = one_mover()
+    shown = still_runs(scene, Random(0))
+    moving = moving_slices(scene)
+    assert moving == [3, 4]
+    assert [index for index in range(16) if shown[index] == index and index in moving] == moving
+    assert len(set(shown[:3])) == 1
+    assert len(set(shown[5:])) == 1
