@@ -18,9 +18,8 @@ from client import Accepted, Delta, Finished, FramesieveClient, Timings, Usage, 
 from client.launcher import LocalStack
 from common.checkpoint import DEMO_MODEL
 from common.errors import FramesieveError, StartupError
+from demo.example import CLIP, QUESTIONS
 
-CLIP = Path(__file__).parent / "clip.mp4"
-QUESTIONS = ("What moves?", "What happens?")
 RATES = (0.0, 0.75)
 TIMEOUT_S = 120.0
 
@@ -33,24 +32,24 @@ CAPTION = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One question at one rate, and what it cost."""
+    """What a question, numbered from 1, cost at one rate."""
 
-    question: str
+    number: int
     rate: float
     usage: Usage
     timings: Timings
 
 
-def main(model: Path = DEMO_MODEL, clip: Path = CLIP) -> int:
+def main(model: Path = DEMO_MODEL) -> int:
     """Runs the demo and returns its exit status."""
     console = Console(highlight=False)
     try:
         console.print("[dim]starting preprocessing, the encoder and generation …[/]")
         with LocalStack(model) as stack:
-            rows = asyncio.run(ask_all(console, stack.address, clip))
+            rows = asyncio.run(ask_all(console, stack.address))
         console.print(cost_table(rows))
         console.print(f"[dim]{CAPTION}[/]")
-        console.print(f"\nWhat was kept, as a picture:  framesieve inspect {clip} --pruning-rate {RATES[-1]}")
+        console.print(f"\nWhat was kept, as a picture:  framesieve inspect {CLIP} --pruning-rate {RATES[-1]}")
     except KeyboardInterrupt:
         return 130
     except (StartupError, FramesieveError, OSError) as error:
@@ -59,36 +58,38 @@ def main(model: Path = DEMO_MODEL, clip: Path = CLIP) -> int:
     return 0
 
 
-async def ask_all(console: Console, address: str, clip: Path) -> list[Row]:
+async def ask_all(console: Console, address: str) -> list[Row]:
     """Every question at every rate, one after the other, the answers printed as they come."""
     rows = []
     async with FramesieveClient(address) as client:
-        await client.ask(Video(clip, fps=1), QUESTIONS[0], pruning_rate=RATES[-1], timeout_s=TIMEOUT_S)
-        for question in QUESTIONS:
-            console.print(f"\n[bold]{question}[/]")
+        await client.ask(Video(CLIP, fps=1), QUESTIONS[0].text, pruning_rate=RATES[-1], timeout_s=TIMEOUT_S)
+        for number, question in enumerate(QUESTIONS, start=1):
+            console.print(f"\n[bold]{number}. {question.text}[/]  [dim](right: {question.answer})[/]")
             for rate in RATES:
-                rows.append(await ask(console, client, clip, question, rate))  # noqa: PERF401 - one at a time
+                finished = await ask(console, client, question.text, rate)
+                rows.append(Row(number, rate, finished.usage, finished.timings))
     console.print()
     return rows
 
 
-async def ask(console: Console, client: FramesieveClient, clip: Path, question: str, rate: float) -> Row:
-    """One question at one rate. Raises FramesieveError where the answer is empty."""
-    console.print(f"  [dim]rate {rate:<5g}[/]", end="")
-    answered = False
-    async for event in client.stream(clip, question, pruning_rate=rate, temperature=0.0, timeout_s=TIMEOUT_S):
+async def ask(console: Console, client: FramesieveClient, question: str, rate: float) -> Finished:
+    """Prints the answer to one question at one rate as it comes. Raises FramesieveError where it is empty."""
+    console.print(f"   [dim]rate {rate:<6g}[/]", end="")
+    answered, finished = False, None
+    async for event in client.stream(CLIP, question, pruning_rate=rate, temperature=0.0, timeout_s=TIMEOUT_S):
         match event:
             case Accepted(usage=usage):
-                tokens = f"{usage.prompt_tokens_full} → {usage.prompt_tokens} prompt tokens"
-                console.print(f"[dim]{tokens:<28}[/]", end="")
+                tokens = f"{usage.prompt_tokens_full} → {usage.prompt_tokens} tokens"
+                console.print(f"[dim]{tokens:<20}[/]", end="")
             case Delta(text=text):
                 answered = answered or bool(text.strip())
                 console.print(text, end="", markup=False)
-            case Finished(usage=usage, timings=timings):
-                console.print()
-                if answered:
-                    return Row(question, rate, usage, timings)
-    raise FramesieveError(f"{question!r} at rate {rate:g} has no answer")
+            case Finished():
+                finished = event
+    console.print()
+    if finished is None or not answered:
+        raise FramesieveError(f"{question!r} at rate {rate:g} has no answer")
+    return finished
 
 
 def cost_table(rows: list[Row]) -> Table:
@@ -102,7 +103,7 @@ def cost_table(rows: list[Row]) -> Table:
     )
     table.add_column("")
     for row in rows:
-        table.add_column(f"{row.question}\n[dim]rate {row.rate:g}[/]", justify="right")
+        table.add_column(f"question {row.number}\n[dim]rate {row.rate:g}[/]", justify="right")
 
     table.add_row("prompt tokens", *(str(row.usage.prompt_tokens_full) for row in rows))
     table.add_row("after pruning", *(str(row.usage.prompt_tokens) for row in rows), end_section=True)
