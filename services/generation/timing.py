@@ -1,0 +1,70 @@
+"""Where the time to the first token went. Each instant belongs to the earliest stage that is not finished.
+
+    finished at:  plan 3 · decode 9 · encode 7 · transfer 10 · queue 10 · first token 14
+    0 ── plan ── 3 ──────── decode ──────── 9 ─ transfer ─ 10 ── prefill ── 14      encode, queue: 0
+
+So the stages sum to the time to the first token even where they overlap. Whole nanoseconds of one clock of one host:
+sums are exact, and no two hosts' clocks are compared. It knows nothing of what the stages do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from time import monotonic_ns
+
+
+class Stage(IntEnum):
+    """In the order in which a request goes through them."""
+
+    PLAN = 0
+    DECODE = 1
+    ENCODE = 2
+    TRANSFER = 3
+    QUEUE = 4
+    PREFILL = 5
+
+
+class StageClock:
+    """The stages of one request, from its arrival."""
+
+    def __init__(self, clock_ns: Callable[[], int] = monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._start_ns = clock_ns()
+        self._finished_ns: dict[Stage, int] = {}
+        self._last_ns: int | None = None
+
+    def finish(self, stage: Stage, at_ns: int | None = None) -> None:
+        """Notes that a stage is finished, and with it every earlier one. What was noted before stands.
+
+        at_ns: when, if not now. PREFILL finishes with the first token.
+        """
+        at_ns = self._clock_ns() if at_ns is None else at_ns
+        for each in Stage:
+            if each <= stage:
+                self._finished_ns.setdefault(each, at_ns)
+
+    def token(self, at_ns: int | None = None) -> None:
+        """Notes a token; the first finishes every stage."""
+        self._last_ns = self._clock_ns() if at_ns is None else at_ns
+        self.finish(Stage.PREFILL, self._last_ns)
+
+    def stages_ns(self) -> dict[Stage, int]:
+        """How long each stage took, once the first token is there; they sum to `first_token_ns` exactly."""
+        durations: dict[Stage, int] = {}
+        end = self._start_ns
+        for stage in Stage:
+            finished = min(max(self._finished_ns[stage], end), self._finished_ns[Stage.PREFILL])
+            durations[stage] = finished - end
+            end = finished
+        return durations
+
+    @property
+    def first_token_ns(self) -> int:
+        return self._finished_ns[Stage.PREFILL] - self._start_ns
+
+    @property
+    def generate_ns(self) -> int:
+        """From the first token to the last."""
+        assert self._last_ns is not None
+        return self._last_ns - self._finished_ns[Stage.PREFILL]
