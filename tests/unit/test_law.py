@@ -190,3 +190,58 @@ def test_late_media_and_reclaimed_blocks_obey_the_law(models: Models) -> None:
     early = [window for step in engine.runner.steps for window in step if window[0] == "0"]
     assert early[:2] == [("0", 0, 16), ("0", 0, 25)]
     assert_law(models, engine, questions, asked)
+
+
+@pytest.mark.parametrize(
+    ("grids", "chunk_tokens"),
+    [([("image", 1, 2, 3)], 512), ([("video", 3, 2, 4)], 5), ([("image", 1, 3, 2), ("video", 4, 4, 4)], 16)],
+)
+def test_at_rate_0_answers_are_those_of_transformers_generate(
+    models: Models, grids: list[tuple[str, int, int, int]], chunk_tokens: int
+) -> None:
+    """The whole model with pixels, where t stays within max(h, w): there its positions are the formula's."""
+    reference, config = models.reference, models.reference.config
+    generator = torch.Generator().manual_seed(3)
+    parts: list[Text | Item] = [Text((300, 301))]
+    inputs: dict[str, torch.Tensor] = {}
+    for kind, t, h, w in grids:
+        pixels = torch.randn(t * h * w * 4, 3 * 2 * 14 * 14, generator=generator)
+        grid = torch.tensor([[t, 2 * h, 2 * w]])
+        video = kind == "video"
+        with torch.no_grad():
+            features = (reference.get_video_features if video else reference.get_image_features)(pixels, grid)
+        embeds = features.pooler_output[0].numpy()
+        parts += [Item(t, h, w, Fraction(1) if video else None, embeds), Text((302, 303, 304))]
+        inputs |= (
+            {"pixel_values_videos": pixels, "video_grid_thw": grid, "second_per_grid_ts": torch.tensor([0.5])}
+            if video
+            else {"pixel_values": pixels, "image_grid_thw": grid}
+        )
+    questions = [Question(tuple(parts), 12)]
+    engine = TinyEngine(models.engine, chunk_tokens=chunk_tokens)
+    asked = answer(engine, questions)[0]
+    kinds = [0 if isinstance(part, Text) else 2 if part.time_step else 1 for part in parts]
+    pads = [0, config.image_token_id, config.video_token_id]
+    ids = [
+        part.ids if isinstance(part, Text) else (pads[kind],) * part.tokens
+        for part, kind in zip(parts, kinds, strict=True)
+    ]
+    prompt = torch.tensor([[token for each in ids for token in each]])
+    types = torch.tensor([[kind for each, kind in zip(ids, kinds, strict=True) for _ in each]])
+    generated = reference.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        mm_token_type_ids=types,
+        max_new_tokens=12,
+        eos_token_id=None,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **inputs,
+    )
+    logits = torch.cat(generated.logits)
+    best, second = logits.topk(2, dim=-1).values.T
+    assert (best - second > CLEAR_MARGIN).all(), "choose another seed: a tie proves nothing"
+    assert asked.answer == generated.sequences[0, prompt.shape[1] :].tolist()
+    computed = torch.stack(engine.runner.logits["0"]).log_softmax(dim=-1)
+    assert float((computed - logits.log_softmax(dim=-1)).abs().max()) < LOGPROB_TOLERANCE

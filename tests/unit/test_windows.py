@@ -1,0 +1,80 @@
+"""A window of the pruned sequence is cut into text and media rows wherever it starts and ends."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.generation.sampler import SamplingParams
+from services.generation.windows import Window, pack
+from tests.oracle import Item, Text, expected_sequence
+from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, make_request
+
+ANSWER = [91, 92, 93, 94, 95]
+
+
+def video(t: int, h: int, w: int) -> Item:
+    return Item(t, h, w, Fraction(1), np.zeros((t * h * w, 1), np.float32), rate=0.5)
+
+
+PARTS = [Text((10, 11, 12)), video(3, 2, 2), Text((13,)), video(2, 1, 3), video(1, 2, 2), Text((14, 15))]
+KEPT = [[0, 3, 4, 7, 9, 11], [0, 2, 5], [0, 1, 2, 3]]
+EXPECTED = expected_sequence(PARTS, KEPT, PAD_ID)
+
+
+def gathered(name: str, blocks: list[int]) -> Asked:
+    asked = make_request(name, PARTS, SamplingParams(8))
+    for index, kept in enumerate(KEPT):
+        asked.request.rope.deliver(index, np.array(kept, np.int32))
+    asked.request.output_ids = list(ANSWER)
+    asked.request.blocks = blocks
+    return asked
+
+
+@given(
+    cuts=st.lists(
+        st.tuples(st.integers(0, len(EXPECTED.ids) + 4), st.integers(1, 30)).map(
+            lambda cut: (cut[0], min(cut[0] + cut[1], len(EXPECTED.ids) + len(ANSWER)))
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_packed_windows_hold_what_the_formulas_say(cuts: list[tuple[int, int]]) -> None:
+    requests = [gathered(str(n), list(range(40 * n, 40 * n + 7))[::-1]).request for n in range(len(cuts))]
+    windows = [
+        Window(request, start, end, samples=end % 2 == 0) for request, (start, end) in zip(requests, cuts, strict=True)
+    ]
+    packed = pack(windows, BLOCK_TOKENS)
+    ids = [*EXPECTED.ids, *ANSWER]
+    prompt = len(EXPECTED.ids)
+    answer_positions = [(prompt + i + EXPECTED.delta,) * 3 for i in range(len(ANSWER))]
+    positions = [*EXPECTED.positions, *answer_positions]
+    at = 0
+    rows: dict[int, tuple[str, int, int]] = {}
+    last_rows: list[int] = []
+    ordered = [window for window in windows if window.tokens == 1] + [w for w in windows if w.tokens > 1]
+    assert packed.windows == tuple(ordered)
+    assert packed.singles == sum(window.tokens == 1 for window in windows)
+    for window in ordered:
+        for token in range(window.start, window.end):
+            assert packed.ids[at] == ids[token]
+            assert tuple(packed.positions[:, at]) == positions[token]
+            block = window.request.blocks[token // BLOCK_TOKENS]
+            assert packed.slots[at] == block * BLOCK_TOKENS + token % BLOCK_TOKENS
+            if token < prompt and (source := EXPECTED.rows[token]):
+                rows[at] = (window.request.id, source[0], KEPT[source[0]].index(source[1]))
+            at += 1
+        if window.samples:
+            last_rows.append(at - 1)
+    assert packed.ids.size == at
+    assert packed.last_rows == tuple(last_rows)
+    copied = {
+        media.at + n: (media.request.id, media.media_index, media.first_row + n)
+        for media in packed.media
+        for n in range(media.rows)
+    }
+    assert copied == rows
