@@ -11,16 +11,11 @@ import dataclasses
 import json
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from client import answer as answers
 from client.client import DEFAULT_ADDRESS, FramesieveClient
@@ -28,8 +23,9 @@ from client.contact_sheet import contact_sheet
 from client.inspection import Inspection, inspect
 from client.launcher import SERVICES, Endpoint, LocalStack
 from client.prompt import Image, Video, media_file
+from client.terminal import MediaBars, errors_told, stderr, tell_cost
 from client.wire import Options
-from common.errors import FramesieveError, InvalidRequest, PeerContract, StartupError, Unavailable
+from common.errors import InvalidRequest, PeerContract
 from common.plan import Modality
 from common.retention import EVS, METHODS, Pruning
 
@@ -40,7 +36,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-stderr = Console(stderr=True, highlight=False)
 
 RateOption = Annotated[
     float, typer.Option("--pruning-rate", help="Share of each video's tokens to drop, at least 0 and below 1.")
@@ -75,7 +70,7 @@ def serve(
     ports = (metrics_port, metrics_port + 1, metrics_port + 2) if metrics_port else (0, 0, 0)
     endpoints = dict(zip(SERVICES, map(Endpoint, addresses, ports), strict=True))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with _errors_told(), LocalStack(model, media_root=media_root, endpoints=endpoints, show_logs=True) as stack:
+    with errors_told(), LocalStack(model, media_root=media_root, endpoints=endpoints, show_logs=True) as stack:
         stderr.print(f"[bold]framesieve answers at {listen}[/]; Ctrl-C stops it. In another terminal:", soft_wrap=True)
         server = "" if listen == DEFAULT_ADDRESS else f" --server {listen}"
         stderr.print(f'  framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75{server}', soft_wrap=True)
@@ -113,11 +108,11 @@ def ask(
         seed=seed,
         timeout_s=timeout_s,
     )
-    with _errors_told(server):
+    with errors_told(server):
         if as_json:
             _print_json(_answer_json(asyncio.run(_ask(server, parts, question, options))))
         else:
-            _tell_cost(asyncio.run(_stream(server, parts, question, options)))
+            tell_cost(asyncio.run(_stream(server, parts, question, options)))
 
 
 @app.command("inspect")
@@ -125,7 +120,7 @@ def inspect_media(
     media: Annotated[Path, typer.Argument(help="A video or an image.")],
     pruning_rate: RateOption = 0.75,
     method: MethodOption = EVS,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the picture is written.")] = Path("kept.png"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the PNG is written.")] = Path("kept.png"),
     fps: FpsOption = None,
     max_frames: MaxFramesOption = None,
     preprocessing: Annotated[str | None, typer.Option(help="Where preprocessing listens.")] = None,
@@ -144,18 +139,13 @@ def inspect_media(
     part = _media(media, fps, max_frames, on_server)
     if (preprocessing is None) != (encoder is None):
         raise typer.BadParameter("--preprocessing and --encoder are given together or not at all")
-    with _errors_told():
+    with errors_told():
         if preprocessing is not None and encoder is not None:
             seen = asyncio.run(inspect(preprocessing, encoder, part, pruning))
         else:
-            with stderr.status("starting the services…"):
-                stack = LocalStack(model)
-                stack.start()
-            try:
+            with stderr.status("starting the services, looking, stopping them …"), LocalStack(model) as stack:
                 seen = asyncio.run(inspect(stack.addresses["preprocessing"], stack.addresses["encoder"], part, pruning))
-            finally:
-                stack.stop()
-        _draw(seen, pruning, media.name).save(output)
+        _draw(seen, pruning, media.name).save(output, format="PNG")
     _tell_inspection(seen, pruning, output, as_json)
 
 
@@ -172,7 +162,7 @@ async def _stream(server: str, parts: list[Image | Video], question: str, option
     finished, printed = None, False
     try:
         async with FramesieveClient(server) as client:
-            with _MediaBars() as bars:
+            with MediaBars() as bars:
                 async for event in client.stream(parts, question, **options):
                     match event:
                         case answers.Accepted():
@@ -191,53 +181,6 @@ async def _stream(server: str, parts: list[Image | Video], question: str, option
     if finished is None:
         raise PeerContract(f"the stream from {server} ended before its answer did")
     return finished
-
-
-class _MediaBars:
-    """Two bars on a terminal's stderr: slices read and slices encoded, over all media."""
-
-    def __init__(self) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
-        self._progress = Progress(
-            *columns, TimeElapsedColumn(), console=stderr, transient=True, disable=not stderr.is_terminal
-        )
-        self._tasks: list[TaskID] = []
-        self._seen: dict[int, answers.Progress] = {}
-
-    def __enter__(self) -> _MediaBars:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        self._progress.stop()
-
-    def accepted(self, event: answers.Accepted) -> None:
-        slices = sum(item.grid.t for item in event.usage.media)
-        if slices:
-            self._tasks = [self._progress.add_task(name, total=slices) for name in ("reading ", "encoding")]
-
-    def advanced(self, event: answers.Progress) -> None:
-        self._seen[event.media_index] = event
-        if self._tasks:
-            read, encoded = self._tasks
-            self._progress.update(read, completed=sum(each.decoded_slices for each in self._seen.values()))
-            self._progress.update(encoded, completed=sum(each.encoded_slices for each in self._seen.values()))
-
-
-def _tell_cost(finished: answers.Finished) -> None:
-    usage, first_s = finished.usage, finished.timings.time_to_first_token_s
-    total_s = first_s + finished.timings.generate_s
-    pruned = f"{usage.prompt_tokens_full} → {usage.prompt_tokens} prompt tokens"
-    spent = f"{usage.completion_tokens} tokens in {total_s:.2f} s, the first after {first_s:.2f} s"
-    stderr.print(f"[dim]{pruned} · {spent}[/]", soft_wrap=True)
-    for number, item in enumerate(usage.media, start=1):
-        if item.repaired_frames:
-            _warn(f"media {number}: {item.repaired_frames} damaged frames repeat the one before")
-        if item.first_slice_only:
-            _warn(f"media {number}: this rate leaves only the first moment, so no motion can be seen")
 
 
 def _answer_json(answer: answers.Answer) -> dict[str, Any]:
@@ -309,33 +252,3 @@ def _plain(value: object) -> Any:
     if isinstance(value, Enum):
         return value.value
     raise TypeError(f"{type(value).__name__} has no JSON form")
-
-
-@contextmanager
-def _errors_told(server: str | None = None) -> Iterator[None]:
-    """Turns errors into one line on stderr and an exit status."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except StartupError as error:
-        _fail("STARTUP", str(error))
-    except Unavailable as error:
-        if server and "failed to connect" in str(error).lower():
-            _fail(error.reason, f"nothing answers at {server}; `framesieve serve` starts the services on this machine")
-        _fail(error.reason, str(error))
-    except FramesieveError as error:
-        _fail(error.reason, str(error))
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        _fail("FILE", f"{error.filename}: {error.strerror}" if error.filename else str(error))
-
-
-def _warn(message: str) -> None:
-    stderr.print(f"[yellow]{escape(message)}[/]", soft_wrap=True)
-
-
-def _fail(reason: str, message: str) -> None:
-    stderr.print(f"[red]{reason}[/]: {escape(message)}", soft_wrap=True)
-    raise typer.Exit(1)
