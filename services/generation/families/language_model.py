@@ -5,7 +5,6 @@ It knows no family: a family file says which class, which prefixes and what it r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,31 +47,36 @@ class LanguageModel:
         return self.embed_tokens.weight.dtype
 
 
-def read_weights(
-    checkpoint: Checkpoint, prefixes: Sequence[str], dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """The tensors whose names start with one of `prefixes`, under their full names."""
+def has_weights(checkpoint: Checkpoint, prefix: str) -> bool:
+    """Whether any weight's name starts with `prefix`."""
+    for path in checkpoint.weight_files:
+        with safe_open(path, framework="pt") as file:
+            if any(name.startswith(prefix) for name in file.keys()):  # noqa: SIM118  (not a dict)
+                return True
+    return False
+
+
+def read_weights(checkpoint: Checkpoint, prefix: str, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """The tensors whose names start with `prefix`, under the rest of their names."""
     weights: dict[str, Tensor] = {}
     for path in checkpoint.weight_files:
         with safe_open(path, framework="pt", device=str(device)) as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
-                if name.startswith(tuple(prefixes)):
-                    weights[name] = file.get_tensor(name).to(dtype)
+                if name.startswith(prefix):
+                    weights[name.removeprefix(prefix)] = file.get_tensor(name).to(dtype)
     return weights
 
 
-def fill(module: nn.Module, weights: dict[str, Tensor], what: str) -> None:
+def fill(module: nn.Module, weights: dict[str, Tensor], prefix: str) -> None:
     """Puts `weights` in place of a module's own. Raises StartupError, naming them, if names or shapes differ."""
-    expected = {name: tensor.shape for name, tensor in module.state_dict().items()}
-    missing = sorted(expected.keys() - weights.keys())
-    unknown = sorted(weights.keys() - expected.keys())
+    shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    missing = [prefix + name for name in sorted(shapes.keys() - weights.keys())]
+    unknown = [prefix + name for name in sorted(weights.keys() - shapes.keys())]
     if missing or unknown:
-        raise StartupError(f"{what}: missing weights {missing}, unknown weights {unknown}")
-    wrong = [
-        f"{name} {list(weights[name].shape)}, not {list(shape)}"
-        for name, shape in expected.items()
-        if weights[name].shape != shape
-    ]
-    if wrong:
-        raise StartupError(f"{what}: weights of another shape than config.json says: {', '.join(wrong)}")
+        raise StartupError(
+            f"config.json and the weights disagree: missing weights {missing}, unknown weights {unknown}"
+        )
+    for name, shape in shapes.items():
+        if weights[name].shape != shape:
+            raise StartupError(f"config.json wants {prefix + name} {list(shape)}, it is {list(weights[name].shape)}")
     module.load_state_dict(weights, assign=True)

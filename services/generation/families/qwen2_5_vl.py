@@ -6,19 +6,18 @@ Source: Qwen2.5-VL, arXiv 2502.13923; the key names of Qwen/Qwen2.5-VL-7B-Instru
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLTextConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLTextModel
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
 from services.generation.attention import ATTENTION
-from services.generation.families.language_model import LanguageModel, fill, read_weights
+from services.generation.families.language_model import LanguageModel, fill, has_weights, read_weights
 
+# transformers 5 writes the first when told not to keep the checkpoints' own, which is the second.
 TEXT_PREFIXES = ("model.language_model.", "model.")
-VISION_PREFIX = "model.visual."
-LM_HEAD = "lm_head.weight"
-EMBED_TOKENS = "embed_tokens.weight"
+LM_HEAD_PREFIX = "lm_head."
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LanguageModel:
@@ -36,13 +35,13 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> La
         text = Qwen2_5_VLTextModel(text_config)
         lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False)
     # Its frequencies are no weights: they are computed, which on the meta device they were not.
-    text.rotary_emb = Qwen2_5_VLRotaryEmbedding(text_config).to(device)  # type: ignore[arg-type]  # (annotated with the whole)
-    weights = read_weights(checkpoint, (*TEXT_PREFIXES, LM_HEAD), dtype, device)
-    text_weights = _text_weights(weights)
-    fill(text, text_weights, "language model")
-    tied = config.tie_word_embeddings
-    head = text_weights[EMBED_TOKENS] if tied else weights.get(LM_HEAD)
-    fill(lm_head, {} if head is None else {"weight": head}, "lm_head (tie_word_embeddings is false)")
+    text.rotary_emb = Qwen2_5_VLRotaryEmbedding(text_config).to(device)  # type: ignore[arg-type]
+    prefix = next((each for each in TEXT_PREFIXES if has_weights(checkpoint, each)), TEXT_PREFIXES[-1])
+    fill(text, read_weights(checkpoint, prefix, dtype, device), prefix)
+    if config.tie_word_embeddings:
+        lm_head.weight = text.embed_tokens.weight
+    else:
+        fill(lm_head, read_weights(checkpoint, LM_HEAD_PREFIX, dtype, device), LM_HEAD_PREFIX)
     return LanguageModel(
         text=text.train(False).requires_grad_(False),
         embed_tokens=text.embed_tokens,
@@ -53,12 +52,3 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> La
         context_tokens=text_config.max_position_embeddings,
         embed_levels=0,
     )
-
-
-def _text_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    prefix = next((each for each in TEXT_PREFIXES if any(name.startswith(each) for name in weights)), TEXT_PREFIXES[0])
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in weights.items()
-        if name.startswith(prefix) and not name.startswith(VISION_PREFIX)
-    }
