@@ -1,4 +1,4 @@
-"""The demo's checkpoint folders load as transformers loads any Qwen2.5-VL checkpoint; its prompts are the template's."""
+"""The demo's checkpoint folders load as any Qwen2.5-VL checkpoint does; its prompts are the chat template's."""
 
 from __future__ import annotations
 
