@@ -55,6 +55,12 @@ def smart_resize(height_px: int, width_px: int, budget: PixelBudget) -> tuple[in
 
 def resize(pixels: UInt8Array, height_px: int, width_px: int) -> UInt8Array:
     """uint8 [H, W, 3] to uint8 [height_px, width_px, 3], bicubic with antialiasing."""
-    if pixels.shape[:2] == (height_px, width_px):
+    rows, columns = pixels.shape[:2]
+    if (rows, columns) == (height_px, width_px):
         return pixels
-    return np.asarray(Image.fromarray(pixels).resize((width_px, height_px), Image.Resampling.BICUBIC))
+    image = Image.fromarray(pixels)
+    # Across before down, as torch does: Pillow alone turns the order round where that is cheaper, and the rounding
+    # between the two passes then moves some values by 15 levels.
+    for size in ((width_px, rows), (width_px, height_px)):
+        image = image.resize(size, Image.Resampling.BICUBIC)
+    return np.asarray(image)

@@ -1,0 +1,147 @@
+"""Clips whose frames say which they are, and transformers' own functions as oracles.
+
+transformers' video processor cannot be imported without torchvision, so its source is compiled here without it.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import av
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+BLOCK_PX = 16
+BITS = 12
+HEIGHT_PX, WIDTH_PX = 48, 64
+
+
+def picture_of(number: int) -> NDArray[np.uint8]:
+    """uint8 [48, 64, 3]: the number in 12 black or white blocks."""
+    bits = np.array([number >> bit & 1 for bit in range(BITS)], np.uint8).reshape(3, 4) * 255
+    return np.repeat(np.kron(bits, np.ones((BLOCK_PX, BLOCK_PX), np.uint8))[..., None], 3, axis=2)
+
+
+def number_of(pixels: NDArray[np.uint8]) -> int:
+    """The number that a decoded frame shows."""
+    middle = pixels[BLOCK_PX // 2 :: BLOCK_PX, BLOCK_PX // 2 :: BLOCK_PX, 0].reshape(-1) > 127
+    return int(sum(1 << bit for bit, on in enumerate(middle) if on))
+
+
+def clip(
+    frames: int,
+    rate: Fraction | int = 30,
+    container: str = "mp4",
+    codec: str = "libx264",
+    options: dict[str, str] | None = None,
+    pts: Sequence[int] | None = None,
+    time_base: Fraction | None = None,
+    container_options: dict[str, str] | None = None,
+) -> bytes:
+    """An encoded clip; frame n shows n. pts: presentation times in time_base, for a variable rate."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=container, options=container_options or {}) as output:
+        stream = output.add_stream(codec, rate=rate)
+        stream.width, stream.height, stream.pix_fmt = WIDTH_PX, HEIGHT_PX, "yuv420p"
+        stream.options = options or {}
+        stream.codec_context.thread_count = 1
+        if time_base is not None:
+            stream.codec_context.time_base = time_base
+        for number in range(frames):
+            frame = av.VideoFrame.from_ndarray(picture_of(number), format="rgb24")
+            if pts is not None:
+                frame.pts, frame.time_base = pts[number], time_base
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode())
+    return file.getvalue()
+
+
+def sound(container: str = "mp4") -> bytes:
+    """A file with sound and no picture."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as output:
+        stream = output.add_stream("aac", rate=16000)
+        for start in range(0, 16000, 1024):
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+            frame.sample_rate, frame.pts = 16000, start
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode())
+    return file.getvalue()
+
+
+def decoded_in_order(data: bytes) -> list[NDArray[np.uint8]]:
+    """Every frame, decoded from the first to the last without seeking."""
+    with av.open(io.BytesIO(data)) as container:
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+
+
+class _Size(SimpleNamespace):
+    """What transformers calls a SizeDict."""
+
+
+class _Base:
+    def resize(self, image: Any, size: _Size, resample: Any) -> tuple[int, int]:
+        return size.height, size.width
+
+
+@cache
+def _compiled() -> dict[str, Any]:
+    path = Path(transformers.__file__).parent / "models/qwen2_vl/video_processing_qwen2_vl.py"
+    wanted = {"smart_resize", "Qwen2VLVideoProcessor"}
+    nodes = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) in wanted]
+    assert len(nodes) == len(wanted)
+    for node in nodes:
+        node.decorator_list = []
+    names: dict[str, Any] = {
+        "math": math,
+        "torch": torch,
+        "BaseVideoProcessor": _Base,
+        "SizeDict": _Size,
+        "PILImageResampling": SimpleNamespace(BICUBIC=3),
+        "OPENAI_CLIP_MEAN": None,
+        "OPENAI_CLIP_STD": None,
+        "Qwen2VLVideoProcessorInitKwargs": None,
+    }
+    flags = annotations.compiler_flag
+    exec(compile(ast.Module(nodes, []), str(path), "exec", flags=flags), names)
+    return names
+
+
+def transformers_smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> Any:
+    return _compiled()["smart_resize"](height, width, factor, min_pixels, max_pixels)
+
+
+def transformers_indices(frames: int, rate: float, fps: float, min_frames: int, max_frames: int) -> list[int]:
+    """What Qwen2VLVideoProcessor.sample_frames yields."""
+    processor = object.__new__(_compiled()["Qwen2VLVideoProcessor"])
+    processor.num_frames = None
+    indices: list[int] = processor.sample_frames(
+        SimpleNamespace(total_num_frames=frames, fps=rate),
+        temporal_patch_size=2,
+        min_frames=min_frames,
+        max_frames=max_frames,
+        fps=fps,
+    ).tolist()
+    return indices
+
+
+def transformers_video_size(
+    frames: int, height: int, width: int, factor: int, min_pixels: int, max_pixels: int, cap: bool, max_tokens: int
+) -> tuple[int, int]:
+    """The size to which Qwen2VLVideoProcessor.resize brings frames."""
+    processor = object.__new__(_compiled()["Qwen2VLVideoProcessor"])
+    processor.max_video_tokens = max_tokens
+    video = torch.empty(1, frames, 3, height, width, device="meta")
+    size = _Size(shortest_edge=min_pixels, longest_edge=max_pixels)
+    resized: tuple[int, int] = processor.resize(video, size, None, factor, 2, cap)
+    return resized

@@ -1,0 +1,66 @@
+"""Sizes are those of transformers' processors, and pixels within two levels of theirs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from common.errors import MediaRejected
+from services.preprocessing.resize import PixelBudget, resize, smart_resize
+from tests.unit.preprocessing_media import transformers_smart_resize
+
+
+@given(
+    height=st.integers(1, 5000),
+    width=st.integers(1, 5000),
+    low=st.sampled_from([28 * 28, 56 * 56, 128 * 28 * 28]),
+    high=st.sampled_from([112 * 112, 28 * 28 * 768, 12845056]),
+)
+def test_sizes_are_those_of_transformers(height: int, width: int, low: int, high: int) -> None:
+    assume(max(height, width) / min(height, width) <= 200)
+    low = min(low, high)
+    expected = transformers_smart_resize(height, width, 28, low, high)
+    assert smart_resize(height, width, PixelBudget(28, low, high)) == expected
+
+
+def test_a_picture_too_long_for_its_width_is_refused_with_the_limit() -> None:
+    with pytest.raises(MediaRejected, match="1×201 pixels has an aspect ratio of 201, at most 200"):
+        smart_resize(201, 1, PixelBudget(28, 56 * 56, 112 * 112))
+
+
+def scene(height: int, width: int, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """A gradient with sharp coloured shapes and a little noise: edges are where resamplers differ."""
+    generator = np.random.default_rng(seed)
+    rows, columns = np.mgrid[:height, :width]
+    picture = np.stack([rows * 255 / height, columns * 255 / width, (rows + columns) % 256], -1)
+    for _ in range(12):
+        top, left = generator.integers(height), generator.integers(width)
+        picture[top : top + height // 4, left : left + width // 5] = generator.integers(0, 256, 3)
+    return np.clip(picture + generator.normal(0, 4, picture.shape), 0, 255).astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [((240, 320), (140, 196)), ((480, 640), (476, 644)), ((480, 640), (504, 616)), ((90, 120), (140, 196))],
+)
+def test_pixels_are_within_two_levels_of_transformers_and_mostly_equal(
+    source: tuple[int, int], target: tuple[int, int]
+) -> None:
+    pixels = scene(*source, seed=1)
+    theirs = F.interpolate(
+        torch.from_numpy(pixels).permute(2, 0, 1)[None].contiguous(), size=target, mode="bicubic", antialias=True
+    )
+    ours = resize(pixels, *target)
+    assert ours.shape == (*target, 3)
+    difference = np.abs(ours.astype(int) - theirs[0].permute(1, 2, 0).numpy().astype(int))
+    assert difference.max() <= 2
+    assert (difference == 0).mean() >= 0.97
+
+
+def test_a_frame_of_the_right_size_is_not_touched() -> None:
+    pixels = scene(56, 84, seed=2)
+    assert resize(pixels, 56, 84) is pixels
