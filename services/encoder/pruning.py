@@ -17,6 +17,8 @@ from common.retention import RANDOM, Pruning, retained_count
 # implementations of the formula keep the same tokens.
 SCORE_STEP = 2.0**-16
 
+_ROWS_AT_ONCE = 4096
+
 
 def evs_scores(embeds: Tensor, grid: Grid) -> Tensor:
     """How much each token differs from the one at its place a slice earlier.
@@ -57,3 +59,21 @@ def keep_tokens(embeds: Tensor, grid: Grid, pruning: Pruning) -> Tensor:
     if pruning.method == RANDOM:
         return keep_best(random_scores(grid, pruning.seed or 0).to(embeds.device), count)
     return keep_best(evs_scores(embeds, grid), count)
+
+
+def gather_in_place(embeds: Tensor, kept: Tensor) -> Tensor:
+    """Moves the kept tokens to the front, since a second buffer of that size was not reserved.
+
+    embeds: (levels, tokens, D), contiguous, overwritten; kept: int (K,), strictly increasing.
+    Returns a view of it, (levels · K, D): each level's kept tokens, level by level.
+
+        rows:  a0 a1 a2 a3 b0 b1 b2 b3      kept 1 3
+        after: a1 a3 b1 b3 .  .  .  .       a row only ever moves forward, so none is overwritten before it moved
+    """
+    levels, tokens, width = embeds.shape
+    rows = embeds.view(levels * tokens, width)
+    sources = (torch.arange(levels, device=kept.device)[:, None] * tokens + kept.long()).view(-1)
+    for start in range(0, sources.numel(), _ROWS_AT_ONCE):
+        block = sources[start : start + _ROWS_AT_ONCE]
+        rows[start : start + block.numel()] = rows[block]
+    return rows[: sources.numel()]

@@ -1,0 +1,39 @@
+"""Serves the encoder: `python -m services.encoder --model DIR --listen ADDR --preprocessing ADDR`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from common.channels import open_channel
+from common.checkpoint import Checkpoint
+from common.server import run, serve
+from common.telemetry import configure_logging
+from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
+from services.encoder.batcher import Batcher
+from services.encoder.families import load_tower
+from services.encoder.room import Room
+from services.encoder.servicer import SERVICE, EncoderServicer
+from services.encoder.settings import EncoderSettings
+
+
+async def main() -> None:
+    settings = EncoderSettings.load()
+    configure_logging("encoder", settings.log_format)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    checkpoint = Checkpoint(settings.model)
+    tower = load_tower(checkpoint, settings.dtype, settings.torch_device)
+    batcher = Batcher(tower.encode, settings.batch_tokens)
+    room = Room(settings.output_buffer_bytes)
+    try:
+        async with open_channel(settings.preprocessing) as channel:
+            servicer = EncoderServicer(tower, checkpoint.fingerprint, batcher, room, channel)
+            await serve(SERVICE, settings, partial(add_EncoderServiceServicer_to_server, servicer))
+    finally:
+        batcher.close()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,115 @@
+"""Temporal slices of many requests into forwards: what is there, first come first served, up to a token budget.
+
+    queue:    [a0 a1 a2 b0 | b1 c0 ...]        | the budget's end
+    forward:  [a0 a1 a2 b0]                    while it runs, more slices queue up for the next
+
+One thread runs the tower; whoever submits may be on any thread. It knows neither gRPC nor what slices belong to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from prometheus_client import Gauge, Histogram
+from torch import Tensor
+
+from common.telemetry import busy
+
+QUEUED_SLICES = Gauge("framesieve_encoder_queued_slices", "Temporal slices that wait for the tower")
+BATCH_TOKENS = Histogram(
+    "framesieve_encoder_batch_tokens", "Merged tokens in one forward", buckets=[2**power for power in range(4, 17)]
+)
+
+Encode: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """One temporal slice: its frames, uint8 (F, H, W, 3), and where its embeddings go, (1 + levels, h·w, D)."""
+
+    frames: Tensor
+    target: Tensor
+    encoded: Future[None] = field(default_factory=Future)
+
+    @property
+    def tokens(self) -> int:
+        return self.target.shape[1]
+
+
+class Batcher:
+    """Runs `encode` on a thread of its own; a slice above the budget gets a forward to itself."""
+
+    def __init__(self, encode: Encode, budget_tokens: int) -> None:
+        self.budget_tokens = budget_tokens
+        self._encode = encode
+        self._queue: deque[Slice] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="tower", daemon=True)
+        self._thread.start()
+
+    def submit(self, frames: Tensor, target: Tensor) -> Future[None]:
+        """Queues a slice; the future is done once `target` holds its embeddings, or has the forward's error.
+
+        Cancelling the future before its forward starts takes the slice out of the queue.
+        """
+        piece = Slice(frames, target)
+        piece.encoded.add_done_callback(lambda encoded: self._withdraw(piece) if encoded.cancelled() else None)
+        with self._changed:
+            self._queue.append(piece)
+            QUEUED_SLICES.inc()
+            self._changed.notify()
+        return piece.encoded
+
+    def close(self) -> None:
+        """Ends the thread once its forward is done; what is still queued never runs."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _withdraw(self, piece: Slice) -> None:
+        with self._changed:
+            if piece in self._queue:
+                self._queue.remove(piece)
+                QUEUED_SLICES.dec()
+
+    def _run(self) -> None:
+        while batch := self._next_batch():
+            try:
+                with busy("encode"):
+                    self._forward(batch)
+            except Exception as error:  # whatever it was, it fails these slices and not the thread
+                for piece in batch:
+                    piece.encoded.set_exception(error)
+                continue
+            for piece in batch:
+                piece.encoded.set_result(None)
+
+    def _forward(self, batch: Sequence[Slice]) -> None:
+        BATCH_TOKENS.observe(sum(piece.tokens for piece in batch))
+        embeds = self._encode([piece.frames for piece in batch])
+        with torch.inference_mode():
+            for piece, rows in zip(batch, embeds, strict=True):
+                piece.target.copy_(rows)
+
+    def _next_batch(self) -> list[Slice]:
+        """At least one slice, waiting for it; empty once closed."""
+        batch: list[Slice] = []
+        tokens = 0
+        with self._changed:
+            while not batch and not self._closing:
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                while self._queue and (not batch or tokens + self._queue[0].tokens <= self.budget_tokens):
+                    piece = self._queue.popleft()
+                    QUEUED_SLICES.dec()
+                    if piece.encoded.set_running_or_notify_cancel():
+                        batch.append(piece)
+                        tokens += piece.tokens
+        return [] if self._closing else batch

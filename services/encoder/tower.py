@@ -1,0 +1,100 @@
+"""A vision tower: its weights read by prefix from a checkpoint, and many temporal slices run in one forward.
+
+It knows no family (a family's file makes the module), no requests and no batching: what it is given, it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from common.checkpoint import Checkpoint
+from common.errors import StartupError
+from services.encoder.patches import PatchShape, patchify
+
+_KEYS_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """A vision tower on its device, ready to run.
+
+    forward: patches uint8 (P, patch_values) and grids int64 (n, 3), each t, h, w in patches, to
+        (1 + embed_levels, P / merge², embed_dim), level 0 being the embedding.
+    """
+
+    forward: Callable[[Tensor, Tensor], Tensor]
+    patches: PatchShape
+    embed_dim: int
+    embed_levels: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
+        """Each slice's embeddings, (1 + embed_levels, h·w, embed_dim) on the tower's device, all from one forward.
+
+        slices: at least one, uint8 (F, H, W, 3) each, of any sizes, from any number of requests.
+        Attention never crosses slices, so neighbours change rounding alone.
+        """
+        with torch.inference_mode():
+            patches = torch.cat([patchify(frames.to(self.device), self.patches) for frames in slices])
+            sides = [
+                (frames.shape[1] // self.patches.patch_px, frames.shape[2] // self.patches.patch_px)
+                for frames in slices
+            ]
+            grids = [(len(list(group)), *side) for side, group in groupby(sides)]
+            embeds = self.forward(patches, torch.tensor(grids, device=self.device))
+            tokens = [height * width // self.patches.merge**2 for height, width in sides]
+            return list(torch.split(embeds, tokens, dim=1))
+
+
+def read_weights(checkpoint: Checkpoint, prefixes: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors under the first of `prefixes` that the checkpoint uses, named without it, in their stored dtypes."""
+    found: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in prefixes}
+    for path in checkpoint.weight_files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                prefix = next((each for each in prefixes if name.startswith(each)), None)
+                if prefix is not None:
+                    found[prefix][name.removeprefix(prefix)] = file.get_tensor(name)
+    return next((weights for weights in found.values() if weights), {})
+
+
+def fill(module: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Puts `weights` into a module that was made on the meta device.
+
+    Raises StartupError naming the tensors that are missing, that the module does not have, or of another shape.
+    """
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    wrong = [
+        f"{name} has the shape {list(weights[name].shape)}, the config says {list(shape)}"
+        for name, shape in expected.items()
+        if name in weights and tuple(weights[name].shape) != shape
+    ]
+    complaints = {
+        "lacks": sorted(expected.keys() - weights.keys()),
+        "has unknown": sorted(weights.keys() - expected.keys()),
+        "does not fit its config:": wrong,
+    }
+    found = [f"{what} {_some(names)}" for what, names in complaints.items() if names]
+    if found:
+        raise StartupError(f"the checkpoint's vision tower {'; it '.join(found)}")
+    module.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
+
+
+def choose_dtype(weights: dict[str, Tensor], wanted: str) -> torch.dtype:
+    """The dtype to run in: `wanted`, or for "auto" bfloat16 where every tensor is stored so, else float32."""
+    if wanted != "auto":
+        return torch.bfloat16 if wanted == "bfloat16" else torch.float32
+    stored = {tensor.dtype for tensor in weights.values()}
+    return torch.bfloat16 if stored == {torch.bfloat16} else torch.float32
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _KEYS_NAMED
+    return ", ".join(names[:_KEYS_NAMED]) + (f" and {more} more" if more > 0 else "")
