@@ -34,7 +34,7 @@ class FramesieveClient:
     def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
         self.address = address
         self._channel = open_channel(address)
-        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -103,7 +103,9 @@ class FramesieveClient:
         """
         messages = [*history, user_turn(media, question)]
         request = await asyncio.to_thread(generate_request, messages, options)
-        metadata = ((REQUEST_ID_KEY, request.request_id),) if request.request_id else None
+        # Metadata carries nothing else than printable ASCII; the service refuses such an id in its own words.
+        name = request.request_id
+        metadata = ((REQUEST_ID_KEY, name),) if name.isascii() and name.isprintable() and name else None
         with upstream_errors("generation"):
             call = self._generation.Generate(request, timeout=options.get("timeout_s"), metadata=metadata)
             try:

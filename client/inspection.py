@@ -59,7 +59,7 @@ async def _frames(address: str, prompt: prompt_pb2.Prompt) -> tuple[PromptPlan, 
     buffer: TensorBuffer | None = None
     slices: list[NDArray[np.uint8]] = []
     async with open_channel(address) as channel:
-        stub = preprocessing_pb2_grpc.PreprocessingServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = preprocessing_pb2_grpc.PreprocessingServiceStub(channel)
         with upstream_errors("preprocessing"):
             call = stub.Preprocess(iter([preprocessing_pb2.PreprocessRequest(prompt=prompt)]))
             async for response in call:
@@ -85,7 +85,7 @@ async def _kept(address: str, prompt: prompt_pb2.Prompt, pruning: Pruning) -> tu
     first: encoder_pb2.EmbedsChunk | None = None
     request = encoder_pb2.EncodePrompt(prompt=prompt, pruning=pruning_message(pruning))
     async with open_channel(address) as channel:
-        stub = encoder_pb2_grpc.EncoderServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = encoder_pb2_grpc.EncoderServiceStub(channel)
         with upstream_errors("encoder"):
             call = stub.Encode(iter([encoder_pb2.EncodeRequest(prompt=request)]))
             async for response in call:

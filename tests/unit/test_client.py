@@ -198,6 +198,13 @@ async def test_the_request_id_is_in_the_metadata_too_so_that_every_log_names_it(
     assert fake.metadata[REQUEST_ID_KEY] == "mine"
 
 
+async def test_a_request_id_that_no_metadata_can_carry_is_left_for_the_service_to_refuse(tmp_path: Path) -> None:
+    async with served(tmp_path, moving_ball) as (client, fake):
+        await client.ask(None, "?", request_id="naïve\n")
+    assert fake.requests[0].request_id == "naïve\n"
+    assert REQUEST_ID_KEY not in fake.metadata
+
+
 @pytest.mark.parametrize(
     "error",
     [
