@@ -37,17 +37,19 @@ class StageClock:
     def finish(self, stage: Stage, at_ns: int | None = None) -> None:
         """Notes that a stage is finished, and with it every earlier one. What was noted before stands.
 
-        at_ns: when, if not now. PREFILL finishes with the first token.
+        at_ns: when, if not now.
         """
         at_ns = self._clock_ns() if at_ns is None else at_ns
         for each in Stage:
             if each <= stage:
                 self._finished_ns.setdefault(each, at_ns)
 
-    def token(self, at_ns: int | None = None) -> None:
-        """Notes a token; the first finishes every stage."""
-        self._last_ns = self._clock_ns() if at_ns is None else at_ns
-        self.finish(Stage.PREFILL, self._last_ns)
+    def token(self, at_ns: int) -> bool:
+        """Notes a token, and returns whether it was the first, with which every stage is finished."""
+        first = self._last_ns is None
+        self._last_ns = at_ns
+        self.finish(Stage.PREFILL, at_ns)
+        return first
 
     def stages_ns(self) -> dict[Stage, int]:
         """How long each stage took, once the first token is there; they sum to `first_token_ns` exactly."""

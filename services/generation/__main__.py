@@ -1,0 +1,108 @@
+"""Serves generation: `python -m services.generation --model DIR --listen ADDR --preprocessing ADDR --encoder ADDR`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from common.channels import open_channel
+from common.checkpoint import Checkpoint
+from common.errors import StartupError
+from common.server import run, serve
+from common.telemetry import configure_logging
+from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+from services.generation.blocks import BlockAllocator
+from services.generation.detokenise import load_tokenizer
+from services.generation.engine import Engine
+from services.generation.families import load_language_model
+from services.generation.families.language_model import LanguageModel
+from services.generation.generation_config import sampling_defaults
+from services.generation.media import MediaClient, ModelInput
+from services.generation.metrics import watch
+from services.generation.prompt_limit import PromptLimit
+from services.generation.room import Room
+from services.generation.runner import Runner
+from services.generation.servicer import SERVICE, GenerationServicer
+from services.generation.settings import GenerationSettings
+
+BLOCK_TOKENS = 16
+
+
+async def main() -> None:
+    settings = GenerationSettings.load()
+    configure_logging("generation", settings.log_format)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    checkpoint = Checkpoint(settings.model)
+    defaults, tokenizer = sampling_defaults(checkpoint), load_tokenizer(checkpoint.folder)
+    model = load_language_model(checkpoint, _dtype(settings, checkpoint), _device(settings))
+    engine = _engine(settings, model)
+    limit = PromptLimit(_limit_tokens(settings, model, engine))
+    room = Room(settings.media_buffer_bytes)
+    watch(engine, room)
+    engine.start()
+    try:
+        async with open_channel(settings.preprocessing) as preprocessing, open_channel(settings.encoder) as encoder:
+            media = MediaClient(preprocessing, encoder, _model_input(checkpoint, model), room)
+            servicer = GenerationServicer(engine, media, tokenizer, defaults, limit)
+            await serve(SERVICE, settings, partial(add_GenerationServiceServicer_to_server, servicer))
+    finally:
+        engine.stop()
+
+
+def _engine(settings: GenerationSettings, model: LanguageModel) -> Engine:
+    blocks = -(-settings.kv_cache_tokens // BLOCK_TOKENS)
+    return Engine(
+        Runner(model, blocks, BLOCK_TOKENS),
+        BlockAllocator(blocks, BLOCK_TOKENS),
+        settings.prefill_chunk_tokens,
+        settings.max_running_requests,
+        settings.max_waiting_requests,
+    )
+
+
+def _limit_tokens(settings: GenerationSettings, model: LanguageModel, engine: Engine) -> int:
+    most = min(model.context_tokens, engine.capacity_tokens)
+    if settings.max_prompt_tokens is None:
+        return most
+    if settings.max_prompt_tokens > most:
+        raise StartupError(
+            f"--max-prompt-tokens {settings.max_prompt_tokens} is more than the model's context of "
+            f"{model.context_tokens} tokens or the cache's {engine.capacity_tokens} (--kv-cache-tokens)"
+        )
+    return settings.max_prompt_tokens
+
+
+def _model_input(checkpoint: Checkpoint, model: LanguageModel) -> ModelInput:
+    return ModelInput(
+        fingerprint=checkpoint.fingerprint,
+        vocab_size=model.embed_tokens.num_embeddings,
+        hidden_size=model.hidden_size,
+        embed_levels=model.embed_levels,
+        dtype=model.dtype,
+    )
+
+
+def _dtype(settings: GenerationSettings, checkpoint: Checkpoint) -> torch.dtype:
+    config = checkpoint.config
+    own = config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
+    name = (own or "float32") if settings.dtype == "auto" else settings.dtype
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise StartupError(f"config.json: dtype must name a floating-point type, got {name!r}")
+    return dtype
+
+
+def _device(settings: GenerationSettings) -> torch.device:
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        raise StartupError(f"--device {name} cannot be used: {error}") from error
+    return device
+
+
+if __name__ == "__main__":
+    run(main)

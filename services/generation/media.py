@@ -1,0 +1,309 @@
+"""The encoder's client: a prompt's plan, then its media, item by item, into room that is reserved first.
+
+    open ─▶ plan, checked ─▶ room for all items ─▶ select all ─▶ pieces ─▶ item, checked ─▶ the engine
+
+Prompts without media have no use for the encoder: preprocessing is asked for their plan itself. Everything that a peer
+sends is checked here and breaks off with PeerContract. It knows no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.channels import upstream_errors
+from common.errors import InvalidRequest, PeerContract
+from common.plan import Int32Array, MediaPlan, Modality, PromptPlan
+from common.retention import Pruning, retained_count
+from common.telemetry import STREAMED_BYTES, busy
+from common.tensors import DType, TensorBuffer
+from common.wire import PlanReceiver, add_chunk, buffer_for, int32_array, prunings_of
+from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
+from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
+from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
+from services.generation.room import Room
+from services.generation.timing import Stage, StageClock
+
+TORCH_DTYPES = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16, DType.FLOAT32: torch.float32}
+_MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO}
+
+Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """What the language model takes, and so what peers must send.
+
+    fingerprint: of its checkpoint. embed_levels: tensors beside a media token's embedding. dtype: of its weights.
+    """
+
+    fingerprint: bytes
+    vocab_size: int
+    hidden_size: int
+    embed_levels: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a media item has come, in temporal slices."""
+
+    media_index: int
+    decoded_slices: int
+    encoded_slices: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaItem:
+    """One item's embeddings.
+
+    kept: int32 [K], strictly increasing; None if all tokens were.
+    embeds: [1 + embed_levels, K, hidden_size] in the model's dtype, finite.
+    """
+
+    media_index: int
+    kept: Int32Array | None
+    embeds: Tensor
+    repaired_frames: int
+
+
+class MediaClient:
+    """Opens a session for each request. Room is shared by all of them."""
+
+    def __init__(
+        self, preprocessing: grpc.aio.Channel, encoder: grpc.aio.Channel, model: ModelInput, room: Room
+    ) -> None:
+        self._preprocessing = PreprocessingServiceStub(preprocessing)
+        self._encoder = EncoderServiceStub(encoder)
+        self._model = model
+        self._room = room
+
+    @asynccontextmanager
+    async def open(
+        self, prompt: prompt_pb2.Prompt, pruning: prompt_pb2.Pruning, clock: StageClock, **call: Any
+    ) -> AsyncIterator[MediaSession]:
+        """A session whose plan is there. Leaving it cancels what is left of it upstream, and gives its room back.
+
+        call: deadline and metadata for the upstream call.
+        Raises InvalidRequest, PeerContract, and what upstream raises.
+        """
+        prunings = prunings_of(prompt, pruning)
+        kinds = [kind for message in prompt.messages for part in message.parts if (kind := part.WhichOneof("content"))]
+        modalities = [_MODALITIES[kind] for kind in kinds if kind in _MODALITIES]
+        selected: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        stage = "encoder" if modalities else "preprocessing"
+        stream: Call
+        if modalities:
+            stream = self._encoder.Encode(_encode_requests(prompt, pruning, selected), **call)
+        else:
+            stream = self._preprocessing.Preprocess(_preprocess_requests(prompt), **call)
+        try:
+            with upstream_errors(stage):
+                plan = await _receive_plan(stream)
+            _check_plan(plan, modalities, self._model)
+            clock.finish(Stage.PLAN if modalities else Stage.TRANSFER)
+            async with AsyncExitStack() as held:
+                yield MediaSession(plan, prunings, stream, selected, self._model, self._room, held)
+        finally:
+            selected.cancel()
+            stream.cancel()
+
+
+class MediaSession:
+    """One request's plan and media.
+
+    prunings, kept_counts: one for each item of the plan.
+    size_bytes: of the embeddings of all items, as the model holds them.
+    """
+
+    def __init__(
+        self,
+        plan: PromptPlan,
+        prunings: tuple[Pruning, ...],
+        stream: Call,
+        selected: asyncio.Future[int],
+        model: ModelInput,
+        room: Room,
+        held: AsyncExitStack,
+    ) -> None:
+        self.plan = plan
+        self.prunings = prunings
+        self.kept_counts = tuple(
+            retained_count(item.grid, how, item.modality) for item, how in zip(plan.media, prunings, strict=True)
+        )
+        rows = (1 + model.embed_levels) * sum(self.kept_counts)
+        self.size_bytes = rows * model.hidden_size * model.dtype.itemsize
+        self._stream = stream
+        self._selected = selected
+        self._model = model
+        self._room = room
+        self._held = held
+
+    def check_room(self) -> None:
+        """Raises InvalidRequest if the media can never be held together."""
+        if self.size_bytes > self._room.size_bytes:
+            raise InvalidRequest(
+                f"the prompt's {len(self.plan.media)} media keep {sum(self.kept_counts)} tokens, whose embeddings take "
+                f"{self.size_bytes} bytes; --media-buffer-bytes holds {self._room.size_bytes}"
+            )
+
+    async def receive(self, clock: StageClock) -> AsyncIterator[Progress | MediaItem]:
+        """Waits for room, then yields every item as it completes, and progress before. The room is the session's.
+
+        Raises PeerContract for what does not fit the plan, and what upstream raises.
+        """
+        self.check_room()
+        await self._held.enter_async_context(self._room.reserved(self.size_bytes))
+        self._selected.set_result(len(self.plan.media))
+        arrivals = [
+            _Arrival(index, item, count, self._model)
+            for index, (item, count) in enumerate(zip(self.plan.media, self.kept_counts, strict=True))
+        ]
+        while not all(arrival.complete for arrival in arrivals):
+            with upstream_errors("encoder"):
+                response: Any = await self._stream.read()
+            if response is grpc.aio.EOF:
+                raise PeerContract("the encoder's stream ended before every media item was sent")
+            match response.WhichOneof("response"):
+                case "progress":
+                    yield _arrival(arrivals, response.progress.media_index).progress(response.progress)
+                    if all(arrival.decoded for arrival in arrivals):
+                        clock.finish(Stage.DECODE)
+                case "embeds":
+                    arrival = _arrival(arrivals, response.embeds.media_index)
+                    arrival.add(response.embeds)
+                    if all(each.begun for each in arrivals):
+                        clock.finish(Stage.ENCODE)
+                    if arrival.complete:
+                        item = await asyncio.to_thread(arrival.item)
+                        if all(each.complete for each in arrivals):
+                            clock.finish(Stage.TRANSFER)
+                        yield item
+                case other:
+                    raise PeerContract(f"the encoder sent {other} where progress or embeddings were due")
+
+
+class _Arrival:
+    """One item's pieces, as they come."""
+
+    def __init__(self, index: int, plan: MediaPlan, count: int, model: ModelInput) -> None:
+        self._index = index
+        self._plan = plan
+        self._shape = (1 + model.embed_levels, count, model.hidden_size)
+        self._dtype = model.dtype
+        self._buffer: TensorBuffer | None = None
+        self._kept: Int32Array | None = None
+        self._repaired_frames = 0
+        self._progress = Progress(index, 0, 0)
+
+    @property
+    def decoded(self) -> bool:
+        return self.begun or self._progress.decoded_slices == self._plan.grid.t
+
+    @property
+    def begun(self) -> bool:
+        return self._buffer is not None
+
+    @property
+    def complete(self) -> bool:
+        return self._buffer is not None and self._buffer.complete
+
+    def progress(self, message: encoder_pb2.MediaProgress) -> Progress:
+        decoded, encoded, last = message.decoded_slices, message.encoded_slices, self._progress
+        if not last.decoded_slices <= decoded <= self._plan.grid.t or not last.encoded_slices <= encoded <= decoded:
+            raise PeerContract(
+                f"item {self._index} of {self._plan.grid.t} slices came from {last.decoded_slices} decoded and "
+                f"{last.encoded_slices} encoded to {decoded} and {encoded}"
+            )
+        self._progress = Progress(self._index, decoded, encoded)
+        return self._progress
+
+    def add(self, message: encoder_pb2.EmbedsChunk) -> None:
+        if self.complete:
+            raise PeerContract(f"item {self._index} was sent twice")
+        if self._buffer is None:
+            self._kept = self._checked_kept(message)
+            if not 0 <= message.repaired_frames <= self._plan.frames:
+                raise PeerContract(f"{message.repaired_frames} of {self._plan.frames} frames cannot be repaired")
+            self._repaired_frames = message.repaired_frames
+            self._buffer = buffer_for(message.chunk, list(TORCH_DTYPES), self._shape)
+        elif message.HasField("kept"):
+            raise PeerContract(f"item {self._index} says what was kept in a later piece than its first")
+        STREAMED_BYTES.labels("received", "embeds").inc(add_chunk(self._buffer, message.chunk))
+
+    def item(self) -> MediaItem:
+        """The complete item. Reads and converts all of its embeddings, so call it beside the loop."""
+        assert self._buffer is not None
+        with busy("receive"):
+            sent = torch.frombuffer(self._buffer.data, dtype=TORCH_DTYPES[self._buffer.dtype]).view(self._shape)
+            # Checked after converting: what is finite in float32 may be too large for float16.
+            embeds = sent.to(self._dtype)
+            if not bool(embeds.isfinite().all()):
+                raise PeerContract(f"the embeddings of item {self._index} are not finite in {self._dtype}")
+        return MediaItem(self._index, self._kept, embeds, self._repaired_frames)
+
+    def _checked_kept(self, message: encoder_pb2.EmbedsChunk) -> Int32Array | None:
+        count, tokens = self._shape[1], self._plan.grid.tokens
+        if not message.HasField("kept"):
+            if count != tokens:
+                raise PeerContract(f"item {self._index} keeps {count} of {tokens} tokens, and does not say which")
+            return None
+        kept = int32_array(message.kept)
+        if kept.shape != (count,):
+            raise PeerContract(f"item {self._index} must keep {count} tokens, got kept of shape {list(kept.shape)}")
+        if kept[0] < 0 or kept[-1] >= tokens or bool((np.diff(kept) <= 0).any()):
+            raise PeerContract(f"item {self._index}'s kept must increase strictly from 0 or more to below {tokens}")
+        return kept
+
+
+def _arrival(arrivals: Sequence[_Arrival], index: int) -> _Arrival:
+    if not 0 <= index < len(arrivals):
+        raise PeerContract(f"the encoder sent item {index} of {len(arrivals)}")
+    return arrivals[index]
+
+
+async def _receive_plan(stream: Call) -> PromptPlan:
+    receiver = PlanReceiver()
+    while True:
+        response: Any = await stream.read()
+        if response is grpc.aio.EOF:
+            raise PeerContract("the stream ended before its plan was complete")
+        if not response.HasField("plan"):
+            raise PeerContract("the stream did not begin with a plan")
+        if plan := receiver.add(response.plan):
+            return plan
+
+
+def _check_plan(plan: PromptPlan, modalities: Sequence[Modality], model: ModelInput) -> None:
+    if plan.fingerprint != model.fingerprint:
+        raise PeerContract(
+            f"the plan was made with checkpoint {plan.fingerprint.hex()[:12]}, this is {model.fingerprint.hex()[:12]}: "
+            f"all three services need the same --model"
+        )
+    if [item.modality for item in plan.media] != list(modalities):
+        raise PeerContract(f"the prompt's media are {modalities}, the plan's {[item.modality for item in plan.media]}")
+    if plan.embed_levels != model.embed_levels:
+        raise PeerContract(f"the plan has {plan.embed_levels} embed_levels, the model {model.embed_levels}")
+    if (largest := int(plan.input_ids.max())) >= model.vocab_size:
+        raise PeerContract(f"the plan holds token {largest}, the model knows {model.vocab_size}")
+
+
+async def _encode_requests(
+    prompt: prompt_pb2.Prompt, pruning: prompt_pb2.Pruning, selected: asyncio.Future[int]
+) -> AsyncIterator[encoder_pb2.EncodeRequest]:
+    """The prompt; then, once there is room, every item."""
+    yield encoder_pb2.EncodeRequest(prompt=encoder_pb2.EncodePrompt(prompt=prompt, pruning=pruning))
+    for index in range(await selected):
+        yield encoder_pb2.EncodeRequest(select=prompt_pb2.Select(media_index=index))
+
+
+async def _preprocess_requests(prompt: prompt_pb2.Prompt) -> AsyncIterator[preprocessing_pb2.PreprocessRequest]:
+    yield preprocessing_pb2.PreprocessRequest(prompt=prompt)

@@ -1,0 +1,94 @@
+"""The contract's messages: a request's values out of protobuf, an answer's events into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.plan import Modality, PromptPlan
+from common.retention import EVS, Pruning
+from common.wire import grid_message, modality_message
+from framesieve.v1 import encoder_pb2, generation_pb2
+from services.generation.media import Progress
+from services.generation.request import FinishReason, Tokens
+from services.generation.sampling import SamplingRequest
+from services.generation.timing import Stage, StageClock
+
+_REASONS = {
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+}
+_NS = 1e-9
+
+
+def sampling_request(message: generation_pb2.Sampling) -> SamplingRequest:
+    """Raises InvalidRequest for a value outside its range."""
+    return SamplingRequest(
+        max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
+        temperature=message.temperature if message.HasField("temperature") else None,
+        top_p=message.top_p if message.HasField("top_p") else None,
+        top_k=message.top_k if message.HasField("top_k") else None,
+        seed=message.seed if message.HasField("seed") else None,
+        stop=tuple(message.stop),
+        logprobs=message.logprobs,
+    )
+
+
+def usage_message(plan: PromptPlan, prunings: Sequence[Pruning], kept_counts: Sequence[int]) -> generation_pb2.Usage:
+    """What the prompt costs; nothing is generated or repaired yet. `prunings` and `kept_counts` are one an item."""
+    full = sum(item.grid.tokens for item in plan.media)
+    usage = generation_pb2.Usage(
+        prompt_tokens_full=plan.tokens, prompt_tokens=plan.tokens - full + sum(kept_counts), completion_tokens=0
+    )
+    for item, pruning, kept in zip(plan.media, prunings, kept_counts, strict=True):
+        usage.media.add(
+            modality=modality_message(item.modality),
+            grid=grid_message(item.grid),
+            kept_tokens=kept,
+            # EVS ranks slice 0 first, so as many tokens as it has are its own.
+            first_slice_only=item.modality is Modality.VIDEO
+            and pruning.method == EVS
+            and kept == item.grid.slice_tokens < item.grid.tokens,
+        )
+    return usage
+
+
+def accepted_response(request_id: str, usage: generation_pb2.Usage) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(accepted=generation_pb2.Accepted(request_id=request_id, usage=usage))
+
+
+def progress_response(progress: Progress) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(
+        progress=encoder_pb2.MediaProgress(
+            media_index=progress.media_index,
+            decoded_slices=progress.decoded_slices,
+            encoded_slices=progress.encoded_slices,
+        )
+    )
+
+
+def delta_response(tokens: Tokens) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(
+        delta=generation_pb2.Delta(text=tokens.text, token_ids=tokens.token_ids, logprobs=tokens.logprobs)
+    )
+
+
+def finished_response(
+    reason: FinishReason, usage: generation_pb2.Usage, clock: StageClock
+) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(
+        finished=generation_pb2.Finished(reason=_REASONS[reason], usage=usage, timings=timings_message(clock))
+    )
+
+
+def timings_message(clock: StageClock) -> generation_pb2.Timings:
+    stages = clock.stages_ns()
+    return generation_pb2.Timings(
+        time_to_first_token_s=clock.first_token_ns * _NS,
+        plan_s=stages[Stage.PLAN] * _NS,
+        decode_s=stages[Stage.DECODE] * _NS,
+        encode_s=stages[Stage.ENCODE] * _NS,
+        transfer_s=stages[Stage.TRANSFER] * _NS,
+        queue_s=stages[Stage.QUEUE] * _NS,
+        prefill_s=stages[Stage.PREFILL] * _NS,
+        generate_s=clock.generate_ns * _NS,
+    )

@@ -1,0 +1,142 @@
+"""GenerationService: a request's way from its arrival to the end of its answer.
+
+It owns the order of a stream's messages, the request's clock and its limits. What the media hold, when the request
+runs and which tokens it gets is told by others: the media session, in this loop, and the engine, from its own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from time import monotonic_ns
+from typing import TypeAlias
+
+import grpc
+import structlog
+
+from common.channels import passed_on
+from common.errors import InvalidRequest
+from common.interceptors import MAX_REQUEST_ID_CHARACTERS
+from framesieve.v1 import generation_pb2, generation_pb2_grpc
+from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
+from services.generation.detokenise import Detokeniser, Tokenizer
+from services.generation.engine import Engine
+from services.generation.generation_config import SamplingDefaults
+from services.generation.media import MediaClient, MediaItem, MediaSession, Progress
+from services.generation.messages import (
+    accepted_response,
+    delta_response,
+    finished_response,
+    progress_response,
+    sampling_request,
+    usage_message,
+)
+from services.generation.metrics import GENERATED_TOKENS, count_prompt, observe_first_token
+from services.generation.prompt_limit import PromptLimit
+from services.generation.request import Event, Failed, Finished, PrefillStarted, Request, Tokens
+from services.generation.timing import Stage, StageClock
+
+SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+
+Context: TypeAlias = grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """defaults: the checkpoint's; limit: of prompt and answer together."""
+
+    def __init__(
+        self, engine: Engine, media: MediaClient, tokenizer: Tokenizer, defaults: SamplingDefaults, limit: PromptLimit
+    ) -> None:
+        self._engine = engine
+        self._media = media
+        self._tokenizer = tokenizer
+        self._defaults = defaults
+        self._limit = limit
+
+    async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:
+        clock = StageClock()
+        request_id = _request_id(request.request_id)
+        wanted = sampling_request(request.sampling)
+        async with self._media.open(request.prompt, request.pruning, clock, **passed_on(context)) as session:
+            plan, prunings = session.plan, session.prunings
+            session.check_room()
+            sampling = wanted.resolve(self._defaults, self._limit.room(plan, prunings, wanted.max_new_tokens))
+            usage = usage_message(plan, prunings, session.kept_counts)
+            events = Events()
+            detokeniser = Detokeniser(self._tokenizer, sampling.stop)
+            question = Request(request_id, plan, prunings, sampling, detokeniser, events.put_from_engine)
+            # Submitted before its media is selected: the text before them is prefilled meanwhile.
+            self._engine.submit(question)
+            fetching = asyncio.create_task(self._fetch(session, clock, question, usage, events))
+            try:
+                count_prompt(usage.prompt_tokens_full, usage.prompt_tokens, plan.media, prunings, session.kept_counts)
+                yield accepted_response(request_id, usage)
+                while True:
+                    at_ns, event = await events.get()
+                    match event:
+                        case Progress():
+                            yield progress_response(event)
+                        case PrefillStarted():
+                            clock.finish(Stage.QUEUE, at_ns)
+                        case Tokens():
+                            if clock.token(at_ns):
+                                observe_first_token(clock)
+                            GENERATED_TOKENS.inc(len(event.token_ids))
+                            yield delta_response(event)
+                        case Finished():
+                            usage.completion_tokens = event.completion_tokens
+                            yield finished_response(event.reason, usage, clock)
+                            return
+                        case Failed():
+                            raise event.error
+                        case Exception():
+                            raise event
+            finally:
+                self._engine.cancel(question)
+                fetching.cancel()
+                await asyncio.wait([fetching])
+
+    async def _fetch(
+        self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
+    ) -> None:
+        """Brings the media to the engine; what goes wrong becomes an event."""
+        try:
+            async for arrival in session.receive(clock):
+                if isinstance(arrival, MediaItem):
+                    usage.media[arrival.media_index].repaired_frames = arrival.repaired_frames
+                    self._engine.deliver(question, arrival.media_index, arrival.kept, arrival.embeds)
+                else:
+                    events.put(arrival)
+        except Exception as error:
+            events.put(error)
+
+
+class Events:
+    """What happens to one request, in order, each with the time at which it did. It never makes the engine wait."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[tuple[int, Event | Progress | Exception]] = asyncio.Queue()
+
+    def put(self, event: Progress | Exception) -> None:
+        self._queue.put_nowait((monotonic_ns(), event))
+
+    def put_from_engine(self, event: Event) -> None:
+        """From the engine's thread. The time is the engine's, not that of a loop that may be busy."""
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, (monotonic_ns(), event))
+
+    async def get(self) -> tuple[int, Event | Progress | Exception]:
+        return await self._queue.get()
+
+
+def _request_id(given: str) -> str:
+    """The caller's; without one, the call's own. Logs and upstream calls go by it from here on."""
+    if not given:
+        return str(structlog.contextvars.get_contextvars().get("request_id") or uuid.uuid4().hex)
+    if len(given) > MAX_REQUEST_ID_CHARACTERS or not (given.isascii() and given.isprintable()):
+        raise InvalidRequest(
+            f"request_id must be at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters, got {given[:200]!r}"
+        )
+    structlog.contextvars.bind_contextvars(request_id=given)
+    return given

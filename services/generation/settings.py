@@ -1,0 +1,39 @@
+"""Generation's settings."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from common.settings import ServiceSettings
+
+
+class GenerationSettings(ServiceSettings):
+    """Flags and FRAMESIEVE_… variables of `python -m services.generation`."""
+
+    model_config = SettingsConfigDict(cli_prog_name="python -m services.generation")
+
+    listen: str = Field("127.0.0.1:50053", description="address to serve on, host:port or unix:/path")
+    metrics_port: int = Field(9103, ge=0, le=65535, description="port for Prometheus' /metrics; 0 serves none")
+    preprocessing: str = Field("127.0.0.1:50051", description="address of preprocessing, for prompts without media")
+    encoder: str = Field("127.0.0.1:50052", description="address of the encoder")
+    prefill_chunk_tokens: int = Field(2048, ge=1, description="most tokens of one step, over all requests")
+    kv_cache_tokens: int = Field(32768, ge=1, description="tokens that the KV cache holds, over all requests")
+    max_prompt_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="most tokens of one prompt, after pruning, and its answer; "
+        "unset: the smaller of the model's context and the cache",
+    )
+    media_buffer_bytes: int = Field(2**30, ge=1, description="most bytes of media embeddings, over all requests")
+    max_running_requests: int = Field(64, ge=1, description="most requests that compute at a time")
+    max_waiting_requests: int = Field(256, ge=0, description="most requests that wait; more are refused")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="of weights and cache; auto is the checkpoint's own"
+    )
+    device: str = Field("auto", description="cpu, cuda or cuda:N; auto is cuda where there is one")
+    threads: int | None = Field(
+        None, ge=1, description="threads of one operation on the CPU; unset: torch's own choice"
+    )
