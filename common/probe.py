@@ -1,6 +1,6 @@
 """Asks a service whether it is well: exit status 0 if it is SERVING. For healthchecks of containers.
 
-    python -m common.probe 127.0.0.1:50053
+python -m common.probe 127.0.0.1:50053
 """
 
 from __future__ import annotations
