@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import io
 import math
+import tempfile
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
@@ -49,21 +50,22 @@ def clip(
     container_options: dict[str, str] | None = None,
 ) -> bytes:
     """An encoded clip; frame n shows n. pts: presentation times in time_base, for a variable rate."""
-    file = io.BytesIO()
-    with av.open(file, "w", format=container, options=container_options or {}) as output:
-        stream = output.add_stream(codec, rate=rate)
-        stream.width, stream.height, stream.pix_fmt = WIDTH_PX, HEIGHT_PX, "yuv420p"
-        stream.options = options or {}
-        stream.codec_context.thread_count = 1
-        if time_base is not None:
-            stream.codec_context.time_base = time_base
-        for number in range(frames):
-            frame = av.VideoFrame.from_ndarray(picture_of(number), format="rgb24")
-            if pts is not None:
-                frame.pts, frame.time_base = pts[number], time_base
-            output.mux(stream.encode(frame))
-        output.mux(stream.encode())
-    return file.getvalue()
+    pixels = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+    with tempfile.NamedTemporaryFile() as file:
+        with av.open(file.name, "w", format=container, options=container_options or {}) as output:
+            stream = output.add_stream(codec, rate=rate)
+            stream.width, stream.height, stream.pix_fmt = WIDTH_PX, HEIGHT_PX, pixels
+            stream.options = options or {}
+            stream.codec_context.thread_count = 1
+            if time_base is not None:
+                stream.codec_context.time_base = time_base
+            for number in range(frames):
+                frame = av.VideoFrame.from_ndarray(picture_of(number), format="rgb24")
+                if pts is not None:
+                    frame.pts, frame.time_base = pts[number], time_base
+                output.mux(stream.encode(frame))
+            output.mux(stream.encode())
+        return Path(file.name).read_bytes()
 
 
 def sound(container: str = "mp4") -> bytes:
@@ -77,6 +79,17 @@ def sound(container: str = "mp4") -> bytes:
             output.mux(stream.encode(frame))
         output.mux(stream.encode())
     return file.getvalue()
+
+
+def without_packets(data: bytes, numbers: Sequence[int]) -> bytes:
+    """The same clip with the contents of some packets, counted in the order of the file, overwritten by zeros."""
+    damaged = bytearray(data)
+    with av.open(io.BytesIO(data)) as container:
+        packets = [packet for packet in container.demux(video=0) if packet.size]
+        for number in numbers:
+            start = data.index(bytes(packets[number]))
+            damaged[start : start + packets[number].size] = bytes(packets[number].size)
+    return bytes(damaged)
 
 
 def decoded_in_order(data: bytes) -> list[NDArray[np.uint8]]:

@@ -1,0 +1,221 @@
+"""The frames that come out are those that were asked for, whatever the container, the codec or the damage."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+
+from common.errors import MediaDamaged, MediaRejected
+from services.preprocessing import decode, packets
+from services.preprocessing.decode import DecodedFrame, decode_frames
+from services.preprocessing.packets import PacketIndex, read_packets
+from services.preprocessing.sources import Source, bytes_source
+from tests.unit.preprocessing_media import clip, decoded_in_order, number_of, sound, without_packets
+
+# Three B-frames in a row, a keyframe every 12 frames.
+B_FRAMES = {"g": "12", "bf": "3", "x264-params": "b-adapt=0:scenecut=0"}
+
+
+def opened(data: bytes) -> tuple[Source, PacketIndex]:
+    source = bytes_source("video", data)
+    return source, read_packets(source)
+
+
+def frames_at(data: bytes, places: list[int]) -> list[DecodedFrame]:
+    return list(decode_frames(*opened(data), places))
+
+
+def numbers(frames: list[DecodedFrame]) -> list[int]:
+    return [number_of(frame.pixels) for frame in frames]
+
+
+@pytest.mark.parametrize(
+    ("container", "codec", "options"),
+    [
+        ("mp4", "libx264", B_FRAMES),
+        ("matroska", "libx264", B_FRAMES),
+        ("mpegts", "libx264", B_FRAMES),
+        ("flv", "libx264", B_FRAMES),
+        ("avi", "libx264", B_FRAMES),
+        ("h264", "libx264", B_FRAMES),
+        ("mp4", "libx264", {"g": "1"}),
+        ("mp4", "libx264", {"g": "300", "bf": "0"}),
+        ("avi", "mpeg4", {"g": "12"}),
+        ("webm", "libvpx", {"auto-alt-ref": "1", "lag-in-frames": "8", "g": "12"}),
+        ("webm", "libvpx-vp9", {"auto-alt-ref": "1", "lag-in-frames": "8", "g": "12"}),
+    ],
+)
+def test_each_place_yields_the_frame_that_is_shown_there(container: str, codec: str, options: dict[str, str]) -> None:
+    data = clip(60, container=container, codec=codec, options=options)
+    whole = decoded_in_order(data)
+    places = [0, 1, 1, 5, 13, 14, 30, 31, 47, 59, 59]
+    frames = frames_at(data, places)
+    assert numbers(frames) == places
+    assert not any(frame.repaired for frame in frames)
+    for place, frame in zip(places, frames, strict=True):
+        assert np.array_equal(frame.pixels, whole[place])
+
+
+def test_times_of_b_frames_are_sorted_and_start_at_the_first_frame_shown() -> None:
+    _, index = opened(clip(24, rate=Fraction(24000, 1001), options=B_FRAMES))
+    assert [tick * index.times.time_base for tick in index.times.ticks] == [
+        Fraction(number * 1001, 24000) for number in range(24)
+    ]
+    assert index.times.constant_rate() == Fraction(24000, 1001)
+    assert len(index.keyframes) == 2
+
+
+def test_a_variable_rate_keeps_each_frames_own_time() -> None:
+    pts = [0, 40, 80, 500, 540, 1000, 1033, 1066]
+    data = clip(8, container="matroska", pts=pts, time_base=Fraction(1, 1000))
+    source, index = opened(data)
+    assert list(index.times.ticks) == pts
+    assert index.times.constant_rate() is None
+    assert numbers(list(decode_frames(source, index, [0, 3, 5, 7]))) == [0, 3, 5, 7]
+
+
+@pytest.fixture
+def seeks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every keyframe that was sought."""
+    sought: list[int] = []
+    original = decode._Frames._seek
+
+    def seek(self: decode._Frames, keyframe: int) -> None:
+        sought.append(keyframe)
+        original(self, keyframe)
+
+    monkeypatch.setattr(decode._Frames, "_seek", seek)
+    return sought
+
+
+@pytest.mark.parametrize(("places", "expected"), [([0, 3, 11], 0), ([0, 13, 14, 23], 1), ([30], 1), ([0, 59], 1)])
+def test_it_seeks_only_where_a_later_keyframe_lies_before_the_next_frame(
+    seeks: list[int], places: list[int], expected: int
+) -> None:
+    assert numbers(frames_at(clip(60, options={"g": "12", "bf": "0"}), places)) == places
+    assert len(seeks) == expected
+
+
+class Misled:
+    """A container whose index leads past the keyframe that was sought."""
+
+    def __init__(self, container: Any, lands_at: int) -> None:
+        self._container, self._lands_at = container, lands_at
+
+    def seek(self, pts: int, stream: Any) -> None:
+        self._container.seek(self._lands_at, stream=stream)
+
+    def demux(self, stream: Any) -> Any:
+        return self._container.demux(stream)
+
+
+def test_a_seek_that_lands_too_late_starts_again_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, index = opened(clip(60, options={"g": "12", "bf": "0"}))
+    original = decode.open_video
+
+    @contextmanager
+    def misled(source: Source) -> Iterator[tuple[Misled, Any]]:
+        with original(source) as (container, stream):
+            yield Misled(container, index.keyframes[4]), stream
+
+    monkeypatch.setattr(decode, "open_video", misled)
+    frames = list(decode_frames(source, index, [0, 25, 38, 50]))
+    assert numbers(frames) == [0, 25, 38, 50]
+    assert not any(frame.repaired for frame in frames)
+
+
+def test_a_frame_that_cannot_be_decoded_becomes_the_one_before_and_is_counted() -> None:
+    data = without_packets(clip(60, container="matroska", codec="mjpeg"), [20])
+    places = list(range(0, 60, 2))
+    frames = frames_at(data, places)
+    assert numbers(frames) == [18 if place == 20 else place for place in places]
+    assert [frame.repaired for frame in frames] == [place == 20 for place in places]
+
+
+def test_a_first_frame_that_cannot_be_decoded_becomes_the_first_that_can() -> None:
+    data = without_packets(clip(60, container="matroska", codec="mjpeg"), [0])
+    frames = frames_at(data, list(range(20)))
+    assert numbers(frames)[:3] == [1, 1, 2]
+    assert [frame.repaired for frame in frames][:3] == [True, False, False]
+
+
+def test_a_repaired_frame_that_is_sent_twice_counts_twice() -> None:
+    data = without_packets(clip(60, container="matroska", codec="mjpeg"), [39])
+    frames = frames_at(data, [*range(0, 39, 2), 39, 39])
+    assert [frame.repaired for frame in frames] == [*[False] * 20, True, True]
+
+
+def test_more_than_a_tenth_of_undecodable_frames_is_damaged_media() -> None:
+    data = without_packets(clip(60, container="matroska", codec="mjpeg"), [20, 22, 24])
+    places = list(range(0, 60, 3))  # 20 frames, of which one is damaged
+    assert sum(frame.repaired for frame in frames_at(data, places)) == 1
+    with pytest.raises(MediaDamaged, match="2 of its 15 frames cannot be decoded, at most a tenth may be"):
+        frames_at(data, list(range(18, 48, 2)))
+
+
+def test_media_of_which_nothing_can_be_decoded_is_damaged() -> None:
+    data = without_packets(clip(8, container="matroska", codec="mjpeg"), range(8))
+    with pytest.raises(MediaDamaged):
+        frames_at(data, list(range(8)))
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+def test_a_file_cut_off_holds_the_frames_that_came_whatever_its_header_says(container: str) -> None:
+    options = {"movflags": "faststart"} if container == "mp4" else {}
+    whole = clip(60, container=container, options={"g": "12", "bf": "0"}, container_options=options)
+    with av.open(io.BytesIO(whole)) as file:
+        sizes = [packet.size for packet in file.demux(video=0)]
+    data = whole[: len(whole) - sum(sizes[30:])]
+    source, index = opened(data)
+    frames = len(index.times.ticks)
+    assert 20 < frames < 45
+    if container == "mp4":
+        with av.open(io.BytesIO(data)) as file:
+            assert file.streams.video[0].frames == 60
+    places = list(range(0, frames - 1, 2))
+    assert numbers(list(decode_frames(source, index, places))) == places
+
+
+def test_a_single_frame_is_a_video() -> None:
+    source, index = opened(clip(1))
+    assert index.times.ticks == (0,)
+    assert numbers(list(decode_frames(source, index, [0, 0]))) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"this is no media at all" * 100, "no video that can be read"),
+        (bytes(range(256)) * 64, "no video that can be read"),
+        (sound(), "nothing but sound: it has no video stream"),
+        (clip(30)[:200], "no video that can be read"),
+    ],
+)
+def test_what_is_no_video_is_rejected(data: bytes, why: str) -> None:
+    with pytest.raises(MediaRejected, match=why):
+        opened(data)
+
+
+def test_a_playlist_reaches_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "secret.ts").write_bytes(clip(30, container="mpegts"))
+    playlists = [
+        f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\nfile://{tmp_path}/secret.ts\n#EXT-X-ENDLIST\n",
+        f"ffconcat version 1.0\nfile {tmp_path}/secret.ts\n",
+    ]
+    for playlist in playlists:
+        with pytest.raises(MediaRejected):
+            opened(playlist.encode())
+
+
+def test_frames_above_the_limit_are_rejected_before_any_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packets, "MAX_FRAME_PX", 48 * 64 - 1)
+    with pytest.raises(MediaRejected, match=r"64×48 pixels, at most 3071 are allowed"):
+        opened(clip(4))

@@ -1,0 +1,113 @@
+"""What may be reached: bytes, and files below the media root, nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from common.errors import MediaForbidden, MediaRejected
+from services.preprocessing.sources import bytes_source, path_source
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A media root with a clip in it, beside a folder that is not part of it."""
+    (tmp_path / "media" / "inner").mkdir(parents=True)
+    (tmp_path / "media" / "inner" / "clip.mp4").write_bytes(b"clip")
+    (tmp_path / "media-secret").mkdir()
+    (tmp_path / "media-secret" / "clip.mp4").write_bytes(b"secret")
+    return tmp_path / "media"
+
+
+@pytest.mark.parametrize("path", ["inner/clip.mp4", "./inner/../inner/clip.mp4", "{root}/inner/clip.mp4"])
+def test_a_file_below_the_root_is_read(root: Path, path: str) -> None:
+    source = path_source("video", path.format(root=root), root)
+    with source.open() as file:
+        assert file.read() == b"clip"
+    assert source.digest == hashlib.sha256(b"clip").digest()
+    source.close()
+
+
+def test_a_link_that_stays_below_the_root_is_followed(root: Path) -> None:
+    (root / "link.mp4").symlink_to(root / "inner" / "clip.mp4")
+    source = path_source("video", "link.mp4", root)
+    with source.open() as file:
+        assert file.read() == b"clip"
+    source.close()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../media-secret/clip.mp4",
+        "/etc/passwd",
+        "inner/../../media-secret/clip.mp4",
+        "../nothing-here",
+        "{root}-secret/clip.mp4",
+    ],
+)
+def test_what_lies_outside_the_root_is_forbidden_whether_it_exists_or_not(root: Path, path: str) -> None:
+    with pytest.raises(MediaForbidden, match="outside --media-root"):
+        path_source("video", path.format(root=root), root)
+
+
+@pytest.mark.parametrize("target", ["media-secret/clip.mp4", "media-secret"])
+def test_a_link_out_of_the_root_is_forbidden(root: Path, target: str) -> None:
+    (root / "link").symlink_to(root.parent / target)
+    path = "link" if target.endswith(".mp4") else "link/clip.mp4"
+    with pytest.raises(MediaForbidden, match="outside --media-root"):
+        path_source("video", path, root)
+
+
+def test_links_in_a_circle_are_refused(root: Path) -> None:
+    (root / "a").symlink_to(root / "b")
+    (root / "b").symlink_to(root / "a")
+    with pytest.raises((MediaForbidden, MediaRejected)):
+        path_source("video", "a", root)
+
+
+def test_without_a_root_no_path_is_opened(root: Path) -> None:
+    with pytest.raises(MediaForbidden, match="without --media-root"):
+        path_source("video", "inner/clip.mp4", None)
+
+
+@pytest.mark.parametrize(
+    ("path", "why"), [("gone.mp4", "No such file"), ("inner", "no file"), ("", "got ''"), ("a\0b", "got")]
+)
+def test_what_is_no_file_is_rejected(root: Path, path: str, why: str) -> None:
+    with pytest.raises(MediaRejected, match=why):
+        path_source("video", path, root)
+
+
+def test_a_pipe_is_rejected_and_hangs_nobody(root: Path) -> None:
+    os.mkfifo(root / "pipe")
+    with pytest.raises(MediaRejected, match="no file"):
+        path_source("video", "pipe", root)
+
+
+def test_readers_of_one_file_do_not_disturb_each_other(root: Path) -> None:
+    source = path_source("video", "inner/clip.mp4", root)
+    with source.open() as first, source.open() as second:
+        assert first.read(2) == b"cl"
+        assert second.read() == b"clip"
+        assert first.read() == b"ip"
+        assert second.seek(-2, os.SEEK_END) == 2
+        assert second.read() == b"ip"
+    source.close()
+
+
+def test_what_was_planned_is_what_is_read_even_if_the_path_changes(root: Path) -> None:
+    source = path_source("video", "inner/clip.mp4", root)
+    (root / "inner" / "clip.mp4").unlink()
+    (root / "inner" / "clip.mp4").write_bytes(b"other")
+    with source.open() as file:
+        assert file.read() == b"clip"
+    source.close()
+
+
+def test_no_bytes_are_no_media() -> None:
+    with pytest.raises(MediaRejected, match=r"video\.data is empty"):
+        bytes_source("video", b"")
