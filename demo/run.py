@@ -6,6 +6,7 @@ Everything that is printed comes from the services' answers. Exit status 1 where
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from common.errors import FramesieveError, StartupError
 from demo.example import CLIP, QUESTIONS
 
 RATES = (0.0, 0.75)
+MAX_NEW_TOKENS = 48
 TIMEOUT_S = 120.0
 
 CAPTION = (
@@ -49,7 +51,8 @@ def main(model: Path = DEMO_MODEL) -> int:
             rows = asyncio.run(ask_all(console, stack.address))
         console.print(cost_table(rows))
         console.print(f"[dim]{CAPTION}[/]")
-        console.print(f"\nWhat was kept, as a picture:  framesieve inspect {CLIP} --pruning-rate {RATES[-1]}")
+        picture = f".venv/bin/framesieve inspect {os.path.relpath(CLIP)} --pruning-rate {RATES[-1]} -o kept.png"
+        console.print(f"\nA picture of what was kept:  {picture}", soft_wrap=True)
     except KeyboardInterrupt:
         return 130
     except (StartupError, FramesieveError, OSError) as error:
@@ -62,9 +65,9 @@ async def ask_all(console: Console, address: str) -> list[Row]:
     """Every question at every rate, one after the other, the answers printed as they come."""
     rows = []
     async with FramesieveClient(address) as client:
-        await client.ask(Video(CLIP, fps=1), QUESTIONS[0].text, pruning_rate=RATES[-1], timeout_s=TIMEOUT_S)
+        await client.ask(Video(CLIP, fps=1), QUESTIONS[0].text, max_new_tokens=MAX_NEW_TOKENS, timeout_s=TIMEOUT_S)
         for number, question in enumerate(QUESTIONS, start=1):
-            console.print(f"\n[bold]{number}. {question.text}[/]  [dim](right: {question.answer})[/]")
+            console.print(f"\n[bold]{number}. {question.text}[/]  [dim](right: {question.answer})[/]", soft_wrap=True)
             for rate in RATES:
                 finished = await ask(console, client, question.text, rate)
                 rows.append(Row(number, rate, finished.usage, finished.timings))
@@ -76,7 +79,10 @@ async def ask(console: Console, client: FramesieveClient, question: str, rate: f
     """Prints the answer to one question at one rate as it comes. Raises FramesieveError where it is empty."""
     console.print(f"   [dim]rate {rate:<6g}[/]", end="")
     answered, finished = False, None
-    async for event in client.stream(CLIP, question, pruning_rate=rate, temperature=0.0, timeout_s=TIMEOUT_S):
+    stream = client.stream(
+        CLIP, question, pruning_rate=rate, temperature=0.0, max_new_tokens=MAX_NEW_TOKENS, timeout_s=TIMEOUT_S
+    )
+    async for event in stream:
         match event:
             case Accepted(usage=usage):
                 tokens = f"{usage.prompt_tokens_full} → {usage.prompt_tokens} tokens"
