@@ -16,7 +16,7 @@ from services.preprocessing.resize import UInt8Array
 from services.preprocessing.sources import Source
 
 # Formats whose readers run no other program and reach no other file.
-_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,

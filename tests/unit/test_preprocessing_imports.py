@@ -1,0 +1,41 @@
+"""Preprocessing runs without torch and without transformers: its image holds neither."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+FORBIDDEN = ("torch", "transformers", "torchvision")
+
+
+def test_importing_the_service_imports_no_torch() -> None:
+    program = f"import sys, services.preprocessing.__main__; print([n for n in {FORBIDDEN} if n in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_it_plans_and_decodes_where_they_cannot_be_imported(name: str, tiny_checkpoint: object) -> None:
+    program = f"""
+import sys
+sys.modules[{name!r}] = None
+from io import BytesIO
+from pathlib import Path
+from PIL import Image
+from common.checkpoint import Checkpoint
+from common.plan import Modality
+from services.preprocessing.planner import Conversation, MediaRequest, Planner
+from services.preprocessing.sampling import FrameSampling
+from services.preprocessing.tokens import Turn
+file = BytesIO()
+Image.new("RGB", (64, 64), "red").save(file, "PNG")
+image = MediaRequest("image", Modality.IMAGE, file.getvalue(), FrameSampling())
+planner = Planner(Checkpoint(Path({str(tiny_checkpoint)!r})), None)
+planned = planner.plan(Conversation((Turn("user", (Modality.IMAGE, "What is it?")),), (image,)))
+(piece,) = planned.media[0].slices()
+print(piece.pixels.shape)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert found.stdout.strip() == "(1, 56, 56, 3)", found.stderr
