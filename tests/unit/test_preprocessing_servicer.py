@@ -1,0 +1,337 @@
+"""The stream keeps its order: plan, selections, frames; and what is wrong is refused with a status that says so."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import av
+import grpc
+import numpy as np
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from prometheus_client import REGISTRY
+
+from common.checkpoint import Checkpoint
+from common.interceptors import RequestInterceptor
+from common.plan import Modality, PromptPlan
+from common.tensors import DType, TensorBuffer
+from common.wire import PlanReceiver, add_chunk, buffer_for
+from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from services.preprocessing import decode, slices
+from services.preprocessing.planner import Planner
+from services.preprocessing.servicer import PreprocessingServicer
+from services.preprocessing.workers import LOOKAHEAD, Workers
+from tests.unit.preprocessing_media import clip, sound, transformers_indices, without_packets
+
+Stub = preprocessing_pb2_grpc.PreprocessingServiceStub
+USER = prompt_pb2.ROLE_USER
+
+
+@asynccontextmanager
+async def serving(checkpoint: Path, root: Path | None, folder: Path) -> AsyncIterator[Any]:
+    """A real server on a unix socket, and a stub to it."""
+    planning, decoding = Workers(1), Workers(1)
+    server = grpc.aio.server(
+        interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", 20 * 2**20)]
+    )
+    servicer = PreprocessingServicer(Planner(Checkpoint(checkpoint), root), planning, decoding)
+    preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(servicer, server)
+    address = f"unix:{folder}/socket"
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield Stub(channel)
+    finally:
+        await server.stop(1)
+        planning.shut_down()
+        decoding.shut_down()
+
+
+@pytest.fixture
+async def stub(tiny_checkpoint: Path, tmp_path: Path) -> AsyncIterator[Any]:
+    (tmp_path / "media").mkdir()
+    async with serving(tiny_checkpoint, tmp_path / "media", tmp_path) as made:
+        yield made
+
+
+def prompt_of(*parts: prompt_pb2.Part) -> PreprocessRequest:
+    return PreprocessRequest(prompt=prompt_pb2.Prompt(messages=[prompt_pb2.Message(role=USER, parts=parts)]))
+
+
+def video(data: bytes, **sampling: float) -> prompt_pb2.Part:
+    wish = prompt_pb2.FrameSampling(**sampling)  # type: ignore[arg-type]
+    return prompt_pb2.Part(video=prompt_pb2.Media(data=data, frame_sampling=wish))
+
+
+def text(words: str) -> prompt_pb2.Part:
+    return prompt_pb2.Part(text=words)
+
+
+def select(index: int) -> PreprocessRequest:
+    return PreprocessRequest(select=prompt_pb2.Select(media_index=index))
+
+
+async def plan_of(call: Any) -> PromptPlan:
+    receiver = PlanReceiver()
+    while True:
+        plan = receiver.add((await call.read()).plan)
+        if plan is not None:
+            return plan
+
+
+async def frames_of(call: Any, plan: PromptPlan) -> tuple[list[int], dict[int, np.ndarray[Any, Any]], int]:
+    """The items in the order in which they came, the frames of each, and how many were repaired."""
+    order: list[int] = []
+    received: dict[int, list[np.ndarray[Any, Any]]] = {}
+    repaired = 0
+    buffer: TensorBuffer | None = None
+    while (response := await call.read()) is not grpc.aio.EOF:
+        chunk = response.frames
+        item = plan.media[chunk.media_index]
+        if chunk.media_index not in received:
+            order.append(chunk.media_index)
+            received[chunk.media_index] = []
+        held = received[chunk.media_index]
+        count = 1 if item.modality is Modality.IMAGE else 2
+        if buffer is None:
+            assert chunk.first_frame == count * len(held)
+            shape = (count, item.frame_height_px, item.frame_width_px, 3)
+            buffer = buffer_for(chunk.chunk, [DType.UINT8], shape)
+        add_chunk(buffer, chunk.chunk)
+        repaired += chunk.repaired_frames
+        if buffer.complete:
+            held.append(np.frombuffer(buffer.data, np.uint8).reshape(buffer.shape))
+            buffer = None
+    return order, {index: np.concatenate(held) for index, held in received.items()}, repaired
+
+
+async def refused(call: Any) -> tuple[grpc.StatusCode, str, str]:
+    """Status, reason and message of a stream that is refused."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_to_the_end(call)
+    error = caught.value
+    details = error_details_pb2.ErrorInfo()
+    status = rpc_status.from_call(error)
+    assert status is not None
+    status.details[0].Unpack(details)
+    return error.code(), details.reason, error.details() or ""
+
+
+async def read_to_the_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def asked(stub: Any, *requests: PreprocessRequest) -> Any:
+    """A call that has sent these and half-closed."""
+    call = stub.Preprocess()
+    for request in requests:
+        await call.write(request)
+    await call.done_writing()
+    return call
+
+
+async def test_half_closing_without_a_select_selects_everything(stub: Any) -> None:
+    call = await asked(stub, prompt_of(video(clip(60)), text("and"), video(clip(30)), text("?")))
+    plan = await plan_of(call)
+    order, frames, repaired = await frames_of(call, plan)
+    assert order == [0, 1]
+    assert repaired == 0
+    for item, length in zip(plan.media, (60, 30), strict=True):
+        assert item.frames == len(transformers_indices(length, 30.0, 2.0, 4, 768))
+    assert [len(frames[index]) for index in order] == [item.frames for item in plan.media]
+
+
+async def test_items_come_in_the_order_of_their_selection_and_no_others(stub: Any) -> None:
+    call = await asked(stub, prompt_of(*[video(clip(30)) for _ in range(3)]), select(2), select(0))
+    order, _, _ = await frames_of(call, await plan_of(call))
+    assert order == [2, 0]
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with every frame that is decoded."""
+    made: list[int] = []
+    original: Callable[..., Iterator[Any]] = decode.decode_frames
+
+    def counted(*arguments: Any) -> Iterator[Any]:
+        for frame in original(*arguments):
+            made.append(len(made))
+            yield frame
+
+    monkeypatch.setattr(slices, "decode_frames", counted)
+    return made
+
+
+async def test_nothing_is_decoded_before_it_is_selected(stub: Any, decoded: list[int]) -> None:
+    call = stub.Preprocess()
+    await call.write(prompt_of(video(clip(60)), video(clip(60))))
+    plan = await plan_of(call)
+    await asyncio.sleep(0.1)
+    assert decoded == []
+    await call.write(select(1))
+    await call.done_writing()
+    order, _, _ = await frames_of(call, plan)
+    assert order == [1]
+    assert len(decoded) == plan.media[1].frames
+
+
+async def test_a_slow_reader_stops_the_decoder_and_one_that_leaves_ends_it(stub: Any, decoded: list[int]) -> None:
+    call = stub.Preprocess()
+    await call.write(prompt_of(video(large(), fps=30.0, max_pixels=1024 * 1024)))
+    plan = await plan_of(call)
+    await call.write(select(0))
+    await call.read()
+    while True:
+        count = len(decoded)
+        await asyncio.sleep(0.3)
+        if len(decoded) == count:
+            break
+    assert 2 * LOOKAHEAD <= count < plan.media[0].frames / 2
+    call.cancel()
+    await asyncio.sleep(0.3)
+    assert len(decoded) <= count + 2
+    # The only worker is free again.
+    again = await asked(stub, prompt_of(video(clip(30))))
+    assert (await frames_of(again, await plan_of(again)))[0] == [0]
+
+
+def large() -> bytes:
+    """60 frames of 1024 × 1024."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as output:
+        stream = output.add_stream("mpeg4", rate=30)
+        stream.width, stream.height, stream.pix_fmt = 1024, 1024, "yuv420p"
+        for _ in range(60):
+            frame = av.VideoFrame.from_ndarray(np.zeros((1024, 1024, 3), np.uint8), format="rgb24")
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode())
+    return file.getvalue()
+
+
+async def test_repaired_frames_are_told_with_their_slice(stub: Any) -> None:
+    data = without_packets(clip(60, container="matroska", codec="mjpeg"), [20])
+    call = await asked(stub, prompt_of(video(data, fps=15.0)))
+    _, frames, repaired = await frames_of(call, await plan_of(call))
+    assert repaired == 1
+    assert np.array_equal(frames[0][10], frames[0][9])
+
+
+async def test_metrics_count_frames_bytes_and_busy_stages(stub: Any) -> None:
+    def value(name: str, **labels: str) -> float:
+        return REGISTRY.get_sample_value(name, labels) or 0.0
+
+    frames = value("framesieve_preprocessing_frames_total", outcome="decoded")
+    sent = value("framesieve_streamed_bytes_total", direction="sent", kind="frames")
+    stages = {
+        stage: value("framesieve_stage_busy_seconds_count", stage=stage)
+        for stage in ("open", "plan", "decode", "resize")
+    }
+    call = await asked(stub, prompt_of(video(clip(60))))
+    _, received, _ = await frames_of(call, await plan_of(call))
+    assert value("framesieve_preprocessing_frames_total", outcome="decoded") == frames + len(received[0])
+    assert value("framesieve_streamed_bytes_total", direction="sent", kind="frames") == sent + received[0].nbytes
+    for stage, count in stages.items():
+        assert value("framesieve_stage_busy_seconds_count", stage=stage) == count + 1
+
+
+CLIP = clip(4)
+
+
+@pytest.mark.parametrize(
+    ("requests", "named"),
+    [
+        ([PreprocessRequest()], "first request of a stream must be a prompt"),
+        ([select(0)], "first request of a stream must be a prompt"),
+        ([], "first request of a stream must be a prompt"),
+        ([prompt_of(video(CLIP)), prompt_of(video(CLIP))], "must be a select"),
+        ([prompt_of(video(CLIP)), select(1)], "below the plan's 1 media, got 1"),
+        ([prompt_of(video(CLIP)), select(-1)], "below the plan's 1 media, got -1"),
+        ([prompt_of(video(CLIP)), select(0), select(0)], "0 was selected before"),
+        ([PreprocessRequest(prompt=prompt_pb2.Prompt())], "prompt.messages must hold at least one message"),
+        ([prompt_of()], r"prompt.messages\[0\].parts must hold at least one part"),
+        ([prompt_of(text(""), text(""))], "no media and only empty text"),
+        ([prompt_of(prompt_pb2.Part())], r"prompt.messages\[0\].parts\[0\] must hold text, image or video"),
+        (
+            [PreprocessRequest(prompt=prompt_pb2.Prompt(messages=[prompt_pb2.Message(parts=[text("hi")])]))],
+            r"prompt.messages\[0\].role must be system, user or assistant, got 0",
+        ),
+        (
+            [prompt_of(text("x"), prompt_pb2.Part(video=prompt_pb2.Media()))],
+            r"parts\[1\].video must hold data, url or path",
+        ),
+        (
+            [prompt_of(prompt_pb2.Part(image=prompt_pb2.Media(url="http://localhost/x.png")))],
+            r"parts\[0\].image.url is not supported yet",
+        ),
+        ([prompt_of(video(CLIP, fps=0.0))], r"video.frame_sampling.fps must be above 0 and at most 1000, got 0.0"),
+        (
+            [prompt_of(prompt_pb2.Part(image=prompt_pb2.Media(data=b"x", frame_sampling={"fps": 2.0})))],
+            "image.frame_sampling.fps is for videos",
+        ),
+        (
+            [prompt_of(video(bytes(9 * 2**20)), video(bytes(8 * 2**20)))],
+            "17825792 bytes of inline media, at most 16777216 are allowed",
+        ),
+    ],
+)
+async def test_a_wrong_request_is_refused_by_field(stub: Any, requests: list[PreprocessRequest], named: str) -> None:
+    code, reason, message = await refused(await asked(stub, *requests))
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+    assert re.search(named, message)
+
+
+@pytest.mark.parametrize(
+    ("media", "code", "reason"),
+    [
+        ({"data": b"garbage" * 99}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
+        ({"data": sound()}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
+        ({"data": b""}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
+        ({"path": "nothing.mp4"}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
+        ({"path": "../socket"}, "PERMISSION_DENIED", "MEDIA_FORBIDDEN"),
+        ({"path": "/etc/passwd"}, "PERMISSION_DENIED", "MEDIA_FORBIDDEN"),
+        (
+            {"data": without_packets(clip(30, container="matroska", codec="mjpeg"), range(4, 30))},
+            "INVALID_ARGUMENT",
+            "MEDIA_DAMAGED",
+        ),
+    ],
+)
+async def test_bad_media_has_a_status_and_the_next_request_is_served(
+    stub: Any, media: dict[str, Any], code: str, reason: str
+) -> None:
+    found = await refused(await asked(stub, prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(**media)))))
+    assert found[:2] == (grpc.StatusCode[code], reason)
+    call = await asked(stub, prompt_of(video(clip(4))))
+    assert (await frames_of(call, await plan_of(call)))[0] == [0]
+
+
+async def test_media_by_path_are_as_media_by_bytes(stub: Any, tmp_path: Path) -> None:
+    data = clip(30)
+    (tmp_path / "media" / "clip.mp4").write_bytes(data)
+    by_path = await asked(stub, prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(path="clip.mp4"))))
+    by_bytes = await asked(stub, prompt_of(video(data)))
+    first, second = await plan_of(by_path), await plan_of(by_bytes)
+    assert first.media == second.media
+    frames = [(await frames_of(call, first))[1][0] for call in (by_path, by_bytes)]
+    assert np.array_equal(*frames)
+
+
+async def test_a_request_that_leaves_while_it_is_planned_leaves_no_file_open(stub: Any, tmp_path: Path) -> None:
+    (tmp_path / "media" / "clip.mp4").write_bytes(clip(30))
+    for _ in range(5):
+        call = stub.Preprocess()
+        await call.write(prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(path="clip.mp4"))))
+        call.cancel()
+    await asyncio.sleep(0.3)
+    open_files = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert tmp_path / "media" / "clip.mp4" not in open_files
