@@ -25,7 +25,8 @@ from services.generation.windows import Packed, Window, slots_of
 
 ATTENTION = "framesieve_paged"
 
-# A sequence's slots in the cache: a slice where its blocks are neighbours (read in place), else int64 indices.
+# Where contexts stand in the cache: a slice where one sequence's blocks are neighbours (read in place), else int64
+# [sequences, context].
 Slots: TypeAlias = slice | Tensor
 
 
@@ -59,7 +60,7 @@ class Batch:
 
     new_slots: int64 [T], where the keys and values of the packed rows go.
     singles: how many rows, from the first, are windows of a single token.
-    single_slots: of one single: its sequence's; of more: int64 [singles, longest context].
+    single_slots: their contexts, padded to the longest.
     single_mask: [singles, 1, 1, longest context], added to the scores; None for one single.
     """
 
@@ -72,6 +73,7 @@ class Batch:
 
 
 def make_batch(cache: KVCache, packed: Packed) -> Batch:
+    """Everything about a packed forward that is the same for each of its layers."""
     like = cache.keys[0]
     singles = packed.windows[: packed.singles]
     single_slots, single_mask = _rectangle(cache, singles)
@@ -110,17 +112,19 @@ def paged_attention(
     if batch.singles:
         # The query heads that share a kv head become its query rows, so nothing is repeated.
         rows = query[0, :, : batch.singles].transpose(0, 1).reshape(batch.singles, kv_heads, -1, head_dim)
-        seen_keys = _contexts(keys[batch.single_slots])
-        seen_values = _contexts(values[batch.single_slots])
         single = F.scaled_dot_product_attention(
-            rows, seen_keys, seen_values, attn_mask=batch.single_mask, scale=scaling
+            rows,
+            _read(keys, batch.single_slots),
+            _read(values, batch.single_slots),
+            attn_mask=batch.single_mask,
+            scale=scaling,
         )
         out[: batch.singles] = single.reshape(batch.singles, heads, head_dim)
     for view in batch.windows:
         attended = F.scaled_dot_product_attention(
             query[:, :, view.first_row : view.end_row],
-            keys[view.slots].transpose(0, 1)[None],
-            values[view.slots].transpose(0, 1)[None],
+            _read(keys, view.slots),
+            _read(values, view.slots),
             attn_mask=view.mask,
             is_causal=view.mask is None,
             scale=scaling,
@@ -130,9 +134,13 @@ def paged_attention(
     return out[None], None
 
 
-def _contexts(rows: Tensor) -> Tensor:
-    """[context, kv_heads, head_dim] of one single, or [singles, context, ...], as [singles, kv_heads, context, ...]."""
-    return rows.transpose(-3, -2) if rows.dim() == 4 else rows.transpose(0, 1)[None]
+def _read(layer: Tensor, slots: Slots) -> Tensor:
+    """What of a layer's keys or values `slots` hold: [sequences, kv_heads, context, head_dim]."""
+    if isinstance(slots, slice):
+        return layer[slots].transpose(0, 1)[None]
+    # Five times as fast as indexing by a tensor.
+    rows = layer.index_select(0, slots.view(-1))
+    return rows.view(*slots.shape, *layer.shape[1:]).transpose(1, 2)
 
 
 def _rectangle(cache: KVCache, singles: Sequence[Window]) -> tuple[Slots, Tensor | None]:
@@ -164,7 +172,7 @@ def _slots(cache: KVCache, window: Window) -> Slots:
     if blocks == list(range(first, first + len(blocks))):
         return slice(first * cache.block_tokens, first * cache.block_tokens + window.end)
     slots = slots_of(blocks, 0, window.end, cache.block_tokens)
-    return torch.from_numpy(slots).to(cache.keys[0].device)
+    return torch.from_numpy(slots).to(cache.keys[0].device)[None]
 
 
 def _additive(seen: Tensor, like: Tensor) -> Tensor:
