@@ -174,9 +174,10 @@ class MediaSession:
                 raise PeerContract("the encoder's stream ended before every media item was sent")
             match response.WhichOneof("response"):
                 case "progress":
-                    yield _arrival(arrivals, response.progress.media_index).progress(response.progress)
+                    progress = _arrival(arrivals, response.progress.media_index).progress(response.progress)
                     if all(arrival.decoded for arrival in arrivals):
                         clock.finish(Stage.DECODE)
+                    yield progress
                 case "embeds":
                     arrival = _arrival(arrivals, response.embeds.media_index)
                     arrival.add(response.embeds)

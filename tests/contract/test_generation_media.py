@@ -1,0 +1,346 @@
+"""The encoder's client against real servers: what it accepts, what it refuses, and that its room is free again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common import errors
+from common.channels import open_channel
+from common.plan import Grid, Modality, PromptPlan
+from framesieve.v1 import prompt_pb2, tensor_pb2
+from framesieve.v1.encoder_pb2 import EncodeResponse
+from services.generation.media import MediaClient, MediaItem, MediaSession, ModelInput, Progress
+from services.generation.room import Room
+from services.generation.timing import Stage, StageClock
+from tests.contract.generation_peers import (
+    Encoder,
+    Preprocessing,
+    embeds_messages,
+    eventually,
+    progress_message,
+    prompt_message,
+    prompt_plan,
+    serving,
+)
+
+FINGERPRINT = bytes(range(32))
+MODEL = ModelInput(FINGERPRINT, vocab_size=100, hidden_size=6, embed_levels=0, dtype=torch.float32)
+# A video of 2 × 2 × 3 tokens, of which 6 are kept at a rate of one half, and an image of 4.
+VIDEO, IMAGE = (Modality.VIDEO, Grid(2, 2, 3)), (Modality.IMAGE, Grid(1, 2, 2))
+PLAN = prompt_plan(FINGERPRINT, 3, VIDEO, 2, IMAGE, 2)
+PRUNING = prompt_pb2.Pruning(rate=0.5)
+KEPT = [0, 1, 2, 3, 7, 11]
+SIZE_BYTES = (6 + 4) * 6 * 4
+VIDEO_EMBEDS = np.arange(36, dtype=np.float32).reshape(1, 6, 6)
+IMAGE_EMBEDS = -np.arange(24, dtype=np.float32).reshape(1, 4, 6)
+
+
+def items() -> list[EncodeResponse]:
+    """Seven pieces of 64 bytes or less: the video's 144 bytes come in three, the image's 96 in two."""
+    return [
+        progress_message(0, 1, 0),
+        progress_message(0, 2, 1),
+        *embeds_messages(0, VIDEO_EMBEDS, KEPT, piece_bytes=64, repaired=1),
+        progress_message(1, 1, 1),
+        *embeds_messages(1, IMAGE_EMBEDS, None, piece_bytes=64),
+    ]
+
+
+@asynccontextmanager
+async def client_of(folder: Path, *peers: Any, room_bytes: int = SIZE_BYTES, model: ModelInput = MODEL) -> Any:
+    room = Room(room_bytes)
+    async with serving(f"unix:{folder}/peers", *peers) as channel:
+        yield MediaClient(channel, channel, model, room), room
+
+
+async def receive_all(session: MediaSession, clock: StageClock) -> list[Progress | MediaItem]:
+    return [arrival async for arrival in session.receive(clock)]
+
+
+async def ask(client: MediaClient, plan: PromptPlan = PLAN) -> list[Progress | MediaItem]:
+    clock = StageClock()
+    async with client.open(prompt_message(plan), PRUNING, clock) as session:
+        return await receive_all(session, clock)
+
+
+async def test_items_arrive_whole_in_the_models_dtype_and_hold_room_to_the_sessions_end(tmp_path: Path) -> None:
+    encoder = Encoder(PLAN, items())
+    model = ModelInput(FINGERPRINT, 100, 6, 0, torch.bfloat16)
+    async with client_of(tmp_path, encoder, model=model) as (client, room):
+        clock = StageClock()
+        async with client.open(prompt_message(PLAN), PRUNING, clock) as session:
+            assert session.plan.media == PLAN.media
+            assert session.kept_counts == (6, 4)
+            assert room.held_bytes == 0
+            arrivals = await receive_all(session, clock)
+            assert room.held_bytes == SIZE_BYTES // 2
+        assert room.held_bytes == 0
+    assert encoder.selections == [[0, 1]]
+    progress = [each for each in arrivals if isinstance(each, Progress)]
+    assert progress == [Progress(0, 1, 0), Progress(0, 2, 1), Progress(1, 1, 1)]
+    video, image = (each for each in arrivals if isinstance(each, MediaItem))
+    assert (video.media_index, video.repaired_frames, image.media_index, image.repaired_frames) == (0, 1, 1, 0)
+    assert video.kept is not None
+    assert video.kept.tolist() == KEPT
+    assert image.kept is None
+    for item, sent in ((video, VIDEO_EMBEDS), (image, IMAGE_EMBEDS)):
+        assert item.embeds.dtype == torch.bfloat16
+        assert torch.equal(item.embeds, torch.from_numpy(sent).bfloat16())
+
+
+async def test_bfloat16_embeddings_arrive_as_they_are(tmp_path: Path) -> None:
+    embeds = torch.arange(24).reshape(1, 4, 6).bfloat16()
+    plan = prompt_plan(FINGERPRINT, 1, IMAGE, 1)
+    chunk = tensor_pb2.TensorChunk(
+        dtype=tensor_pb2.DTYPE_BFLOAT16, shape=[1, 4, 6], data=embeds.view(torch.int16).numpy().tobytes()
+    )
+    message = EncodeResponse()
+    message.embeds.chunk.CopyFrom(chunk)
+    async with client_of(tmp_path, Encoder(plan, [message])) as (client, _):
+        [item] = await ask(client, plan)
+    assert isinstance(item, MediaItem)
+    assert torch.equal(item.embeds, embeds.float())
+
+
+# Changes to the messages of `items`, of which 2, 3, 4 are the video's and 6, 7 the image's.
+Change = Callable[[list[EncodeResponse]], Any]
+
+
+def kept_of(*kept: int) -> Change:
+    def change(messages: list[EncodeResponse]) -> None:
+        [changed, *_] = embeds_messages(0, VIDEO_EMBEDS, kept, piece_bytes=64)
+        messages[2] = changed
+
+    return change
+
+
+def embeds_of(embeds: np.ndarray[Any, np.dtype[np.float32]]) -> Change:
+    def change(messages: list[EncodeResponse]) -> None:
+        messages[2:5] = embeds_messages(0, embeds, KEPT, piece_bytes=64)
+
+    return change
+
+
+def with_value(value: float) -> Change:
+    embeds = VIDEO_EMBEDS.copy()
+    embeds[0, 5, 5] = value
+    return embeds_of(embeds)
+
+
+def field(place: int, path: str, value: Any) -> Change:
+    def change(messages: list[EncodeResponse]) -> None:
+        *parents, name = path.split(".")
+        target: Any = messages[place]
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, name, value)
+
+    return change
+
+
+FAULTS: dict[str, tuple[Change, str]] = {
+    "kept falls": (kept_of(0, 1, 3, 2, 7, 11), "increase strictly"),
+    "kept repeats": (kept_of(0, 1, 2, 2, 7, 11), "increase strictly"),
+    "kept below 0": (kept_of(-1, 1, 2, 3, 7, 11), "increase strictly"),
+    "kept outside the grid": (kept_of(0, 1, 2, 3, 7, 12), "below 12"),
+    "kept too few": (kept_of(0, 1, 2, 3, 7), "must keep 6"),
+    "kept absent": (lambda m: m[2].embeds.ClearField("kept"), "does not say which"),
+    "kept of another size": (field(2, "embeds.kept.data", b"1234"), "expected int32"),
+    "kept of another type": (field(2, "embeds.kept.dtype", tensor_pb2.DTYPE_INT64), "expected int32"),
+    "kept twice": (lambda m: m[3].embeds.kept.CopyFrom(m[2].embeds.kept), "later piece"),
+    "NaN": (with_value(float("nan")), "not finite"),
+    "infinity": (with_value(float("inf")), "not finite"),
+    "too narrow": (embeds_of(np.zeros((1, 6, 5), np.float32)), r"expected .* \[1, 6, 6\]"),
+    "too few rows": (embeds_of(np.zeros((1, 5, 6), np.float32)), r"expected .* \[1, 6, 6\]"),
+    "a level too many": (embeds_of(np.zeros((2, 6, 6), np.float32)), r"expected .* \[1, 6, 6\]"),
+    "integers": (field(2, "embeds.chunk.dtype", tensor_pb2.DTYPE_INT32), "expected bfloat16"),
+    "no dtype": (field(2, "embeds.chunk.dtype", 77), "dtype 77"),
+    "a gap": (lambda m: m.pop(3), "starts at byte 128"),
+    "a piece twice": (lambda m: m.insert(3, m[2]), "starts at byte 0|later piece"),
+    "another shape halfway": (lambda m: m[3].embeds.chunk.shape.append(1), "was sent for an array"),
+    "another dtype halfway": (field(3, "embeds.chunk.dtype", tensor_pb2.DTYPE_FLOAT16), "was sent for an array"),
+    "too long": (field(4, "embeds.chunk.data", b"1" * 17), "does not fit"),
+    "an empty piece": (field(3, "embeds.chunk.data", b""), "does not fit"),
+    "an item that does not exist": (field(2, "embeds.media_index", 2), "item 2 of 2"),
+    "an item below 0": (field(2, "embeds.media_index", -1), "item -1 of 2"),
+    "an item twice": (lambda m: m.insert(5, m[2]), "sent twice"),
+    "an early end": (lambda m: m.pop(), "ended before"),
+    "nothing at all": (lambda m: m.clear(), "ended before"),
+    "an empty message": (lambda m: m.insert(0, EncodeResponse()), "None where"),
+    "a second plan": (lambda m: m.insert(0, EncodeResponse(plan=prompt_pb2.PromptPlan())), "plan where"),
+    "progress that falls": (lambda m: m.insert(2, progress_message(0, 1, 0)), "from 2 decoded"),
+    "more slices than there are": (field(1, "progress.decoded_slices", 3), "to 3"),
+    "encoded before decoded": (field(0, "progress.encoded_slices", 2), "1 and 2"),
+    "progress of no item": (field(0, "progress.media_index", 5), "item 5 of 2"),
+    "more repairs than frames": (field(2, "embeds.repaired_frames", 5), "5 of 4 frames"),
+    "repairs below 0": (field(2, "embeds.repaired_frames", -1), "-1 of 4 frames"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_what_does_not_fit_the_plan_breaks_off_and_frees_the_room(tmp_path: Path, fault: str) -> None:
+    change, message = FAULTS[fault]
+    messages = items()
+    change(messages)
+    async with client_of(tmp_path, Encoder(PLAN, messages)) as (client, room):
+        with pytest.raises(errors.PeerContract, match=message):
+            await ask(client)
+        assert room.held_bytes == 0
+
+
+async def test_embeddings_too_large_for_the_models_dtype_are_not_taken_for_finite(tmp_path: Path) -> None:
+    messages = items()
+    with_value(1e6)(messages)
+    model = ModelInput(FINGERPRINT, 100, 6, 0, torch.float16)
+    async with client_of(tmp_path, Encoder(PLAN, messages), model=model) as (client, _):
+        with pytest.raises(errors.PeerContract, match=r"not finite in torch\.float16"):
+            await ask(client)
+
+
+PLANS: dict[str, tuple[PromptPlan, str]] = {
+    "another checkpoint's": (prompt_plan(bytes(32), 3, VIDEO, 2, IMAGE, 2), "the same --model"),
+    "media in another order": (prompt_plan(FINGERPRINT, 3, IMAGE, 2, VIDEO, 2), "the prompt's media are"),
+    "media missing": (prompt_plan(FINGERPRINT, 3, VIDEO, 2), "the prompt's media are"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANS)
+async def test_a_plan_that_does_not_fit_prompt_and_model_breaks_off(tmp_path: Path, fault: str) -> None:
+    plan, message = PLANS[fault]
+    async with client_of(tmp_path, Encoder(plan)) as (client, _):
+        with pytest.raises(errors.PeerContract, match=message):
+            async with client.open(prompt_message(PLAN), PRUNING, StageClock()):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("model", "message"), [((13, 0), "token 22, the model knows 13"), ((100, 1), "0 embed_levels")]
+)
+async def test_a_plan_beyond_the_model_breaks_off(tmp_path: Path, model: tuple[int, int], message: str) -> None:
+    smaller = ModelInput(FINGERPRINT, model[0], 6, model[1], torch.float32)
+    async with client_of(tmp_path, Encoder(PLAN), model=smaller) as (client, _):
+        with pytest.raises(errors.PeerContract, match=message):
+            await ask(client)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        errors.MediaDamaged("9 of 10 frames cannot be decoded"),
+        errors.Overloaded("no room", retry_after_s=2),
+        errors.Unavailable("preprocessing is draining", "preprocessing"),
+    ],
+)
+async def test_what_upstream_refuses_passes_through(tmp_path: Path, fault: errors.FramesieveError) -> None:
+    async with client_of(tmp_path, Encoder(PLAN, fault=fault)) as (client, room):
+        with pytest.raises(type(fault), match=str(fault)):
+            await ask(client)
+        assert room.held_bytes == 0
+
+
+async def test_an_encoder_that_is_gone_is_named(tmp_path: Path) -> None:
+    async with open_channel(f"unix:{tmp_path}/nobody") as channel:
+        client = MediaClient(channel, channel, MODEL, Room(SIZE_BYTES))
+        with pytest.raises(errors.Unavailable, match="encoder") as info:
+            await ask(client)
+    assert info.value.stage == "encoder"
+
+
+async def test_a_prompt_without_media_asks_preprocessing_alone(tmp_path: Path) -> None:
+    plan = prompt_plan(FINGERPRINT, 5)
+    encoder, preprocessing = Encoder(PLAN), Preprocessing(plan)
+    async with client_of(tmp_path, encoder, preprocessing) as (client, _):
+        clock = StageClock()
+        async with client.open(prompt_message(plan), PRUNING, clock) as session:
+            assert session.plan.tokens == 5
+            assert await receive_all(session, clock) == []
+    assert (preprocessing.calls, encoder.metadata) == (1, [])
+
+
+async def test_media_that_can_never_be_held_together_are_refused_before_any_is_selected(tmp_path: Path) -> None:
+    encoder = Encoder(PLAN, items())
+    async with client_of(tmp_path, encoder, room_bytes=SIZE_BYTES - 1) as (client, _):
+        with pytest.raises(errors.InvalidRequest, match=rf"{SIZE_BYTES} bytes.*{SIZE_BYTES - 1}$"):
+            await ask(client)
+    assert encoder.selections == [[]]
+
+
+async def test_nothing_is_selected_before_there_is_room_for_all_of_it(tmp_path: Path) -> None:
+    encoder = Encoder(PLAN, items())
+    async with client_of(tmp_path, encoder) as (client, room):
+        clock = StageClock()
+        async with client.open(prompt_message(PLAN), PRUNING, clock) as first:
+            await receive_all(first, clock)
+            second = asyncio.create_task(ask(client))
+            await eventually(lambda: len(encoder.selections) == 2)
+            await asyncio.sleep(0.05)
+            assert encoder.selections == [[0, 1], []]
+        assert len(await second) == 5
+        assert encoder.selections == [[0, 1], [0, 1]]
+        assert room.held_bytes == 0
+
+
+async def test_many_sessions_of_two_items_share_room_for_one_session(tmp_path: Path) -> None:
+    async with client_of(tmp_path, Encoder(PLAN, items())) as (client, room):
+        async with asyncio.timeout(30):
+            answers = await asyncio.gather(*(ask(client) for _ in range(12)))
+        assert [sum(isinstance(each, MediaItem) for each in answer) for answer in answers] == [2] * 12
+        assert room.held_bytes == 0
+
+
+async def test_leaving_a_session_cancels_the_encoder_and_frees_the_room(tmp_path: Path) -> None:
+    encoder = Encoder(PLAN, items(), hold=asyncio.Event())
+    async with client_of(tmp_path, encoder) as (client, room):
+        waiting = asyncio.create_task(ask(client))
+        await eventually(lambda: encoder.selections == [[0, 1]])
+        assert room.held_bytes == SIZE_BYTES
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert room.held_bytes == 0
+        await eventually(lambda: encoder.cancelled == 1)
+
+
+async def test_a_session_that_waits_for_room_can_be_left(tmp_path: Path) -> None:
+    encoder = Encoder(PLAN, items())
+    async with client_of(tmp_path, encoder) as (client, room):
+        async with room.reserved(1):
+            waiting = asyncio.create_task(ask(client))
+            await eventually(lambda: encoder.selections == [[]])
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        assert room.held_bytes == 0
+        assert len(await ask(client)) == 5
+
+
+async def test_stages_finish_with_the_messages_that_end_them(tmp_path: Path) -> None:
+    now = 0
+    clock = StageClock(lambda: now)
+    async with (
+        client_of(tmp_path, Encoder(PLAN, items())) as (client, _),
+        client.open(prompt_message(PLAN), PRUNING, clock) as session,
+    ):
+        # Each message read is a moment of its own: 1 to 3 are progress, then come the pieces.
+        read = session._stream.read
+
+        async def counted() -> Any:
+            nonlocal now
+            message = await read()
+            now += 1
+            return message
+
+        session._stream.read = counted
+        await receive_all(session, clock)
+    clock.token(20)
+    stages = clock.stages_ns()
+    # The image's progress is the sixth message, its first piece the seventh and its last the eighth.
+    assert [stages[stage] for stage in Stage] == [0, 6, 1, 1, 12, 0]
