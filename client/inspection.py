@@ -61,7 +61,8 @@ async def _frames(address: str, prompt: prompt_pb2.Prompt) -> tuple[PromptPlan, 
     async with open_channel(address) as channel:
         stub = preprocessing_pb2_grpc.PreprocessingServiceStub(channel)
         with upstream_errors("preprocessing"):
-            call = stub.Preprocess(iter([preprocessing_pb2.PreprocessRequest(prompt=prompt)]))
+            everything = preprocessing_pb2.PreprocessRequest(select=prompt_pb2.Select(all=True))
+            call = stub.Preprocess(iter([preprocessing_pb2.PreprocessRequest(prompt=prompt), everything]))
             async for response in call:
                 if plan is None:
                     plan = _of_one_item(plans.add(response.plan))
@@ -87,7 +88,8 @@ async def _kept(address: str, prompt: prompt_pb2.Prompt, pruning: Pruning) -> tu
     async with open_channel(address) as channel:
         stub = encoder_pb2_grpc.EncoderServiceStub(channel)
         with upstream_errors("encoder"):
-            call = stub.Encode(iter([encoder_pb2.EncodeRequest(prompt=request)]))
+            everything = encoder_pb2.EncodeRequest(select=prompt_pb2.Select(all=True))
+            call = stub.Encode(iter([encoder_pb2.EncodeRequest(prompt=request), everything]))
             async for response in call:
                 if plan is None:
                     plan = _of_one_item(plans.add(response.plan))

@@ -20,6 +20,7 @@ from common.channels import passed_on
 from common.errors import InvalidRequest
 from common.plan import PromptPlan
 from common.retention import Pruning
+from common.selection import selections
 from common.telemetry import STREAMED_BYTES
 from common.wire import int32_tensor, plan_messages, prunings_of, tensor_chunks
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
@@ -77,7 +78,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             del first  # its media may be large
             for message in plan_messages(plan):
                 await responses.put(EncodeResponse(plan=message))
-            await self._encode(_selections(requests, len(plan.media)), plan, prunings, frames, responses)
+            await self._encode(selections(requests, len(plan.media)), plan, prunings, frames, responses)
         finally:
             frames.cancel()
 
@@ -178,21 +179,3 @@ class Responses:
 
 def _abandon(task: asyncio.Task[None]) -> None:
     task.cancel()
-
-
-async def _selections(requests: Requests, media: int) -> AsyncIterator[int]:
-    """The items to send, in order; all of them if the caller half-closes without a select."""
-    selected: set[int] = set()
-    async for request in requests:
-        if not request.HasField("select"):
-            raise InvalidRequest("after the prompt, every request of a stream must be a select")
-        index = request.select.media_index
-        if not 0 <= index < media:
-            raise InvalidRequest(f"select.media_index must be below the plan's {media} media, got {index}")
-        if index in selected:
-            raise InvalidRequest(f"select.media_index {index} was selected before, each is sent once")
-        selected.add(index)
-        yield index
-    if not selected:
-        for index in range(media):
-            yield index

@@ -15,6 +15,7 @@ import grpc
 from prometheus_client import Counter
 
 from common.errors import InvalidRequest
+from common.selection import selections
 from common.telemetry import STAGE_BUSY_SECONDS, STREAMED_BYTES
 from common.wire import plan_messages
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
@@ -44,7 +45,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         with planned.files:
             for message in plan_messages(planned.plan):
                 yield PreprocessResponse(plan=message)
-            async for media_index in _selections(requests, len(planned.media)):
+            async for media_index in selections(requests, len(planned.media)):
                 # Closed before the files are: an abandoned generator would be closed some time later.
                 async with aclosing(self._frames(media_index, planned.media[media_index])) as responses:
                     async for response in responses:
@@ -77,24 +78,6 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         finally:
             STAGE_BUSY_SECONDS.labels("decode").observe(decode_s)
             STAGE_BUSY_SECONDS.labels("resize").observe(resize_s)
-
-
-async def _selections(requests: Requests, media: int) -> AsyncIterator[int]:
-    """The items to send, in order; all of them if the caller half-closes without a select."""
-    selected: set[int] = set()
-    async for request in requests:
-        if not request.HasField("select"):
-            raise InvalidRequest("after the prompt, every request of a stream must be a select")
-        index = request.select.media_index
-        if not 0 <= index < media:
-            raise InvalidRequest(f"select.media_index must be below the plan's {media} media, got {index}")
-        if index in selected:
-            raise InvalidRequest(f"select.media_index {index} was selected before, each is sent once")
-        selected.add(index)
-        yield index
-    if not selected:
-        for index in range(media):
-            yield index
 
 
 def _close_files(job: asyncio.Future[PlannedPrompt]) -> None:

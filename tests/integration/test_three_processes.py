@@ -121,9 +121,12 @@ async def test_five_mib_of_one_slice_cross_in_pieces(stack: LocalStack) -> None:
     message = request.prompt.messages.add(role=prompt_pb2.ROLE_USER)
     message.parts.add().image.data = media.picture(1400, 1400)
     message.parts[0].image.frame_sampling.max_pixels = 1400 * 1400
+    everything = preprocessing_pb2.PreprocessRequest(select=prompt_pb2.Select(all=True))
     received = 0
     async with open_channel(stack.addresses["preprocessing"]) as channel:
-        async for response in preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess(iter([request])):
+        async for response in preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess(
+            iter([request, everything])
+        ):
             chunk = response.frames.chunk
             if response.WhichOneof("response") == "frames":
                 assert chunk.offset_bytes == received

@@ -131,17 +131,20 @@ async def read_to_the_end(call: Any) -> None:
         pass
 
 
+EVERYTHING = PreprocessRequest(select=prompt_pb2.Select(all=True))
+
+
 async def asked(stub: Any, *requests: PreprocessRequest) -> Any:
-    """A call that has sent these and half-closed."""
+    """A call that has sent these, selected everything if it has selected nothing, and half-closed."""
     call = stub.Preprocess()
-    for request in requests:
+    for request in requests if len(requests) > 1 else (*requests, EVERYTHING):
         await call.write(request)
     await call.done_writing()
     return call
 
 
-async def test_half_closing_without_a_select_selects_everything(stub: Any) -> None:
-    call = await asked(stub, prompt_of(video(clip(60)), text("and"), video(clip(30)), text("?")))
+async def test_everything_can_be_selected_at_once(stub: Any) -> None:
+    call = await asked(stub, prompt_of(video(clip(60)), text("and"), video(clip(30)), text("?")), EVERYTHING)
     plan = await plan_of(call)
     order, frames, repaired = await frames_of(call, plan)
     assert order == [0, 1]
@@ -149,6 +152,24 @@ async def test_half_closing_without_a_select_selects_everything(stub: Any) -> No
     for item, length in zip(plan.media, (60, 30), strict=True):
         assert item.frames == len(transformers_indices(length, 30.0, 2.0, 4, 768))
     assert [len(frames[index]) for index in order] == [item.frames for item in plan.media]
+
+
+async def test_half_closing_without_a_select_ends_after_the_plan(stub: Any, decoded: list[int]) -> None:
+    call = stub.Preprocess()
+    await call.write(prompt_of(video(clip(60))))
+    await call.done_writing()
+    order, _, _ = await frames_of(call, await plan_of(call))
+    assert (order, decoded) == ([], [])
+
+
+async def test_cancelling_after_the_plan_decodes_nothing(stub: Any, decoded: list[int]) -> None:
+    for _ in range(5):
+        call = stub.Preprocess()
+        await call.write(prompt_of(video(clip(60))))
+        await plan_of(call)
+        call.cancel()
+    await asyncio.sleep(0.2)
+    assert decoded == []
 
 
 async def test_items_come_in_the_order_of_their_selection_and_no_others(stub: Any) -> None:
