@@ -36,10 +36,11 @@ def stack(checkpoint: Path, media_root: Path) -> Iterator[LocalStack]:
 
 
 def metric(stack: LocalStack, service: str, name: str, **labels: str) -> float:
-    """The sum of a metric's samples that carry `labels`; 0 where there are none."""
+    """The sum of a metric's samples that carry `labels`; 0 where there are none yet. The metric must exist."""
     url = f"http://127.0.0.1:{stack.metrics_ports[service]}/metrics"
     with urllib.request.urlopen(url, timeout=5) as answer:
         text = answer.read().decode()
+    assert f"# HELP {name.removesuffix('_count')} " in text, f"{service} has no metric {name}"
     total = 0.0
     for line in text.splitlines():
         match = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)

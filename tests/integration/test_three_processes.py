@@ -217,8 +217,8 @@ async def test_a_client_that_vanishes_while_it_reads_leaves_no_block_behind(
     async for event in client.stream(Video(data=media.clip()), "What moves?", max_new_tokens=1000, stop=["\x00"]):
         if isinstance(event, Delta):
             break
-    assert await settles(lambda: metric(stack, "generation", "framesieve_kv_blocks_used"), 0)
-    assert await settles(lambda: metric(stack, "generation", "framesieve_media_buffer_bytes"), 0)
+    assert await settles(lambda: metric(stack, "generation", "framesieve_generation_kv_blocks_used"), 0)
+    assert await settles(lambda: metric(stack, "generation", "framesieve_generation_media_buffer_used_bytes"), 0)
     await next_request_is_served(client)
 
 

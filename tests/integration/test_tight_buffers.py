@@ -41,8 +41,8 @@ async def test_eight_requests_of_several_videos_each_do_not_deadlock(checkpoint:
             ]
             answers = await asyncio.gather(*asked)
         assert [len(answer.usage.media) for answer in answers] == [VIDEOS] * 8
-        assert metric(stack, "generation", "framesieve_kv_blocks_used") == 0
-        assert metric(stack, "generation", "framesieve_media_buffer_bytes") == 0
+        assert metric(stack, "generation", "framesieve_generation_kv_blocks_used") == 0
+        assert metric(stack, "generation", "framesieve_generation_media_buffer_used_bytes") == 0
 
 
 async def test_media_that_never_fits_the_buffer_is_refused(checkpoint: Path) -> None:
