@@ -68,10 +68,13 @@ class Batcher:
         return piece.encoded
 
     def close(self) -> None:
-        """Ends the thread once its forward is done; what is still queued never runs."""
+        """Ends the thread once its forward is done; what is still queued is cancelled."""
         with self._changed:
             self._closing = True
             self._changed.notify()
+            queued = list(self._queue)
+        for piece in queued:
+            piece.encoded.cancel()
         self._thread.join()
 
     def _withdraw(self, piece: Slice) -> None:

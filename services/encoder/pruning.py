@@ -17,6 +17,8 @@ from common.retention import RANDOM, Pruning, retained_count
 # implementations of the formula keep the same tokens.
 SCORE_STEP = 2.0**-16
 
+# So that a long video takes a little memory beside its own.
+_SCORED_AT_ONCE = 2**22  # values
 _ROWS_AT_ONCE = 4096
 
 
@@ -26,12 +28,14 @@ def evs_scores(embeds: Tensor, grid: Grid) -> Tensor:
     embeds: (t·h·w, D), any float dtype; scored in float32.
     Returns float32 (t·h·w,), multiples of 2⁻¹⁶; slice 0 is +inf, NaN is −inf.
     """
-    slices = embeds.float().view(grid.t, grid.slice_tokens, -1)
+    slices = embeds.view(grid.t, grid.slice_tokens, -1)
     scores = torch.full((grid.t, grid.slice_tokens), torch.inf, device=embeds.device)
-    if grid.t > 1:
-        change = 1 - F.cosine_similarity(slices[1:], slices[:-1], dim=-1)
+    step = max(1, _SCORED_AT_ONCE // slices[0].numel())
+    for start in range(1, grid.t, step):
+        pairs = slices[start - 1 : start + step].float()
+        change = 1 - F.cosine_similarity(pairs[1:], pairs[:-1], dim=-1)
         rounded = torch.round(change / SCORE_STEP) * SCORE_STEP
-        scores[1:] = torch.where(rounded.isnan(), -torch.inf, rounded)
+        scores[start : start + step] = torch.where(rounded.isnan(), -torch.inf, rounded)
     return scores.view(-1)
 
 

@@ -1,0 +1,127 @@
+"""The batcher: what is there, in order, up to the budget; a failure or a cancelled slice touches nobody else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.encoder.batcher import Batcher
+
+TIMEOUT_S = 10
+
+
+class StoppedTower:
+    """A tower that runs when it is let, and remembers which slices came together; each slice's value is its name."""
+
+    def __init__(self) -> None:
+        self.forwards: list[list[int]] = []
+        self.started = threading.Semaphore(0)
+        self.go = threading.Semaphore(0)
+
+    def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
+        self.forwards.append([int(frames[0]) for frames in slices])
+        self.started.release()
+        assert self.go.acquire(timeout=TIMEOUT_S)
+        if any(int(frames[0]) == 13 for frames in slices):
+            raise RuntimeError("unlucky")
+        return [torch.full((1, int(frames[1]), 2), float(frames[0])) for frames in slices]
+
+
+@pytest.fixture
+def tower() -> StoppedTower:
+    return StoppedTower()
+
+
+@pytest.fixture
+def submit(tower: StoppedTower) -> Iterator[Callable[[int, int], tuple[Future[None], Tensor]]]:
+    """Submits a slice by name and tokens to a batcher with a budget of 10, whose tower is busy with slice 0."""
+    batcher = Batcher(tower.encode, budget_tokens=10)
+
+    def submit_slice(name: int, tokens: int) -> tuple[Future[None], Tensor]:
+        target = torch.zeros(1, tokens, 2)
+        return batcher.submit(torch.tensor([name, tokens]), target), target
+
+    submit_slice(0, 1)
+    assert tower.started.acquire(timeout=TIMEOUT_S)
+    yield submit_slice
+    for _ in range(20):
+        tower.go.release()
+    batcher.close()
+
+
+Submit = Callable[[int, int], tuple[Future[None], Tensor]]
+
+
+def run_all(tower: StoppedTower) -> None:
+    for _ in range(20):
+        tower.go.release()
+
+
+def test_slices_are_packed_in_their_order_up_to_the_budget(tower: StoppedTower, submit: Submit) -> None:
+    submitted = [submit(name, tokens) for name, tokens in ((1, 4), (2, 4), (3, 4), (4, 6), (5, 1))]
+    run_all(tower)
+    for encoded, _ in submitted:
+        encoded.result(TIMEOUT_S)
+    # 5 would have fitted beside 1 and 2, and does not overtake 3.
+    assert tower.forwards == [[0], [1, 2], [3, 4], [5]]
+
+
+def test_embeddings_reach_their_own_target(tower: StoppedTower, submit: Submit) -> None:
+    submitted = {name: submit(name, 3) for name in (1, 2, 3)}
+    run_all(tower)
+    for name, (encoded, target) in submitted.items():
+        encoded.result(TIMEOUT_S)
+        assert (target == name).all()
+
+
+def test_a_slice_above_the_budget_has_a_forward_to_itself(tower: StoppedTower, submit: Submit) -> None:
+    submitted = [submit(name, tokens) for name, tokens in ((1, 2), (2, 25), (3, 2))]
+    run_all(tower)
+    for encoded, _ in submitted:
+        encoded.result(TIMEOUT_S)
+    assert tower.forwards == [[0], [1], [2], [3]]
+
+
+def test_a_cancelled_slice_is_never_encoded(tower: StoppedTower, submit: Submit) -> None:
+    (first, _), (second, untouched), (third, _) = (submit(name, 2) for name in (1, 2, 3))
+    assert second.cancel()
+    run_all(tower)
+    first.result(TIMEOUT_S)
+    third.result(TIMEOUT_S)
+    with pytest.raises(CancelledError):
+        second.result(TIMEOUT_S)
+    assert tower.forwards == [[0], [1, 3]]
+    assert (untouched == 0).all()
+
+
+def test_a_failing_forward_fails_its_own_slices_alone(tower: StoppedTower, submit: Submit) -> None:
+    (beside, _), (unlucky, _), (after, target) = submit(1, 5), submit(13, 5), submit(2, 5)
+    run_all(tower)
+    for failed in (beside, unlucky):
+        with pytest.raises(RuntimeError, match="unlucky"):
+            failed.result(TIMEOUT_S)
+    after.result(TIMEOUT_S)
+    assert (target == 2).all()
+
+
+def test_closing_cancels_what_is_queued_and_waits_for_the_running_forward() -> None:
+    tower = StoppedTower()
+    batcher = Batcher(tower.encode, budget_tokens=10)
+    running = batcher.submit(torch.tensor([1, 10]), torch.zeros(1, 10, 2))
+    assert tower.started.acquire(timeout=TIMEOUT_S)
+    queued = batcher.submit(torch.tensor([2, 10]), torch.zeros(1, 10, 2))
+    closing = threading.Thread(target=batcher.close)
+    closing.start()
+    with pytest.raises(CancelledError):
+        queued.result(TIMEOUT_S)
+    assert closing.is_alive()
+    tower.go.release()
+    closing.join(TIMEOUT_S)
+    assert not closing.is_alive()
+    assert running.done()
+    assert tower.forwards == [[1]]

@@ -1,0 +1,195 @@
+"""Which tokens EVS keeps: against a reimplementation in float64 NumPy, and against transformers' own."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import floor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from common.plan import Grid
+from common.retention import Pruning
+from services.encoder.pruning import evs_scores, gather_in_place, keep_tokens
+
+STEP = 2.0**-16
+# What float32 may be wrong by in 1 − cos over a few dozen values.
+FLOAT32_ERROR = 2e-6
+
+GRIDS = st.builds(Grid, st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
+RATES = st.integers(0, 99).map(lambda hundredths: hundredths / 100)
+
+
+def exact_scores(embeds: NDArray[np.float32], grid: Grid) -> NDArray[np.float64]:
+    """1 − cos to the token a slice earlier, unrounded, in float64; slice 0 is +inf, NaN is −inf."""
+    slices = embeds.astype(np.float64).reshape(grid.t, grid.h * grid.w, -1)
+    scores = np.full((grid.t, grid.h * grid.w), np.inf)
+    for i in range(1, grid.t):
+        for place in range(grid.h * grid.w):
+            now, before = slices[i, place], slices[i - 1, place]
+            lengths = np.sqrt(now @ now) * np.sqrt(before @ before)
+            cosine = now @ before / lengths if lengths else (np.nan if np.isnan(now + before).any() else 0.0)
+            scores[i, place] = -np.inf if np.isnan(cosine) else 1 - cosine
+    return scores.ravel()
+
+
+def check_kept(kept: NDArray[np.int32], scores: NDArray[np.float64], count: int) -> None:
+    """The `count` best of the rounded scores, ties to the earlier.
+
+    A score that lies within float32's error of the border of two steps may round to either: such tokens may be kept
+    or not where that decides it. All others must be as said.
+    """
+    low, high = (np.round((scores + error) / STEP) for error in (-FLOAT32_ERROR, FLOAT32_ERROR))
+    assert kept.dtype == np.int32
+    assert kept.size == count
+    assert (np.diff(kept) > 0).all()
+    chosen = set(kept.tolist())
+    for i in range(scores.size):
+        earlier = np.arange(scores.size) < i
+        rivals = np.arange(scores.size) != i
+        may_beat = ((high > low[i]) | ((high == low[i]) & earlier)) & rivals
+        must_beat = ((low > high[i]) | ((low == high[i]) & earlier)) & rivals
+        if may_beat.sum() < count:
+            assert i in chosen
+        if must_beat.sum() >= count:
+            assert i not in chosen
+
+
+def count_of(grid: Grid, rate: float) -> int:
+    return max(grid.h * grid.w, floor(grid.t * grid.h * grid.w * (1 - Fraction(str(rate)))))
+
+
+@st.composite
+def videos(draw: st.DrawFn) -> tuple[NDArray[np.float32], Grid]:
+    """Embeddings with tokens that repeat, vanish, are NaN or differ by little, beside random ones."""
+    grid = draw(GRIDS)
+    width = draw(st.integers(2, 12))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    slices = random.standard_normal((grid.t, grid.h * grid.w, width)).astype(np.float32)
+    for i in range(grid.t):
+        for place in range(grid.h * grid.w):
+            fate = draw(st.sampled_from(["random", "random", "repeat", "scaled", "nearly", "zero", "nan"]))
+            before = slices[max(0, i - 1), place]
+            if fate == "repeat":
+                slices[i, place] = before
+            elif fate == "scaled":
+                slices[i, place] = 2 * before
+            elif fate == "nearly":
+                slices[i, place] = before * (1 + 0.01 * random.standard_normal(width))
+            elif fate == "zero":
+                slices[i, place] = 0
+            elif fate == "nan":
+                slices[i, place, 0] = np.nan
+    return slices.reshape(-1, width), grid
+
+
+@given(videos(), RATES)
+def test_evs_keeps_what_the_formula_says(video: tuple[NDArray[np.float32], Grid], rate: float) -> None:
+    embeds, grid = video
+    kept = keep_tokens(torch.from_numpy(embeds), grid, Pruning(rate)).numpy()
+    check_kept(kept, exact_scores(embeds, grid), count_of(grid, rate))
+
+
+def test_the_oracle_itself_leaves_no_choice_where_scores_differ_clearly() -> None:
+    scores = np.array([np.inf, np.inf, 0.5, 0.25, 0.75, -np.inf])
+    check_kept(np.array([0, 1, 4], np.int32), scores, 3)
+    with pytest.raises(AssertionError):
+        check_kept(np.array([0, 1, 2], np.int32), scores, 3)
+
+
+def test_a_still_picture_keeps_the_earliest_tokens() -> None:
+    random = torch.Generator().manual_seed(0)
+    slice_0 = torch.randn(20, 64, generator=random)
+    # As another batch would round it: the same picture, last bits apart.
+    noise = 1 + 1e-6 * torch.randn(8, 20, 64, generator=random)
+    kept = keep_tokens((slice_0 * noise).view(-1, 64), Grid(8, 4, 5), Pruning(0.5))
+    assert kept.tolist() == list(range(80))
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_equal_embeddings_keep_the_earliest_tokens(value: float) -> None:
+    kept = keep_tokens(torch.full((24, 8), value), Grid(6, 2, 2), Pruning(0.5))
+    assert kept.tolist() == list(range(12))
+
+
+def test_nan_loses_to_everything_and_slice_0_wins_even_with_nan() -> None:
+    embeds = torch.ones(4 * 3, 5)
+    embeds[1] = torch.nan  # in slice 0, so that token 4 scores NaN as well
+    embeds[9] = torch.nan
+    kept = keep_tokens(embeds, Grid(4, 1, 3), Pruning(0.25))
+    assert kept.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 10]
+
+
+def test_one_slice_is_kept_whole() -> None:
+    kept = keep_tokens(torch.randn(6, 4), Grid(1, 2, 3), Pruning(0.9))
+    assert kept.tolist() == list(range(6))
+
+
+def test_bfloat16_embeddings_are_scored_in_float32() -> None:
+    embeds = torch.randn(5 * 12, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
+    grid = Grid(5, 3, 4)
+    assert torch.equal(keep_tokens(embeds, grid, Pruning(0.6)), keep_tokens(embeds.float(), grid, Pruning(0.6)))
+    assert evs_scores(embeds, grid).dtype == torch.float32
+
+
+def test_a_long_video_is_scored_as_its_parts_are() -> None:
+    grid, width = Grid(24, 16, 16), 1500  # too much to be scored at once
+    embeds = torch.randn(grid.tokens, width, generator=torch.Generator().manual_seed(4))
+    slices, scores = embeds.view(24, 256, width), evs_scores(embeds, grid).view(24, 256)
+    for i in range(1, 24):
+        pair = evs_scores(slices[i - 1 : i + 1].reshape(-1, width), Grid(2, 16, 16)).view(2, 256)
+        assert torch.equal(pair[1], scores[i])
+
+
+def test_evs_agrees_with_transformers_where_neither_rounding_nor_counts_differ() -> None:
+    from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import compute_retention_mask
+
+    compared = 0
+    for seed in range(60):
+        random = torch.Generator().manual_seed(seed)
+        grid = Grid(*torch.randint(1, 9, (3,), generator=random).tolist())
+        rate = int(torch.randint(0, 100, (1,), generator=random)) / 100
+        embeds = torch.randn(grid.tokens, 16, generator=random)
+        theirs = compute_retention_mask(
+            video_embeds=embeds, thw=torch.LongTensor([grid.t, grid.h, grid.w]), spatial_merge_size=1, q=rate
+        )
+        theirs = theirs.nonzero().view(-1).int()
+        count = count_of(grid, rate)
+        best = evs_scores(embeds, grid).sort(descending=True).values
+        if theirs.numel() != count or (count < grid.tokens and best[count - 1] == best[count]):
+            continue
+        compared += 1
+        assert torch.equal(keep_tokens(embeds, grid, Pruning(rate)), theirs)
+    assert compared > 40
+
+
+def test_random_keeps_as_many_as_evs_and_depends_on_the_seed_alone() -> None:
+    grid, embeds = Grid(6, 4, 4), torch.randn(96, 8)
+    first, again, other = (
+        keep_tokens(embeds * scale, grid, Pruning(0.75, "random", seed)) for scale, seed in ((1, 7), (0, 7), (1, 8))
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.numel() == count_of(grid, 0.75)
+    assert (first.diff() > 0).all()
+
+
+def test_the_method_none_keeps_everything() -> None:
+    assert keep_tokens(torch.zeros(12, 2), Grid(3, 2, 2), Pruning(0.5, "none")).tolist() == list(range(12))
+
+
+@given(st.data())
+def test_gathering_in_place_is_gathering(data: st.DataObject) -> None:
+    levels, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9000))
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    count = data.draw(st.integers(1, tokens))
+    kept = torch.from_numpy(np.sort(random.choice(tokens, count, replace=False)).astype(np.int32))
+    embeds = torch.arange(levels * tokens, dtype=torch.float32).view(levels, tokens, 1).repeat(1, 1, 2)
+    expected = embeds[:, kept.long()].reshape(-1, 2).clone()
+    gathered = gather_in_place(embeds, kept)
+    assert torch.equal(gathered, expected)
+    assert gathered.data_ptr() == embeds.data_ptr()
