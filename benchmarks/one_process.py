@@ -1,0 +1,87 @@
+"""The services' own parts called one after the other in this process: what is left when the split is taken away.
+
+No gRPC, no protobuf, no other process; decoding, tower, pruning and engine are the services' code, in their order.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from benchmarks.timing import Timed
+from common.checkpoint import Checkpoint
+from common.plan import MediaPlan, Modality
+from common.retention import Pruning
+from services.encoder.families import load_tower
+from services.encoder.pruning import keep_tokens
+from services.generation.blocks import BlockAllocator
+from services.generation.detokenise import Detokeniser, load_tokenizer
+from services.generation.engine import Engine
+from services.generation.families import load_language_model
+from services.generation.generation_config import sampling_defaults
+from services.generation.request import Event, Failed, Finished, Request, Tokens
+from services.generation.runner import Runner
+from services.generation.sampling import SamplingRequest
+from services.preprocessing.planner import Conversation, MediaRequest, Planner
+from services.preprocessing.sampling import FrameSampling
+from services.preprocessing.slices import PlannedMedia
+from services.preprocessing.tokens import Turn
+
+CPU = torch.device("cpu")
+BLOCK_TOKENS, BLOCKS = 16, 2048
+CHUNK_TOKENS = 2048
+
+
+class OneProcess:
+    """Answers one question at a time, in float32. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        checkpoint = Checkpoint(folder)
+        self._planner = Planner(checkpoint, None)
+        self._tower = load_tower(checkpoint, "float32", CPU)
+        self._tokenizer = load_tokenizer(folder)
+        self._defaults = sampling_defaults(checkpoint)
+        runner = Runner(load_language_model(checkpoint, torch.float32, CPU), BLOCKS, BLOCK_TOKENS)
+        self._engine = Engine(runner, BlockAllocator(BLOCKS, BLOCK_TOKENS), CHUNK_TOKENS, 64, 64)
+
+    def __enter__(self) -> Self:
+        self._engine.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._engine.stop()
+
+    def ask(self, clip: bytes, question: str, pruning: Pruning, max_new_tokens: int) -> Timed:
+        start = time.perf_counter()
+        turn = Turn("user", (Modality.VIDEO, question))
+        media = MediaRequest("video", Modality.VIDEO, clip, FrameSampling())
+        planned = self._planner.plan(Conversation((turn,), (media,)))
+        events: SimpleQueue[Event] = SimpleQueue()
+        sampling = SamplingRequest(max_new_tokens=max_new_tokens).resolve(self._defaults, max_new_tokens)
+        detokeniser = Detokeniser(self._tokenizer, sampling.stop)
+        request = Request("bench", planned.plan, [pruning], sampling, detokeniser, events.put)
+        self._engine.submit(request)
+        with planned.files:
+            kept, embeds = self._encode(planned.media[0], planned.plan.media[0], pruning)
+        self._engine.deliver(request, 0, kept.numpy(), embeds)
+        times: list[float] = []
+        while not isinstance(event := events.get(), Finished):
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Tokens):
+                times.append(time.perf_counter() - start)
+        return Timed(times[0], time.perf_counter() - start, event.completion_tokens)
+
+    def _encode(self, media: PlannedMedia, plan: MediaPlan, pruning: Pruning) -> tuple[Tensor, Tensor]:
+        """kept int32 [K], and the embeddings [1, K, D] of one item."""
+        embeds = torch.cat(self._tower.encode([torch.from_numpy(each.pixels) for each in media.slices()]), dim=1)
+        kept = keep_tokens(embeds[0], plan.grid, pruning)
+        return kept, embeds[:, kept]

@@ -1,0 +1,137 @@
+"""`make bench`: one request against transformers' generate, what the split into processes costs, and throughput.
+
+Every configuration is asked once a round, so that what else the machine does is shared by all; medians over rounds.
+Prints Markdown to stdout and progress to stderr. Everything runs in float32, from the clip's bytes to the last token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.one_process import OneProcess
+from benchmarks.peer import Peer
+from benchmarks.timing import Summary, Timed, machine
+from client.answer import Delta, Finished
+from client.client import FramesieveClient
+from client.launcher import LocalStack
+from client.prompt import Video
+from common.checkpoint import DEMO_MODEL
+from common.retention import Pruning
+from demo.scenes import encode, random_scene
+
+RATES = (0.0, 0.5, 0.75, 0.9)
+CLIENTS = (1, 8)
+QUESTION = "What happens in the video?"
+FLAGS = {"encoder": ["--dtype", "float32"], "generation": ["--dtype", "float32"]}
+FIRST_SEED = 9_000_000
+
+
+async def ask(client: FramesieveClient, clip: bytes, rate: float, max_new_tokens: int) -> Timed:
+    start = time.perf_counter()
+    first, tokens = 0.0, 0
+    video = Video(data=clip)
+    async for event in client.stream(video, QUESTION, pruning_rate=rate, max_new_tokens=max_new_tokens, temperature=0):
+        if isinstance(event, Delta) and not first:
+            first = time.perf_counter() - start
+        if isinstance(event, Finished):
+            tokens = event.usage.completion_tokens
+    return Timed(first, time.perf_counter() - start, tokens)
+
+
+async def latency(client: FramesieveClient, folder: Path, rounds: int, max_new_tokens: int) -> list[str]:
+    """One request at a time: the peer, the three processes, and the same parts in one process."""
+    clip = encode(random_scene(FIRST_SEED))
+    peer = Peer(folder)
+    found: dict[tuple[str, float], list[Timed]] = {}
+    with OneProcess(folder) as one:
+        for index in range(rounds + 1):
+            peers = await asyncio.to_thread(peer.ask, clip, QUESTION, max_new_tokens)
+            timed = {("transformers", 0.0): Timed(peers.first_token_s, peers.total_s, len(peers.token_ids))}
+            for rate in RATES:
+                timed["one process", rate] = await asyncio.to_thread(
+                    one.ask, clip, QUESTION, Pruning(rate), max_new_tokens
+                )
+                timed["three processes", rate] = await ask(client, clip, rate, max_new_tokens)
+            print(f"latency: round {index} of {rounds}{' (warm-up)' * (index == 0)}", file=sys.stderr)
+            for key, value in timed.items() if index else ():
+                found.setdefault(key, []).append(value)
+    base = Summary.of(found["transformers", 0.0])
+    lines = [
+        "| what | rate | time to first token | × transformers | total | × transformers | new tokens |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (name, rate), values in sorted(found.items(), key=lambda item: (item[0][0] != "transformers", item[0])):
+        summary = Summary.of(values)
+        lines.append(
+            f"| {name} | {rate:g} | {summary.first_token_s * 1e3:.0f} ms | "
+            f"{base.first_token_s / summary.first_token_s:.2f} | {summary.total_s * 1e3:.0f} ms | "
+            f"{base.total_s / summary.total_s:.2f} | {values[0].tokens} |"
+        )
+    return lines
+
+
+async def throughput(
+    client: FramesieveClient, folder: Path, rounds: int, requests: int, max_new_tokens: int
+) -> list[str]:
+    """Requests a second over clips that are all different, in closed loops; the peer takes one after another."""
+    clips = [encode(random_scene(FIRST_SEED + 1 + index)) for index in range(requests)]
+    peer = Peer(folder)
+    rates: dict[tuple[str, int, float], list[float]] = {}
+    for index in range(rounds):
+        start = time.perf_counter()
+        for clip in clips:
+            await asyncio.to_thread(peer.ask, clip, QUESTION, max_new_tokens)
+        rates.setdefault(("transformers", 1, 0.0), []).append(requests / (time.perf_counter() - start))
+        for clients in CLIENTS:
+            for rate in (0.0, 0.75):
+                found = await closed_loop(client, clips, clients, rate, max_new_tokens)
+                rates.setdefault(("three processes", clients, rate), []).append(found)
+        print(f"throughput: round {index + 1} of {rounds}", file=sys.stderr)
+    base = statistics.median(rates["transformers", 1, 0.0])
+    lines = ["| what | clients | rate | requests/s | × transformers |", "|---|---|---|---|---|"]
+    for (name, clients, rate), values in rates.items():
+        median = statistics.median(values)
+        lines.append(f"| {name} | {clients} | {rate:g} | {median:.2f} | {median / base:.2f} |")
+    return lines
+
+
+async def closed_loop(
+    client: FramesieveClient, clips: Sequence[bytes], clients: int, rate: float, max_new_tokens: int
+) -> float:
+    """Requests a second with `clients` of them always in flight."""
+    waiting = iter(clips)
+
+    async def one() -> None:
+        for clip in waiting:
+            await ask(client, clip, rate, max_new_tokens)
+
+    start = time.perf_counter()
+    await asyncio.gather(*(one() for _ in range(clients)))
+    return len(clips) / (time.perf_counter() - start)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--requests", type=int, default=24, help="of each throughput run")
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    args = parser.parse_args()
+    print(f"`python -m benchmarks.run {' '.join(sys.argv[1:])}`".replace(" `", "`"))
+    print(f"{datetime.datetime.now(datetime.UTC).date()}, {machine()}\n")
+    async with LocalStack(args.model, flags=FLAGS) as stack, FramesieveClient(stack.address) as client:
+        print(*await latency(client, args.model, args.rounds, args.max_new_tokens), sep="\n")
+        print()
+        lines = await throughput(client, args.model, max(5, args.rounds // 2), args.requests, args.max_new_tokens)
+        print(*lines, sep="\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,41 @@
+"""One question timed, and how repeated timings are summed up."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One question: seconds from the call to the first token and to the end, and how many tokens were generated."""
+
+    first_token_s: float
+    total_s: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Medians over repetitions of the same question, in seconds."""
+
+    first_token_s: float
+    total_s: float
+
+    @classmethod
+    def of(cls, timed: Sequence[Timed]) -> Summary:
+        return cls(
+            statistics.median(each.first_token_s for each in timed), statistics.median(each.total_s for each in timed)
+        )
+
+
+def machine() -> str:
+    """The processor, how many of it, and the load that others put on it."""
+    cpu_info = Path("/proc/cpuinfo")
+    names = [line for line in cpu_info.read_text().splitlines() if line.startswith("model name")]
+    name = names[0].partition(":")[2].strip() if names else platform.processor()
+    return f"{name}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f} at the start"
