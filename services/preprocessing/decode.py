@@ -15,6 +15,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 
 import av
 import numpy as np
@@ -23,7 +24,7 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
 from common.errors import MediaDamaged, MediaRejected
-from services.preprocessing.packets import PacketIndex, check_frame_size, open_video
+from services.preprocessing.packets import PacketIndex, check_frame_size, open_video, packets_of
 from services.preprocessing.resize import UInt8Array
 from services.preprocessing.sources import Source
 
@@ -112,7 +113,7 @@ class _Frames:
         self._behind = self._ahead = None
         try:
             self._container.seek(keyframe, stream=self._stream)
-            first = next(self._container.demux(self._stream), None)
+            first = next(packets_of(self._container, self._stream), None)
             arrived = first is not None and first.pts is not None and first.pts <= keyframe
             if arrived:
                 self._container.seek(keyframe, stream=self._stream)
@@ -129,12 +130,7 @@ class _Frames:
     def _decode(self, container: InputContainer, stream: VideoStream) -> Iterator[tuple[int, VideoFrame]]:
         """(presentation time or ordinal, frame); what cannot be decoded is left out."""
         order = 0
-        packets = container.demux(stream)
-        while True:
-            try:
-                packet = next(packets, None)
-            except av.FFmpegError:
-                packet = None
+        for packet in chain(packets_of(container, stream), (None,)):
             try:
                 frames = stream.decode(packet)
             except av.FFmpegError:
@@ -144,8 +140,6 @@ class _Frames:
                 order += 1
                 if key is not None and not frame.is_corrupt:
                     yield key, frame
-            if packet is None or packet.size == 0:
-                return
 
     def _rgb(self, frame: VideoFrame) -> UInt8Array:
         check_frame_size(self._source.name, frame.height, frame.width)

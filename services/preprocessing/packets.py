@@ -13,6 +13,7 @@ from fractions import Fraction
 
 import av
 from av.container import InputContainer
+from av.packet import Packet
 from av.stream import Disposition
 from av.video.stream import VideoStream
 
@@ -22,6 +23,7 @@ from services.preprocessing.sources import Source
 
 MAX_FRAME_PX = 2**26
 MAX_PACKETS = 2**22
+MAX_LENGTH_S = 7 * 24 * 3600
 
 # A playlist inside a file must not reach other files or hosts: the source itself is read without any protocol.
 _OPEN_OPTIONS = {"protocol_whitelist": "none"}
@@ -63,6 +65,23 @@ def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
             yield container, streams[0]
 
 
+def packets_of(container: InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
+    """The stream's packets from where the container stands, up to its end or to where reading fails."""
+    packets = container.demux(stream)
+    while True:
+        try:
+            packet = next(packets, None)
+        except IndexError:  # PyAV, at a packet of a stream that the header did not announce
+            packets = container.demux(stream)
+            continue
+        except av.FFmpegError:
+            return
+        if packet is None:
+            return
+        if packet.size:
+            yield packet
+
+
 def read_packets(source: Source) -> PacketIndex:
     """Reads every packet of the video stream. Raises MediaRejected for what holds no frames or passes a limit."""
     with open_video(source) as (container, stream):
@@ -70,26 +89,31 @@ def read_packets(source: Source) -> PacketIndex:
         pts: list[int | None] = []
         keyframes: list[int] = []
         tail = 0
-        try:
-            for packet in container.demux(stream):
-                if packet.size == 0 or packet.is_discard:
-                    continue
-                if len(pts) == MAX_PACKETS:
-                    raise MediaRejected(f"{source.name} has more than {MAX_PACKETS} frames")
-                pts.append(packet.pts)
-                tail = packet.duration or tail
-                if packet.is_keyframe and packet.pts is not None:
-                    keyframes.append(packet.pts)
-        except av.FFmpegError:
-            pass  # what could be read before the damage is what the video holds
+        for packet in packets_of(container, stream):
+            if packet.is_discard:
+                continue
+            if len(pts) == MAX_PACKETS:
+                raise MediaRejected(f"{source.name} has more than {MAX_PACKETS} frames")
+            pts.append(packet.pts)
+            tail = packet.duration or tail
+            if packet.is_keyframe and packet.pts is not None:
+                keyframes.append(packet.pts)
         if not pts:
             raise MediaRejected(f"{source.name} holds no frames")
-        rates = tuple(rate for rate in (stream.average_rate, stream.guessed_rate, stream.base_rate) if rate)
+        rates = tuple(
+            rate for rate in (stream.average_rate, stream.guessed_rate, stream.base_rate) if rate and rate > 0
+        )
         known = [each for each in pts if each is not None]
         # AVI stores no presentation times, and what FFmpeg makes up for B-frames is out of order.
         if len(known) < len(pts) or container.format.name == "avi" or stream.time_base is None:
-            return _by_order(len(pts), rates, height, width)
-        return _by_time(known, keyframes, tail, stream.time_base, rates, height, width)
+            index = _by_order(len(pts), rates, height, width)
+        else:
+            index = _by_time(known, keyframes, tail, stream.time_base, rates, height, width)
+        if index.times.length_s > MAX_LENGTH_S:
+            raise MediaRejected(
+                f"{source.name} claims to last {float(index.times.length_s):.0f} s, at most {MAX_LENGTH_S} are allowed"
+            )
+        return index
 
 
 def _by_time(
@@ -117,6 +141,8 @@ def _by_order(frames: int, rates: tuple[Fraction, ...], height: int, width: int)
 
 
 def _frame_size(source: Source, stream: VideoStream) -> tuple[int, int]:
+    if stream.codec_context is None:
+        raise MediaRejected(f"{source.name} is encoded in a way that is not known here")
     height, width = stream.codec_context.height, stream.codec_context.width
     if height < 1 or width < 1:
         raise MediaRejected(f"{source.name} does not say how large its frames are: it is damaged or no video")

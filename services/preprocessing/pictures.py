@@ -27,7 +27,8 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _ON_ITS_SIDE = (5, 6, 7, 8)
-_UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
+# What Pillow's readers raise for damaged files, as fuzzing found.
+_UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, RuntimeError, Image.DecompressionBombError)
 
 
 @dataclass(frozen=True, slots=True)

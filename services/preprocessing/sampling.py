@@ -116,6 +116,11 @@ class FrameTimes:
     time_base: Fraction
     rates: tuple[Fraction, ...]
 
+    @property
+    def length_s(self) -> Fraction:
+        """From the first frame to the end of the last."""
+        return (self.ticks[-1] - self.ticks[0] + self.tail_ticks) * self.time_base
+
     def cut(self, start_s: float | None, end_s: float | None) -> FrameTimes:
         """The frames that appear in [start_s, end_s). Raises InvalidRequest if there are none."""
         first = bisect.bisect_left(self.ticks, _ticks_from(start_s or 0, self.time_base))
@@ -123,8 +128,8 @@ class FrameTimes:
         if end_s is not None:
             end = bisect.bisect_left(self.ticks, _ticks_from(end_s, self.time_base))
         if first >= end:
-            length_s = float((self.ticks[-1] + self.tail_ticks) * self.time_base)
             asked = f"{start_s or 0:g} s and {'its end' if end_s is None else f'{end_s:g} s'}"
+            length_s = float(self.length_s)
             raise InvalidRequest(
                 f"frame_sampling.start_s and end_s: no frame appears between {asked} of a video of {length_s:.3f} s"
             )
@@ -144,12 +149,10 @@ class FrameTimes:
         constant = self.constant_rate()
         if constant is not None:
             return constant
-        span = self.ticks[-1] - self.ticks[0] + self.tail_ticks
-        own = len(self.ticks) / (span * self.time_base)
         for rate in self.rates[:1]:
-            if abs(len(self.ticks) / (rate * self.time_base) - span) <= self.tail_ticks:
+            if abs(len(self.ticks) / rate - self.length_s) <= self.tail_ticks * self.time_base:
                 return rate
-        return own
+        return len(self.ticks) / self.length_s
 
     def at(self, indices: Sequence[int]) -> tuple[int, ...]:
         """Which frames stand at `indices` of the average rate, as places in `ticks`.

@@ -219,3 +219,35 @@ def test_frames_above_the_limit_are_rejected_before_any_is_decoded(monkeypatch: 
     monkeypatch.setattr(packets, "MAX_FRAME_PX", 48 * 64 - 1)
     with pytest.raises(MediaRejected, match=r"64×48 pixels, at most 3071 are allowed"):
         opened(clip(4))
+
+
+def test_a_codec_that_is_not_known_is_rejected() -> None:
+    data = clip(4, container="matroska").replace(b"V_MPEG4/ISO/AVC", b"V_XXXX4/ISO/AVC")
+    with pytest.raises(MediaRejected, match="not known here"):
+        opened(data)
+
+
+def test_a_video_that_claims_to_last_for_years_is_rejected() -> None:
+    data = clip(3, container="matroska", pts=[0, 40, 10**11], time_base=Fraction(1, 1000))
+    with pytest.raises(MediaRejected, match=r"claims to last 1000000\d\d s, at most 604800 are allowed"):
+        opened(data)
+
+
+class Surprised:
+    """A container that stumbles, as PyAV does, once over a packet of a stream that its header did not announce."""
+
+    def __init__(self, container: Any) -> None:
+        self._container, self._stumbled = container, False
+
+    def demux(self, stream: Any) -> Iterator[Any]:
+        for number, packet in enumerate(self._container.demux(stream)):
+            yield packet
+            if number == 9 and not self._stumbled:
+                self._stumbled = True
+                raise IndexError("list index out of range")
+
+
+def test_a_stream_that_begins_in_the_middle_of_the_file_does_not_end_it() -> None:
+    with packets.open_video(bytes_source("video", clip(30))) as (container, stream):
+        surprised: Any = Surprised(container)
+        assert len(list(packets.packets_of(surprised, stream))) == 30
