@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import signal
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +19,7 @@ from client import answer as answers
 from client.client import DEFAULT_ADDRESS, FramesieveClient
 from client.contact_sheet import contact_sheet
 from client.inspection import Inspection, inspect
-from client.launcher import SERVICES, Endpoint, LocalStack
+from client.launcher import SERVICES, SIGTERM_STATUS, Endpoint, LocalStack, unwind_on_sigterm
 from client.prompt import Image, Video, media_file
 from client.terminal import MediaBars, errors_told, stderr, tell_cost
 from client.wire import Options
@@ -69,7 +67,7 @@ def serve(
     addresses = (preprocessing_listen, encoder_listen, listen)
     ports = (metrics_port, metrics_port + 1, metrics_port + 2) if metrics_port else (0, 0, 0)
     endpoints = dict(zip(SERVICES, map(Endpoint, addresses, ports), strict=True))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    unwind_on_sigterm(0)
     with errors_told(), LocalStack(model, media_root=media_root, endpoints=endpoints, show_logs=True) as stack:
         stderr.print(f"[bold]framesieve answers at {listen}[/]; Ctrl-C stops it. In another terminal:", soft_wrap=True)
         server = "" if listen == DEFAULT_ADDRESS else f" --server {listen}"
@@ -143,7 +141,9 @@ def inspect_media(
         if preprocessing is not None and encoder is not None:
             seen = asyncio.run(inspect(preprocessing, encoder, part, pruning))
         else:
-            with stderr.status("starting the services, looking, stopping them …"), LocalStack(model) as stack:
+            unwind_on_sigterm(SIGTERM_STATUS)
+            started = LocalStack(model, services=("preprocessing", "encoder"))
+            with stderr.status("starting two services, looking, stopping them …"), started as stack:
                 seen = asyncio.run(inspect(stack.addresses["preprocessing"], stack.addresses["encoder"], part, pruning))
         _draw(seen, pruning, media.name).save(output, format="PNG")
     _tell_inspection(seen, pruning, output, as_json)
@@ -198,11 +198,10 @@ def _answer_json(answer: answers.Answer) -> dict[str, Any]:
 
 def _draw(seen: Inspection, pruning: Pruning, name: str) -> Any:
     grid, kept = seen.plan.grid, seen.kept.size
-    moments = "1 picture" if seen.plan.modality is Modality.IMAGE else f"{grid.t} slices"
     method = pruning.method.upper() if pruning.method == EVS else pruning.method
     caption = (
         f"{method} at rate {pruning.rate:g} keeps {kept} of {grid.tokens} tokens ({kept / grid.tokens:.1%})  ·  "
-        f"{moments} of {grid.h} by {grid.w} tokens"
+        f"{_moments(seen)} of {grid.h} by {grid.w} tokens"
     )
     return contact_sheet(seen.frames, grid, seen.kept, seen.plan.timestamps_s, name, caption)
 
@@ -224,7 +223,13 @@ def _tell_inspection(seen: Inspection, pruning: Pruning, output: Path, as_json: 
             }
         )
         return
-    print(f"{output}: {kept} of {grid.tokens} tokens kept, {grid.t} slices of {grid.h} × {grid.w}")
+    print(f"{output}: {kept} of {grid.tokens} tokens kept, {_moments(seen)} of {grid.h} × {grid.w}")
+
+
+def _moments(seen: Inspection) -> str:
+    if seen.plan.modality is Modality.IMAGE:
+        return "1 picture"
+    return f"{seen.plan.grid.t} slice{'' if seen.plan.grid.t == 1 else 's'}"
 
 
 # --- shared -----------------------------------------------------------------------------------------------------

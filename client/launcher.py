@@ -36,6 +36,7 @@ POLL_S = 0.1
 LOG_TAIL_LINES = 20
 KILL_AFTER_DRAIN_S = 5.0
 STDERR = 2
+SIGTERM_STATUS = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class LocalStack:
             ... stack.address ...
 
     model: a checkpoint folder; None is the embedded demo model.
+    services: which are started; each needs those before it.
     media_root: where preprocessing may read paths from; None: nowhere.
     endpoints: by service; None: unix sockets in a folder of the stack's own, and free loopback ports for metrics.
     flags: more command-line flags, by service.
@@ -65,6 +67,7 @@ class LocalStack:
         self,
         model: Path | None = None,
         *,
+        services: Sequence[str] = SERVICES,
         media_root: Path | None = None,
         endpoints: Mapping[str, Endpoint] | None = None,
         flags: Mapping[str, Sequence[str]] | None = None,
@@ -74,6 +77,7 @@ class LocalStack:
     ) -> None:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._model = model
+        self._services = tuple(services)
         self._media_root = media_root
         self._given = endpoints
         self._flags = flags or {}
@@ -110,7 +114,7 @@ class LocalStack:
         try:
             self._folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="framesieve-")))
             self._endpoints = dict(self._given or _own_endpoints(self._folder))
-            for service in SERVICES:
+            for service in self._services:
                 self.processes[service] = self._spawn(service)
             self._wait_until_ready()
         except BaseException:
@@ -145,7 +149,7 @@ class LocalStack:
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._ready_timeout_s
-        waiting = list(SERVICES)
+        waiting = list(self._services)
         while waiting:
             if self._given_up.is_set():
                 raise StartupError("the start was cancelled")
@@ -185,9 +189,8 @@ class LocalStack:
     def stop(self) -> None:
         """Drains and stops generation, then the encoder, then preprocessing; what outlasts its grace is killed."""
         try:
-            for service in reversed(SERVICES):
-                process = self.processes.get(service)
-                if process is None or process.poll() is not None:
+            for process in reversed(self.processes.values()):
+                if process.poll() is not None:
                     continue
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -236,9 +239,9 @@ class LocalStack:
         await asyncio.to_thread(self.stop)
 
 
-def loopback_endpoints(ports: Mapping[str, int], metrics_ports: Mapping[str, int]) -> dict[str, Endpoint]:
-    """Every service on 127.0.0.1."""
-    return {name: Endpoint(f"127.0.0.1:{ports[name]}", metrics_ports[name]) for name in SERVICES}
+def unwind_on_sigterm(status: int) -> None:
+    """SIGTERM leaves the main thread's `with` blocks, as Ctrl-C does, so that no stack outlives this process."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(status))
 
 
 def _own_endpoints(folder: Path) -> dict[str, Endpoint]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from client import Accepted, Delta, Finished, FramesieveClient, Timings, Usage, Video
-from client.launcher import LocalStack
+from client.launcher import SIGTERM_STATUS, LocalStack, unwind_on_sigterm
 from common.checkpoint import DEMO_MODEL
 from common.errors import FramesieveError, StartupError
 from demo.example import CLIP, QUESTIONS
@@ -45,6 +45,7 @@ class Row:
 def main(model: Path = DEMO_MODEL) -> int:
     """Runs the demo and returns its exit status."""
     console = Console(highlight=False)
+    unwind_on_sigterm(SIGTERM_STATUS)
     try:
         console.print("[dim]starting preprocessing, the encoder and generation …[/]")
         with LocalStack(model) as stack:

@@ -106,6 +106,7 @@ class FakeServices(
         self.asked.append(next(requests).prompt)
         for plan in plan_messages(PLAN):
             yield preprocessing_pb2.PreprocessResponse(plan=plan)
+        assert next(requests).select.all
         for first in (0, 2):
             shape = (2, FRAME_PX, FRAME_PX, 3)
             frames = np.full(shape, 40 + 50 * first, dtype=np.uint8)
@@ -118,6 +119,7 @@ class FakeServices(
         self.asked.append(next(requests).prompt)
         for plan in plan_messages(PLAN):
             yield encoder_pb2.EncodeResponse(plan=plan)
+        assert next(requests).select.all
         count = GRID.tokens if self.kept is None else len(self.kept)
         shape = (1, count, 4)
         kept = None if self.kept is None else int32_tensor(np.array(self.kept, dtype=np.int32))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -110,6 +112,12 @@ def test_services_listen_where_they_are_told_to(record: Path) -> None:
         assert "'model': None" in (record / "generation.arguments").read_text()
 
 
+def test_a_stack_of_the_first_two_services_starts_no_third(record: Path) -> None:
+    with LocalStack(services=("preprocessing", "encoder")) as stack:
+        assert list(stack.processes) == ["preprocessing", "encoder"]
+    assert stopped(record) == ["encoder", "preprocessing"]
+
+
 async def test_a_stack_is_an_async_context_manager_too(record: Path) -> None:
     async with LocalStack() as stack:
         assert stack.ended() is None
@@ -158,3 +166,25 @@ def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(
     assert 0.4 <= time.monotonic() - start < 5
     assert stack.processes["generation"].returncode == -signal.SIGKILL
     assert stopped(record) == ["encoder", "preprocessing"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
+def test_a_parent_that_is_told_to_go_takes_its_services_with_it(
+    record: Path, number: signal.Signals, status: int
+) -> None:
+    code = """
+from client.launcher import LocalStack, unwind_on_sigterm
+unwind_on_sigterm(143)
+with LocalStack() as stack:
+    print("ready", flush=True)
+    try:
+        stack.watch()
+    except KeyboardInterrupt:
+        raise SystemExit(1) from None
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        parent.send_signal(number)
+        assert parent.wait(10) == status
+    assert stopped(record) == ["generation", "encoder", "preprocessing"]
