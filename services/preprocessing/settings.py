@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from pydantic import Field
@@ -19,4 +18,3 @@ class PreprocessingSettings(ServiceSettings):
     listen: str = Field("127.0.0.1:50051", description="address to serve on, host:port or unix:/path")
     metrics_port: int = Field(9101, ge=0, le=65535, description="port for Prometheus' /metrics; 0 serves none")
     media_root: Path | None = Field(None, description="folder below which paths may be opened; without it none may")
-    decode_workers: int = Field(os.cpu_count() or 1, ge=1, le=256, description="threads that decode media")
