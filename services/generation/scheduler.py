@@ -78,11 +78,11 @@ class Scheduler:
 
     def schedule(self) -> list[Window]:
         """The windows of the next step, with blocks for each; empty if nothing can run until something arrives."""
-        while True:
-            windows = list(self._with_blocks(self._windows_in_budget()))
-            # A step whose every request was preempted makes room for an older one, so the next plan has another.
-            if windows or not (self.running or self.waiting):
-                return windows + self._early_windows(self._budget_tokens - sum(window.tokens for window in windows))
+        windows = list(self._with_blocks(self._windows_in_budget()))
+        # The oldest running request is always among them: it was admitted with budget left over, which no newer
+        # prompt gets before it; and whoever is oldest gets its blocks.
+        assert windows or not (self.running or self.waiting), "requests could run, and none does"
+        return windows + self._early_windows(self._budget_tokens - sum(window.tokens for window in windows))
 
     # --- who gets tokens ---------------------------------------------------------------------------------------
 
@@ -108,7 +108,8 @@ class Scheduler:
         request = self.waiting[0]
         promised = sum(self._missing_blocks(other, other.tokens) for other in self.running)
         held_by_idle = sum(len(other.blocks) for other in (*self.waiting[1:], *self.awaiting_media))
-        room = self.allocator.free + held_by_idle - promised
+        # One block for each to grow into, or the next token of any of them throws the newcomer out again.
+        room = self.allocator.free + held_by_idle - promised - len(self.running)
         if self.running and self._missing_blocks(request, request.tokens) > room:
             return None
         del self.waiting[0]

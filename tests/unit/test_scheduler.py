@@ -102,9 +102,10 @@ def test_decodes_come_before_prefill_and_older_prompts_before_newer_ones() -> No
     desk = Desk(budget_tokens=10)
     first = desk.add(5, 9)
     desk.step()
-    second, third = desk.add(12, 9), desk.add(12, 9)
+    second, third = desk.add(21, 9), desk.add(12, 9)
     assert [(w.request, w.start, w.end) for w in desk.step()] == [(first, 5, 6), (second, 0, 9)]
-    assert [(w.request, w.start, w.end) for w in desk.step()] == [(first, 6, 7), (second, 9, 12), (third, 0, 6)]
+    assert [(w.request, w.start, w.end) for w in desk.step()] == [(first, 6, 7), (second, 9, 18)]
+    assert [(w.request, w.start, w.end) for w in desk.step()] == [(first, 7, 8), (second, 18, 21), (third, 0, 6)]
 
 
 def test_text_before_a_late_video_is_prefilled_with_what_nobody_else_wants() -> None:
@@ -136,6 +137,24 @@ def test_blocks_of_a_request_that_awaits_media_are_reclaimed_first_and_it_is_not
     assert desk.scheduler.preemptions == 0
 
 
+def test_whoever_awaits_media_loses_blocks_before_one_whose_media_came() -> None:
+    desk = Desk(blocks=8, budget_tokens=64, max_running=1)
+    runs = desk.add(7, 14)
+    awaits, waits = desk.add(8, 1, video=True), desk.add(8, 1, video=True)
+    desk.step()
+    desk.deliver(waits)
+    while awaits.blocks:
+        assert len(waits.blocks) == 2
+        desk.step()
+    assert runs.status is Status.RUNNING
+    assert len(waits.blocks) == 2
+    while desk.step():
+        pass
+    assert waits.status is Status.DONE
+    assert awaits.reclaimed
+    assert desk.scheduler.preemptions == 0
+
+
 def test_the_newest_is_preempted_and_comes_back_before_those_that_wait() -> None:
     desk = Desk(blocks=6, budget_tokens=64, max_running=2)
     old, new = desk.add(8, 12), desk.add(12, 12)
@@ -159,10 +178,9 @@ def test_a_prompt_is_not_admitted_where_it_would_push_another_out() -> None:
     desk.add(20, 4)
     desk.step()
     second = desk.add(16, 1)  # 4 blocks: 3 are free beside the 5 that the first one's prompt needs
-    desk.step()
-    assert second.status is Status.WAITING
-    while second.status is Status.WAITING:
-        desk.step()
+    while desk.step():
+        pass
+    assert second.status is Status.DONE
     assert desk.scheduler.preemptions == 0
 
 
