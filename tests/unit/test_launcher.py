@@ -175,12 +175,12 @@ def test_a_parent_that_is_told_to_go_takes_its_services_with_it(
     code = """
 from client.launcher import LocalStack, unwind_on_sigterm
 unwind_on_sigterm(143)
-with LocalStack() as stack:
-    print("ready", flush=True)
-    try:
+try:
+    with LocalStack() as stack:
+        print("ready", flush=True)
         stack.watch()
-    except KeyboardInterrupt:
-        raise SystemExit(1) from None
+except KeyboardInterrupt:
+    raise SystemExit(1) from None
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
