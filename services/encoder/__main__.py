@@ -8,6 +8,7 @@ import torch
 
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
+from common.errors import StartupError
 from common.server import run, serve
 from common.telemetry import configure_logging
 from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
@@ -21,10 +22,10 @@ from services.encoder.settings import EncoderSettings
 async def main() -> None:
     settings = EncoderSettings.load()
     configure_logging("encoder", settings.log_format)
-    if settings.threads:
+    if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     checkpoint = Checkpoint(settings.model)
-    tower = load_tower(checkpoint, settings.dtype, settings.torch_device)
+    tower = load_tower(checkpoint, settings.dtype, _device(settings.device))
     batcher = Batcher(tower.encode, settings.batch_tokens)
     room = Room(settings.output_buffer_bytes)
     try:
@@ -33,6 +34,17 @@ async def main() -> None:
             await serve(SERVICE, settings, partial(add_EncoderServiceServicer_to_server, servicer))
     finally:
         batcher.close()
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter from builds of torch without CUDA
+        raise StartupError(f"--device {name} cannot be used: {error}") from error
+    return device
 
 
 if __name__ == "__main__":

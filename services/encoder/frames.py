@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,8 @@ from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, Prep
 from services.encoder.patches import PatchShape
 
 STAGE = "preprocessing"
+
+_MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +46,17 @@ class Expectation:
     embed_levels: int
     fingerprint: bytes
 
-    def check(self, plan: PromptPlan, media: int) -> None:
-        """Raises PeerContract unless the plan was made with this checkpoint, for a prompt of `media` items."""
+    def check(self, plan: PromptPlan, modalities: Sequence[Modality]) -> None:
+        """Raises PeerContract unless the plan was made with this checkpoint, for a prompt with these media."""
         if plan.fingerprint != self.fingerprint:
             raise PeerContract(
                 f"preprocessing serves the checkpoint {plan.fingerprint.hex()}, this encoder {self.fingerprint.hex()}"
             )
         if plan.embed_levels != self.embed_levels:
             raise PeerContract(f"the plan has {plan.embed_levels} embed levels, the tower {self.embed_levels}")
-        if len(plan.media) != media:
-            raise PeerContract(f"the plan has {len(plan.media)} media items, the prompt {media}")
+        planned = [item.modality for item in plan.media]
+        if planned != list(modalities):
+            raise PeerContract(f"the plan is for {planned}, the prompt has {list(modalities)}")
         for item in plan.media:
             self._check_item(item)
 
@@ -81,7 +84,8 @@ class FrameStream:
 
     async def plan(self, prompt: prompt_pb2.Prompt) -> PromptPlan:
         """Sends the prompt and returns its plan, checked; `prompt` is passed on as it is."""
-        media = sum(part.WhichOneof("content") in ("image", "video") for turn in prompt.messages for part in turn.parts)
+        kinds = [part.WhichOneof("content") for message in prompt.messages for part in message.parts]
+        modalities = [_MODALITIES[kind] for kind in kinds if kind in _MODALITIES]
         await self._write(PreprocessRequest(prompt=prompt))
         receiver = PlanReceiver()
         while (message := await self._read()) is not None:
@@ -89,7 +93,7 @@ class FrameStream:
                 raise PeerContract("preprocessing sent frames before its plan was complete")
             plan = receiver.add(message.plan)
             if plan is not None:
-                self._expected.check(plan, media)
+                self._expected.check(plan, modalities)
                 return plan
         raise PeerContract("preprocessing ended before its plan was complete")
 

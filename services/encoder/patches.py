@@ -97,17 +97,15 @@ def patchify(frames: Tensor, shape: PatchShape) -> Tensor:
 class FoldedPatchEmbed(nn.Module):
     """A patch embedding of uint8 patches: (P, patch_values) to (P, hidden), normalising included."""
 
-    def __init__(self, projection: nn.Conv3d, normalisation: Normalisation, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, normalisation: Normalisation, dtype: torch.dtype) -> None:
+        """weight: (hidden, 3, temporal_patch, patch, patch), of a convolution without bias."""
         super().__init__()
-        # In float64, so that folding itself adds no rounding.
-        weight = projection.weight.double()
+        weight = weight.double()  # so that folding itself adds no rounding
         mean, std = (
             torch.tensor(values, dtype=torch.float64).view(1, CHANNELS, 1, 1, 1)
             for values in (normalisation.mean, normalisation.std)
         )
         bias = (weight * (_CENTRE * normalisation.rescale - mean) / std).sum((1, 2, 3, 4))
-        if projection.bias is not None:
-            bias += projection.bias.double()
         self.weight = nn.Parameter((weight * (normalisation.rescale / std)).flatten(1).to(dtype), requires_grad=False)
         self.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
 

@@ -1,29 +1,29 @@
-"""The encoder's flags and environment variables, beside those that every service has."""
+"""The encoder's settings."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from pydantic import Field
+from pydantic_settings import SettingsConfigDict
 
 from common.settings import ServiceSettings
 
 
-class EncoderSettings(ServiceSettings, cli_prog_name="python -m services.encoder"):
-    """What `python -m services.encoder` is told."""
+class EncoderSettings(ServiceSettings):
+    """Flags and FRAMESIEVE_… variables of `python -m services.encoder`."""
 
-    listen: str = Field("localhost:50052", description="address to serve on, host:port or unix:/path")
+    model_config = SettingsConfigDict(cli_prog_name="python -m services.encoder")
+
+    listen: str = Field("127.0.0.1:50052", description="address to serve on, host:port or unix:/path")
     metrics_port: int = Field(9102, ge=0, le=65535, description="port for Prometheus' /metrics; 0 serves none")
-    preprocessing: str = Field("localhost:50051", description="address of the preprocessing service")
-    output_buffer_bytes: int = Field(2**30, ge=1, description="room for embeddings before and while they are sent")
-    batch_tokens: int = Field(2048, ge=1, description="merged tokens of one forward, at most")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto is the checkpoint's own")
-    device: str = Field("auto", description="auto is cuda where there is one, else cpu")
-    threads: int = Field(0, ge=0, description="threads of the tower on the CPU; 0 is torch's own choice")
-
-    @property
-    def torch_device(self) -> torch.device:
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
+    preprocessing: str = Field("127.0.0.1:50051", description="address of preprocessing")
+    output_buffer_bytes: int = Field(2**30, ge=1, description="most bytes of unpruned embeddings, over all requests")
+    batch_tokens: int = Field(2048, ge=1, description="most merged tokens of one forward, over all requests")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of weights and embeddings; auto is the checkpoint's own"
+    )
+    device: str = Field("auto", description="cpu, cuda or cuda:N; auto is cuda where there is one")
+    threads: int | None = Field(
+        None, ge=1, description="threads of one operation on the CPU; unset: torch's own choice"
+    )

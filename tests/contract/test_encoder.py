@@ -384,20 +384,19 @@ def other_item(plan: PromptPlan, **changes: Any) -> PromptPlan:
     return replace(plan, media=(replace(plan.media[0], **changes), *plan.media[1:]))
 
 
-@pytest.mark.parametrize(
-    "bend",
-    [
-        lambda plan: replace(plan, fingerprint=bytes(32)),
-        lambda plan: replace(plan, embed_levels=1),
-        lambda plan: replace(plan, media=()),
-        lambda plan: other_item(plan, frame_height_px=2 * TOKEN_PX + 1),
-        lambda plan: other_item(plan, frame_width_px=2 * TOKEN_PX),
-        lambda plan: other_item(plan, frames=6),
-        lambda plan: other_item(plan, frames=9),
-        lambda plan: other_item(plan, modality=Modality.IMAGE, seconds_per_grid=None),
-    ],
-    ids=["fingerprint", "levels", "media", "height", "width", "frames missing", "frames beyond", "modality"],
-)
+BENT_PLANS: dict[str, Callable[[PromptPlan], PromptPlan]] = {
+    "another checkpoint": lambda plan: replace(plan, fingerprint=bytes(32)),
+    "more levels": lambda plan: replace(plan, embed_levels=1),
+    "no media": lambda plan: replace(plan, media=()),
+    "an image": lambda plan: replace(plan, media=plan_of([IMAGE], plan.fingerprint).media),
+    "half a patch higher": lambda plan: other_item(plan, frame_height_px=2 * TOKEN_PX + 7),
+    "a token narrower": lambda plan: other_item(plan, frame_width_px=2 * TOKEN_PX),
+    "frames missing": lambda plan: other_item(plan, frames=6),
+    "frames beyond": lambda plan: other_item(plan, frames=9),
+}
+
+
+@pytest.mark.parametrize("bend", BENT_PLANS.values(), ids=BENT_PLANS.keys())
 async def test_a_plan_for_something_else_breaks_the_contract(
     stack: Stack, bend: Callable[[PromptPlan], PromptPlan]
 ) -> None:
@@ -469,6 +468,31 @@ async def test_a_bug_of_preprocessings_names_the_stage_and_no_detail(stack: Stac
     with pytest.raises(errors.FramesieveError, match="preprocessing: an internal error") as raised:
         await encode(stack, first_request([VIDEO]), SELECT_ALL)
     assert "secret" not in str(raised.value)
+    await check_served(stack)
+
+
+async def iter_reads(call: Any) -> AsyncIterator[EncodeResponse]:
+    while (response := await call.read()) is not grpc.aio.EOF:
+        yield response
+
+
+async def test_a_caller_that_could_select_more_is_told_as_well(stack: Stack) -> None:
+    stack.preprocessing.fail = errors.MediaDamaged("9 of 10 frames cannot be decoded")
+    call = stack.stub.Encode(timeout=TIMEOUT_S)
+    await call.write(first_request([VIDEO, VIDEO]))
+    await call.write(select(0))
+    with pytest.raises(grpc.aio.AioRpcError, match="9 of 10"):
+        [_ async for _ in iter_reads(call)]
+    await check_served(stack)
+
+
+async def test_a_bug_of_the_tower_fails_its_request_and_not_the_service(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(stack.batcher, "_encode", lambda slices: [][0])
+        with pytest.raises(errors.FramesieveError, match=r"an internal error, request id \w+$"):
+            await encode(stack, first_request([VIDEO]), SELECT_ALL)
     await check_served(stack)
 
 

@@ -31,8 +31,7 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Tower:
     fill(model, weights, runs_in)
     # Its frequencies are computed, not stored, and stay float32.
     model.rotary_pos_emb = Qwen2_5_VLVisionRotaryEmbedding(config)
-    model.patch_embed.proj.weight.data = weights["patch_embed.proj.weight"]
-    model.patch_embed = FoldedPatchEmbed(model.patch_embed.proj, read_normalisation(checkpoint), runs_in)
+    model.patch_embed = FoldedPatchEmbed(weights["patch_embed.proj.weight"], read_normalisation(checkpoint), runs_in)
     model.eval().requires_grad_(False).to(device)
 
     def forward(patches: Tensor, grids: Tensor) -> Tensor:
