@@ -143,8 +143,8 @@ def test_a_service_that_refuses_to_start_is_quoted_and_the_others_end(record: Pa
 
 
 def test_a_service_that_is_never_ready_is_named_after_the_deadline(record: Path) -> None:
-    stack = LocalStack(flags={"generation": ["--never-ready"]}, ready_timeout_s=3.0)
-    with pytest.raises(StartupError, match=r"generation was not ready after 3 s(.|\n)*generation says hello"):
+    stack = LocalStack(flags={"preprocessing": ["--never-ready"]}, ready_timeout_s=4.0)
+    with pytest.raises(StartupError, match=r"preprocessing was not ready after 4 s(.|\n)*preprocessing says hello"):
         stack.start()
     assert not any(is_running(process.pid) for process in stack.processes.values())
 
@@ -163,7 +163,7 @@ def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(
     monkeypatch.setattr("client.launcher.KILL_AFTER_DRAIN_S", 0.2)
     with LocalStack(flags={"generation": ["--ignore-sigterm"]}, drain_s=0.2) as stack:
         start = time.monotonic()
-    assert 0.4 <= time.monotonic() - start < 5
+    assert 0.4 <= time.monotonic() - start < 15
     assert stack.processes["generation"].returncode == -signal.SIGKILL
     assert stopped(record) == ["encoder", "preprocessing"]
 
