@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,6 +48,9 @@ class Checkpoint:
             raise StartupError(f"--model {self.folder} is no checkpoint: it holds no config.json")
         if not self.weight_files:
             raise StartupError(f"--model {self.folder} is no checkpoint: it holds no .safetensors file")
+        unreadable = next((path for path in self.weight_files if not os.access(path, os.R_OK)), None)
+        if unreadable:
+            raise StartupError(f"{unreadable} cannot be read by user {os.getuid()}")
 
     @cached_property
     def config(self) -> dict[str, Any]:
