@@ -30,7 +30,6 @@ COPY demo/model demo/model
 RUN useradd --system --uid 10001 framesieve
 USER framesieve
 EXPOSE 50051 9101
-HEALTHCHECK --interval=5s --timeout=4s --start-period=60s CMD ["python", "-m", "common.probe", "127.0.0.1:50051"]
 ENTRYPOINT ["python", "-m", "services.preprocessing"]
 CMD ["--listen", "0.0.0.0:50051"]
 
@@ -43,7 +42,6 @@ COPY demo/model demo/model
 RUN useradd --system --uid 10001 framesieve
 USER framesieve
 EXPOSE 50052 9102
-HEALTHCHECK --interval=5s --timeout=4s --start-period=60s CMD ["python", "-m", "common.probe", "127.0.0.1:50052"]
 ENTRYPOINT ["python", "-m", "services.encoder"]
 CMD ["--listen", "0.0.0.0:50052"]
 
@@ -56,6 +54,5 @@ COPY demo/model demo/model
 RUN useradd --system --uid 10001 framesieve
 USER framesieve
 EXPOSE 50053 9103
-HEALTHCHECK --interval=5s --timeout=4s --start-period=60s CMD ["python", "-m", "common.probe", "127.0.0.1:50053"]
 ENTRYPOINT ["python", "-m", "services.generation"]
 CMD ["--listen", "0.0.0.0:50053"]

@@ -18,6 +18,7 @@ TORCH ?= torch==2.13.0
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@mkdir -p framesieve/v1  # so that the editable install knows the package that is generated next
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
