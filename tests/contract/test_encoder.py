@@ -423,7 +423,7 @@ BENT_FRAMES: dict[str, Bend] = {
     "another shape": lambda messages: slice_messages(0, 0, FRAMES[:, 1:].copy()),
     "one frame a slice": lambda messages: slice_messages(0, 0, FRAMES[:1]),
     "another dtype": lambda messages: slice_messages(0, 0, FRAMES, DType.INT32),
-    "more repaired than there are": lambda messages: [repaired(messages[0], 3)],
+    "more repaired than there are": lambda messages: [repaired(messages[0], 3), *messages[1:]],
     "a second plan": lambda messages: [PreprocessResponse(plan=prompt_pb2.PromptPlan())],
     "an empty message": lambda messages: [PreprocessResponse()],
 }
