@@ -12,7 +12,7 @@ Resizing and slicing are `slices`' business, threads are `workers`'.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -42,7 +42,7 @@ class DecodedFrame:
     repaired: bool
 
 
-def decode_frames(source: Source, index: PacketIndex, places: Sequence[int]) -> Iterator[DecodedFrame]:
+def decode_frames(source: Source, index: PacketIndex, places: Sequence[int]) -> Generator[DecodedFrame, None, None]:
     """The frames at `places` of the index, which must not decrease; one for each.
 
     Raises MediaDamaged once more than a tenth of them cannot be decoded, MediaRejected if they grow past the limit.

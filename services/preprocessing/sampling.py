@@ -92,14 +92,22 @@ def sample_indices(total_frames: int, average_rate: Fraction, bounds: FrameBound
 def _torch_arange(end: int, step: float) -> list[int]:
     """`torch.arange(0, end, step).int()`, rounding for rounding.
 
-    It computes lanes of 8: the first of each rounded to float32, the others from it in float64, then rounded; those
-    left over each by itself. So it may yield one element more than end / step, and that may even be `end`.
+    It computes pairs of lanes of 8: the first of each lane rounded to float32, the others from it in float64, then
+    rounded; what fills no pair, each by itself. It may yield one element more than end / step, and that may be `end`.
     """
     count = math.ceil(end / step)
     index = np.arange(count)
     lane = (index // _LANES * _LANES * step).astype(np.float32).astype(np.float64) + index % _LANES * step
-    values = np.where(index < count // _LANES * _LANES, lane, index * step).astype(np.float32)
+    values = np.where(index < count // (2 * _LANES) * 2 * _LANES, lane, index * step).astype(np.float32)
     return [int(value) for value in values]
+
+
+@dataclass(frozen=True, slots=True)
+class FrameRate:
+    """Frames a second, and whether every frame keeps to it."""
+
+    per_s: Fraction
+    constant: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,35 +144,33 @@ class FrameTimes:
         tail = self.tail_ticks if end == len(self.ticks) else self.ticks[end] - self.ticks[end - 1]
         return FrameTimes(self.ticks[first:end], tail, self.time_base, self.rates)
 
-    def constant_rate(self) -> Fraction | None:
-        """The suggested rate that every frame keeps to within one tick, if there is one."""
-        for rate in self.rates:
-            interval = 1 / (rate * self.time_base)
-            if all(abs(tick - self.ticks[0] - index * interval) <= 1 for index, tick in enumerate(self.ticks)):
-                return rate
-        return None
+    def rate(self) -> FrameRate:
+        """A suggested rate to which every frame keeps within a tick; else the average, as suggested if that is true."""
+        for per_s in self.rates:
+            if self._keeps_to(per_s):
+                return FrameRate(per_s, constant=True)
+        for per_s in self.rates[:1]:
+            if abs(len(self.ticks) / per_s - self.length_s) <= self.tail_ticks * self.time_base:
+                return FrameRate(per_s, constant=False)
+        return FrameRate(len(self.ticks) / self.length_s, constant=False)
 
-    def average_rate(self) -> Fraction:
-        """Frames a second over the whole: what the container says unless the frames belie it."""
-        constant = self.constant_rate()
-        if constant is not None:
-            return constant
-        for rate in self.rates[:1]:
-            if abs(len(self.ticks) / rate - self.length_s) <= self.tail_ticks * self.time_base:
-                return rate
-        return len(self.ticks) / self.length_s
+    def at(self, indices: Sequence[int], rate: FrameRate) -> tuple[int, ...]:
+        """Which frames stand at `indices` of the rate, as places in `ticks`.
 
-    def at(self, indices: Sequence[int]) -> tuple[int, ...]:
-        """Which frames stand at `indices` of the average rate, as places in `ticks`.
-
-        At a constant rate the indices themselves; else the last frame that appears at or before index / average rate.
+        At a constant rate the indices themselves; else the last frame that appears at or before index / rate.
         """
-        if self.constant_rate() is not None:
+        if rate.constant:
             return tuple(indices)
-        interval = 1 / (self.average_rate() * self.time_base)
+        interval = 1 / (rate.per_s * self.time_base)
         return tuple(
             bisect.bisect_right(self.ticks, self.ticks[0] + math.floor(index * interval)) - 1 for index in indices
         )
+
+    def _keeps_to(self, per_s: Fraction) -> bool:
+        interval = 1 / (per_s * self.time_base)
+        # In integers: hours of video have more frames than fractions have time for.
+        ticks, frames, first = interval.numerator, interval.denominator, self.ticks[0]
+        return all(abs((tick - first) * frames - index * ticks) <= frames for index, tick in enumerate(self.ticks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +189,10 @@ class Sampled:
 def sample(times: FrameTimes, bounds: FrameBounds, wish: FrameSampling) -> Sampled:
     """Chooses frames of the part of a video that `wish` asks for. Raises InvalidRequest if that part is empty."""
     part = times.cut(wish.start_s, wish.end_s)
-    rate = part.average_rate()
+    rate = part.rate()
     total = len(part.ticks)
     bounds = bounds.merged(wish)
-    within = part.at(sample_indices(total, rate, bounds))
+    within = part.at(sample_indices(total, rate.per_s, bounds), rate)
     first = bisect.bisect_left(times.ticks, part.ticks[0])
     places = [first + place for place in within]
     places += places[-1:] * (-len(places) % bounds.temporal_patch)
@@ -194,7 +200,7 @@ def sample(times: FrameTimes, bounds: FrameBounds, wish: FrameSampling) -> Sampl
         places=tuple(places),
         frames=len(within),
         timestamps_s=tuple(float(times.ticks[place] * times.time_base) for place in places),
-        seconds_per_grid=bounds.temporal_patch * total / (len(within) * rate),
+        seconds_per_grid=bounds.temporal_patch * total / (len(within) * rate.per_s),
     )
 
 

@@ -6,7 +6,8 @@ It joins decoding and resizing, and measures how long each took. Who runs it, an
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +42,7 @@ class PlannedPicture:
     height_px: int
     width_px: int
 
-    def slices(self) -> Iterator[Slice]:
+    def slices(self) -> Generator[Slice, None, None]:
         """The one slice. Raises MediaDamaged if the picture cannot be decoded."""
         start = time.perf_counter()
         pixels = decode_picture(self.source, self.picture)
@@ -61,11 +62,11 @@ class PlannedVideo:
     height_px: int
     width_px: int
 
-    def slices(self) -> Iterator[Slice]:
+    def slices(self) -> Generator[Slice, None, None]:
         """Slices in order. Raises MediaDamaged and MediaRejected, as `decode_frames` does."""
-        frames = decode_frames(self.source, self.index, self.places)
-        for first in range(0, len(self.places), self.slice_frames):
-            yield self._slice(first, frames)
+        with closing(decode_frames(self.source, self.index, self.places)) as frames:
+            for first in range(0, len(self.places), self.slice_frames):
+                yield self._slice(first, frames)
 
     def _slice(self, first: int, frames: Iterator[DecodedFrame]) -> Slice:
         pixels = np.empty((self.slice_frames, self.height_px, self.width_px, 3), np.uint8)

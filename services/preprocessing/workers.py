@@ -7,7 +7,7 @@ the interpreter lock. It knows nothing of what a slice is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
@@ -28,7 +28,7 @@ class Workers:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     @asynccontextmanager
-    async def ahead(self, steps: Iterator[T]) -> AsyncIterator[AsyncGenerator[T, None]]:
+    async def ahead(self, steps: Generator[T, None, None]) -> AsyncIterator[AsyncGenerator[T, None]]:
         """What `steps` yields, each step made on a worker, at most LOOKAHEAD of them before they are asked for.
 
         On leaving, no step runs any more and `steps` is closed.
@@ -44,7 +44,7 @@ class Workers:
             await asyncio.wait([task])
 
     async def _make(
-        self, steps: Iterator[T], room: asyncio.Semaphore, made: asyncio.Queue[T | BaseException | None]
+        self, steps: Generator[T, None, None], room: asyncio.Semaphore, made: asyncio.Queue[T | BaseException | None]
     ) -> None:
         step: asyncio.Future[T | None] | None = None
         try:
@@ -60,9 +60,7 @@ class Workers:
         finally:
             if step is not None and not step.done():
                 await asyncio.wait([step])  # a thread cannot be stopped; what it reads must stay open till it is done
-            close = getattr(steps, "close", None)
-            if close is not None:
-                await self.call(close)
+            await self.call(steps.close)
 
     def shut_down(self) -> None:
         """Waits for the steps that run and starts no more."""

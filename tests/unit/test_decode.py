@@ -17,6 +17,7 @@ from common.errors import MediaDamaged, MediaRejected
 from services.preprocessing import decode, packets
 from services.preprocessing.decode import DecodedFrame, decode_frames
 from services.preprocessing.packets import PacketIndex, read_packets
+from services.preprocessing.sampling import FrameRate
 from services.preprocessing.sources import Source, bytes_source
 from tests.unit.preprocessing_media import clip, decoded_in_order, number_of, sound, without_packets
 
@@ -69,7 +70,7 @@ def test_times_of_b_frames_are_sorted_and_start_at_the_first_frame_shown() -> No
     assert [tick * index.times.time_base for tick in index.times.ticks] == [
         Fraction(number * 1001, 24000) for number in range(24)
     ]
-    assert index.times.constant_rate() == Fraction(24000, 1001)
+    assert index.times.rate() == FrameRate(Fraction(24000, 1001), constant=True)
     assert len(index.keyframes) == 2
 
 
@@ -78,7 +79,7 @@ def test_a_variable_rate_keeps_each_frames_own_time() -> None:
     data = clip(8, container="matroska", pts=pts, time_base=Fraction(1, 1000))
     source, index = opened(data)
     assert list(index.times.ticks) == pts
-    assert index.times.constant_rate() is None
+    assert not index.times.rate().constant
     assert numbers(list(decode_frames(source, index, [0, 3, 5, 7]))) == [0, 3, 5, 7]
 
 

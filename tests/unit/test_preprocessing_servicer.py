@@ -134,6 +134,21 @@ async def read_to_the_end(call: Any) -> None:
 EVERYTHING = PreprocessRequest(select=prompt_pb2.Select(all=True))
 
 
+async def sent(stub: Any, *requests: PreprocessRequest) -> Any:
+    """A call that has sent these and stays open, the later ones after the plan.
+
+    grpc.aio forgets a refusal's status if it arrives while the client writes, so nothing is written into one.
+    """
+    call = stub.Preprocess()
+    for index, request in enumerate(requests):
+        if index == 1:
+            await plan_of(call)
+        await call.write(request)
+    if not requests:
+        await call.done_writing()
+    return call
+
+
 async def asked(stub: Any, *requests: PreprocessRequest) -> Any:
     """A call that has sent these, selected everything if it has selected nothing, and half-closed."""
     call = stub.Preprocess()
@@ -306,7 +321,7 @@ CLIP = clip(4)
     ],
 )
 async def test_a_wrong_request_is_refused_by_field(stub: Any, requests: list[PreprocessRequest], named: str) -> None:
-    code, reason, message = await refused(await asked(stub, *requests))
+    code, reason, message = await refused(await sent(stub, *requests))
     assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
     assert re.search(named, message)
 
@@ -330,8 +345,11 @@ async def test_a_wrong_request_is_refused_by_field(stub: Any, requests: list[Pre
 async def test_bad_media_has_a_status_and_the_next_request_is_served(
     stub: Any, media: dict[str, Any], code: str, reason: str
 ) -> None:
-    found = await refused(await asked(stub, prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(**media)))))
-    assert found[:2] == (grpc.StatusCode[code], reason)
+    call = await sent(stub, prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(**media))))
+    if reason == "MEDIA_DAMAGED":
+        await plan_of(call)
+        await call.write(EVERYTHING)
+    assert (await refused(call))[:2] == (grpc.StatusCode[code], reason)
     call = await asked(stub, prompt_of(video(clip(4))))
     assert (await frames_of(call, await plan_of(call)))[0] == [0]
 

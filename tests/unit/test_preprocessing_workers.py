@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator
 
 import pytest
 
@@ -26,7 +26,7 @@ class Steps:
         self.closed = False
         self._end, self._fails_at = end, fails_at
 
-    def run(self) -> Iterator[int]:
+    def run(self) -> Generator[int, None, None]:
         try:
             for number in range(self._end):
                 if number == self._fails_at:
@@ -75,7 +75,7 @@ async def test_a_cancelled_reader_waits_for_the_running_step_and_closes(workers:
     started, may_end = threading.Event(), threading.Event()
     closed = []
 
-    def slow() -> Iterator[int]:
+    def slow() -> Generator[int, None, None]:
         try:
             started.set()
             may_end.wait(5)

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
-from services.preprocessing.sampling import FrameBounds, FrameSampling, FrameTimes, sample, sample_indices
+from services.preprocessing.sampling import FrameBounds, FrameRate, FrameSampling, FrameTimes, sample, sample_indices
 from tests.unit.preprocessing_media import transformers_indices
 
 BOUNDS = FrameBounds(fps=2.0, min_frames=4, max_frames=768, temporal_patch=2)
@@ -32,6 +32,7 @@ def constant(frames: int, rate: Fraction | int, time_base: Fraction = Fraction(1
     high=st.integers(2, 768),
 )
 @example(frames=1195207, rate=Fraction(24000, 1001), fps=2.0, low=4, high=768)  # rounds by lanes of 8
+@example(frames=1289433, rate=Fraction(1), fps=1.0, low=2, high=360)  # ends with half a pair of lanes
 def test_indices_are_those_of_transformers(frames: int, rate: Fraction, fps: float, low: int, high: int) -> None:
     expected = transformers_indices(frames, float(rate), fps, low, high)
     picked = sample_indices(frames, rate, FrameBounds(fps, low, high, 2))
@@ -62,7 +63,7 @@ def test_rounded_times_of_a_constant_rate_do_not_move_an_index(rate: Fraction) -
     sampled = sample(times, BOUNDS, FrameSampling())
     expected = transformers_indices(301, float(rate), 2.0, 4, 768)
     assert list(sampled.places) == expected
-    assert times.average_rate() == rate
+    assert times.rate() == FrameRate(rate, constant=True)
 
 
 def test_a_variable_rate_shows_the_last_frame_at_or_before_each_time() -> None:
@@ -84,7 +85,7 @@ def test_a_variable_rate_shows_the_last_frame_at_or_before_each_time() -> None:
 
 def test_a_rate_that_the_frames_belie_is_not_believed() -> None:
     times = FrameTimes(tuple(range(0, 100_000, 1000)), 1000, Fraction(1, 1000), (Fraction(90000),))
-    assert times.average_rate() == 1
+    assert times.rate() == FrameRate(Fraction(1), constant=False)
 
 
 def test_a_cut_leaves_out_what_appears_before_it_and_at_its_end() -> None:
