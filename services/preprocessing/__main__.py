@@ -24,7 +24,7 @@ async def main() -> None:
     if settings.media_root is not None and not settings.media_root.is_dir():
         raise StartupError(f"--media-root {settings.media_root} is no folder")
     planner = Planner(Checkpoint(settings.model), settings.media_root)
-    planning, decoding = Workers(_PLANNING_WORKERS), Workers(len(os.sched_getaffinity(0)))
+    planning, decoding = Workers(_PLANNING_WORKERS), Workers(os.cpu_count() or 1)
     servicer = PreprocessingServicer(planner, planning, decoding)
     try:
         await serve(SERVICE, settings, partial(add_PreprocessingServiceServicer_to_server, servicer))

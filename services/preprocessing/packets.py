@@ -1,7 +1,8 @@
 """What a video holds, found by reading its packets and decoding none.
 
 It owns the container: how one is opened safely, and when which frame is shown. A header's count and duration are
-never believed: damaged files promise frames that do not come, and Matroska declares none.
+never believed: damaged files promise frames that do not come, and Matroska declares none. A display rotation is not
+applied (nor is it by transformers' own reader): it is known only once a frame is decoded.
 """
 
 from __future__ import annotations

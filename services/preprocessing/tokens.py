@@ -58,6 +58,9 @@ class ChatTokens:
             raise StartupError(f"{path} has no token {', '.join(missing)}")
         self._media = {token: modality for modality, token in placeholders.items()}
         self._plain = Tokenizer.from_str(json.dumps(contents | {"added_tokens": [], "post_processor": None}))
+        spellable = [token for token, token_id in self._control.items() if token_id in self.plain(token)]
+        if spellable:
+            raise StartupError(f"{path}: ordinary text can spell the control tokens {', '.join(spellable)}")
         longest_first = sorted(self._control, key=len, reverse=True)
         self._control_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
         config = checkpoint.read_json("tokenizer_config.json")

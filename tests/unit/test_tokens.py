@@ -139,6 +139,19 @@ def test_a_wrong_template_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path
         template(tmp_path, tiny_checkpoint, "{% for message in %}")
 
 
+def test_a_control_token_that_ordinary_text_can_spell_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    for file in tiny_checkpoint.iterdir():
+        if file.name != "tokenizer.json":
+            (tmp_path / file.name).symlink_to(file)
+    contents = json.loads((tiny_checkpoint / "tokenizer.json").read_text())
+    contents["added_tokens"].append(
+        contents["added_tokens"][0] | {"content": "e", "id": contents["model"]["vocab"]["e"]}
+    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps(contents))
+    with pytest.raises(StartupError, match="ordinary text can spell the control tokens e"):
+        ChatTokens(Checkpoint(tmp_path), PLACEHOLDERS)
+
+
 def test_a_tokenizer_without_the_placeholders_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
     for file in tiny_checkpoint.iterdir():
         if file.name != "tokenizer.json":
