@@ -60,7 +60,8 @@ class Batcher:
         Cancelling the future before its forward starts takes the slice out of the queue.
         """
         piece = Slice(frames, target)
-        piece.encoded.add_done_callback(lambda encoded: self._withdraw(piece) if encoded.cancelled() else None)
+        # Not a closure over the slice: a cycle would keep its target alive until the collector runs.
+        piece.encoded.add_done_callback(self._withdraw)
         with self._changed:
             self._queue.append(piece)
             QUEUED_SLICES.inc()
@@ -77,23 +78,32 @@ class Batcher:
             piece.encoded.cancel()
         self._thread.join()
 
-    def _withdraw(self, piece: Slice) -> None:
+    def _withdraw(self, encoded: Future[None]) -> None:
+        if not encoded.cancelled():
+            return
         with self._changed:
-            if piece in self._queue:
+            for piece in [each for each in self._queue if each.encoded is encoded]:
                 self._queue.remove(piece)
                 QUEUED_SLICES.dec()
 
     def _run(self) -> None:
-        while batch := self._next_batch():
-            try:
+        while self._run_batch():
+            pass
+
+    def _run_batch(self) -> bool:
+        """Waits for a batch and runs it; False once closed. Nothing of it outlives the call: targets are large."""
+        batch = self._next_batch()
+        try:
+            if batch:
                 with busy("encode"):
                     self._forward(batch)
-            except Exception as error:  # whatever it was, it fails these slices and not the thread
-                for piece in batch:
-                    piece.encoded.set_exception(error)
-                continue
+        except Exception as error:  # whatever it was, it fails these slices and not the thread
+            for piece in batch:
+                piece.encoded.set_exception(error)
+        else:
             for piece in batch:
                 piece.encoded.set_result(None)
+        return bool(batch)
 
     def _forward(self, batch: Sequence[Slice]) -> None:
         BATCH_TOKENS.observe(sum(piece.tokens for piece in batch))

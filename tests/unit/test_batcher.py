@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 
@@ -107,6 +109,18 @@ def test_a_failing_forward_fails_its_own_slices_alone(tower: StoppedTower, submi
             failed.result(TIMEOUT_S)
     after.result(TIMEOUT_S)
     assert (target == 2).all()
+
+
+def test_an_idle_batcher_holds_nothing_of_what_it_encoded(tower: StoppedTower, submit: Submit) -> None:
+    encoded, target = submit(1, 3)
+    run_all(tower)
+    encoded.result(TIMEOUT_S)
+    held = weakref.ref(target)
+    del encoded, target
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while held() is not None and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert held() is None
 
 
 def test_closing_cancels_what_is_queued_and_waits_for_the_running_forward() -> None:

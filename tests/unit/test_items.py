@@ -32,10 +32,12 @@ class GatedTower:
     """Encodes a slice of value v as rows of v (and 100 + v on level 1), one forward each time the gate is opened."""
 
     def __init__(self) -> None:
+        self.started = threading.Semaphore(0)
         self.gate = threading.Semaphore(0)
         self.encoded: list[int] = []
 
     def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
+        self.started.release()
         assert self.gate.acquire(timeout=TIMEOUT_S)
         self.encoded += [int(frames[0, 0, 0, 0]) for frames in slices]
         if 99 in self.encoded:
@@ -163,6 +165,7 @@ async def test_a_closed_items_slices_leave_the_queue(make_item: Callable[[float]
     for value in (1, 2):
         await first.add(slice_of(value), 0)
     await second.add(slice_of(7), 0)
+    assert await asyncio.to_thread(gated.started.acquire, timeout=TIMEOUT_S)
     first.close()
     await asyncio.sleep(0)
     for _ in range(3):
