@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 
 from demo.scenes import Scene, Thing
-from demo.wordings import COLOURS, STILL, WORDINGS
+from demo.wordings import COLOURS, WORDINGS
 
 # Moves start well before or well after the middle of a clip, in either playing direction.
 MIDDLE_S = 7.9
@@ -30,22 +30,18 @@ def questions_about(scene: Scene, rng: Random) -> list[Question]:
     asked += [
         _question(rng, "anything", "yes" if movers else "no"),
         _question(rng, "mover", " and ".join(f"the {thing.name}" for thing in movers) or "nothing"),
-        _question(rng, "happens", _sentence([_told(thing) for thing in sorted(scene.things, key=_place_in_answer)])),
+        _question(rng, "happens", _sentence([f"a {thing.name} {_does(thing)}" for thing in sorted(scene.things, key=_place_in_answer)])),
     ]
     for thing in scene.things:
-        moves = thing.motion is not None
-        direction = thing.motion.direction if thing.motion else STILL
-        asked.append(_question(rng, "direction", direction, _reference(scene, thing, rng)))
-        asked.append(_question(rng, "does_move", "yes" if moves else "no", _reference(scene, thing, rng)))
+        for kind in ("direction", "does_move"):
+            asked.append(_about(rng, kind, _reference(scene, thing, rng), _does(thing)))
         if thing.motion:
             when = "early" if thing.motion.start_s < MIDDLE_S else "late"
-            asked.append(_question(rng, "when", when, _reference(scene, thing, rng)))
+            asked.append(_about(rng, "when", _reference(scene, thing, rng), f"moves {when}"))
     if len(movers) == 1:
-        asked.append(_question(rng, "mover_colour", movers[0].colour))
-        asked.append(_question(rng, "mover_shape", movers[0].shape))
-        asked.append(
-            _question(rng, "direction", movers[0].motion.direction if movers[0].motion else "", "moving object")
-        )
+        asked.append(_about(rng, "mover_colour", "moving object", f"is {movers[0].colour}"))
+        asked.append(_about(rng, "mover_shape", "moving object", f"is a {movers[0].shape}"))
+        asked.append(_about(rng, "direction", "moving object", _does(movers[0])))
     if len(movers) == 2:
         first = min(movers, key=lambda thing: thing.motion.start_s if thing.motion else 0.0)
         asked.append(_question(rng, "first", f"the {first.name}"))
@@ -65,14 +61,19 @@ def _still_questions(scene: Scene, rng: Random, medium: str) -> list[Question]:
         alone = len(scene.things) == 1
         if alone or len({other.shape for other in scene.things}) == 2:
             reference = rng.choice(("object", thing.shape)) if alone else thing.shape
-            asked.append(_question(rng, "colour", thing.colour, reference))
+            asked.append(_about(rng, "colour", reference, f"is {thing.colour}"))
         reference = rng.choice(("object", f"{thing.colour} object")) if alone else f"{thing.colour} object"
-        asked.append(_question(rng, "shape", thing.shape, reference))
+        asked.append(_about(rng, "shape", reference, f"is a {thing.shape}"))
     return asked
 
 
-def _question(rng: Random, kind: str, answer: str, thing: str = "") -> Question:
-    return Question(kind, rng.choice(WORDINGS[kind]).format(thing=thing), answer)
+def _question(rng: Random, kind: str, answer: str) -> Question:
+    return Question(kind, rng.choice(WORDINGS[kind]), answer)
+
+
+def _about(rng: Random, kind: str, thing: str, told: str) -> Question:
+    """A question about one object, answered by a sentence that names the object as the question does."""
+    return Question(kind, rng.choice(WORDINGS[kind]).format(thing=thing), f"The {thing} {told}.")
 
 
 def _reference(scene: Scene, thing: Thing, rng: Random) -> str:
@@ -89,8 +90,8 @@ def _place_in_answer(thing: Thing) -> int:
     return COLOURS.index(thing.colour)
 
 
-def _told(thing: Thing) -> str:
-    return f"a {thing.name} " + (f"moves {thing.motion.direction}" if thing.motion else "stands still")
+def _does(thing: Thing) -> str:
+    return f"moves {thing.motion.direction}" if thing.motion else "stands still"
 
 
 def _sentence(clauses: list[str]) -> str:
