@@ -1,7 +1,0 @@
-"""The encoder: frames to pruned embeddings."""
-
-import os
-
-# Before torch loads OpenMP. Its threads spin while they wait, and where another process holds their core that made a
-# small forward take 310 ms instead of 4.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
