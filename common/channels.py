@@ -79,6 +79,8 @@ def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveErro
     info, retry = _details(error)
     message = error.details() or f"{stage} failed without a reason"
     leaf = _BY_REASON.get(info.reason) or _BY_STATUS.get(error.code())
+    if leaf is DeadlinePassed and not info.reason:  # grpc's own words say nothing to a caller
+        return DeadlinePassed(f"the deadline passed while {stage} was at work")
     if leaf:
         return leaf(message)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -89,7 +91,8 @@ def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveErro
         return Unavailable(f"{stage} cannot be reached: {message}", stage)
     if info.reason == PeerContract.reason:
         return PeerContract(message)
-    return FramesieveError(f"{stage}: {message}")
+    # An internal error already names its request; every hop would add a prefix.
+    return FramesieveError(message if error.code() is grpc.StatusCode.INTERNAL else f"{stage}: {message}")
 
 
 def status_details(error: FramesieveError) -> status_pb2.Status:
