@@ -113,8 +113,8 @@ class MediaClient:
             async with AsyncExitStack() as held:
                 yield MediaSession(plan, prunings, stream, selected, self._model, self._room, held)
         finally:
-            selected.cancel()
             stream.cancel()
+            selected.cancel()
 
 
 class MediaSession:

@@ -1,0 +1,350 @@
+"""Generate against a real server and a real engine: the order of its answers, its statuses, what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from common.channels import REQUEST_ID_KEY
+from common.checkpoint import Checkpoint
+from common.errors import MediaDamaged
+from common.plan import Grid, Modality, PromptPlan
+from framesieve.v1 import generation_pb2, prompt_pb2
+from framesieve.v1.encoder_pb2 import EncodeResponse
+from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, Sampling
+from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from services.generation.blocks import BlockAllocator
+from services.generation.detokenise import load_tokenizer
+from services.generation.engine import Engine
+from services.generation.families import load_language_model
+from services.generation.generation_config import SamplingDefaults
+from services.generation.media import MediaClient, ModelInput
+from services.generation.prompt_limit import PromptLimit
+from services.generation.room import Room
+from services.generation.runner import Runner
+from services.generation.servicer import GenerationServicer
+from tests.contract.generation_peers import (
+    Encoder,
+    Preprocessing,
+    embeds_messages,
+    eventually,
+    progress_message,
+    prompt_message,
+    prompt_plan,
+    serving,
+)
+
+HIDDEN, CACHE_TOKENS, ROOM_BYTES, LIMIT = 64, 512, 2**16, 256
+VIDEO = (Modality.VIDEO, Grid(4, 2, 3))
+TEXT_BEFORE, TEXT_AFTER = 7, 5
+KEPT = [*range(6), 9, 14, 15, 16, 20, 23]
+HALF = prompt_pb2.Pruning(rate=0.5)
+
+
+@dataclass
+class Service:
+    """A running generation service and what it holds."""
+
+    stub: GenerationServiceStub
+    engine: Engine
+    room: Room
+    encoder: Encoder
+    preprocessing: Preprocessing
+
+    def idle(self) -> bool:
+        stats = self.engine.stats()
+        held = (stats.blocks_used, stats.running, stats.waiting, stats.awaiting_media, self.room.held_bytes)
+        return held == (0, 0, 0, 0, 0)
+
+    def ask(self, plan: PromptPlan | None = None, **fields: Any) -> Any:
+        fields.setdefault("sampling", Sampling(max_new_tokens=5))
+        return self.stub.Generate(
+            GenerateRequest(prompt=prompt_message(plan or self.encoder.plan), pruning=HALF, **fields)
+        )
+
+    def ask_text(self, **fields: Any) -> Any:
+        return self.ask(self.preprocessing.plan, **fields)
+
+
+def video_items() -> list[EncodeResponse]:
+    embeds = np.random.default_rng(5).standard_normal((1, len(KEPT), HIDDEN), np.float32)
+    return [progress_message(0, 4, 4), *embeds_messages(0, embeds, KEPT, repaired=2)]
+
+
+@asynccontextmanager
+async def service_of(
+    folder: Path, checkpoint_folder: Path, max_requests: int = 8, **encoder: Any
+) -> AsyncIterator[Service]:
+    checkpoint = Checkpoint(checkpoint_folder)
+    model = load_language_model(checkpoint, torch.float32, torch.device("cpu"))
+    engine = Engine(
+        Runner(model, CACHE_TOKENS // 16, 16), BlockAllocator(CACHE_TOKENS // 16, 16), 64, 4, max_requests - 4
+    )
+    engine.start()
+    room = Room(ROOM_BYTES)
+    shape = ModelInput(checkpoint.fingerprint, model.embed_tokens.num_embeddings, HIDDEN, 0, torch.float32)
+    encoder.setdefault("items", video_items())
+    peers = (
+        Encoder(prompt_plan(checkpoint.fingerprint, TEXT_BEFORE, VIDEO, TEXT_AFTER), **encoder),
+        Preprocessing(prompt_plan(checkpoint.fingerprint, 9)),
+    )
+    try:
+        async with serving(f"unix:{folder}/peers", *peers) as upstream:
+            media = MediaClient(upstream, upstream, shape, room)
+            tokenizer = load_tokenizer(checkpoint_folder)
+            servicer = GenerationServicer(engine, media, tokenizer, SamplingDefaults(), PromptLimit(LIMIT))
+            async with serving(f"unix:{folder}/generation", servicer) as channel:
+                yield Service(GenerationServiceStub(channel), engine, room, *peers)
+    finally:
+        engine.stop()
+
+
+async def answers(call: Any) -> list[GenerateResponse]:
+    responses = []
+    while (response := await call.read()) is not grpc.aio.EOF:
+        responses.append(response)
+    return responses
+
+
+def token_ids(responses: list[GenerateResponse]) -> list[int]:
+    return [token for response in responses for token in response.delta.token_ids]
+
+
+async def refused(call: Any) -> tuple[grpc.StatusCode, str, str]:
+    """Status, reason and message of a call that fails."""
+    with pytest.raises(grpc.aio.AioRpcError) as info:
+        await answers(call)
+    status = rpc_status.from_call(info.value)
+    error = error_details_pb2.ErrorInfo()
+    assert status is not None
+    assert status.details[0].Unpack(error)
+    return info.value.code(), error.reason, str(info.value.details())
+
+
+async def test_an_answer_is_accepted_then_its_media_read_then_its_tokens_then_finished(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+        responses = await answers(service.ask(request_id="mine-7", sampling=Sampling(max_new_tokens=5, logprobs=True)))
+        await eventually(service.idle)
+    kinds = [response.WhichOneof("response") for response in responses]
+    assert kinds == ["accepted", "progress", *["delta"] * 5, "finished"]
+    accepted, finished = responses[0].accepted, responses[-1].finished
+    assert accepted.request_id == "mine-7"
+    assert service.encoder.metadata[0][REQUEST_ID_KEY] == "mine-7"
+    full = TEXT_BEFORE + VIDEO[1].tokens + TEXT_AFTER
+    for usage, completion, repaired in ((accepted.usage, 0, 0), (finished.usage, 5, 2)):
+        assert (usage.prompt_tokens_full, usage.prompt_tokens) == (full, full - 12)
+        assert usage.completion_tokens == completion
+        [media] = usage.media
+        assert (media.kept_tokens, media.repaired_frames, media.first_slice_only) == (12, repaired, False)
+        assert (media.grid.t, media.grid.h, media.grid.w) == (4, 2, 3)
+    assert finished.reason == generation_pb2.FINISH_REASON_LENGTH
+    assert all(len(response.delta.logprobs) == 1 and response.delta.logprobs[0] < 0 for response in responses[2:-1])
+
+
+async def test_stages_sum_to_the_time_to_first_token(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+        for call in (service.ask(), service.ask_text()):
+            timings = (await answers(call))[-1].finished.timings
+            stages = [
+                timings.plan_s,
+                timings.decode_s,
+                timings.encode_s,
+                timings.transfer_s,
+                timings.queue_s,
+                timings.prefill_s,
+            ]
+            assert sum(stages) == pytest.approx(timings.time_to_first_token_s, abs=1e-9)
+            assert min(stages) >= 0
+            assert min(timings.plan_s, timings.prefill_s, timings.generate_s) > 0
+    assert timings.decode_s == timings.encode_s == timings.transfer_s == 0  # the second had no media
+
+
+async def test_text_before_a_video_is_prefilled_while_the_video_is_encoded(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    hold = asyncio.Event()
+    async with service_of(tmp_path, tiny_checkpoint, hold=hold) as service:
+        call = service.ask()
+        await eventually(lambda: service.engine.stats().tokens_computed_total == TEXT_BEFORE)
+        # Nobody else is kept from running meanwhile.
+        assert len(token_ids(await answers(service.ask_text()))) == 5
+        hold.set()
+        assert len(token_ids(await answers(call))) == 5
+
+
+async def test_the_same_seed_gives_the_same_answer_beside_others(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+
+        async def answer(seed: int | None) -> list[int]:
+            sampling = Sampling(max_new_tokens=20, temperature=1.0, seed=seed)
+            return token_ids(await answers(service.ask(sampling=sampling)))
+
+        alone = await answer(7)
+        together = await asyncio.gather(answer(7), answer(8), answer(None))
+    assert together[0] == alone
+    assert together[1] != alone
+
+
+async def test_an_answer_ends_before_its_stop_string(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+
+        async def text(*stop: str) -> tuple[str, int]:
+            sampling = Sampling(max_new_tokens=40, temperature=1.0, seed=3, stop=stop)
+            responses = await answers(service.ask_text(sampling=sampling))
+            return "".join(each.delta.text for each in responses), responses[-1].finished.reason
+
+        whole, reason = await text()
+        assert reason == generation_pb2.FINISH_REASON_LENGTH
+        stop = whole[len(whole) // 2 :][:3]
+        assert await text(stop) == (whole[: whole.find(stop)], generation_pb2.FINISH_REASON_STOP)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sampling": Sampling(temperature=-1)}, "sampling.temperature must be between 0 and 100, got -1.0"),
+        ({"sampling": Sampling(max_new_tokens=0)}, "sampling.max_new_tokens must be at least 1, got 0"),
+        ({"request_id": "x" * 129}, "request_id must be at most 128 printable ASCII characters"),
+        ({"request_id": "a\nb"}, "request_id must be at most 128 printable ASCII characters"),
+    ],
+)
+async def test_a_value_outside_its_range_is_refused_before_anyone_else_is_asked(
+    tmp_path: Path, tiny_checkpoint: Path, fields: dict[str, Any], message: str
+) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+        code, reason, said = await refused(service.ask(**fields))
+        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+        assert message in said
+        assert service.encoder.metadata == []
+
+
+async def test_a_pruning_rate_outside_its_range_is_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+        prompt = prompt_message(service.encoder.plan)
+        for pruning in (prompt_pb2.Pruning(rate=1.0), prompt_pb2.Pruning(method="best")):
+            call = service.stub.Generate(GenerateRequest(prompt=prompt, pruning=pruning))
+            assert (await refused(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_prompt_that_cannot_fit_is_refused_with_what_would(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+        code, reason, said = await refused(service.ask(sampling=Sampling(max_new_tokens=LIMIT - 20)))
+        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
+        assert "max_pixels=" in said
+        assert service.encoder.selections in ([], [[]])
+        await eventually(service.idle)
+        assert len(token_ids(await answers(service.ask()))) == 5
+
+
+async def test_media_that_cannot_be_held_are_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+        service.room.size_bytes = 100
+        code, _, said = await refused(service.ask())
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"{len(KEPT) * HIDDEN * 4} bytes; --media-buffer-bytes holds 100" in said
+
+
+async def test_a_full_queue_is_said_with_a_retry_hint_and_the_next_request_is_served(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    hold = asyncio.Event()
+    async with service_of(tmp_path, tiny_checkpoint, max_requests=5, hold=hold) as service:
+        calls = [service.ask() for _ in range(5)]
+        for call in calls:
+            assert (await call.read()).HasField("accepted")
+        code, reason, _ = await refused(service.ask_text())
+        assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+        hold.set()
+        for call in calls:
+            assert len(token_ids(await answers(call))) == 5
+        assert len(token_ids(await answers(service.ask_text()))) == 5
+
+
+async def test_a_peer_that_breaks_the_contract_is_not_described_to_the_caller(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    async with service_of(tmp_path, tiny_checkpoint, items=video_items()[:-1]) as service:
+        code, reason, said = await refused(service.ask())
+        assert (code, reason) == (grpc.StatusCode.INTERNAL, "PEER_CONTRACT")
+        assert "stream ended" not in said
+        await eventually(service.idle)
+        service.encoder.items = video_items()
+        assert len(token_ids(await answers(service.ask()))) == 5
+
+
+async def test_what_the_media_are_refused_for_reaches_the_caller(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    async with service_of(tmp_path, tiny_checkpoint, fault=MediaDamaged("9 of 10 frames are broken")) as service:
+        refusal = await refused(service.ask())
+        assert refusal == (grpc.StatusCode.INVALID_ARGUMENT, "MEDIA_DAMAGED", "9 of 10 frames are broken")
+        await eventually(service.idle)
+
+
+async def test_a_client_that_disappears_while_its_media_is_encoded_leaves_nothing(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    async with service_of(tmp_path, tiny_checkpoint, hold=asyncio.Event()) as service:
+        call = service.ask()
+        assert (await call.read()).HasField("accepted")
+        await eventually(lambda: service.encoder.selections == [[0]] and service.engine.stats().blocks_used > 0)
+        call.cancel()
+        await eventually(lambda: service.idle() and service.encoder.cancelled == 1)
+
+
+async def test_a_client_that_disappears_while_its_answer_streams_leaves_nothing(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    gc.disable()  # what is freed must not wait for the garbage collector
+    try:
+        async with service_of(tmp_path, tiny_checkpoint) as service:
+            call = service.ask_text(sampling=Sampling(max_new_tokens=200))
+            while not (await call.read()).HasField("delta"):
+                pass
+            assert not service.idle()
+            call.cancel()
+            await eventually(service.idle)
+            assert service.engine.stats().tokens_computed_total < 200
+    finally:
+        gc.enable()
+
+
+async def test_a_deadline_that_passes_leaves_nothing(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    async with service_of(tmp_path, tiny_checkpoint, hold=asyncio.Event()) as service:
+        request = GenerateRequest(prompt=prompt_message(service.encoder.plan), pruning=HALF)
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            await answers(service.stub.Generate(request, timeout=0.3))
+        assert info.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await eventually(lambda: service.idle() and service.encoder.cancelled == 1)
+
+
+async def test_a_reader_that_stops_reading_holds_nobody_up(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+        idle_reader = service.ask_text(sampling=Sampling(max_new_tokens=200))
+        await idle_reader.read()
+        for _ in range(3):
+            assert len(token_ids(await answers(service.ask()))) == 5
+        assert len(token_ids(await answers(idle_reader))) == 200
+
+
+async def test_a_rate_that_leaves_the_first_slice_alone_is_said(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    embeds = np.ones((1, 6, HIDDEN), np.float32)
+    async with service_of(tmp_path, tiny_checkpoint, items=embeds_messages(0, embeds, range(6))) as service:
+        prompt = prompt_message(service.encoder.plan)
+        for method, expected in (("evs", True), ("random", False)):
+            pruning = prompt_pb2.Pruning(rate=0.9, method=method)
+            request = GenerateRequest(prompt=prompt, pruning=pruning, sampling=Sampling(max_new_tokens=1))
+            responses = await answers(service.stub.Generate(request))
+            assert [each.first_slice_only for each in responses[0].accepted.usage.media] == [expected]

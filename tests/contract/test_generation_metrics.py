@@ -1,0 +1,61 @@
+"""What generation tells Prometheus is what it told the caller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY
+
+from framesieve.v1.generation_pb2 import Sampling
+from services.generation.metrics import watch
+from services.generation.timing import Stage
+from tests.contract.test_generation import LIMIT, ROOM_BYTES, VIDEO, answers, refused, service_of
+
+PREFIX = "framesieve_generation_"
+
+
+def value(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"{PREFIX}{name}", labels) or 0.0
+
+
+def readings() -> dict[str, float]:
+    stages = {stage.name: value("stage_seconds_sum", stage=stage.name.lower()) for stage in Stage}
+    return stages | {
+        "first tokens": value("time_to_first_token_seconds_count"),
+        "seconds": value("time_to_first_token_seconds_sum"),
+        "before": value("prompt_tokens_total", pruning="before"),
+        "after": value("prompt_tokens_total", pruning="after"),
+        "evs before": value("media_tokens_total", method="evs", pruning="before"),
+        "evs after": value("media_tokens_total", method="evs", pruning="after"),
+        "generated": value("generated_tokens_total"),
+    }
+
+
+async def test_tokens_and_stages_are_counted_as_they_are_told(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+        before = readings()
+        finished = (await answers(service.ask()))[-1].finished
+        told = (await answers(service.ask_text()))[-1].finished
+        await refused(service.ask(sampling=Sampling(max_new_tokens=LIMIT)))
+        grown = {name: reading - before[name] for name, reading in readings().items()}
+    assert grown["first tokens"] == 2
+    ttft_s = finished.timings.time_to_first_token_s + told.timings.time_to_first_token_s
+    assert grown["seconds"] == pytest.approx(ttft_s, abs=1e-6)
+    assert sum(grown[stage.name] for stage in Stage) == pytest.approx(ttft_s, abs=1e-6)
+    assert grown["before"] == finished.usage.prompt_tokens_full + told.usage.prompt_tokens_full
+    assert grown["after"] == finished.usage.prompt_tokens + told.usage.prompt_tokens
+    assert (grown["evs before"], grown["evs after"]) == (VIDEO[1].tokens, VIDEO[1].tokens // 2)
+    assert grown["generated"] == 10
+
+
+async def test_gauges_show_what_is_held(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+        watch(service.engine, service.room)
+        stats = service.engine.stats()
+        assert value("kv_blocks") == stats.blocks_total > 0
+        assert value("kv_blocks_used") == 0
+        assert value("media_buffer_bytes") == ROOM_BYTES
+        async with service.room.reserved(100):
+            assert value("media_buffer_used_bytes") == 100
+        assert {value("engine_requests", state=state) for state in ("running", "waiting", "awaiting_media")} == {0}

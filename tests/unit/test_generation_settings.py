@@ -1,0 +1,63 @@
+"""Generation starts as it is told to, or says what is wrong and ends with status 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.generation.settings import GenerationSettings
+
+
+def start(*arguments: str) -> tuple[int, str]:
+    """Runs the service until it ends; returns its status and what it said."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "services.generation", "--metrics-port", "0", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def changed(checkpoint: Path, folder: Path, name: str, **fields: Any) -> Path:
+    """A copy of a checkpoint with fields of one of its JSON files changed."""
+    copy = folder / "changed"
+    shutil.copytree(checkpoint, copy)
+    path = copy / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return copy
+
+
+def test_every_flag_has_a_default_and_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FRAMESIEVE_KV_CACHE_TOKENS", "4096")
+    monkeypatch.setenv("FRAMESIEVE_ENCODER", "unix:/tmp/encoder")
+    settings = GenerationSettings.load(["--kv-cache-tokens", "512", "--threads", "2"])
+    assert (settings.kv_cache_tokens, settings.encoder, settings.threads) == (512, "unix:/tmp/encoder", 2)
+    assert (settings.listen, settings.metrics_port) == ("127.0.0.1:50053", 9103)
+
+
+def test_an_unsupported_field_of_the_generation_config_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    model = changed(tiny_checkpoint, tmp_path, "generation_config.json", num_beams=4)
+    status, said = start("--model", str(model), "--listen", f"unix:{tmp_path}/s")
+    assert status == 2
+    assert "cannot start: generation_config.json: num_beams = 4" in said
+
+
+def test_a_limit_beyond_the_cache_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    flags = ("--kv-cache-tokens", "512", "--max-prompt-tokens", "513")
+    status, said = start("--model", str(tiny_checkpoint), "--listen", f"unix:{tmp_path}/s", *flags)
+    assert status == 2
+    assert "--max-prompt-tokens 513 is more than" in said
+    assert "cache's 512" in said
+
+
+def test_a_device_that_is_not_there_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    status, said = start("--model", str(tiny_checkpoint), "--listen", f"unix:{tmp_path}/s", "--device", "cuda:77")
+    assert status == 2
+    assert "--device cuda:77 cannot be used" in said
