@@ -21,6 +21,7 @@ import av
 import numpy as np
 from av.container import InputContainer
 from av.video.frame import VideoFrame
+from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
 from common.errors import MediaDamaged, MediaRejected
@@ -71,6 +72,8 @@ class _Frames:
     def __init__(self, source: Source, index: PacketIndex, stack: ExitStack) -> None:
         self._source = source
         self._stack = stack
+        # By itself a frame starts threads of its own for this, for each frame anew: ten times as slow on shared cores.
+        self._reformatter = VideoReformatter()
         self._keys = range(len(index.times.ticks)) if index.pts is None else index.pts
         self._by_order = index.pts is None
         self._keyframes = index.keyframes
@@ -144,7 +147,7 @@ class _Frames:
     def _rgb(self, frame: VideoFrame) -> UInt8Array:
         check_frame_size(self._source.name, frame.height, frame.width)
         try:
-            pixels = frame.to_ndarray(format="rgb24")
+            pixels = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
         except (av.FFmpegError, ValueError) as error:
             raise MediaRejected(f"{self._source.name} has frames in a format that cannot be shown: {error}") from error
         return pixels.astype(np.uint8, copy=False)
