@@ -58,8 +58,8 @@ def _advice(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) 
         ways.append(f"max_pixels={pixels}")
     if fps := _fps(media, prunings, room):
         present = max(item.frame_height_px * item.frame_width_px for item in media)
-        ways.append(f"fps={fps} with max_pixels={present}")
-    return f"; frame_sampling with {' or with '.join(ways)} would fit" if ways else ""
+        ways.append(f"fps={fps} and max_pixels={present}")
+    return f"; a frame_sampling of {', or '.join(ways)}, would fit" if ways else ""
 
 
 def _max_pixels(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -> int | None:

@@ -89,11 +89,13 @@ def test_what_is_advised_would_fit_and_a_little_more_would_not(
         return
     with pytest.raises(PromptTooLong) as info:
         PromptLimit(limit).room(plan, prunings, None)
-    pixels = re.search(r"with max_pixels=(\d+)", str(info.value))
+    pixels = re.search(r"of max_pixels=(\d+)", str(info.value))
     if pixels:
         assert tokens(int(pixels[1]), 1000) < limit
         assert tokens(int(pixels[1]) + 1, 1000) >= limit
-    fps = re.search(r"fps=([\d.]+) with max_pixels=(\d+)", str(info.value))
+    else:
+        assert tokens(TOKEN_SIDE_PX**2, 1000) >= limit
+    fps = re.search(r"fps=([\d.]+) and max_pixels=(\d+)", str(info.value))
     if fps:
         assert int(fps[2]) == present
         assert tokens(present, float(fps[1])) < limit
