@@ -21,6 +21,7 @@ from common.channels import REQUEST_ID_KEY
 from common.checkpoint import Checkpoint
 from common.errors import MediaDamaged
 from common.plan import Grid, Modality, PromptPlan
+from common.room import Room
 from framesieve.v1 import generation_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, Sampling
@@ -32,7 +33,6 @@ from services.generation.families import load_language_model
 from services.generation.generation_config import SamplingDefaults
 from services.generation.media import MediaClient, ModelInput
 from services.generation.prompt_limit import PromptLimit
-from services.generation.room import Room
 from services.generation.runner import Runner
 from services.generation.servicer import GenerationServicer
 from tests.contract.generation_peers import (
@@ -304,6 +304,20 @@ async def test_a_client_that_disappears_while_its_media_is_encoded_leaves_nothin
         await eventually(lambda: service.idle() and service.encoder.cancelled == 1)
 
 
+async def test_a_client_that_disappears_while_it_waits_for_room_takes_none_later(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+        async with service.room.reserved(ROOM_BYTES):
+            call = service.ask()
+            await eventually(lambda: service.engine.stats().awaiting_media == 1)
+            call.cancel()
+            await eventually(lambda: service.engine.stats().awaiting_media == 0)
+        await eventually(service.idle)
+        assert len(token_ids(await answers(service.ask()))) == 5
+        assert service.encoder.selections == [[], [0]]
+
+
 async def test_a_client_that_disappears_while_its_answer_streams_leaves_nothing(
     tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
@@ -313,7 +327,7 @@ async def test_a_client_that_disappears_while_its_answer_streams_leaves_nothing(
             call = service.ask_text(sampling=Sampling(max_new_tokens=200))
             while not (await call.read()).HasField("delta"):
                 pass
-            assert not service.idle()
+            await eventually(lambda: not service.idle())
             call.cancel()
             await eventually(service.idle)
             assert service.engine.stats().tokens_computed_total < 200

@@ -30,7 +30,7 @@ params = st.builds(
     max_new_tokens=st.just(8),
     temperature=st.sampled_from([0.25, 0.7, 1.0, 3.0]),
     top_k=st.sampled_from([0, 1, 2, 5, 60, 61, 500]),
-    top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
+    top_p=st.sampled_from([1e-9, 1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
     min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
     repetition_penalty=st.sampled_from([0.8, 1.0, 1.05, 2.0]),
     seed=st.integers(0, 2**63 - 1),
@@ -131,6 +131,16 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     for token, chance in enumerate(odds.tolist()):
         # Five standard deviations of a binomial.
         assert abs(tokens.count(token) - draws * chance) <= 5 * math.sqrt(draws * chance * (1 - chance))
+
+
+@pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2**-53])
+def test_a_token_without_probability_is_not_drawn_even_at_the_edges(
+    number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SamplingState, "draw", lambda state: number)
+    odds = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0])
+    [token], _ = sample(odds.log()[None], [state_of(DRAWN, [0])])
+    assert token == (1 if number < 0.5 else 3)
 
 
 def test_a_greedy_batch_takes_the_likeliest_and_leaves_logits_alone() -> None:
