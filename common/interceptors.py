@@ -60,11 +60,14 @@ def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
             raise
         except FramesieveError as error:
             code = error.status
-            await _refuse(context, error, request_id)
+            if isinstance(error, PeerContract):
+                log.error("peer broke the contract", error=str(error))
+                error = PeerContract(f"a peer of {method} broke the contract, request id {request_id}")
+            await _refuse(context, error)
         except Exception as error:
             code = "INTERNAL"
             log.exception("bug", error=repr(error))
-            await _refuse(context, FramesieveError(f"an internal error, request id {request_id}"), request_id)
+            await _refuse(context, FramesieveError(f"an internal error in {method}, request id {request_id}"))
         finally:
             REQUESTS_RUNNING.labels(method).dec()
             REQUESTS.labels(method, code).inc()
@@ -73,10 +76,8 @@ def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
     return guarded
 
 
-async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: FramesieveError, request_id: str) -> None:
+async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: FramesieveError) -> None:
     log.warning("refused", reason=error.reason, error=str(error))
-    if isinstance(error, PeerContract):
-        error = PeerContract(f"a peer broke the contract, request id {request_id}")
     await context.abort(
         grpc.StatusCode[error.status],
         str(error),

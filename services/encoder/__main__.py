@@ -9,12 +9,12 @@ import torch
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
+from common.room import Room
 from common.server import run, serve
 from common.telemetry import configure_logging
 from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 from services.encoder.batcher import Batcher
 from services.encoder.families import load_tower
-from services.encoder.room import Room
 from services.encoder.servicer import SERVICE, EncoderServicer
 from services.encoder.settings import EncoderSettings
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from common.errors import MediaRejected
 from common.plan import Int32Array, MediaPlan, Modality
 from common.retention import Pruning, retained_count
+from common.room import Room
 from common.telemetry import busy
 from common.tensors import DType, TensorBuffer
 from services.encoder.batcher import Batcher
 from services.encoder.pruning import gather_in_place, keep_tokens
-from services.encoder.room import Room
 from services.encoder.tower import Tower
 
 RESERVED_BYTES = Gauge("framesieve_encoder_reserved_bytes", "Bytes of the output buffer that items hold")

@@ -20,6 +20,7 @@ from common.channels import passed_on
 from common.errors import InvalidRequest
 from common.plan import PromptPlan
 from common.retention import Pruning
+from common.room import Room
 from common.selection import selections
 from common.telemetry import STREAMED_BYTES
 from common.wire import int32_tensor, plan_messages, prunings_of, tensor_chunks
@@ -28,7 +29,6 @@ from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeRequest, EncodeResponse
 from services.encoder.batcher import Batcher
 from services.encoder.frames import Expectation, FrameStream
 from services.encoder.items import Item
-from services.encoder.room import Room
 from services.encoder.tower import Tower
 
 SERVICE = encoder_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name

@@ -9,6 +9,7 @@ import torch
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
+from common.room import Room
 from common.server import run, serve
 from common.telemetry import configure_logging
 from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
@@ -21,7 +22,6 @@ from services.generation.generation_config import sampling_defaults
 from services.generation.media import MediaClient, ModelInput
 from services.generation.metrics import watch
 from services.generation.prompt_limit import PromptLimit
-from services.generation.room import Room
 from services.generation.runner import Runner
 from services.generation.servicer import SERVICE, GenerationServicer
 from services.generation.settings import GenerationSettings

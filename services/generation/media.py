@@ -23,13 +23,13 @@ from common.channels import upstream_errors
 from common.errors import InvalidRequest, PeerContract
 from common.plan import Int32Array, MediaPlan, Modality, PromptPlan
 from common.retention import Pruning, retained_count
+from common.room import Room
 from common.telemetry import STREAMED_BYTES, busy
 from common.tensors import DType, TensorBuffer
 from common.wire import PlanReceiver, add_chunk, buffer_for, int32_array, prunings_of
 from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
-from services.generation.room import Room
 from services.generation.timing import Stage, StageClock
 
 TORCH_DTYPES = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16, DType.FLOAT32: torch.float32}

@@ -8,9 +8,9 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from common.plan import MediaPlan, Modality
 from common.retention import NONE, Pruning
+from common.room import Room
 from common.telemetry import SECONDS_BUCKETS
 from services.generation.engine import Engine, EngineStats
-from services.generation.room import Room
 from services.generation.timing import StageClock
 
 _PREFIX = "framesieve_generation_"

@@ -22,6 +22,7 @@ from common.checkpoint import Checkpoint
 from common.interceptors import RequestInterceptor
 from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
 from common.retention import Pruning
+from common.room import Room
 from common.tensors import DType
 from common.wire import int32_array, media_parts, plan_messages, tensor_chunks
 from demo.checkpoint import TINY
@@ -31,7 +32,6 @@ from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, Prep
 from services.encoder.batcher import Batcher
 from services.encoder.families import load_tower
 from services.encoder.pruning import keep_tokens
-from services.encoder.room import Room
 from services.encoder.servicer import EncoderServicer
 from services.encoder.tower import Tower
 
@@ -349,7 +349,7 @@ async def check_served(stack: Stack) -> None:
     stack.preprocessing.bend_frames = FakePreprocessing.bend_frames
     stack.preprocessing.fail = None
     assert embeds_in(await encode(stack, first_request([VIDEO]), SELECT_ALL))[0].shape == [1, GRID.tokens, TINY.hidden]
-    assert stack.room.reserved_bytes == 0
+    assert stack.room.held_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def repaired(message: PreprocessResponse, frames: int) -> PreprocessResponse:
 @pytest.mark.parametrize("bend", BENT_FRAMES.values(), ids=BENT_FRAMES.keys())
 async def test_frames_that_were_not_promised_break_the_contract(stack: Stack, bend: Bend) -> None:
     stack.preprocessing.bend_frames = bend
-    with pytest.raises(errors.PeerContract, match=r"^a peer broke the contract, request id \w+$"):
+    with pytest.raises(errors.PeerContract, match=r"^a peer of Encode broke the contract, request id \w+$"):
         await encode(stack, first_request([VIDEO, VIDEO]), select(0))
     await check_served(stack)
 
@@ -465,7 +465,7 @@ async def test_what_preprocessing_refuses_is_told_to_the_caller(stack: Stack, er
 
 async def test_a_bug_of_preprocessings_names_the_stage_and_no_detail(stack: Stack) -> None:
     stack.preprocessing.fail = ZeroDivisionError("secret")
-    with pytest.raises(errors.FramesieveError, match="preprocessing: an internal error") as raised:
+    with pytest.raises(errors.FramesieveError, match="an internal error in Preprocess") as raised:
         await encode(stack, first_request([VIDEO]), SELECT_ALL)
     assert "secret" not in str(raised.value)
     await check_served(stack)
@@ -491,7 +491,7 @@ async def test_a_bug_of_the_tower_fails_its_request_and_not_the_service(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(stack.batcher, "_encode", lambda slices: [][0])
-        with pytest.raises(errors.FramesieveError, match=r"an internal error, request id \w+$"):
+        with pytest.raises(errors.FramesieveError, match=r"an internal error in Encode, request id \w+$"):
             await encode(stack, first_request([VIDEO]), SELECT_ALL)
     await check_served(stack)
 
@@ -517,14 +517,14 @@ async def test_a_preprocessing_service_that_is_gone_is_named(tmp_path: Path, tow
 async def test_eight_requests_of_three_videos_complete_in_room_for_one_item(tmp_path: Path, tower: Tower) -> None:
     async with running(tmp_path, tower, room_bytes=ITEM_BYTES) as stack:
         reserved: list[int] = []
-        stack.preprocessing.on_select = lambda: reserved.append(stack.room.reserved_bytes)
+        stack.preprocessing.on_select = lambda: reserved.append(stack.room.held_bytes)
         answers = await asyncio.gather(
             *(encode(stack, first_request([VIDEO] * 3, rate=0.5), SELECT_ALL) for _ in range(8))
         )
         assert [list(embeds_in(answer)) for answer in answers] == [[0, 1, 2]] * 8
         # Nothing was selected that had no room.
         assert reserved == [ITEM_BYTES] * 24
-        assert stack.room.reserved_bytes == 0
+        assert stack.room.held_bytes == 0
 
 
 async def test_items_are_in_flight_together_where_there_is_room(tmp_path: Path, tower: Tower) -> None:
@@ -533,7 +533,7 @@ async def test_items_are_in_flight_together_where_there_is_room(tmp_path: Path, 
         call = stack.stub.Encode(iter([first_request([VIDEO] * 3), SELECT_ALL]), timeout=TIMEOUT_S)
         assert (await call.read()).HasField("plan")
         await asyncio.wait_for(stack.preprocessing.stalled.wait(), TIMEOUT_S)
-        while stack.room.free_bytes:
+        while stack.room.held_bytes < stack.room.size_bytes:
             await asyncio.sleep(0.01)
         call.cancel()
 
@@ -543,10 +543,10 @@ async def test_a_caller_that_leaves_stops_the_decoder_and_frees_its_room(stack: 
     call = stack.stub.Encode(iter([first_request([VIDEO, VIDEO]), SELECT_ALL]), timeout=TIMEOUT_S)
     assert (await call.read()).HasField("plan")
     await asyncio.wait_for(stack.preprocessing.stalled.wait(), TIMEOUT_S)
-    assert stack.room.reserved_bytes > 0
+    assert stack.room.held_bytes > 0
     call.cancel()
     await asyncio.wait_for(stack.preprocessing.cancelled.wait(), TIMEOUT_S)
-    while stack.room.reserved_bytes:
+    while stack.room.held_bytes:
         await asyncio.sleep(0.01)
     stack.preprocessing.stall = False
     await check_served(stack)
@@ -564,7 +564,7 @@ async def test_a_caller_that_leaves_while_it_waits_for_room_is_forgotten(tmp_pat
         waiter.cancel()
         holder.cancel()
         assert list(embeds_in(await behind)) == [0]
-        assert stack.room.reserved_bytes == 0
+        assert stack.room.held_bytes == 0
 
 
 async def test_a_deadline_runs_down_the_chain(stack: Stack) -> None:

@@ -15,10 +15,10 @@ import torch
 from common import errors
 from common.channels import open_channel
 from common.plan import Grid, Modality, PromptPlan
+from common.room import Room
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from services.generation.media import MediaClient, MediaItem, MediaSession, ModelInput, Progress
-from services.generation.room import Room
 from services.generation.timing import Stage, StageClock
 from tests.contract.generation_peers import (
     Encoder,

@@ -15,11 +15,11 @@ from torch import Tensor
 from common.errors import MediaRejected
 from common.plan import Grid, MediaPlan, Modality, Run
 from common.retention import Pruning
+from common.room import Room
 from common.tensors import DType, TensorBuffer
 from services.encoder.batcher import Batcher
 from services.encoder.items import Item
 from services.encoder.patches import PatchShape
-from services.encoder.room import Room
 from services.encoder.tower import Tower
 
 GRID = Grid(6, 2, 2)
@@ -130,10 +130,10 @@ async def test_at_rate_0_everything_is_kept_and_nothing_is_listed(
 async def test_room_for_the_unpruned_item_is_held_until_it_is_closed(make_item: Callable[[float], Item]) -> None:
     room, item = Room(SIZE_BYTES + 10), make_item(0.75)
     await item.reserve(room)
-    assert room.reserved_bytes == SIZE_BYTES
+    assert room.held_bytes == SIZE_BYTES
     item.close()
     item.close()
-    assert room.reserved_bytes == 0
+    assert room.held_bytes == 0
 
 
 async def test_an_item_larger_than_all_the_room_is_refused_at_once(make_item: Callable[[float], Item]) -> None:
@@ -141,7 +141,7 @@ async def test_an_item_larger_than_all_the_room_is_refused_at_once(make_item: Ca
     with pytest.raises(MediaRejected, match=f"24 tokens, {SIZE_BYTES} bytes .* room for {SIZE_BYTES - 1}: lower fps"):
         await item.reserve(room)
     item.close()
-    assert room.reserved_bytes == 0
+    assert room.held_bytes == 0
 
 
 async def test_a_slow_tower_holds_the_decoder_back(make_item: Callable[[float], Item], gated: GatedTower) -> None:

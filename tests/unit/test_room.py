@@ -1,4 +1,4 @@
-"""Room for media: first come, first served, never more than there is, and never a request that waits for ever."""
+"""Room: first come, first served, never more than there is, and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.room import Room
+from common.room import Room
 
 
 async def hold(room: Room, size_bytes: int, turns: int, order: list[int], name: int) -> None:

@@ -1,12 +1,7 @@
-"""The bytes that media embeddings may take, for all requests together.
+"""A budget of bytes that requests reserve before they ask for anything: first come, first served, however large.
 
-A request reserves room for all of its media at once and holds it to its end, so nobody holds room while waiting for
-more: requests cannot deadlock. First come, first served: one that needs much is not overtaken for ever.
-
-    room:     [held ........][free ...]
-    waiting:  [6][1][2]                  1 and 2 would fit, and still wait behind 6
-
-It knows nothing of media, and belongs to one event loop.
+Resources are taken downstream first and for a whole need at a time, so nobody holds room while waiting for more, and
+requests cannot deadlock. It knows nothing of what the bytes are for, and belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -18,7 +13,11 @@ from contextlib import asynccontextmanager
 
 
 class Room:
-    """A budget of `size_bytes`."""
+    """Whoever waits is never overtaken, so a large reservation cannot starve.
+
+    room:     [held ........][free ...]
+    waiting:  [6][1][2]                  1 and 2 would fit, and still wait behind 6
+    """
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -28,16 +27,16 @@ class Room:
     @asynccontextmanager
     async def reserved(self, size_bytes: int) -> AsyncIterator[None]:
         """Waits until the bytes are free, and holds them inside. Nothing at all is free at once."""
-        assert size_bytes <= self.size_bytes, f"{size_bytes} of {self.size_bytes} bytes would be waited for for ever"
         if size_bytes:
-            await self._reserve(size_bytes)
+            await self.reserve(size_bytes)
         try:
             yield
         finally:
-            self.held_bytes -= size_bytes
-            self._admit()
+            self.release(size_bytes)
 
-    async def _reserve(self, size_bytes: int) -> None:
+    async def reserve(self, size_bytes: int) -> None:
+        """Returns once the bytes are the caller's, until `release`. A caller that is cancelled holds nothing."""
+        assert size_bytes <= self.size_bytes, f"{size_bytes} of {self.size_bytes} bytes would be waited for for ever"
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((admitted, size_bytes))
         self._admit()
@@ -48,6 +47,11 @@ class Room:
                 self.held_bytes -= size_bytes
             self._admit()
             raise
+
+    def release(self, size_bytes: int) -> None:
+        self.held_bytes -= size_bytes
+        assert self.held_bytes >= 0, "released twice"
+        self._admit()
 
     def _admit(self) -> None:
         while self._waiting:
