@@ -37,7 +37,7 @@ def sample(clip: bytes) -> Pixels:
 
 
 def _resized(frame: av.VideoFrame) -> Pixels:
-    picture: Image.Image = frame.to_image()  # type: ignore[no-untyped-call]
+    picture: Image.Image = frame.to_image()
     image = picture.resize((SIDE_PX, SIDE_PX), Image.Resampling.BICUBIC)
     return np.asarray(image, np.uint8).transpose(2, 0, 1)
 

@@ -35,10 +35,12 @@ class Lessons:
         self._clips = clips
         self._writer = writer
         self._rng = Random(seed)
+        # Where both objects move, which way one of them moves cannot be told from motion alone.
+        self._weights = [2 if len(scene.movers) == 2 else 1 for scene in scenes]
 
     def draw(self, count: int) -> tuple[list[Scene], Tensor]:
         """`count` changed scenes and their clips, uint8 [count, FRAMES, 3, side, side]."""
-        chosen = self._rng.sample(range(len(self._scenes)), count)
+        chosen = self._rng.choices(range(len(self._scenes)), self._weights, k=count)
         pairs = [
             changed(self._scenes[index], torch.from_numpy(np.array(self._clips[index])), Change.random(self._rng))
             for index in chosen
@@ -46,21 +48,14 @@ class Lessons:
         return [scene for scene, _ in pairs], torch.stack([clip for _, clip in pairs])
 
     def ask(self, scene: Scene, questions: int, picture: bool = False) -> Prompt:
-        """Some of the questions about a scene, of as many kinds as there are before any kind comes twice."""
+        """Some of the questions about a scene."""
         every = picture_questions(scene, self._rng) if picture else questions_about(scene, self._rng)
         self._rng.shuffle(every)
-        kinds: dict[str, int] = {}
-        ranked = sorted(every, key=lambda question: _count(kinds, question))
-        return self.prompt(ranked[:questions], SYSTEM_PROMPT if self._rng.random() < SYSTEM_SHARE else None)
+        return self.prompt(every[:questions], SYSTEM_PROMPT if self._rng.random() < SYSTEM_SHARE else None)
 
     def prompt(self, questions: Sequence[Question], system: str | None = None) -> Prompt:
         branches = tuple(self._writer.branch(question.text, question.answer) for question in questions)
         return Prompt(self._writer.before(system), branches)
-
-
-def _count(kinds: dict[str, int], question: Question) -> int:
-    kinds[question.kind] = kinds.get(question.kind, 0) + 1
-    return kinds[question.kind]
 
 
 def dense_labels(scene: Scene, slices: Sequence[int]) -> Tensor:

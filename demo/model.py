@@ -158,7 +158,10 @@ def answer_logits(
     text = embed_tokens(ids)
     inputs = torch.cat((text[:, :longest_before], media, text[:, prefix - 1 :]), dim=1)
     states = model.model.language_model(
-        inputs_embeds=inputs, position_ids=positions, attention_mask={"full_attention": _mask(owner)}, use_cache=False
+        inputs_embeds=inputs,
+        position_ids=positions,
+        attention_mask={"full_attention": _mask(owner)},
+        use_cache=False,
     ).last_hidden_state
     return model.lm_head(states[:, prefix - 1 :]), labels[:, prefix - 1 :]
 

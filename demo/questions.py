@@ -1,11 +1,13 @@
 """What can be asked about a scene, and the one right answer to each question.
 
-An answer that names two objects names them in the order of `COLOURS`, so that exact match is a fair measure.
-It knows nothing of pixels or of models.
+An answer that names two objects names first what moves first, and what stands still in the order of `COLOURS`, so that
+exact match is a fair measure. It knows nothing of pixels or of models.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -26,44 +28,51 @@ class Question:
 def questions_about(scene: Scene, rng: Random) -> list[Question]:
     """Every question that the scene's clip answers, each in one random wording."""
     asked = _still_questions(scene, rng, "video")
-    movers = sorted(scene.movers, key=_place_in_answer)
+    movers = sorted(scene.movers, key=_when)
     asked += [
         _question(rng, "anything", "yes" if movers else "no"),
         _question(rng, "mover", " and ".join(f"the {thing.name}" for thing in movers) or "nothing"),
-        _question(rng, "happens", _sentence([f"a {thing.name} {_does(thing)}" for thing in sorted(scene.things, key=_place_in_answer)])),
+        _question(
+            rng,
+            "happens",
+            _sentence([f"a {thing.name} {_does(thing)}" for thing in sorted(scene.things, key=_when)]),
+        ),
     ]
-    for thing in scene.things:
-        for kind in ("direction", "does_move"):
-            asked.append(_about(rng, kind, _reference(scene, thing, rng), _does(thing)))
-        if thing.motion:
-            when = "early" if thing.motion.start_s < MIDDLE_S else "late"
-            asked.append(_about(rng, "when", _reference(scene, thing, rng), f"moves {when}"))
+    if len(scene.things) == 1:
+        asked += _motion_questions(rng, scene.things[0], lambda: _reference(scene.things[0], rng))
+        asked.append(_about(rng, "does_move", _reference(scene.things[0], rng), _does(scene.things[0])))
     if len(movers) == 1:
+        asked += _motion_questions(rng, movers[0], lambda: "moving object")
         asked.append(_about(rng, "mover_colour", "moving object", f"is {movers[0].colour}"))
         asked.append(_about(rng, "mover_shape", "moving object", f"is a {movers[0].shape}"))
-        asked.append(_about(rng, "direction", "moving object", _does(movers[0])))
     if len(movers) == 2:
-        first = min(movers, key=lambda thing: thing.motion.start_s if thing.motion else 0.0)
-        asked.append(_question(rng, "first", f"the {first.name}"))
+        asked.append(_question(rng, "first", f"the {movers[0].name}"))
     return asked
 
 
 def picture_questions(scene: Scene, rng: Random) -> list[Question]:
     """Every question that a single frame of the scene answers, each in one random wording."""
-    names = [f"a {thing.name}" for thing in sorted(scene.things, key=_place_in_answer)]
+    names = [f"a {thing.name}" for thing in sorted(scene.things, key=lambda thing: COLOURS.index(thing.colour))]
     return [*_still_questions(scene, rng, "image"), _question(rng, "picture", _sentence(names))]
 
 
 def _still_questions(scene: Scene, rng: Random, medium: str) -> list[Question]:
-    count = "one" if len(scene.things) == 1 else "two"
-    asked = [Question("count", rng.choice(WORDINGS["count"]).format(medium=medium), count)]
+    alone = len(scene.things) == 1
+    asked = [Question("count", rng.choice(WORDINGS["count"]).format(medium=medium), "one" if alone else "two")]
     for thing in scene.things:
-        alone = len(scene.things) == 1
-        if alone or len({other.shape for other in scene.things}) == 2:
-            reference = rng.choice(("object", thing.shape)) if alone else thing.shape
-            asked.append(_about(rng, "colour", reference, f"is {thing.colour}"))
-        reference = rng.choice(("object", f"{thing.colour} object")) if alone else f"{thing.colour} object"
-        asked.append(_about(rng, "shape", reference, f"is a {thing.shape}"))
+        asked.append(
+            _about(rng, "shape", rng.choice(("object",) * alone + (f"{thing.colour} object",)), f"is a {thing.shape}")
+        )
+        if alone:
+            asked.append(_about(rng, "colour", rng.choice(("object", thing.shape)), f"is {thing.colour}"))
+    return asked
+
+
+def _motion_questions(rng: Random, thing: Thing, reference: Callable[[], str]) -> list[Question]:
+    asked = [_about(rng, "direction", reference(), _does(thing))]
+    if thing.motion:
+        when = "early" if thing.motion.start_s < MIDDLE_S else "late"
+        asked.append(_about(rng, "when", reference(), f"moves {when}"))
     return asked
 
 
@@ -76,18 +85,13 @@ def _about(rng: Random, kind: str, thing: str, told: str) -> Question:
     return Question(kind, rng.choice(WORDINGS[kind]).format(thing=thing), f"The {thing} {told}.")
 
 
-def _reference(scene: Scene, thing: Thing, rng: Random) -> str:
-    """Words that single one object out: its colour and shape always do."""
-    choices = [thing.name, thing.name, f"{thing.colour} object"]
-    if len(scene.things) == 1:
-        choices.append("object")
-    if [other.shape for other in scene.things].count(thing.shape) == 1:
-        choices.append(thing.shape)
-    return rng.choice(choices)
+def _reference(thing: Thing, rng: Random) -> str:
+    return rng.choice((thing.name, thing.name, f"{thing.colour} object", thing.shape, "object"))
 
 
-def _place_in_answer(thing: Thing) -> int:
-    return COLOURS.index(thing.colour)
+def _when(thing: Thing) -> tuple[float, int]:
+    """What moves comes in the order in which it moves, then what stands still in the order of `COLOURS`."""
+    return (thing.motion.start_s if thing.motion else math.inf, COLOURS.index(thing.colour))
 
 
 def _does(thing: Thing) -> str:

@@ -34,7 +34,7 @@ SLICES = FRAMES // 2
 VIDEO = Grid(SLICES, ROWS, COLUMNS)
 PICTURE = Grid(1, ROWS, COLUMNS)
 CLIPS_A_STEP = 8
-QUESTIONS_A_CLIP = 12
+QUESTIONS_A_CLIP = 10
 SLICES_A_STEP = 96
 RANDOM_DROPPING_SHARE = 0.2
 # How much a copied still slice differs from the one it is copied from, relative to its tokens' norm.
@@ -91,7 +91,7 @@ class Trainer:
         kept = prune(embeds, VIDEO, self._pruning(progress))
         prompts = [self.lessons.ask(scene, QUESTIONS_A_CLIP) for scene in scenes]
         loss, right = self._answer_loss(embeds, kept, VIDEO, TIME_STEP, prompts)
-        return loss + (0.5 - 0.45 * progress) * dense, right
+        return loss + (0.3 - 0.25 * progress) * dense, right
 
     def picture_step(self) -> tuple[Tensor, float]:
         """Answers about single frames, as images."""
