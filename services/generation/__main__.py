@@ -13,13 +13,14 @@ from common.room import Room
 from common.server import run, serve
 from common.telemetry import configure_logging
 from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+from services.generation.arrivals import ModelInput
 from services.generation.blocks import BlockAllocator
 from services.generation.detokenise import load_tokenizer
 from services.generation.engine import Engine
 from services.generation.families import load_language_model
 from services.generation.families.language_model import LanguageModel
 from services.generation.generation_config import sampling_defaults
-from services.generation.media import MediaClient, ModelInput
+from services.generation.media import MediaClient
 from services.generation.metrics import watch
 from services.generation.prompt_limit import PromptLimit
 from services.generation.runner import Runner

@@ -8,7 +8,7 @@ from common.plan import Modality, PromptPlan
 from common.retention import EVS, Pruning
 from common.wire import grid_message, modality_message
 from framesieve.v1 import encoder_pb2, generation_pb2
-from services.generation.media import Progress
+from services.generation.arrivals import Progress
 from services.generation.request import FinishReason, Tokens
 from services.generation.sampling import SamplingRequest
 from services.generation.timing import Stage, StageClock

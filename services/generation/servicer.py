@@ -20,10 +20,11 @@ from common.errors import InvalidRequest
 from common.interceptors import MAX_REQUEST_ID_CHARACTERS
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
+from services.generation.arrivals import MediaItem, Progress
 from services.generation.detokenise import Detokeniser, Tokenizer
 from services.generation.engine import Engine
 from services.generation.generation_config import SamplingDefaults
-from services.generation.media import MediaClient, MediaItem, MediaSession, Progress
+from services.generation.media import MediaClient, MediaSession
 from services.generation.messages import (
     accepted_response,
     delta_response,

@@ -26,12 +26,13 @@ from framesieve.v1 import generation_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, Sampling
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from services.generation.arrivals import ModelInput
 from services.generation.blocks import BlockAllocator
 from services.generation.detokenise import load_tokenizer
 from services.generation.engine import Engine
 from services.generation.families import load_language_model
 from services.generation.generation_config import SamplingDefaults
-from services.generation.media import MediaClient, ModelInput
+from services.generation.media import MediaClient
 from services.generation.prompt_limit import PromptLimit
 from services.generation.runner import Runner
 from services.generation.servicer import GenerationServicer

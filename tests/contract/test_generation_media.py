@@ -18,7 +18,8 @@ from common.plan import Grid, Modality, PromptPlan
 from common.room import Room
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
-from services.generation.media import MediaClient, MediaItem, MediaSession, ModelInput, Progress
+from services.generation.arrivals import MediaItem, ModelInput, Progress
+from services.generation.media import MediaClient, MediaSession
 from services.generation.timing import Stage, StageClock
 from tests.contract.generation_peers import (
     Encoder,

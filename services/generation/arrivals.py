@@ -1,0 +1,131 @@
+"""One media item on its way from the encoder: its pieces, checked one by one, put together to what the model takes.
+
+It knows neither streams nor room: `media` reads the one and reserves the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.errors import PeerContract
+from common.plan import Int32Array, MediaPlan
+from common.telemetry import STREAMED_BYTES, busy
+from common.tensors import DType, TensorBuffer
+from common.wire import add_chunk, buffer_for, int32_array
+from framesieve.v1 import encoder_pb2
+
+TORCH_DTYPES = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16, DType.FLOAT32: torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """What the language model takes, and so what peers must send.
+
+    fingerprint: of its checkpoint. embed_levels: tensors beside a media token's embedding. dtype: of its weights.
+    """
+
+    fingerprint: bytes
+    vocab_size: int
+    hidden_size: int
+    embed_levels: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a media item has come, in temporal slices."""
+
+    media_index: int
+    decoded_slices: int
+    encoded_slices: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaItem:
+    """One item's embeddings.
+
+    kept: int32 [K], strictly increasing; None if all tokens were.
+    embeds: [1 + embed_levels, K, hidden_size] in the model's dtype, finite.
+    """
+
+    media_index: int
+    kept: Int32Array | None
+    embeds: Tensor
+    repaired_frames: int
+
+
+class Arrival:
+    """One item's pieces, as they come. Raises PeerContract for any that does not fit the plan."""
+
+    def __init__(self, index: int, plan: MediaPlan, count: int, model: ModelInput) -> None:
+        self._index = index
+        self._plan = plan
+        self._shape = (1 + model.embed_levels, count, model.hidden_size)
+        self._dtype = model.dtype
+        self._buffer: TensorBuffer | None = None
+        self._kept: Int32Array | None = None
+        self._repaired_frames = 0
+        self._progress = Progress(index, 0, 0)
+
+    @property
+    def decoded(self) -> bool:
+        return self.begun or self._progress.decoded_slices == self._plan.grid.t
+
+    @property
+    def begun(self) -> bool:
+        return self._buffer is not None
+
+    @property
+    def complete(self) -> bool:
+        return self._buffer is not None and self._buffer.complete
+
+    def progress(self, message: encoder_pb2.MediaProgress) -> Progress:
+        decoded, encoded, last = message.decoded_slices, message.encoded_slices, self._progress
+        if not last.decoded_slices <= decoded <= self._plan.grid.t or not last.encoded_slices <= encoded <= decoded:
+            raise PeerContract(
+                f"item {self._index} of {self._plan.grid.t} slices came from {last.decoded_slices} decoded and "
+                f"{last.encoded_slices} encoded to {decoded} and {encoded}"
+            )
+        self._progress = Progress(self._index, decoded, encoded)
+        return self._progress
+
+    def add(self, message: encoder_pb2.EmbedsChunk) -> None:
+        if self.complete:
+            raise PeerContract(f"item {self._index} was sent twice")
+        if self._buffer is None:
+            self._kept = self._checked_kept(message)
+            if not 0 <= message.repaired_frames <= self._plan.frames:
+                raise PeerContract(f"{message.repaired_frames} of {self._plan.frames} frames cannot be repaired")
+            self._repaired_frames = message.repaired_frames
+            self._buffer = buffer_for(message.chunk, list(TORCH_DTYPES), self._shape)
+        elif message.HasField("kept"):
+            raise PeerContract(f"item {self._index} says what was kept in a later piece than its first")
+        STREAMED_BYTES.labels("received", "embeds").inc(add_chunk(self._buffer, message.chunk))
+
+    def item(self) -> MediaItem:
+        """The complete item. Reads and converts all of its embeddings, so call it beside the loop."""
+        assert self._buffer is not None
+        with busy("receive"):
+            sent = torch.frombuffer(self._buffer.data, dtype=TORCH_DTYPES[self._buffer.dtype]).view(self._shape)
+            # Checked after converting: what is finite in float32 may be too large for float16.
+            embeds = sent.to(self._dtype)
+            if not bool(embeds.isfinite().all()):
+                raise PeerContract(f"the embeddings of item {self._index} are not finite in {self._dtype}")
+        return MediaItem(self._index, self._kept, embeds, self._repaired_frames)
+
+    def _checked_kept(self, message: encoder_pb2.EmbedsChunk) -> Int32Array | None:
+        count, tokens = self._shape[1], self._plan.grid.tokens
+        if not message.HasField("kept"):
+            if count != tokens:
+                raise PeerContract(f"item {self._index} keeps {count} of {tokens} tokens, and does not say which")
+            return None
+        kept = int32_array(message.kept)
+        if kept.shape != (count,):
+            raise PeerContract(f"item {self._index} must keep {count} tokens, got kept of shape {list(kept.shape)}")
+        if kept[0] < 0 or kept[-1] >= tokens or bool((np.diff(kept) <= 0).any()):
+            raise PeerContract(f"item {self._index}'s kept must increase strictly from 0 or more to below {tokens}")
+        return kept
