@@ -152,6 +152,8 @@ def save_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     model.generation_config = _generation_config(tokenizer)
     model.save_pretrained(folder)
+    # transformers writes weights for their owner alone; a container's user must read them too.
+    (folder / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(folder)
     _write_json(folder / "preprocessor_config.json", _image_processor(shape))
     _write_json(folder / "video_preprocessor_config.json", _video_processor(shape))
