@@ -35,12 +35,10 @@ class Lessons:
         self._clips = clips
         self._writer = writer
         self._rng = Random(seed)
-        # Where both objects move, which way one of them moves cannot be told from motion alone.
-        self._weights = [2 if len(scene.movers) == 2 else 1 for scene in scenes]
 
     def draw(self, count: int) -> tuple[list[Scene], Tensor]:
         """`count` changed scenes and their clips, uint8 [count, FRAMES, 3, side, side]."""
-        chosen = self._rng.choices(range(len(self._scenes)), self._weights, k=count)
+        chosen = self._rng.sample(range(len(self._scenes)), count)
         pairs = [
             changed(self._scenes[index], torch.from_numpy(np.array(self._clips[index])), Change.random(self._rng))
             for index in chosen

@@ -1,13 +1,12 @@
 """What can be asked about a scene, and the one right answer to each question.
 
-An answer that names two objects names first what moves first, and what stands still in the order of `COLOURS`, so that
-exact match is a fair measure. It knows nothing of pixels or of models.
+An answer that names two objects names them in the order of `COLOURS`, so that exact match is a fair measure.
+It knows nothing of pixels or of models.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -26,33 +25,35 @@ class Question:
 
 
 def questions_about(scene: Scene, rng: Random) -> list[Question]:
-    """Every question that the scene's clip answers, each in one random wording."""
+    """Every question that the scene's clip answers, each in one random wording.
+
+    Where there are two objects, nothing is asked that needs a motion matched to one of two movers.
+    """
     asked = _still_questions(scene, rng, "video")
-    movers = sorted(scene.movers, key=_when)
-    asked += [
-        _question(rng, "anything", "yes" if movers else "no"),
-        _question(rng, "mover", " and ".join(f"the {thing.name}" for thing in movers) or "nothing"),
-        _question(
-            rng,
-            "happens",
-            _sentence([f"a {thing.name} {_does(thing)}" for thing in sorted(scene.things, key=_when)]),
-        ),
-    ]
+    movers = sorted(scene.movers, key=_place_in_answer)
+    asked.append(_question(rng, "anything", "yes" if movers else "no"))
+    asked.append(_question(rng, "mover", " and ".join(f"the {thing.name}" for thing in movers) or "nothing"))
     if len(scene.things) == 1:
-        asked += _motion_questions(rng, scene.things[0], lambda: _reference(scene.things[0], rng))
-        asked.append(_about(rng, "does_move", _reference(scene.things[0], rng), _does(scene.things[0])))
+        for kind in ("direction", "does_move"):
+            asked.append(_about(rng, kind, _reference(scene.things[0], rng), _does(scene.things[0])))
     if len(movers) == 1:
-        asked += _motion_questions(rng, movers[0], lambda: "moving object")
-        asked.append(_about(rng, "mover_colour", "moving object", f"is {movers[0].colour}"))
-        asked.append(_about(rng, "mover_shape", "moving object", f"is a {movers[0].shape}"))
+        mover = movers[0]
+        when = "early" if _start_s(mover) < MIDDLE_S else "late"
+        asked.append(_about(rng, "when", "moving object", f"moves {when}"))
+        asked.append(_about(rng, "mover_colour", "moving object", f"is {mover.colour}"))
+        asked.append(_about(rng, "mover_shape", "moving object", f"is a {mover.shape}"))
+        asked.append(_about(rng, "direction", "moving object", _does(mover)))
     if len(movers) == 2:
-        asked.append(_question(rng, "first", f"the {movers[0].name}"))
+        asked.append(_question(rng, "first", f"the {min(movers, key=_start_s).name}"))
+    else:
+        told = [f"a {thing.name} {_does(thing)}" for thing in sorted(scene.things, key=_place_in_answer)]
+        asked.append(_question(rng, "happens", _sentence(told)))
     return asked
 
 
 def picture_questions(scene: Scene, rng: Random) -> list[Question]:
     """Every question that a single frame of the scene answers, each in one random wording."""
-    names = [f"a {thing.name}" for thing in sorted(scene.things, key=lambda thing: COLOURS.index(thing.colour))]
+    names = [f"a {thing.name}" for thing in sorted(scene.things, key=_place_in_answer)]
     return [*_still_questions(scene, rng, "image"), _question(rng, "picture", _sentence(names))]
 
 
@@ -65,14 +66,6 @@ def _still_questions(scene: Scene, rng: Random, medium: str) -> list[Question]:
         )
         if alone:
             asked.append(_about(rng, "colour", rng.choice(("object", thing.shape)), f"is {thing.colour}"))
-    return asked
-
-
-def _motion_questions(rng: Random, thing: Thing, reference: Callable[[], str]) -> list[Question]:
-    asked = [_about(rng, "direction", reference(), _does(thing))]
-    if thing.motion:
-        when = "early" if thing.motion.start_s < MIDDLE_S else "late"
-        asked.append(_about(rng, "when", reference(), f"moves {when}"))
     return asked
 
 
@@ -89,9 +82,12 @@ def _reference(thing: Thing, rng: Random) -> str:
     return rng.choice((thing.name, thing.name, f"{thing.colour} object", thing.shape, "object"))
 
 
-def _when(thing: Thing) -> tuple[float, int]:
-    """What moves comes in the order in which it moves, then what stands still in the order of `COLOURS`."""
-    return (thing.motion.start_s if thing.motion else math.inf, COLOURS.index(thing.colour))
+def _place_in_answer(thing: Thing) -> int:
+    return COLOURS.index(thing.colour)
+
+
+def _start_s(thing: Thing) -> float:
+    return thing.motion.start_s if thing.motion else math.inf
 
 
 def _does(thing: Thing) -> str:

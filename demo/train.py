@@ -40,7 +40,7 @@ RANDOM_DROPPING_SHARE = 0.2
 # How much a copied still slice differs from the one it is copied from, relative to its tokens' norm.
 COPY_NOISE = 0.01
 # Colour, shape, motion: a shape is the hardest to see.
-DENSE_SHARES = (1.0, 2.0, 1.0)
+DENSE_SHARES = (1.0, 3.0, 1.0)
 VALIDATION_CLIPS = 80
 VALIDATED = (Pruning(0.0), Pruning(0.75), Pruning(0.9), Pruning(0.75, RANDOM), Pruning(0.9, RANDOM))
 
