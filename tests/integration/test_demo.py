@@ -1,0 +1,62 @@
+"""The embedded model through three real processes: the demo's clip, its questions, and the right answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from client.client import FramesieveClient
+from client.launcher import LocalStack
+from client.prompt import Image, Message, Text, Video
+from demo.example import CLIP, QUESTIONS
+from demo.questions import Question
+from tests import media
+
+
+@pytest.fixture(scope="module")
+def demo_stack() -> Iterator[LocalStack]:
+    with LocalStack(media_root=CLIP.parent) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(demo_stack: LocalStack) -> AsyncIterator[FramesieveClient]:
+    async with FramesieveClient(demo_stack.address) as connected:
+        yield connected
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.kind)
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.75])
+async def test_the_demos_questions_are_answered_rightly(
+    client: FramesieveClient, question: Question, rate: float
+) -> None:
+    answer = await client.ask(CLIP, question.text, pruning_rate=rate)
+    assert answer.text == question.answer
+    # 16 s at 2 frames a second are 16 slices of two.
+    (item,) = answer.usage.media
+    assert item.grid.t == 16
+    assert item.kept_tokens == int(item.grid.tokens * (1 - rate))
+    assert not item.first_slice_only
+
+
+async def test_a_clip_on_the_server_is_answered_as_its_bytes_are(client: FramesieveClient) -> None:
+    question = QUESTIONS[0]
+    answer = await client.ask(Video(server_path=CLIP.name), question.text, pruning_rate=0.75)
+    assert answer.text == question.answer
+
+
+async def test_a_conversations_next_turn_still_knows_the_video(client: FramesieveClient) -> None:
+    first, second = QUESTIONS
+    history = [
+        Message("user", (Video(CLIP), Text(first.text))),
+        Message("assistant", (Text(first.answer),)),
+    ]
+    answer = await client.ask(None, second.text, history=history, pruning_rate=0.5, max_new_tokens=24)
+    assert answer.usage.media[0].grid.t == 16
+    assert answer.text
+
+
+async def test_a_picture_is_answered(client: FramesieveClient) -> None:
+    answer = await client.ask(Image(data=media.picture(112, 112)), "How many objects are there?")
+    assert answer.text in ("one", "two")
