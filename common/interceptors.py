@@ -47,8 +47,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
 
 def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        request_id = _request_id(context)
-        structlog.contextvars.bind_contextvars(request_id=request_id, method=method)
+        structlog.contextvars.bind_contextvars(request_id=_request_id(context), method=method)
         start, code = time.perf_counter(), "OK"
         REQUESTS_RUNNING.labels(method).inc()
         try:
@@ -62,12 +61,12 @@ def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
             code = error.status
             if isinstance(error, PeerContract):
                 log.error("peer broke the contract", error=str(error))
-                error = PeerContract(f"a peer of {method} broke the contract, request id {request_id}")
+                error = PeerContract(f"a peer of {method} broke the contract, request id {bound_request_id()}")
             await _refuse(context, error)
         except Exception as error:
             code = "INTERNAL"
             log.exception("bug", error=repr(error))
-            await _refuse(context, FramesieveError(f"an internal error in {method}, request id {request_id}"))
+            await _refuse(context, FramesieveError(f"an internal error in {method}, request id {bound_request_id()}"))
         finally:
             REQUESTS_RUNNING.labels(method).dec()
             REQUESTS.labels(method, code).inc()
@@ -83,6 +82,11 @@ async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: Framesieve
         str(error),
         trailing_metadata=((DETAILS_KEY, status_details(error).SerializeToString()),),
     )
+
+
+def bound_request_id() -> str:
+    """The running request's: the call's own, or the one that its message names."""
+    return str(structlog.contextvars.get_contextvars()["request_id"])
 
 
 def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:

@@ -7,7 +7,6 @@ runs and which tokens it gets is told by others: the media session, in this loop
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator
 from time import monotonic_ns
 from typing import TypeAlias
@@ -17,7 +16,7 @@ import structlog
 
 from common.channels import passed_on
 from common.errors import InvalidRequest
-from common.interceptors import MAX_REQUEST_ID_CHARACTERS
+from common.interceptors import MAX_REQUEST_ID_CHARACTERS, bound_request_id
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
 from services.generation.arrivals import MediaItem, Progress
@@ -134,7 +133,7 @@ class Events:
 def _request_id(given: str) -> str:
     """The caller's; without one, the call's own. Logs and upstream calls go by it from here on."""
     if not given:
-        return str(structlog.contextvars.get_contextvars().get("request_id") or uuid.uuid4().hex)
+        return bound_request_id()
     if len(given) > MAX_REQUEST_ID_CHARACTERS or not (given.isascii() and given.isprintable()):
         raise InvalidRequest(
             f"request_id must be at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters, got {given[:200]!r}"

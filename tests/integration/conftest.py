@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,16 @@ def stack(checkpoint: Path, media_root: Path) -> Iterator[LocalStack]:
     flags = {"generation": ["--kv-cache-tokens", str(KV_CACHE_TOKENS)]}
     with LocalStack(checkpoint, media_root=media_root, flags=flags) as running:
         yield running
+
+
+async def settles(read: Callable[[], float], target: float, within_s: float = 5) -> bool:
+    """Whether what is read becomes `target` in time: gauges follow a step behind."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if await asyncio.to_thread(read) == target:
+            return True
+        await asyncio.sleep(0.05)
+    return False
 
 
 def metric(stack: LocalStack, service: str, name: str, **labels: str) -> float:

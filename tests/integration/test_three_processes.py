@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -19,7 +18,7 @@ from common.plan import Modality
 from common.tensors import MAX_PIECE_BYTES
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from tests import media
-from tests.integration.conftest import KV_CACHE_TOKENS, metric
+from tests.integration.conftest import KV_CACHE_TOKENS, metric, settles
 
 
 @pytest.fixture
@@ -200,15 +199,6 @@ async def test_a_value_outside_its_range_is_named(
 
 
 # --- clients that vanish, deadlines -----------------------------------------------------------------------------
-
-
-async def settles(read: Callable[[], float], target: float, within_s: float = 5) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if await asyncio.to_thread(read) == target:
-            return True
-        await asyncio.sleep(0.05)
-    return False
 
 
 async def test_a_client_that_vanishes_while_it_reads_leaves_no_block_behind(

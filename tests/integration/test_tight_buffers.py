@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from client.prompt import Video
 from common import errors
 from demo.checkpoint import TINY
 from tests import media
-from tests.integration.conftest import metric
+from tests.integration.conftest import metric, settles
 
 VIDEOS = 3
 ITEM_TOKENS = 4 * 4 * 4
@@ -41,8 +42,8 @@ async def test_eight_requests_of_several_videos_each_do_not_deadlock(checkpoint:
             ]
             answers = await asyncio.gather(*asked)
         assert [len(answer.usage.media) for answer in answers] == [VIDEOS] * 8
-        assert metric(stack, "generation", "framesieve_generation_kv_blocks_used") == 0
-        assert metric(stack, "generation", "framesieve_generation_media_buffer_used_bytes") == 0
+        for name in ("kv_blocks_used", "media_buffer_used_bytes"):
+            assert await settles(partial(metric, stack, "generation", f"framesieve_generation_{name}"), 0)
 
 
 async def test_media_that_never_fits_the_buffer_is_refused(checkpoint: Path) -> None:
