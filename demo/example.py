@@ -13,8 +13,8 @@ from demo.scenes import Motion, Scene, Thing, encode
 CLIP = Path(__file__).parent / "clip.mp4"
 SCENE = Scene(
     things=(
-        Thing("red", "circle", x=0.22, y=0.26, half=0.15, motion=Motion("right", 9.25, 12.25, 0.5)),
-        Thing("blue", "square", x=0.68, y=0.72, half=0.16),
+        Thing("red", "circle", x=0.25, y=0.25, half=0.15, motion=Motion("down", 9.25, 12.0, 0.45)),
+        Thing("blue", "square", x=0.7, y=0.5, half=0.16),
     ),
     background="blobs",
     side_px=224,
@@ -24,7 +24,7 @@ SCENE = Scene(
 )
 QUESTIONS = (
     Question("mover", "What moves?", "the red circle"),
-    Question("happens", "What happens?", "A red circle moves right and a blue square stands still."),
+    Question("happens", "What happens?", "A red circle moves down and a blue square stands still."),
 )
 
 
