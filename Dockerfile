@@ -5,7 +5,7 @@ ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_
 WORKDIR /app
 RUN python -m venv /venv
 ENV PATH=/venv/bin:$PATH
-# Dependencies alone, so that a change of code does not install them again.
+# Dependencies alone (README.md because pyproject.toml names it), so that a change of code does not install them again.
 COPY pyproject.toml README.md ./
 
 FROM base AS protos
@@ -16,7 +16,7 @@ RUN python -m grpc_tools.protoc -I protos --python_out=. --grpc_python_out=. pro
 FROM base AS preprocessing-dependencies
 RUN pip install '.[preprocessing]'
 
-# torch first and pinned: a plain `torch` may bring gigabytes of CUDA.
+# torch first and pinned. PyPI's build may carry gigabytes of CUDA: --build-arg TORCH=… takes any wheel's address.
 FROM base AS torch-dependencies
 ARG TORCH=torch==2.13.0
 RUN pip install "$TORCH" && pip install '.[encoder,generation]'
