@@ -63,7 +63,8 @@ def serve(
 ) -> None:
     """Run the three services on this machine until Ctrl-C, which lets running requests finish.
 
-    Every other setting of a service is read from its FRAMESIEVE_… environment variable.
+    Other settings of the services are read from their FRAMESIEVE_… environment variables, but for FRAMESIEVE_DRAIN_S:
+    each service gets 30 seconds to finish.
 
     Example: framesieve serve --model ~/models/Qwen2.5-VL-3B-Instruct --media-root ~/videos
     """
@@ -88,7 +89,9 @@ def ask(
     server: Annotated[str, typer.Option(help="Where generation listens.")] = DEFAULT_ADDRESS,
     fps: FpsOption = None,
     max_frames: MaxFramesOption = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="At most this many tokens of answer.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="At most this many tokens of answer. Default: what fits, at most 1024.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the model's own.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Give up after this many seconds.")] = None,

@@ -58,7 +58,7 @@ class LocalStack:
     media_root: where preprocessing may read paths from; None: nowhere.
     endpoints: by service; None: unix sockets in a folder of the stack's own, and free loopback ports for metrics.
     flags: more command-line flags, by service.
-    show_logs: services write to this process's stderr; else to `<folder>/<service>.log`.
+    show_logs: services write to this process's stderr; else to files that `log` reads and that go with the stack.
     drain_s: how long running requests get to finish when the stack stops, service by service.
     Raises StartupError, with the end of the log, when a service ends or is not ready in time.
     """
@@ -110,7 +110,7 @@ class LocalStack:
     # --- starting -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the three and returns once all are ready."""
+        """Starts the services and returns once all are ready."""
         try:
             self._folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="framesieve-")))
             self._endpoints = dict(self._given or _own_endpoints(self._folder))
@@ -199,7 +199,7 @@ class LocalStack:
             self.kill()
 
     def kill(self) -> None:
-        """Ends whatever still runs, at once, with its worker processes."""
+        """Ends whatever still runs, at once, with any children that it has."""
         for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

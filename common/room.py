@@ -1,7 +1,8 @@
 """A budget of bytes that requests reserve before they ask for anything: first come, first served, however large.
 
-Resources are taken downstream first and for a whole need at a time, so nobody holds room while waiting for more, and
-requests cannot deadlock. It knows nothing of what the bytes are for, and belongs to one event loop.
+Resources are taken downstream first and for a whole item at a time, so whoever holds room can finish with it whatever
+else is waited for, and requests cannot deadlock. It knows nothing of what the bytes are for, and belongs to one event
+loop.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Room:
 
     @asynccontextmanager
     async def reserved(self, size_bytes: int) -> AsyncIterator[None]:
-        """Waits until the bytes are free, and holds them inside. Nothing at all is free at once."""
+        """Waits until the bytes are free, and holds them inside. No bytes (0) are had at once, past all who wait."""
         if size_bytes:
             await self.reserve(size_bytes)
         try:

@@ -21,7 +21,7 @@ class EncoderSettings(ServiceSettings):
     output_buffer_bytes: int = Field(2**30, ge=1, description="most bytes of unpruned embeddings, over all requests")
     batch_tokens: int = Field(2048, ge=1, description="most merged tokens of one forward, over all requests")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="of weights and embeddings; auto is the checkpoint's own"
+        "auto", description="of weights and embeddings; auto is bfloat16 where they are stored so, else float32"
     )
     device: str = Field("auto", description="cpu, cuda or cuda:N; auto is cuda where there is one")
     threads: int | None = Field(

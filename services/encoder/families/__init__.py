@@ -13,7 +13,7 @@ _LOADERS = {"qwen2_5_vl": qwen2_5_vl.load}
 
 
 def load_tower(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Tower:
-    """The checkpoint's vision tower, on `device`, in `dtype` ("auto": as stored).
+    """The checkpoint's vision tower, on `device`, in `dtype` ("auto": see `tower.choose_dtype`).
 
     Raises StartupError for a model type that is not supported, or a checkpoint that is not whole.
     """
