@@ -32,6 +32,7 @@ _MODALITY_TO_WIRE = {
     Modality.VIDEO: prompt_pb2.MODALITY_VIDEO,
 }
 _MODALITY_FROM_WIRE = {wire: modality for modality, wire in _MODALITY_TO_WIRE.items()}
+_MODALITY_OF_CONTENT = {"image": Modality.IMAGE, "video": Modality.VIDEO}
 
 
 def dtype_of(wire: tensor_pb2.DType) -> DType:
@@ -96,7 +97,13 @@ def pruning_of(message: prompt_pb2.Pruning) -> Pruning:
 def media_parts(prompt: prompt_pb2.Prompt) -> list[prompt_pb2.Media]:
     """Every image and video of a prompt, in its order."""
     parts = (part for message in prompt.messages for part in message.parts)
-    return [getattr(part, kind) for part in parts if (kind := part.WhichOneof("content")) in ("image", "video")]
+    return [getattr(part, kind) for part in parts if (kind := part.WhichOneof("content")) in _MODALITY_OF_CONTENT]
+
+
+def modalities_of(prompt: prompt_pb2.Prompt) -> list[Modality]:
+    """Of every image and video of a prompt, in its order."""
+    kinds = (part.WhichOneof("content") for message in prompt.messages for part in message.parts)
+    return [_MODALITY_OF_CONTENT[kind] for kind in kinds if kind in _MODALITY_OF_CONTENT]
 
 
 def prunings_of(prompt: prompt_pb2.Prompt, default: prompt_pb2.Pruning) -> tuple[Pruning, ...]:

@@ -19,14 +19,12 @@ from common.errors import PeerContract
 from common.plan import MediaPlan, Modality, PromptPlan
 from common.telemetry import STREAMED_BYTES
 from common.tensors import DType, TensorBuffer
-from common.wire import PlanReceiver, add_chunk, buffer_for
+from common.wire import PlanReceiver, add_chunk, buffer_for, modalities_of
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
 from services.encoder.patches import PatchShape
 
 STAGE = "preprocessing"
-
-_MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +82,7 @@ class FrameStream:
 
     async def plan(self, prompt: prompt_pb2.Prompt) -> PromptPlan:
         """Sends the prompt and returns its plan, checked; `prompt` is passed on as it is."""
-        kinds = [part.WhichOneof("content") for message in prompt.messages for part in message.parts]
-        modalities = [_MODALITIES[kind] for kind in kinds if kind in _MODALITIES]
+        modalities = modalities_of(prompt)
         await self._write(PreprocessRequest(prompt=prompt))
         receiver = PlanReceiver()
         while (message := await self._read()) is not None:

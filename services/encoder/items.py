@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.errors import MediaRejected
 from common.plan import Int32Array, MediaPlan, Modality
-from common.retention import Pruning, retained_count
+from common.retention import NONE, Pruning, retained_count
 from common.room import Room
 from common.telemetry import busy
 from common.tensors import DType, TensorBuffer
@@ -150,6 +150,6 @@ class Item:
 
     def _count(self, kept: int) -> None:
         ITEMS.labels(self.plan.modality.value).inc()
-        method = self._pruning.method if self.plan.modality is Modality.VIDEO else "none"
+        method = self._pruning.method if self.plan.modality is Modality.VIDEO else NONE
         TOKENS.labels("before", method).inc(self.plan.grid.tokens)
         TOKENS.labels("after", method).inc(kept)

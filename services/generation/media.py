@@ -20,14 +20,12 @@ from common.errors import InvalidRequest, PeerContract
 from common.plan import Modality, PromptPlan
 from common.retention import Pruning, retained_count
 from common.room import Room
-from common.wire import PlanReceiver, prunings_of
+from common.wire import PlanReceiver, modalities_of, prunings_of
 from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
 from services.generation.arrivals import Arrival, MediaItem, ModelInput, Progress
 from services.generation.timing import Stage, StageClock
-
-_MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO}
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
 
@@ -53,8 +51,7 @@ class MediaClient:
         Raises InvalidRequest, PeerContract, and what upstream raises.
         """
         prunings = prunings_of(prompt, pruning)
-        kinds = [kind for message in prompt.messages for part in message.parts if (kind := part.WhichOneof("content"))]
-        modalities = [_MODALITIES[kind] for kind in kinds if kind in _MODALITIES]
+        modalities = modalities_of(prompt)
         selected: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         stage = "encoder" if modalities else "preprocessing"
         stream: Call
