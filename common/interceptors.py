@@ -84,6 +84,11 @@ async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: Framesieve
     )
 
 
+def is_request_id(given: str) -> bool:
+    """Whether a caller may name a request so: 1 to 128 printable ASCII characters."""
+    return given.isascii() and given.isprintable() and 0 < len(given) <= MAX_REQUEST_ID_CHARACTERS
+
+
 def bound_request_id() -> str:
     """The running request's: the call's own, or the one that its message names."""
     return str(structlog.contextvars.get_contextvars()["request_id"])
@@ -92,11 +97,4 @@ def bound_request_id() -> str:
 def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """The caller's, from metadata, if it is one; else a new one."""
     given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY, "")
-    if (
-        isinstance(given, str)
-        and given.isascii()
-        and given.isprintable()
-        and 0 < len(given) <= MAX_REQUEST_ID_CHARACTERS
-    ):
-        return given
-    return uuid.uuid4().hex
+    return given if isinstance(given, str) and is_request_id(given) else uuid.uuid4().hex

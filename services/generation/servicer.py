@@ -16,7 +16,7 @@ import structlog
 
 from common.channels import passed_on
 from common.errors import InvalidRequest
-from common.interceptors import MAX_REQUEST_ID_CHARACTERS, bound_request_id
+from common.interceptors import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
 from services.generation.arrivals import MediaItem, Progress
@@ -134,7 +134,7 @@ def _request_id(given: str) -> str:
     """The caller's; without one, the call's own. Logs and upstream calls go by it from here on."""
     if not given:
         return bound_request_id()
-    if len(given) > MAX_REQUEST_ID_CHARACTERS or not (given.isascii() and given.isprintable()):
+    if not is_request_id(given):
         raise InvalidRequest(
             f"request_id must be at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters, got {given[:200]!r}"
         )
