@@ -35,9 +35,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# Not localhost: where only one of its two addresses is free, gRPC listens there and clients may reach a stranger.
-SERVE_ADDRESS = "127.0.0.1:50053"
-
 RateOption = Annotated[
     float, typer.Option("--pruning-rate", help="Share of each video's tokens to drop, at least 0 and below 1.")
 ]
@@ -54,7 +51,7 @@ def serve(
         Path | None, typer.Option(help="Checkpoint folder in transformers' format. Default: the embedded demo model.")
     ] = None,
     media_root: Annotated[Path | None, typer.Option(help="Folder below which requests may name paths.")] = None,
-    listen: Annotated[str, typer.Option(help="Where clients ask: host:port or unix:/path.")] = SERVE_ADDRESS,
+    listen: Annotated[str, typer.Option(help="Where clients ask: host:port or unix:/path.")] = DEFAULT_ADDRESS,
     preprocessing_listen: Annotated[str, typer.Option(help="Where preprocessing listens.")] = "127.0.0.1:50051",
     encoder_listen: Annotated[str, typer.Option(help="Where the encoder listens.")] = "127.0.0.1:50052",
     metrics_port: Annotated[
@@ -74,7 +71,7 @@ def serve(
     unwind_on_sigterm(0)
     with errors_told(), LocalStack(model, media_root=media_root, endpoints=endpoints, show_logs=True) as stack:
         stderr.print(f"[bold]framesieve answers at {listen}[/]; Ctrl-C stops it. In another terminal:", soft_wrap=True)
-        server = "" if listen == SERVE_ADDRESS else f" --server {listen}"
+        server = "" if listen == DEFAULT_ADDRESS else f" --server {listen}"
         stderr.print(f'  framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75{server}', soft_wrap=True)
         stack.watch()
 

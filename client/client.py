@@ -1,6 +1,6 @@
 """The asyncio client: a question about media in, the answer's events or the whole answer out.
 
-    async with FramesieveClient("localhost:50053") as client:
+    async with FramesieveClient("127.0.0.1:50053") as client:
         answer = await client.ask("clip.mp4", "What moves?", pruning_rate=0.75)
         async for event in client.stream("clip.mp4", "What moves?", pruning_rate=0.75):
             ...
@@ -22,7 +22,8 @@ from common.channels import REQUEST_ID_KEY, open_channel, upstream_errors
 from common.errors import PeerContract
 from framesieve.v1 import generation_pb2_grpc
 
-DEFAULT_ADDRESS = "localhost:50053"
+# Not localhost: where only one of its two addresses is free, gRPC listens there and clients may reach a stranger.
+DEFAULT_ADDRESS = "127.0.0.1:50053"
 
 
 class FramesieveClient:
