@@ -50,7 +50,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
         try:
             async for response in self.behaviour(request, context):
                 yield response
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter where gRPC is still writing the last response
             self.cancelled.set()
             raise
 
