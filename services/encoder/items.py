@@ -150,6 +150,7 @@ class Item:
 
     def _count(self, kept: int) -> None:
         ITEMS.labels(self.plan.modality.value).inc()
-        method = self._pruning.method if self.plan.modality is Modality.VIDEO else NONE
+        pruned = self.plan.modality is Modality.VIDEO and self._pruning.rate
+        method = self._pruning.method if pruned else NONE
         TOKENS.labels("before", method).inc(self.plan.grid.tokens)
         TOKENS.labels("after", method).inc(kept)
