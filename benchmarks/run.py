@@ -124,7 +124,7 @@ async def main() -> None:
     parser.add_argument("--requests", type=int, default=24, help="of each throughput run")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     args = parser.parse_args()
-    print(f"`python -m benchmarks.run {' '.join(sys.argv[1:])}`".replace(" `", "`"))
+    print(f"`python -m benchmarks.run{''.join(f' {each}' for each in sys.argv[1:])}`")
     print(f"{datetime.datetime.now(datetime.UTC).date()}, {machine()}\n")
     async with LocalStack(args.model, flags=FLAGS) as stack, FramesieveClient(stack.address) as client:
         print(*await latency(client, args.model, args.rounds, args.max_new_tokens), sep="\n")
