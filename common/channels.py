@@ -32,6 +32,10 @@ REQUEST_ID_KEY = "x-request-id"
 DETAILS_KEY = "grpc-status-details-bin"
 ERROR_DOMAIN = "framesieve"
 
+# Of an error's text. It is sent twice, once percent-encoded, and headers above 8 KiB are refused by the receiver,
+# which would tell the caller of a resource that is exhausted.
+MAX_MESSAGE_BYTES = 1500
+
 # A prompt's inline media is at most 16 MiB; arrays come in pieces of at most 2 MiB.
 MAX_RECEIVE_BYTES = 20 * 2**20
 
@@ -95,10 +99,18 @@ def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveErro
     return FramesieveError(message if error.code() is grpc.StatusCode.INTERNAL else f"{stage}: {message}")
 
 
+def status_message(error: FramesieveError) -> str:
+    """An error's text as it is sent: what a caller gave may stand in it, at any length, so its end may be cut."""
+    text = str(error).encode()
+    if len(text) <= MAX_MESSAGE_BYTES:
+        return str(error)
+    return text[:MAX_MESSAGE_BYTES].decode(errors="ignore") + " …"
+
+
 def status_details(error: FramesieveError) -> status_pb2.Status:
     """google.rpc.Status with an ErrorInfo (and a RetryInfo where a retry may help)."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)
-    status = status_pb2.Status(code=grpc.StatusCode[error.status].value[0], message=str(error))
+    status = status_pb2.Status(code=grpc.StatusCode[error.status].value[0], message=status_message(error))
     if isinstance(error, Unavailable):
         info.metadata["stage"] = error.stage
     status.details.add().Pack(info)

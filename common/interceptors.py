@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import structlog
 
-from common.channels import DETAILS_KEY, REQUEST_ID_KEY, status_details
+from common.channels import DETAILS_KEY, REQUEST_ID_KEY, status_details, status_message
 from common.errors import FramesieveError, PeerContract
 from common.telemetry import REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
 
@@ -79,7 +79,7 @@ async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: Framesieve
     log.warning("refused", reason=error.reason, error=str(error))
     await context.abort(
         grpc.StatusCode[error.status],
-        str(error),
+        status_message(error),
         trailing_metadata=((DETAILS_KEY, status_details(error).SerializeToString()),),
     )
 

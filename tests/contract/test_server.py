@@ -32,6 +32,7 @@ FAILURES: dict[int, Exception] = {
     5: errors.Unavailable("preprocessing is draining", "preprocessing"),
     6: errors.PeerContract("kept is not increasing at address 0xdeadbeef"),
     7: ZeroDivisionError("secret"),
+    8: errors.MediaRejected(f"video.path {'ä' * 100_000!r} cannot be read"),
 }
 LEAVES = [errors.InvalidRequest, errors.MediaDamaged, errors.MediaForbidden, errors.Overloaded, errors.Unavailable]
 
@@ -90,6 +91,16 @@ async def test_every_leaf_of_the_tree_becomes_its_status_and_comes_back_as_itsel
             assert str(back) == str(FAILURES[index])
         assert isinstance(back, errors.Unavailable)
         assert back.stage == "preprocessing"
+
+
+async def test_an_error_that_quotes_a_very_long_value_keeps_its_status(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (channel, _):
+        with refused() as caught:
+            await ask(channel, 8).read()
+        assert caught[0].code() is grpc.StatusCode.INVALID_ARGUMENT
+        back = error_from_status(caught[0], "encoder")
+        assert type(back) is errors.MediaRejected
+        assert str(back).startswith("video.path 'äää")
 
 
 async def test_an_overload_carries_its_retry_hint(tmp_path: Path) -> None:
