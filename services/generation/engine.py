@@ -149,9 +149,22 @@ class Engine:
                     self._do(*self._commands.get())
             self._take_commands()
             self._fail(list(self._scheduler.requests()), Unavailable("generation was stopped", "generation"))
-        finally:  # should a bug end the thread, nobody may queue behind it
-            with self._lock:
-                self._stopping = True
+        except Exception as error:
+            log.exception("the engine ended by a bug", error=repr(error))
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Nobody may queue behind a thread that ends, nor wait for it. The scheduler itself may be what is broken."""
+        with self._lock:
+            self._stopping = True
+        left = list(self._scheduler.requests())
+        while not self._commands.empty():
+            request, _ = self._commands.get()
+            if request:
+                left.append(request)
+        for request in dict.fromkeys(left):
+            if request.status is not Status.DONE:
+                self._send(request, Failed(Unavailable("the engine of generation has failed", "generation")))
 
     def _take_commands(self) -> None:
         while True:

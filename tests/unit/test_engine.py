@@ -346,3 +346,22 @@ def test_a_bug_in_a_command_fails_its_request_and_the_thread_lives_on(
     after = tiny.ask("b", PROMPT, SamplingParams(1))
     until(lambda: bool(after.finished))
     tiny.engine.stop()
+
+
+def test_a_bug_that_ends_the_thread_leaves_nobody_waiting(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = TinyEngine(models.engine)
+    waits = tiny.ask("waits for media", ABOUT_VIDEO, SamplingParams(1))
+    tiny.drain()
+
+    def broken(windows: Sequence[Window]) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(tiny.engine, "_publish", broken)
+    queued = tiny.ask("queued", PROMPT, SamplingParams(4))
+    tiny.engine.start()
+    for asked in (waits, queued):
+        until(lambda asked=asked: bool(asked.failed))  # type: ignore[misc]
+        assert asked.failed
+        assert isinstance(asked.failed.error, Unavailable)
+    with pytest.raises(Unavailable):
+        tiny.ask("late", PROMPT, SamplingParams(1))
