@@ -15,8 +15,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from common.checkpoint import Checkpoint
-from common.errors import InvalidRequest, PromptTooLong
-from common.plan import MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan
+from common.errors import InvalidRequest, MediaRejected, PromptTooLong
+from common.plan import MAX_FRAME_SIDE_PX, MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan
 from services.preprocessing.families import Family, load_family
 from services.preprocessing.layout import MediaTokens, lay_out
 from services.preprocessing.packets import read_packets
@@ -127,6 +127,11 @@ class Planner:
         )
 
     def _grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
+        if max(height_px, width_px) > MAX_FRAME_SIDE_PX:
+            raise MediaRejected(
+                f"a frame would be sent as {width_px}×{height_px} pixels, at most {MAX_FRAME_SIDE_PX} are allowed on a "
+                f"side: lower max_pixels"
+            )
         try:
             return self._family.grid(frames, height_px, width_px, modality)
         except ValueError as error:

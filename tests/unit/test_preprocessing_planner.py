@@ -191,6 +191,7 @@ def test_a_picture_read_as_a_video_has_another_hash_than_as_an_image(tiny: Plann
         (video(b"garbage"), MediaRejected, "video is no video that can be read"),
         (image(b"garbage"), MediaRejected, "image is no image that can be read"),
         (image(picture(1, 201)), MediaRejected, "aspect ratio of 201, at most 200"),
+        (image(picture(170, 33_000), max_pixels=10**9), MediaRejected, "at most 32768 are allowed on a side"),
         (video(clip(4), max_pixels=783), InvalidRequest, r"video\.frame_sampling\.max_pixels .* 784, got 783"),
         (video(clip(4), start_s=9.0), InvalidRequest, r"video\.frame_sampling\.start_s"),
     ],
