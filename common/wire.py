@@ -11,7 +11,7 @@ from fractions import Fraction
 import numpy as np
 
 from common.errors import PeerContract
-from common.plan import Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
+from common.plan import MAX_PROMPT_TOKENS, Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
 from common.retention import EVS, Pruning
 from common.tensors import DType, TensorBuffer, pieces, size_bytes
 from framesieve.v1 import prompt_pb2, tensor_pb2
@@ -146,6 +146,8 @@ class PlanReceiver:
             shape = tuple(message.layout.shape)
             if len(shape) != 2 or shape[0] != 4:
                 raise PeerContract(f"a plan's layout has the shape [4, N], got {list(shape)}")
+            if shape[1] > MAX_PROMPT_TOKENS:
+                raise PeerContract(f"a plan has at most {MAX_PROMPT_TOKENS} tokens, got {shape[1]}")
             self._first = message
             self._layout = buffer_for(message.layout, [DType.INT32], shape)
         add_chunk(self._layout, message.layout)

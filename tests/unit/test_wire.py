@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from common import wire
 from common.errors import InvalidRequest, PeerContract
-from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from common.plan import MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan, Run
 from common.retention import Pruning
 from common.tensors import PIECE_BYTES
 from framesieve.v1 import prompt_pb2, tensor_pb2
@@ -114,6 +114,10 @@ def three_rows(message: prompt_pb2.PromptPlan) -> None:
     message.layout.shape[0] = 3
 
 
+def too_many_tokens(message: prompt_pb2.PromptPlan) -> None:
+    message.layout.shape[1] = MAX_PROMPT_TOKENS + 1
+
+
 def floats(message: prompt_pb2.PromptPlan) -> None:
     message.layout.dtype = tensor_pb2.DTYPE_FLOAT32
 
@@ -136,6 +140,7 @@ def too_many_levels(message: prompt_pb2.PromptPlan) -> None:
         unknown_modality,
         short_fingerprint,
         three_rows,
+        too_many_tokens,
         floats,
         too_many_levels,
     ],
