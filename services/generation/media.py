@@ -109,6 +109,10 @@ class MediaSession:
                 f"{self.size_bytes} bytes; --media-buffer-bytes holds {self._room.size_bytes}"
             )
 
+    async def give_room_back(self) -> None:
+        """Once the media are no longer needed; else leaving the session does it."""
+        await self._held.aclose()
+
     async def receive(self, clock: StageClock) -> AsyncIterator[Progress | MediaItem]:
         """Waits for room, then yields every item as it completes, and progress before. The room is the session's.
 

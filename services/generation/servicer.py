@@ -108,14 +108,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     self._engine.deliver(question, arrival.media_index, arrival.kept, arrival.embeds)
                 else:
                     events.put(arrival)
+            # A reader that is slow, or has stopped, must not keep room that the engine no longer needs.
+            await events.ended.wait()
+            await session.give_room_back()
         except Exception as error:
             events.put(error)
 
 
 class Events:
-    """What happens to one request, in order, each with the time at which it did. It never makes the engine wait."""
+    """What happens to one request, in order, each with the time at which it did. It never makes the engine wait.
+
+    ended: set once the engine is done with the request, whether or not anybody has read so far.
+    """
 
     def __init__(self) -> None:
+        self.ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, Event | Progress | Exception]] = asyncio.Queue()
 
@@ -124,10 +131,15 @@ class Events:
 
     def put_from_engine(self, event: Event) -> None:
         """From the engine's thread. The time is the engine's, not that of a loop that may be busy."""
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, (monotonic_ns(), event))
+        self._loop.call_soon_threadsafe(self._take, monotonic_ns(), event)
 
     async def get(self) -> tuple[int, Event | Progress | Exception]:
         return await self._queue.get()
+
+    def _take(self, at_ns: int, event: Event) -> None:
+        self._queue.put_nowait((at_ns, event))
+        if isinstance(event, Finished | Failed):
+            self.ended.set()
 
 
 def _request_id(given: str) -> str:

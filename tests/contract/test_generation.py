@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import structlog
 import torch
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -59,6 +60,7 @@ class Service:
     """A running generation service and what it holds."""
 
     stub: GenerationServiceStub
+    servicer: GenerationServicer
     engine: Engine
     room: Room
     encoder: Encoder
@@ -107,7 +109,7 @@ async def service_of(
             tokenizer = load_tokenizer(checkpoint_folder)
             servicer = GenerationServicer(engine, media, tokenizer, SamplingDefaults(), PromptLimit(LIMIT))
             async with serving(f"unix:{folder}/generation", servicer) as channel:
-                yield Service(GenerationServiceStub(channel), engine, room, *peers)
+                yield Service(GenerationServiceStub(channel), servicer, engine, room, *peers)
     finally:
         engine.stop()
 
@@ -352,6 +354,30 @@ async def test_a_reader_that_stops_reading_holds_nobody_up(tmp_path: Path, tiny_
         for _ in range(3):
             assert len(token_ids(await answers(service.ask()))) == 5
         assert len(token_ids(await answers(idle_reader))) == 200
+
+
+class Caller:
+    """A call's context whose reader takes as long as it likes."""
+
+    def time_remaining(self) -> None:
+        return None
+
+
+async def test_a_reader_that_stops_reading_keeps_no_room_for_media(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+        request = GenerateRequest(prompt=prompt_message(service.encoder.plan), sampling=Sampling(max_new_tokens=5))
+        request.pruning.CopyFrom(HALF)
+        with structlog.contextvars.bound_contextvars(request_id="slow"):
+            async with aclosing(service.servicer.Generate(request, Caller())) as responses:
+                assert (await anext(responses)).HasField("accepted")
+                async with asyncio.timeout(10):
+                    while not service.room.held_bytes:
+                        await asyncio.sleep(0)
+                    while service.room.held_bytes:
+                        await asyncio.sleep(0.01)
+                left = [response async for response in responses]
+        assert len(token_ids(left)) == 5
+        assert left[-1].HasField("finished")
 
 
 async def test_a_rate_that_leaves_the_first_slice_alone_is_said(tmp_path: Path, tiny_checkpoint: Path) -> None:
