@@ -13,8 +13,8 @@ help:  ## List the targets
 
 setup: .venv/.installed framesieve/.generated  ## Make .venv with everything and generate the protos' code
 
-# torch first and pinned. Where PyPI's build for this platform carries CUDA (gigabytes), the CPU build comes with
-# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup. With a GPU: make setup TORCH=torch
+# torch first and pinned. Where pip's build for this platform carries CUDA (gigabytes) and that is not wanted, point
+# PIP_EXTRA_INDEX_URL at PyTorch's own CPU index. With a GPU: make setup TORCH=torch
 TORCH ?= torch==2.13.0
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
