@@ -42,7 +42,8 @@ _REASONS = {
 class Options(TypedDict, total=False):
     """How a question is answered. What is left out, or None, is the service's or the checkpoint's own choice.
 
-    pruning_rate: the share of a video's tokens to drop, 0 ≤ rate < 1. pruning_method: "evs", "random" or "none".
+    pruning_rate: the share of a video's tokens to drop, 0 ≤ rate < 1.
+    pruning_method: "evs", "vidcom2", "random" or "none".
     max_new_tokens, temperature (0 is greedy), top_p, top_k, seed, stop, logprobs: how tokens are chosen.
     request_id: names the request in logs and errors. timeout_s: seconds until DeadlinePassed.
     """

@@ -9,10 +9,11 @@ import hashlib
 import json
 import os
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import StartupError
 
@@ -34,6 +35,8 @@ _TEXT_FILES = (
     "video_preprocessor_config.json",
 )
 _SAMPLE_BYTES = 64 * 1024
+
+T = TypeVar("T")
 _MAX_HEADER_BYTES = 100 * 2**20
 
 
@@ -59,6 +62,12 @@ class Checkpoint:
     @property
     def model_type(self) -> str:
         return str(self.config.get("model_type", ""))
+
+    def pick(self, families: Mapping[str, T]) -> T:
+        """Its own among a service's families, by model type. Raises StartupError if it is not among them."""
+        if self.model_type not in families:
+            raise StartupError(f"{self.folder} is a {self.model_type!r}, supported are {', '.join(sorted(families))}")
+        return families[self.model_type]
 
     @cached_property
     def weight_files(self) -> tuple[Path, ...]:

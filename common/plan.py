@@ -77,8 +77,9 @@ class MediaPlan:
 
     grid: in merged tokens.
     runs: sorted and disjoint, in grid order, grid.tokens in sum.
-    frames: how many frames preprocessing sends when the item is selected (an image: 1).
-    frame_height_px, frame_width_px: of every frame sent, after resizing.
+    frames: how many frames preprocessing sends when the item is selected (an image: 1); 0 where its embeddings came
+        with the prompt.
+    frame_height_px, frame_width_px: of every frame sent, after resizing; 0 where none is.
     seconds_per_grid: time between temporal slices; None for an image.
     timestamps_s: presentation time of each frame sent; empty for an image.
     content_hash: 32 bytes that differ wherever the pixels sent could differ.
@@ -101,11 +102,12 @@ class MediaPlan:
         for before, after in zip(self.runs, self.runs[1:], strict=False):
             if before.end > after.offset:
                 raise ValueError(f"runs overlap or are out of order: {before}, {after}")
-        if not 1 <= self.frames <= MAX_PROMPT_TOKENS:
-            raise ValueError(f"frames must be between 1 and {MAX_PROMPT_TOKENS}, got {self.frames}")
+        if not 0 <= self.frames <= MAX_PROMPT_TOKENS:
+            raise ValueError(f"frames must be between 0 and {MAX_PROMPT_TOKENS}, got {self.frames}")
+        least, most = (1, MAX_FRAME_SIDE_PX) if self.frames else (0, 0)
         for side in (self.frame_height_px, self.frame_width_px):
-            if not 1 <= side <= MAX_FRAME_SIDE_PX:
-                raise ValueError(f"a frame's side must be between 1 and {MAX_FRAME_SIDE_PX} pixels, got {side}")
+            if not least <= side <= most:
+                raise ValueError(f"a frame's side must be between {least} and {most} pixels, got {side}")
         if (self.modality is Modality.VIDEO) != (self.seconds_per_grid is not None):
             raise ValueError(
                 f"a video has a time base and an image has none, got {self.modality.value}, {self.seconds_per_grid}"
@@ -114,6 +116,11 @@ class MediaPlan:
             raise ValueError(f"seconds_per_grid must be above 0, got {self.seconds_per_grid}")
         if len(self.content_hash) != DIGEST_BYTES:
             raise ValueError(f"content_hash must have {DIGEST_BYTES} bytes, got {len(self.content_hash)}")
+
+    @property
+    def brings_embeds(self) -> bool:
+        """Whether the prompt brought its embeddings, so that nothing is decoded or encoded for it."""
+        return not self.frames
 
 
 @dataclass(frozen=True, slots=True, eq=False)

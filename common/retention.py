@@ -2,7 +2,8 @@
 
 The count is known from the grid alone, before anything is encoded, so that admission and KV sizing can rely on it.
 Which tokens are kept is `services.encoder.pruning`'s business.
-Source: Efficient Video Sampling, arXiv 2510.14624; the floor of one slice and the exact arithmetic are DESIGN's.
+Source: Efficient Video Sampling, arXiv 2510.14624, and VidCom2, arXiv 2505.14454; the floors and the exact arithmetic
+are Framesieve's own.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from common.errors import InvalidRequest
 from common.plan import Grid, Modality
 
 EVS = "evs"
+VIDCOM2 = "vidcom2"
 RANDOM = "random"
 NONE = "none"
-METHODS = (EVS, RANDOM, NONE)
+METHODS = (EVS, VIDCOM2, RANDOM, NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,11 @@ class Pruning:
 
 
 def retained_count(grid: Grid, pruning: Pruning, modality: Modality = Modality.VIDEO) -> int:
-    """How many of the grid's tokens are kept: max(h·w, ⌊t·h·w·(1 − rate)⌋), and all of an image's."""
+    """How many of the grid's tokens are kept: ⌊t·h·w·(1 − rate)⌋, but at least a floor; and all of an image's.
+
+    The floor is the whole slice 0, h·w tokens; for `vidcom2` one token of each slice, t tokens.
+    """
     if modality is Modality.IMAGE or pruning.method == NONE:
         return grid.tokens
-    kept = grid.tokens * (1 - Fraction(str(pruning.rate)))
-    return max(grid.slice_tokens, math.floor(kept))
+    floor = grid.t if pruning.method == VIDCOM2 else grid.slice_tokens
+    return max(floor, math.floor(grid.tokens * (1 - Fraction(str(pruning.rate)))))

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from common.errors import PeerContract
+from common.errors import InvalidRequest, PeerContract
 from common.plan import MAX_PROMPT_TOKENS, Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
 from common.retention import EVS, Pruning
 from common.tensors import DType, TensorBuffer, pieces, size_bytes
@@ -113,6 +113,15 @@ def prunings_of(prompt: prompt_pb2.Prompt, default: prompt_pb2.Pruning) -> tuple
     """
     shared = pruning_of(default)
     return tuple(pruning_of(media.pruning) if media.HasField("pruning") else shared for media in media_parts(prompt))
+
+
+def check_inline_bytes(size_bytes: int) -> None:
+    """Raises InvalidRequest for more media, files and embeddings together, than a prompt may carry."""
+    if size_bytes > MAX_INLINE_BYTES:
+        raise InvalidRequest(
+            f"prompt.messages hold {size_bytes} bytes of inline media, at most {MAX_INLINE_BYTES} are allowed in sum; "
+            f"larger files come by path"
+        )
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from common.errors import InvalidRequest
 from common.plan import Modality
 from common.tensors import DType
-from common.wire import MAX_INLINE_BYTES, tensor_chunks
+from common.wire import check_inline_bytes, tensor_chunks
 from framesieve.v1 import preprocessing_pb2, prompt_pb2
 from services.preprocessing.planner import Conversation, MediaRequest
 from services.preprocessing.sampling import FrameSampling
@@ -50,11 +50,7 @@ def conversation_of(prompt: prompt_pb2.Prompt) -> Conversation:
     if not any(part for turn in turns for part in turn.parts):
         raise InvalidRequest("prompt.messages hold no media and only empty text")
     inline = sum(len(item.location) for item in media if isinstance(item.location, bytes))
-    if inline > MAX_INLINE_BYTES:
-        raise InvalidRequest(
-            f"prompt.messages hold {inline} bytes of inline media, at most {MAX_INLINE_BYTES} are allowed in sum; "
-            f"larger media come by path"
-        )
+    check_inline_bytes(inline)
     return Conversation(tuple(turns), tuple(media))
 
 

@@ -276,8 +276,3 @@ def test_settings_that_are_not_supported_refuse_to_start(
 ) -> None:
     with pytest.raises(StartupError, match=named):
         load_family(checkpoint_with(tmp_path, tiny_checkpoint, video_preprocessor_config=changes))
-
-
-def test_a_model_of_an_unknown_family_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    with pytest.raises(StartupError, match=r"is a 'llava', supported are qwen2_5_vl"):
-        load_family(checkpoint_with(tmp_path, tiny_checkpoint, config={"model_type": "llava"}))

@@ -56,7 +56,7 @@ def test_rates_outside_their_range_are_refused_by_name(rate: float) -> None:
 
 
 def test_unknown_methods_and_negative_seeds_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"'best'.*evs, random, none"):
+    with pytest.raises(InvalidRequest, match=r"'best'.*evs, vidcom2, random, none"):
         Pruning(0.5, method="best")
     with pytest.raises(InvalidRequest, match=r"pruning\.seed"):
         Pruning(0.5, method="random", seed=-1)

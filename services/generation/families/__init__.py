@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 
 from common.checkpoint import Checkpoint
-from common.errors import StartupError
 from services.generation.families import qwen2_5_vl
 from services.generation.families.language_model import LanguageModel
 
-_LOADERS = {"qwen2_5_vl": qwen2_5_vl.load}
+FAMILIES = {"qwen2_5_vl": qwen2_5_vl.load}
 
 
 def load_language_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LanguageModel:
     """Raises StartupError for a model type that is not supported, or a checkpoint that is not whole."""
-    if checkpoint.model_type not in _LOADERS:
-        raise StartupError(f"model_type {checkpoint.model_type!r} is not supported, only {', '.join(_LOADERS)}")
-    return _LOADERS[checkpoint.model_type](checkpoint, dtype, device)
+    return checkpoint.pick(FAMILIES)(checkpoint, dtype, device)

@@ -7,7 +7,6 @@ from fractions import Fraction
 from typing import Protocol
 
 from common.checkpoint import Checkpoint
-from common.errors import StartupError
 from common.plan import Grid, Modality
 from services.preprocessing.families.qwen2_5_vl import Qwen25VL
 from services.preprocessing.layout import MediaTokens
@@ -47,8 +46,4 @@ FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {"qwen2_5_vl": Qwen25VL
 
 def load_family(checkpoint: Checkpoint) -> Family:
     """The family of a checkpoint. Raises StartupError for one that is not supported."""
-    if checkpoint.model_type not in FAMILIES:
-        raise StartupError(
-            f"{checkpoint.folder} is a {checkpoint.model_type!r}, supported are {', '.join(sorted(FAMILIES))}"
-        )
-    return FAMILIES[checkpoint.model_type](checkpoint)
+    return checkpoint.pick(FAMILIES)(checkpoint)

@@ -1,0 +1,158 @@
+"""The model families as the tests know them: tiny random checkpoints, and transformers' own classes to compare with.
+
+Tests of families are parametrised over FAMILIES, whose names must be those of each service's registry. Nothing here
+imports the services.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
+
+from demo.checkpoint import TINY, make_tokenizer, randomise, write_checkpoint
+
+
+@dataclass(frozen=True)
+class FamilyUnderTest:
+    """What a test must know of a family.
+
+    write: makes a tiny random float32 checkpoint in a folder, from a seed.
+    model: transformers' class for the whole of it.
+    levels: tensors that a media token carries beside its embedding.
+    slices_stand_alone: each temporal slice is a grid of its own, with text before and after it.
+    """
+
+    write: Callable[[Path, int], Path]
+    model: Any
+    patch_px: int
+    merge: int
+    temporal_patch: int
+    hidden: int
+    levels: int
+    slices_stand_alone: bool
+
+    @property
+    def token_px(self) -> int:
+        return self.patch_px * self.merge
+
+
+QWEN3_VL = {
+    "text": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+    },
+    "vision": {
+        "depth": 4,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0, 2],
+        "out_hidden_size": 64,
+    },
+}
+EXPERTS = {
+    "moe_intermediate_size": 48,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def _write_qwen2_5_vl(folder: Path, seed: int) -> Path:
+    return write_checkpoint(folder, TINY, seed)
+
+
+def _write_qwen3_vl(folder: Path, seed: int) -> Path:
+    return _write_qwen3(folder, seed, Qwen3VLConfig, Qwen3VLForConditionalGeneration, {})
+
+
+def _write_qwen3_vl_moe(folder: Path, seed: int) -> Path:
+    return _write_qwen3(folder, seed, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, EXPERTS)
+
+
+def _write_qwen3(folder: Path, seed: int, config_class: Any, model_class: Any, experts: Mapping[str, Any]) -> Path:
+    tokenizer = make_tokenizer(TINY)
+    ids = tokenizer.get_vocab()
+    config = config_class(
+        text_config={**QWEN3_VL["text"], **experts, "vocab_size": len(tokenizer)},
+        vision_config=QWEN3_VL["vision"],
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
+    model = model_class(config)
+    randomise(model, 0.1, seed)
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    processor = {
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "patch_size": 16,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "processor_class": "Qwen3VLProcessor",
+    }
+    images = {"size": {"shortest_edge": 64 * 64, "longest_edge": 192 * 192}}
+    videos = {"size": {"shortest_edge": 4 * 64 * 64, "longest_edge": 16 * 128 * 128}}
+    image = processor | images | {"image_processor_type": "Qwen2VLImageProcessor"}
+    video = processor | videos | {"video_processor_type": "Qwen3VLVideoProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+    return folder
+
+
+_QWEN3 = {"patch_px": 16, "merge": 2, "temporal_patch": 2, "hidden": 64, "levels": 2, "slices_stand_alone": True}
+FAMILIES: Mapping[str, FamilyUnderTest] = {
+    "qwen2_5_vl": FamilyUnderTest(
+        write=_write_qwen2_5_vl,
+        model=Qwen2_5_VLForConditionalGeneration,
+        patch_px=TINY.patch_px,
+        merge=TINY.merge,
+        temporal_patch=TINY.temporal_patch,
+        hidden=TINY.hidden,
+        levels=0,
+        slices_stand_alone=False,
+    ),
+    "qwen3_vl": FamilyUnderTest(_write_qwen3_vl, Qwen3VLForConditionalGeneration, **_QWEN3),
+    "qwen3_vl_moe": FamilyUnderTest(_write_qwen3_vl_moe, Qwen3VLMoeForConditionalGeneration, **_QWEN3),
+}
+
+
+def load_reference(name: str, folder: Path) -> Any:
+    """The whole model as transformers runs it, in float32 with plain attention."""
+    model: Any = FAMILIES[name].model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
