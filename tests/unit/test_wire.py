@@ -178,7 +178,7 @@ def test_an_items_own_pruning_overrides_the_requests() -> None:
         (prompt_pb2.Pruning(rate=1.0), "below 1, got 1.0"),
         (prompt_pb2.Pruning(rate=-0.1), "got -0.1"),
         (prompt_pb2.Pruning(rate=float("nan")), "got nan"),
-        (prompt_pb2.Pruning(method="best"), "'best' does not exist, the methods are evs, random, none"),
+        (prompt_pb2.Pruning(method="best"), "'best' does not exist, the methods are evs, vidcom2, random, none"),
         (prompt_pb2.Pruning(method="random", seed=-1), "got -1"),
     ],
 )
