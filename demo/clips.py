@@ -23,7 +23,7 @@ SIDE_PX = 112
 # Training, validation and evaluation take their scenes from seeds that never meet.
 TRAINING_SEEDS = 0
 VALIDATION_SEEDS = 1_000_000
-EVALUATION_SEEDS = 2_000_000
+EVALUATION_SEEDS = 3_000_000
 
 
 def sample(clip: bytes) -> Pixels:

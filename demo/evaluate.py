@@ -2,6 +2,8 @@
 
 Every answer comes through the three services, as processes of their own, with many requests in flight; `--in-process`
 asks the model's own forward instead (`demo.exact_match`). Random dropping keeps as many tokens as EVS.
+
+Example: python -m demo.evaluate --rates 0.5 0.75 0.9 0.95 --methods evs vidcom2 random
 """
 
 from __future__ import annotations
@@ -25,16 +27,15 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGenera
 from client.client import FramesieveClient
 from client.launcher import LocalStack
 from client.prompt import Video
-from common.retention import EVS, RANDOM, Pruning
+from common.checkpoint import DEMO_MODEL
+from common.retention import EVS, METHODS, NONE, RANDOM, Pruning
 from demo.clips import EVALUATION_SEEDS, cached_clips
 from demo.exact_match import Counts, exact_match, share_right
 from demo.model import PromptWriter, use_uniform_windows
 from demo.questions import Question, questions_about
 from demo.scenes import encode, random_scene
 
-MODEL = Path(__file__).parent / "model"
 RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
-PRUNINGS = tuple(Pruning(rate, method) for rate in RATES for method in (EVS, RANDOM) if rate or method == EVS)
 CLIPS_IN_FLIGHT = 4
 
 
@@ -45,7 +46,6 @@ class Asked:
     pruning: Pruning
     question: Question
     answer: str
-    kept_share: float
 
     @property
     def right(self) -> bool:
@@ -63,7 +63,14 @@ def encoded(seed: int) -> bytes:
     return encode(random_scene(seed))
 
 
-async def ask_services(model: Path, seeds: Sequence[int], questions: int, console: Console) -> list[Asked]:
+def prunings_of(rates: Sequence[float], methods: Sequence[str]) -> list[Pruning]:
+    """Every method at every rate; at rate 0 they are all one."""
+    return list(dict.fromkeys(Pruning(rate, method if rate else NONE) for rate in rates for method in methods))
+
+
+async def ask_services(
+    model: Path, seeds: Sequence[int], questions: int, prunings: Sequence[Pruning], console: Console
+) -> list[Asked]:
     """Ask every question about every clip under every pruning, through three processes."""
     asked: list[Asked] = []
     with get_context("spawn").Pool(1) as pool:
@@ -73,7 +80,7 @@ async def ask_services(model: Path, seeds: Sequence[int], questions: int, consol
             for batch in _batches(seeds, CLIPS_IN_FLIGHT):
                 found = [await asyncio.to_thread(next, clips) for _ in batch]
                 answers = await asyncio.gather(
-                    *(_ask(client, clip, seed, questions) for seed, clip in zip(batch, found, strict=True))
+                    *(_ask(client, clip, seed, questions, prunings) for seed, clip in zip(batch, found, strict=True))
                 )
                 asked += [answer for one in answers for answer in one]
                 done = batch[-1] - seeds[0] + 1
@@ -83,8 +90,10 @@ async def ask_services(model: Path, seeds: Sequence[int], questions: int, consol
     return asked
 
 
-async def _ask(client: FramesieveClient, clip: bytes, seed: int, count: int) -> list[Asked]:
-    wanted = [(pruning, question) for pruning in PRUNINGS for question in questions_of(seed, count)]
+async def _ask(
+    client: FramesieveClient, clip: bytes, seed: int, count: int, prunings: Sequence[Pruning]
+) -> list[Asked]:
+    wanted = [(pruning, question) for pruning in prunings for question in questions_of(seed, count)]
     return await asyncio.gather(*(_ask_one(client, clip, pruning, question, seed) for pruning, question in wanted))
 
 
@@ -96,50 +105,45 @@ async def _ask_one(client: FramesieveClient, clip: bytes, pruning: Pruning, ques
         pruning_method=pruning.method,
         pruning_seed=seed if pruning.method == RANDOM else None,
     )
-    media = answer.usage.media[0]
-    return Asked(pruning, question, answer.text, media.kept_tokens / media.grid.tokens)
+    return Asked(pruning, question, answer.text)
 
 
 def counts_of(asked: Sequence[Asked]) -> dict[Pruning, Counts]:
-    found: dict[Pruning, Counts] = {pruning: {} for pruning in PRUNINGS}
+    found: dict[Pruning, Counts] = {}
     for one in asked:
+        found.setdefault(one.pruning, {})
         right, total = found[one.pruning].get(one.question.kind, (0, 0))
         found[one.pruning][one.question.kind] = (right + one.right, total + 1)
     return found
 
 
-def ask_in_process(model: Path, seeds: range, cache: Path) -> dict[Pruning, Counts]:
+def ask_in_process(model: Path, seeds: range, prunings: Sequence[Pruning], cache: Path) -> dict[Pruning, Counts]:
     """All questions about every clip, judged by the model's own forward."""
     network = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32)
     use_uniform_windows(network)
     writer = PromptWriter(PreTrainedTokenizerFast.from_pretrained(model))
-    return exact_match(network, writer, cached_clips(cache, seeds), seeds, PRUNINGS)
+    return exact_match(network, writer, cached_clips(cache, seeds), seeds, prunings)
 
 
 def table_of(found: dict[Pruning, Counts]) -> Table:
-    counts = found[PRUNINGS[0]]
-    asked = sum(total for _, total in counts.values())
+    """Rates by methods; a rate of 0 is the same for all of them."""
+    asked = sum(total for _, total in next(iter(found.values())).values())
+    methods = list(dict.fromkeys(pruning.method for pruning in found if pruning.rate)) or [NONE]
     table = Table(title=f"Exact match, {asked} questions (± is half the 95 % interval)")
-    table.add_column("pruning rate", justify="right")
-    for heading in ("EVS", "random dropping"):
+    for heading in ("pruning rate", *methods):
         table.add_column(heading, justify="right")
-    for rate in RATES:
-        evs = found[Pruning(rate, EVS)]
-        random = found.get(Pruning(rate, RANDOM), evs)
-        table.add_row(f"{rate:g}", _share(evs), _share(random))
+    for rate in dict.fromkeys(pruning.rate for pruning in found):
+        table.add_row(f"{rate:g}", *(_share(found[Pruning(rate, method if rate else NONE)]) for method in methods))
     return table
 
 
 def kinds_table(found: dict[Pruning, Counts]) -> Table:
     table = Table(title="By kind of question")
     table.add_column("kind")
-    table.add_column("asked", justify="right")
-    columns = [Pruning(0.0), *(Pruning(rate, method) for rate in (0.75, 0.9) for method in (EVS, RANDOM))]
-    for pruning in columns:
-        table.add_column(f"{pruning.method} {pruning.rate:g}" if pruning.rate else "rate 0", justify="right")
-    for kind, (_, total) in sorted(found[columns[0]].items()):
-        shares = [found[pruning][kind] for pruning in columns]
-        table.add_row(kind, str(total), *(f"{right / asked:.1%}" for right, asked in shares))
+    for heading in ("asked", *(f"{pruning.method} {pruning.rate:g}" for pruning in found)):
+        table.add_column(heading, justify="right")
+    for kind, (_, total) in sorted(next(iter(found.values())).items()):
+        table.add_row(kind, str(total), *(f"{counts[kind][0] / counts[kind][1]:.1%}" for counts in found.values()))
     return table
 
 
@@ -160,8 +164,10 @@ def _batches(seeds: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=MODEL)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, metavar="RATE")
+    parser.add_argument("--methods", nargs="+", default=(EVS, RANDOM), choices=METHODS, metavar="METHOD")
     parser.add_argument("--clips", type=int, default=500)
     parser.add_argument("--questions", type=int, default=2, help="a clip, asked through the services")
     parser.add_argument("--in-process", action="store_true", help="without services, all questions about each clip")
@@ -169,11 +175,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, to stdout")
     args = parser.parse_args()
     seeds = range(EVALUATION_SEEDS, EVALUATION_SEEDS + args.clips)
+    prunings = prunings_of(args.rates, args.methods)
     console = Console(stderr=args.json)
     if args.in_process:
-        found = ask_in_process(args.model, seeds, args.cache)
+        found = ask_in_process(args.model, seeds, prunings, args.cache)
     else:
-        found = counts_of(asyncio.run(ask_services(args.model, seeds, args.questions, console)))
+        found = counts_of(asyncio.run(ask_services(args.model, seeds, args.questions, prunings, console)))
     if args.json:
         print(json.dumps(report(found)))
         return
