@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import tempfile
 from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 
@@ -61,3 +64,17 @@ def picture(width: int, height: int, seed: int = 0) -> bytes:
     file = io.BytesIO()
     Image.fromarray(squares[:height, :width]).save(file, "PNG")
     return file.getvalue()
+
+
+def normalised_patches(
+    frames: NDArray[np.uint8], checkpoint: Path, patch_px: int, merge: int, temporal_patch: int
+) -> torch.Tensor:
+    """Frames [F, H, W, 3] as transformers' video processor hands them to a tower: float32 [patches, values]."""
+    settings = json.loads((checkpoint / "video_preprocessor_config.json").read_text())
+    frames = np.concatenate([frames, frames[-1:].repeat(-len(frames) % temporal_patch, 0)])
+    mean, std = np.array(settings["image_mean"]), np.array(settings["image_std"])
+    values = ((frames / 255 - mean) / std).transpose(0, 3, 1, 2)
+    rows, columns = values.shape[2] // patch_px // merge, values.shape[3] // patch_px // merge
+    cut = values.reshape(-1, temporal_patch, 3, rows, merge, patch_px, columns, merge, patch_px)
+    patches = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, 3 * temporal_patch * patch_px**2)
+    return torch.from_numpy(patches).float()

@@ -1,0 +1,210 @@
+"""Every family through three real processes: every mix of media, and transformers' own answers at rate 0."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from client.client import FramesieveClient
+from client.launcher import LocalStack
+from client.prompt import Image, Message, Text, Video
+from client.wire import prompt_message
+from common import errors
+from common.channels import open_channel
+from common.plan import Grid, MediaPlan, Modality, PromptPlan
+from common.retention import Pruning
+from common.wire import PlanReceiver
+from framesieve.v1 import prompt_pb2
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
+from tests import media
+from tests.families import FAMILIES, FamilyUnderTest, load_reference
+
+CLEAR_MARGIN = 2e-4
+
+
+@pytest.fixture(scope="module")
+def stack(family_checkpoint: Path) -> Iterator[LocalStack]:
+    with LocalStack(family_checkpoint) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(stack: LocalStack) -> AsyncIterator[FramesieveClient]:
+    async with FramesieveClient(stack.address) as connected:
+        yield connected
+
+
+# --- every mix ----------------------------------------------------------------------------------------------------
+
+SHORT, WIDE = media.clip(seed=1), media.clip(24, fps=8, width=160, height=96, seed=2)
+PICTURE, TALL = media.picture(112, 84), media.picture(64, 128, seed=1)
+MIXES: dict[str, tuple[tuple[Message, ...], tuple[Image | Video | Text, ...]]] = {
+    "no media": ((), ()),
+    "an image before a video": ((), (Image(data=PICTURE), Video(data=SHORT))),
+    "a video before an image": ((), (Video(data=SHORT), Text("and"), Image(data=TALL))),
+    "videos of different sizes and rates of sampling": (
+        (),
+        (Video(data=SHORT, fps=1), Video(data=WIDE, fps=4), Video(data=SHORT, fps=2, max_frames=6)),
+    ),
+    "twenty images": ((), tuple(Image(data=media.picture(64, 96, seed=seed)) for seed in range(20))),
+    "media in earlier turns": (
+        (
+            Message("system", (Text("Be brief."),)),
+            Message("user", (Video(data=WIDE), Image(data=PICTURE), Text("What moves?"))),
+            Message("assistant", (Text("A square."),)),
+        ),
+        (Image(data=TALL), Video(data=SHORT)),
+    ),
+}
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.75])
+@pytest.mark.parametrize("mix", MIXES)
+async def test_every_mix_of_media_is_answered(client: FramesieveClient, mix: str, rate: float) -> None:
+    history, parts = MIXES[mix]
+    answer = await client.ask(
+        list(parts), "What is this?", history=history, pruning_rate=rate, max_new_tokens=3, timeout_s=60
+    )
+    asked = [part for turn in history for part in turn.parts] + list(parts)
+    modalities = {Image: Modality.IMAGE, Video: Modality.VIDEO}
+    assert [item.modality for item in answer.usage.media] == [
+        modalities[type(part)] for part in asked if not isinstance(part, Text)
+    ]
+    for item in answer.usage.media:
+        whole = item.modality is Modality.IMAGE or not rate
+        assert item.kept_tokens == (item.grid.tokens if whole else max(item.grid.slice_tokens, item.grid.tokens // 4))
+    assert answer.usage.completion_tokens >= 1
+
+
+@pytest.mark.parametrize(
+    ("method", "least"),
+    [("evs", "a slice"), ("vidcom2", "a token a slice"), ("random", "a slice"), ("none", "everything")],
+)
+async def test_every_method_keeps_what_its_floor_says(client: FramesieveClient, method: str, least: str) -> None:
+    answer = await client.ask(
+        Video(data=SHORT), "What moves?", pruning_rate=0.95, pruning_method=method, max_new_tokens=1, timeout_s=60
+    )
+    (item,) = answer.usage.media
+    floors = {"a slice": item.grid.slice_tokens, "a token a slice": item.grid.t, "everything": item.grid.tokens}
+    assert item.kept_tokens == max(floors[least], item.grid.tokens * 5 // 100)
+
+
+async def test_a_videos_own_rate_overrides_the_requests(client: FramesieveClient) -> None:
+    own = Video(data=SHORT, pruning=Pruning(0.5, "vidcom2"))
+    answer = await client.ask(
+        [own, Video(data=SHORT)], "What moves?", pruning_rate=0.25, max_new_tokens=1, timeout_s=60
+    )
+    tokens = answer.usage.media[0].grid.tokens
+    assert [item.kept_tokens for item in answer.usage.media] == [tokens // 2, tokens * 3 // 4]
+
+
+async def test_an_unknown_method_is_refused_with_those_that_exist(client: FramesieveClient) -> None:
+    with pytest.raises(errors.InvalidRequest, match="evs, vidcom2, random, none"):
+        await client.ask(Video(data=SHORT), "What moves?", pruning_rate=0.5, pruning_method="best", timeout_s=60)
+
+
+# --- transformers -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Preprocessed:
+    """A prompt's plan, and the frames of each item: uint8 [frames, H, W, 3]."""
+
+    plan: PromptPlan
+    frames: list[NDArray[np.uint8]]
+
+
+async def preprocess(address: str, messages: list[Message]) -> Preprocessed:
+    requests = [
+        PreprocessRequest(prompt=prompt_message(messages)),
+        PreprocessRequest(select=prompt_pb2.Select(all=True)),
+    ]
+    receiver, plan, pixels = PlanReceiver(), None, {}
+    async with open_channel(address) as channel:
+        async for response in PreprocessingServiceStub(channel).Preprocess(iter(requests)):
+            if response.HasField("plan"):
+                plan = receiver.add(response.plan) or plan
+            else:
+                chunk = response.frames
+                pixels.setdefault(chunk.media_index, bytearray()).extend(chunk.chunk.data)
+    assert plan is not None
+    shapes = [(item.frames, item.frame_height_px, item.frame_width_px, 3) for item in plan.media]
+    return Preprocessed(
+        plan, [np.frombuffer(pixels[index], np.uint8).reshape(shape) for index, shape in enumerate(shapes)]
+    )
+
+
+def model_inputs(family: FamilyUnderTest, folder: Path, asked: Preprocessed, config: Any) -> dict[str, Tensor]:
+    """What transformers' processor would hand to its model for the same ids and frames."""
+    ids = torch.from_numpy(asked.plan.input_ids.astype(np.int64))[None]
+    types = torch.zeros_like(ids)
+    types[ids == config.image_token_id] = 1
+    types[ids == config.video_token_id] = 2
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
+    for modality, pixels, grids in (
+        (Modality.IMAGE, "pixel_values", "image_grid_thw"),
+        (Modality.VIDEO, "pixel_values_videos", "video_grid_thw"),
+    ):
+        items = [index for index, item in enumerate(asked.plan.media) if item.modality is modality]
+        if items:
+            patches = [
+                media.normalised_patches(
+                    asked.frames[index], folder, family.patch_px, family.merge, family.temporal_patch
+                )
+                for index in items
+            ]
+            inputs[pixels] = torch.cat(patches)
+            inputs[grids] = torch.tensor([patch_grid(asked.plan.media[index], family.merge) for index in items])
+    bases = [float(item.seconds_per_grid) for item in asked.plan.media if item.seconds_per_grid]
+    if bases and not family.slices_stand_alone:
+        inputs["second_per_grid_ts"] = torch.tensor(bases)
+    return inputs
+
+
+def patch_grid(item: MediaPlan, merge: int) -> tuple[int, int, int]:
+    grid: Grid = item.grid
+    return grid.t, grid.h * merge, grid.w * merge
+
+
+# A second long, where transformers' positions of the text after a video are the formula's for every family.
+BRIEF, BRIEF_WIDE = media.clip(8, fps=8, seed=3), media.clip(12, fps=12, width=160, height=96, seed=4)
+BRIEF_MIXES: dict[str, tuple[Image | Video | Text, ...]] = {
+    "a video before an image": (Video(data=BRIEF, fps=8), Image(data=TALL)),
+    "an image before a video": (Image(data=PICTURE), Text("and"), Video(data=BRIEF_WIDE)),
+    "two videos": (Video(data=BRIEF), Video(data=BRIEF_WIDE, fps=6)),
+}
+
+
+@pytest.mark.parametrize("mix", BRIEF_MIXES)
+async def test_at_rate_0_the_answer_is_that_of_transformers_generate(
+    stack: LocalStack, client: FramesieveClient, family: str, family_checkpoint: Path, mix: str
+) -> None:
+    """From encoded media to tokens."""
+    parts = BRIEF_MIXES[mix]
+    messages = [Message("user", (*parts, Text("What moves?")))]
+    asked = await preprocess(stack.addresses["preprocessing"], messages)
+    reference = load_reference(family, family_checkpoint)
+    generated = reference.generate(
+        **model_inputs(FAMILIES[family], family_checkpoint, asked, reference.config),
+        max_new_tokens=8,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    logits = torch.cat(generated.logits)
+    best, second = logits.topk(2, dim=-1).values.T
+    assert (best - second > CLEAR_MARGIN).all(), "choose another clip: a tie proves nothing"
+    answer = await client.ask(list(parts), "What moves?", max_new_tokens=8, temperature=0, logprobs=True, timeout_s=60)
+    expected = generated.sequences[0, asked.plan.tokens :]
+    assert list(answer.token_ids) == expected.tolist()
+    logprobs = logits.log_softmax(dim=-1).gather(1, expected[:, None])[:, 0]
+    assert answer.logprobs == pytest.approx(logprobs.tolist(), abs=1e-4)
