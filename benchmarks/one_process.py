@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.timing import Timed
 from common.checkpoint import Checkpoint
 from common.plan import MediaPlan, Modality
-from common.retention import Pruning
+from common.retention import Pruning, retained_count
 from services.encoder.families import load_tower
 from services.encoder.pruning import keep_tokens
 from services.generation.blocks import BlockAllocator
@@ -67,7 +67,8 @@ class OneProcess:
         events: SimpleQueue[Event] = SimpleQueue()
         sampling = SamplingRequest(max_new_tokens=max_new_tokens).resolve(self._defaults, max_new_tokens)
         detokeniser = Detokeniser(self._tokenizer, sampling.stop)
-        request = Request("bench", planned.plan, [pruning], sampling, detokeniser, events.put)
+        kept_counts = [retained_count(planned.plan.media[0].grid, pruning)]
+        request = Request("bench", planned.plan, kept_counts, sampling, detokeniser, events.put)
         self._engine.submit(request)
         with planned.files:
             kept, embeds = self._encode(planned.media[0], planned.plan.media[0], pruning)

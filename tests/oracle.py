@@ -23,7 +23,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Item:
-    """An image (time_step None) or a video, its merged embeddings [t·h·w, D] and how it is pruned."""
+    """An image (time_step None) or a video, its merged embeddings [t·h·w, D] and how it is pruned.
+
+    deepstack: what its tokens carry beside their embeddings, [t·h·w, D] a level.
+    texts: where slices stand alone, what stands before each of them, and after the last: t + 1.
+    """
 
     t: int
     h: int
@@ -32,6 +36,8 @@ class Item:
     embeds: NDArray[np.float32]
     rate: float = 0.0
     method: str = "evs"
+    deepstack: tuple[NDArray[np.float32], ...] = ()
+    texts: tuple[Text, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -41,7 +47,8 @@ class Item:
     def kept_count(self) -> int:
         if self.time_step is None or self.method == "none":
             return self.tokens
-        return max(self.h * self.w, math.floor(self.tokens * (1 - Fraction(str(self.rate)))))
+        floor = self.t if self.method == "vidcom2" else self.h * self.w
+        return max(floor, math.floor(self.tokens * (1 - Fraction(str(self.rate)))))
 
 
 @dataclass(frozen=True)
@@ -60,12 +67,16 @@ class Expected:
 
 
 def kept_tokens(item: Item, seed: int = 0) -> list[int]:
-    """Which tokens of the grid stay: for evs by the change since the slice before, for random any."""
+    """Which tokens of the grid stay: for evs by the change since the slice before, for random any, for vidcom2 here any
+    with one of each slice."""
     if item.kept_count == item.tokens:
         return list(range(item.tokens))
-    if item.method == "random":
-        return sorted(np.random.default_rng(seed).permutation(item.tokens)[: item.kept_count].tolist())
     slice_tokens = item.h * item.w
+    if item.method in ("random", "vidcom2"):
+        order: list[int] = np.random.default_rng(seed).permutation(item.tokens).tolist()
+        firsts = [next(token for token in order if token // slice_tokens == i) for i in range(item.t)]
+        first = firsts if item.method == "vidcom2" else []
+        return sorted([*first, *(token for token in order if token not in first)][: item.kept_count])
     scores = []
     for token in range(item.tokens):
         if token < slice_tokens:
@@ -80,31 +91,64 @@ def kept_tokens(item: Item, seed: int = 0) -> list[int]:
 
 def expected_sequence(parts: Sequence[Text | Item], kept: Sequence[Sequence[int]], pad_id: int) -> Expected:
     """What the language model must read, from the parts of a prompt and the tokens that each item keeps."""
-    ids: list[int] = []
-    rows: list[tuple[int, int] | None] = []
-    positions: list[tuple[int, int, int]] = []
-    start, maximum, full_tokens, item_index = 0, -1, 0, 0
+    full = _full_prompt(parts, pad_id)
+    gathered = [token for token in full if token.source is None or token.source[1] in kept[token.source[0]]]
+    return Expected(
+        ids=[token.id for token in gathered],
+        rows=[token.source for token in gathered],
+        positions=[token.place for token in gathered],
+        full_tokens=len(full),
+        full_maximum=max(max(token.place) for token in full),
+    )
+
+
+@dataclass(frozen=True)
+class _Token:
+    """A token of the full prompt; source: (item, token of its grid), None for text."""
+
+    id: int
+    source: tuple[int, int] | None
+    place: tuple[int, int, int]
+
+
+def _full_prompt(parts: Sequence[Text | Item], pad_id: int) -> list[_Token]:
+    tokens: list[_Token] = []
+    items = 0
     for part in parts:
         if isinstance(part, Text):
-            for number, token_id in enumerate(part.ids):
-                ids.append(token_id)
-                rows.append(None)
-                positions.append((start + number,) * 3)
-                maximum = start + number
-            full_tokens += len(part.ids)
+            tokens += _text(part, _start(tokens))
+            continue
+        if part.texts:
+            for i in range(part.t):
+                tokens += _text(part.texts[i], _start(tokens))
+                tokens += _slices(part, range(i, i + 1), items, _start(tokens), pad_id)
+            tokens += _text(part.texts[-1], _start(tokens))
         else:
-            for token in range(part.tokens):
-                i, j, k = token // (part.h * part.w), token // part.w % part.h, token % part.w
-                place = (start + math.floor(i * (part.time_step or 0)), start + j, start + k)
-                maximum = max(maximum, *place)
-                if token in kept[item_index]:
-                    ids.append(pad_id)
-                    rows.append((item_index, token))
-                    positions.append(place)
-            full_tokens += part.tokens
-            item_index += 1
-        start = maximum + 1
-    return Expected(ids, rows, positions, full_tokens, maximum)
+            tokens += _slices(part, range(part.t), items, _start(tokens), pad_id)
+        items += 1
+    return tokens
+
+
+def _start(before: Sequence[_Token]) -> int:
+    return max((max(token.place) for token in before), default=-1) + 1
+
+
+def _text(text: Text, start: int) -> list[_Token]:
+    return [_Token(token_id, None, (start + number,) * 3) for number, token_id in enumerate(text.ids)]
+
+
+def _slices(item: Item, slices: range, number: int, start: int, pad_id: int) -> list[_Token]:
+    """One grid of some of an item's slices, from `start`."""
+    return [
+        _Token(
+            pad_id,
+            (number, (i * item.h + j) * item.w + k),
+            (start + math.floor((i - slices[0]) * (item.time_step or 0)), start + j, start + k),
+        )
+        for i in slices
+        for j in range(item.h)
+        for k in range(item.w)
+    ]
 
 
 @torch.no_grad()
@@ -117,11 +161,30 @@ def expected_logprobs(
     """
     ids = [*expected.ids, *answer[:-1]]
     embeds = text_model.get_input_embeddings()(torch.tensor(ids))
-    for row, source in enumerate(expected.rows):
-        if source is not None:
-            embeds[row] = torch.from_numpy(items[source[0]].embeds[source[1]])
+    media = [(row, source) for row, source in enumerate(expected.rows) if source is not None]
+    for row, (item, token) in media:
+        embeds[row] = torch.from_numpy(items[item].embeds[token])
     positions = [*expected.positions, *[(len(expected.ids) + i + expected.delta,) * 3 for i in range(len(answer) - 1)]]
     hidden = text_model(
-        inputs_embeds=embeds[None], position_ids=torch.tensor(positions).T[:, None], use_cache=False
+        inputs_embeds=embeds[None],
+        position_ids=torch.tensor(positions).T[:, None],
+        use_cache=False,
+        **_deepstack(len(ids), media, items),
     ).last_hidden_state[0]
     return lm_head(hidden[len(expected.ids) - 1 :]).log_softmax(dim=-1)
+
+
+def _deepstack(
+    tokens: int, media: Sequence[tuple[int, tuple[int, int]]], items: Sequence[Item]
+) -> dict[str, Tensor | list[Tensor]]:
+    """What transformers' text model wants of `media`, rows and where they come from; nothing if there are no levels."""
+    levels = max((len(item.deepstack) for item in items), default=0)
+    if not levels:
+        return {}
+    mask = torch.zeros(1, tokens, dtype=torch.bool)
+    mask[0, [row for row, _ in media]] = True
+    features = [
+        torch.stack([torch.from_numpy(items[item].deepstack[level][token]) for _, (item, token) in media])
+        for level in range(levels)
+    ]
+    return {"visual_pos_masks": mask, "deepstack_visual_embeds": features}

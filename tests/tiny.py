@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Qwen2_5_VLForConditionalGeneration
 
 from common.checkpoint import Checkpoint
 from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.retention import Pruning
-from demo.checkpoint import TINY, write_checkpoint
 from services.generation.blocks import BlockAllocator
 from services.generation.engine import Engine
 from services.generation.families import load_language_model
@@ -25,6 +23,7 @@ from services.generation.runner import Runner
 from services.generation.sampler import SamplingParams
 from services.generation.windows import Window
 from services.preprocessing.positions import GridSpan, TextSpan, positions_of
+from tests.families import FAMILIES, FamilyUnderTest, load_reference
 from tests.oracle import Item, Text
 
 PAD_ID = 3
@@ -36,17 +35,15 @@ class Models:
     """The same weights twice: as the engine runs them, and as transformers does."""
 
     folder: Path
+    family: FamilyUnderTest
     engine: LanguageModel
-    reference: Qwen2_5_VLForConditionalGeneration
+    reference: Any
 
 
-def load_models(folder: Path) -> Models:
-    write_checkpoint(folder, TINY, seed=7)
-    reference = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+def load_models(family: str, folder: Path) -> Models:
+    FAMILIES[family].write(folder, 7)
     engine = load_language_model(Checkpoint(folder), torch.float32, torch.device("cpu"))
-    return Models(folder, engine, reference.eval())
+    return Models(folder, FAMILIES[family], engine, load_reference(family, folder))
 
 
 class WholeWords:
@@ -116,7 +113,8 @@ class TinyEngine:
         return asked
 
     def deliver(self, asked: Asked, index: int, item: Item, kept: Sequence[int]) -> None:
-        rows = torch.from_numpy(item.embeds[list(kept)])[None]
+        levels = np.stack([item.embeds, *item.deepstack])
+        rows = torch.from_numpy(levels[:, list(kept)])
         self.engine.deliver(asked.request, index, np.array(kept, np.int32), rows)
 
     def drain(self) -> None:
@@ -125,9 +123,9 @@ class TinyEngine:
 
 
 def make_request(name: str, parts: Sequence[Text | Item], params: SamplingParams) -> Asked:
-    prunings = [Pruning(part.rate, part.method) for part in parts if isinstance(part, Item)]
+    kept_counts = [part.kept_count for part in parts if isinstance(part, Item)]
     events: list[Event] = []
-    request = Request(name, make_plan(parts), prunings, params, WholeWords(), events.append)
+    request = Request(name, make_plan(parts), kept_counts, params, WholeWords(), events.append)
     return Asked(request, events)
 
 
@@ -136,25 +134,46 @@ def make_plan(parts: Sequence[Text | Item]) -> PromptPlan:
     ids: list[int] = []
     spans: list[TextSpan | GridSpan] = []
     media: list[MediaPlan] = []
+    levels = 0
     for part in parts:
         if isinstance(part, Text):
             spans.append(TextSpan(len(part.ids)))
             ids += part.ids
             continue
-        grid = Grid(part.t, part.h, part.w)
-        spans.append(GridSpan(grid, part.time_step or Fraction(0)))
-        media.append(
-            MediaPlan(
-                modality=Modality.IMAGE if part.time_step is None else Modality.VIDEO,
-                grid=grid,
-                runs=(Run(len(ids), grid.tokens),),
-                frames=part.t,
-                frame_height_px=28 * part.h,
-                frame_width_px=28 * part.w,
-                seconds_per_grid=part.time_step,
-                timestamps_s=(),
-                content_hash=bytes(32),
-            )
-        )
-        ids += [PAD_ID] * grid.tokens
-    return PromptPlan(np.array(ids, np.int32), positions_of(spans), tuple(media), 0, bytes(32))
+        runs: list[Run] = []
+        for piece in _pieces(part):
+            if isinstance(piece, Text):
+                spans.append(TextSpan(len(piece.ids)))
+                ids += piece.ids
+            else:
+                spans.append(GridSpan(piece, part.time_step or Fraction(0)))
+                runs.append(Run(len(ids), piece.tokens))
+                ids += [PAD_ID] * piece.tokens
+        media.append(_media_plan(part, runs))
+        levels = len(part.deepstack)
+    return PromptPlan(np.array(ids, np.int32), positions_of(spans), tuple(media), levels, bytes(32))
+
+
+def _pieces(item: Item) -> Iterator[Text | Grid]:
+    """What an item's placeholder becomes: one grid, or each slice's with text around it."""
+    if not item.texts:
+        yield Grid(item.t, item.h, item.w)
+        return
+    for text in item.texts[:-1]:
+        yield text
+        yield Grid(1, item.h, item.w)
+    yield item.texts[-1]
+
+
+def _media_plan(item: Item, runs: Sequence[Run]) -> MediaPlan:
+    return MediaPlan(
+        modality=Modality.IMAGE if item.time_step is None else Modality.VIDEO,
+        grid=Grid(item.t, item.h, item.w),
+        runs=tuple(runs),
+        frames=item.t,
+        frame_height_px=28 * item.h,
+        frame_width_px=28 * item.w,
+        seconds_per_grid=item.time_step,
+        timestamps_s=(),
+        content_hash=bytes(32),
+    )

@@ -73,7 +73,7 @@ class Arrival:
 
     @property
     def decoded(self) -> bool:
-        return self.begun or self._progress.decoded_slices == self._plan.grid.t
+        return self._plan.brings_embeds or self.begun or self._progress.decoded_slices == self._plan.grid.t
 
     @property
     def begun(self) -> bool:

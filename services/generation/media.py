@@ -48,7 +48,7 @@ class MediaClient:
         """A session whose plan is there. Leaving it cancels what is left of it upstream, and gives its room back.
 
         call: deadline and metadata for the upstream call.
-        Raises InvalidRequest, PeerContract, and what upstream raises.
+        Raises InvalidRequest, also where the media can never be held together, PeerContract, and what upstream raises.
         """
         prunings = prunings_of(prompt, pruning)
         modalities = modalities_of(prompt)
@@ -76,6 +76,7 @@ class MediaSession:
 
     prunings, kept_counts: one for each item of the plan.
     size_bytes: of the embeddings of all items, as the model holds them.
+    Raises InvalidRequest if they can never be held together.
     """
 
     def __init__(
@@ -95,19 +96,16 @@ class MediaSession:
         )
         rows = (1 + model.embed_levels) * sum(self.kept_counts)
         self.size_bytes = rows * model.hidden_size * model.dtype.itemsize
+        if self.size_bytes > room.size_bytes:
+            raise InvalidRequest(
+                f"the prompt's {len(plan.media)} media keep {sum(self.kept_counts)} tokens, whose embeddings take "
+                f"{self.size_bytes} bytes; --media-buffer-bytes holds {room.size_bytes}"
+            )
         self._stream = stream
         self._selected = selected
         self._model = model
         self._room = room
         self._held = held
-
-    def check_room(self) -> None:
-        """Raises InvalidRequest if the media can never be held together."""
-        if self.size_bytes > self._room.size_bytes:
-            raise InvalidRequest(
-                f"the prompt's {len(self.plan.media)} media keep {sum(self.kept_counts)} tokens, whose embeddings take "
-                f"{self.size_bytes} bytes; --media-buffer-bytes holds {self._room.size_bytes}"
-            )
 
     async def give_room_back(self) -> None:
         """Once the media are no longer needed; else leaving the session does it."""
@@ -118,13 +116,14 @@ class MediaSession:
 
         Raises PeerContract for what does not fit the plan, and what upstream raises.
         """
-        self.check_room()
         await self._held.enter_async_context(self._room.reserved(self.size_bytes))
         self._selected.set_result(len(self.plan.media))
         arrivals = [
             Arrival(index, item, count, self._model)
             for index, (item, count) in enumerate(zip(self.plan.media, self.kept_counts, strict=True))
         ]
+        if all(arrival.decoded for arrival in arrivals):
+            clock.finish(Stage.DECODE)
         while not all(arrival.complete for arrival in arrivals):
             with upstream_errors("encoder"):
                 response: Any = await self._stream.read()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import PromptTooLong
-from common.plan import Grid, MediaPlan, Modality, PromptPlan
+from common.plan import Grid, MediaPlan, PromptPlan
 from common.retention import Pruning, retained_count
 
 # Videos are looked at in at least this many frames, unless the request says otherwise.
@@ -23,17 +23,19 @@ class PromptLimit:
 
     tokens: int
 
-    def room(self, plan: PromptPlan, prunings: Sequence[Pruning], max_new_tokens: int | None) -> int:
+    def room(
+        self, plan: PromptPlan, prunings: Sequence[Pruning], kept_counts: Sequence[int], max_new_tokens: int | None
+    ) -> int:
         """How many tokens the answer may have at most, at least 1.
 
-        max_new_tokens: what the caller asked for, None if nothing.
+        prunings, kept_counts: one for each item. max_new_tokens: what the caller asked for, None if nothing.
         Raises PromptTooLong if that does not fit, naming the frame_sampling that would.
         """
         answer = max_new_tokens or 1
-        prompt = pruned_tokens(plan, prunings)
+        text = plan.tokens - sum(item.grid.tokens for item in plan.media)
+        prompt = text + sum(kept_counts)
         if prompt + answer <= self.tokens:
             return self.tokens - prompt
-        text = plan.tokens - sum(item.grid.tokens for item in plan.media)
         wanted = f"max_new_tokens of {answer}" if max_new_tokens else "an answer"
         raise PromptTooLong(
             f"the prompt has {prompt} tokens after pruning, {text} of them text; with {wanted} that is more than the "
@@ -41,18 +43,8 @@ class PromptLimit:
         )
 
 
-def pruned_tokens(plan: PromptPlan, prunings: Sequence[Pruning]) -> int:
-    """Tokens of the prompt once its media are pruned; `prunings` are one for each item."""
-    full = sum(item.grid.tokens for item in plan.media)
-    return plan.tokens - full + _kept_tokens(plan.media, prunings)
-
-
-def _kept_tokens(media: Sequence[MediaPlan], prunings: Sequence[Pruning]) -> int:
-    return sum(retained_count(item.grid, how, item.modality) for item, how in zip(media, prunings, strict=True))
-
-
 def _advice(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -> str:
-    """What would make the media fit into `room` tokens; empty if nothing would."""
+    """What would make the media fit into `room` tokens; empty if nothing would. Only what is decoded can shrink."""
     ways = []
     if pixels := _max_pixels(media, prunings, room):
         ways.append(f"max_pixels={pixels}")
@@ -72,12 +64,14 @@ def _max_pixels(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: i
         )
 
     # Below one token a frame nothing gets smaller.
-    least = max((_token_px(item) for item in media), default=1)
+    least = max((_token_px(item) for item in media if not item.brings_embeds), default=1)
     most = max((item.frame_height_px * item.frame_width_px for item in media), default=0)
     return _largest(least, most, lambda pixels: kept(pixels) <= room)
 
 
 def _slice_tokens(item: MediaPlan, pixels: int) -> int:
+    if item.brings_embeds:
+        return item.grid.slice_tokens
     return max(1, min(item.grid.slice_tokens, pixels // _token_px(item)))
 
 
@@ -95,14 +89,18 @@ def _fps(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -> 
             for item, how in zip(media, prunings, strict=True)
         )
 
-    rates = [_frames_per_slice(item) / item.seconds_per_grid for item in media if item.seconds_per_grid]
+    rates = [
+        _frames_per_slice(item) / item.seconds_per_grid
+        for item in media
+        if item.seconds_per_grid and not item.brings_embeds
+    ]
     found = _largest(1, math.floor(100 * max(rates, default=0)), lambda hundredths: kept(hundredths) <= room)
     return found and found / 100
 
 
 def _slices(item: MediaPlan, hundredths: int) -> int:
     """Temporal slices at so many hundredths of a frame a second."""
-    if item.modality is Modality.IMAGE or item.seconds_per_grid is None:
+    if item.seconds_per_grid is None or item.brings_embeds:
         return item.grid.t
     frames = max(MIN_FRAMES, math.ceil(item.grid.t * item.seconds_per_grid * hundredths / 100))
     return min(item.grid.t, math.ceil(frames / _frames_per_slice(item)))

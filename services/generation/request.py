@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from common.errors import FramesieveError, PeerContract
 from common.plan import Int32Array, MediaPlan, PromptPlan
-from common.retention import Pruning, retained_count
 
 if TYPE_CHECKING:  # the scheduler imports this module and does not know torch
     from torch import Tensor
@@ -170,7 +169,7 @@ class RopeState:
 class Request:
     """One question and its answer. After `Engine.submit`, the engine's thread alone touches it.
 
-    prunings: one for each media item of the plan.
+    kept_counts: how many tokens of each media item of the plan are kept.
     on_event: called in the engine's thread, in order; `Finished` or `Failed` comes last. It must not block.
     """
 
@@ -178,19 +177,15 @@ class Request:
         self,
         id: str,  # noqa: A002
         plan: PromptPlan,
-        prunings: Sequence[Pruning],
+        kept_counts: Sequence[int],
         sampling: SamplingParams,
         detokeniser: Detokeniser,
         on_event: Callable[[Event], None],
     ) -> None:
-        counts = [
-            retained_count(item.grid, pruning, item.modality)
-            for item, pruning in zip(plan.media, prunings, strict=True)
-        ]
         self.id = id
-        self.kept_counts = tuple(counts)
+        self.kept_counts = tuple(kept_counts)
         self.embed_levels = plan.embed_levels
-        self.rope = RopeState(plan, counts)
+        self.rope = RopeState(plan, kept_counts)
         self.sampling = sampling
         self.detokeniser = detokeniser
         self.on_event = on_event

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.generation.attention import KVCache, make_batch
 from services.generation.families.language_model import LanguageModel
-from services.generation.windows import Packed, Window, pack
+from services.generation.windows import Int64Array, MediaRows, Packed, Window, pack
 
 
 class Runner:
@@ -31,9 +32,11 @@ class Runner:
         Returns the windows that sample and their raw logits, float32 [S, vocab_size], in the same order.
         """
         packed = pack(windows, self._cache.block_tokens)
+        embeds: Tensor = self.model.embed_tokens(self._on_device(packed.ids))
         hidden = self.model.text(
-            inputs_embeds=self._embeds(packed)[None],  # [1, T, D]
-            position_ids=torch.from_numpy(packed.positions)[:, None].to(self.model.device),  # [3, 1, T]
+            **self._put_media(packed, embeds),
+            inputs_embeds=embeds[None],  # [1, T, D]
+            position_ids=self._on_device(packed.positions)[:, None],  # [3, 1, T]
             use_cache=False,
             batch=make_batch(self._cache, packed),
         ).last_hidden_state[0]
@@ -41,11 +44,22 @@ class Runner:
         logits = self.model.lm_head(hidden[rows]).float()
         return [window for window in packed.windows if window.samples], logits
 
-    def _embeds(self, packed: Packed) -> Tensor:
-        """[T, D]: token embeddings, media rows in their places."""
-        embeds: Tensor = self.model.embed_tokens(torch.from_numpy(packed.ids).to(self.model.device))
-        for rows in packed.media:
-            source = rows.request.embeds[rows.media_index]
-            assert source is not None
-            embeds[rows.at : rows.at + rows.rows] = source[0, rows.first_row : rows.first_row + rows.rows]
-        return embeds
+    def _put_media(self, packed: Packed, embeds: Tensor) -> dict[str, Tensor]:
+        """Puts media rows into `embeds` [T, D], and returns what the model must be told of their levels."""
+        if not packed.media:
+            return {}
+        rows = self._on_device(np.concatenate([np.arange(media.at, media.at + media.rows) for media in packed.media]))
+        features = torch.cat([_features(media) for media in packed.media], dim=1)  # [1 + levels, M, D]
+        embeds.index_copy_(0, rows, features[0])
+        if not self.model.embed_levels:
+            return {}
+        return {"visual_pos_masks": rows, "deepstack_visual_embeds": features[1:]}
+
+    def _on_device(self, array: Int64Array) -> Tensor:
+        return torch.from_numpy(array).to(self.model.device)
+
+
+def _features(media: MediaRows) -> Tensor:
+    embeds = media.request.embeds[media.media_index]
+    assert embeds is not None
+    return embeds[:, media.first_row : media.first_row + media.rows]

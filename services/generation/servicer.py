@@ -59,18 +59,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request_id = _request_id(request.request_id)
         wanted = sampling_request(request.sampling)
         async with self._media.open(request.prompt, request.pruning, clock, **passed_on(context)) as session:
-            plan, prunings = session.plan, session.prunings
-            session.check_room()
-            sampling = wanted.resolve(self._defaults, self._limit.room(plan, prunings, wanted.max_new_tokens))
-            usage = usage_message(plan, prunings, session.kept_counts)
+            plan, prunings, kept_counts = session.plan, session.prunings, session.kept_counts
+            room = self._limit.room(plan, prunings, kept_counts, wanted.max_new_tokens)
+            sampling = wanted.resolve(self._defaults, room)
+            usage = usage_message(plan, prunings, kept_counts)
             events = Events()
             detokeniser = Detokeniser(self._tokenizer, sampling.stop)
-            question = Request(request_id, plan, prunings, sampling, detokeniser, events.put_from_engine)
+            question = Request(request_id, plan, kept_counts, sampling, detokeniser, events.put_from_engine)
             # Submitted before its media is selected: the text before them is prefilled meanwhile.
             self._engine.submit(question)
             fetching = asyncio.create_task(self._fetch(session, clock, question, usage, events))
             try:
-                count_prompt(usage.prompt_tokens_full, usage.prompt_tokens, plan.media, prunings, session.kept_counts)
+                count_prompt(usage.prompt_tokens_full, usage.prompt_tokens, plan.media, prunings, kept_counts)
                 yield accepted_response(request_id, usage)
                 while True:
                     at_ns, event = await events.get()

@@ -28,7 +28,7 @@ ABOUT_VIDEO = [Text((10, 11, 12)), VIDEO, Text((13, 14))]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     torch.set_num_threads(1)
-    return load_models(tmp_path_factory.mktemp("tiny"))
+    return load_models("qwen2_5_vl", tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

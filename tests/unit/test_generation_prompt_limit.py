@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -13,15 +14,18 @@ from hypothesis import strategies as st
 
 from common.errors import PromptTooLong
 from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.retention import Pruning
+from common.retention import EVS, VIDCOM2, Pruning
 from services.generation.prompt_limit import PromptLimit
 
 TEXT = 10
 TOKEN_SIDE_PX = 28
 
 
-def plan_of(*media: tuple[Modality, Grid]) -> PromptPlan:
-    """`TEXT` tokens of text, then media: two frames a slice, one slice a second, 28 × 28 pixels a token."""
+def plan_of(*media: tuple[Modality, Grid], brought: Sequence[tuple[Modality, Grid]] = ()) -> PromptPlan:
+    """`TEXT` tokens of text, then media: two frames a slice, one slice a second, 28 × 28 pixels a token.
+
+    brought: media after them whose embeddings came with the prompt.
+    """
     items, offset = [], TEXT
     for modality, grid in media:
         video = modality is Modality.VIDEO
@@ -39,56 +43,81 @@ def plan_of(*media: tuple[Modality, Grid]) -> PromptPlan:
             )
         )
         offset += grid.tokens
+    for modality, grid in brought:
+        step = Fraction(1) if modality is Modality.VIDEO else None
+        items.append(MediaPlan(modality, grid, (Run(offset, grid.tokens),), 0, 0, 0, step, (), bytes(32)))
+        offset += grid.tokens
     ids = np.zeros(offset, np.int32)
     return PromptPlan(ids, np.tile(ids, (3, 1)), tuple(items), 0, bytes(32))
 
 
-def kept(grid: Grid, rate: float, modality: Modality) -> int:
+def kept(grid: Grid, rate: float, modality: Modality, method: str = EVS) -> int:
     if modality is Modality.IMAGE:
         return grid.tokens
-    return max(grid.h * grid.w, math.floor(grid.tokens * (1 - Fraction(str(rate)))))
+    floor = grid.t if method == VIDCOM2 else grid.h * grid.w
+    return max(floor, math.floor(grid.tokens * (1 - Fraction(str(rate)))))
+
+
+def room(limit: int, plan: PromptPlan, pruning: Pruning, max_new_tokens: int | None = None) -> int:
+    """What is left under a limit when all media are pruned alike."""
+    counts = [kept(item.grid, pruning.rate, item.modality, pruning.method) for item in plan.media]
+    return PromptLimit(limit).room(plan, [pruning] * len(plan.media), counts, max_new_tokens)
 
 
 def test_what_is_left_is_the_answers() -> None:
     plan = plan_of((Modality.VIDEO, Grid(4, 5, 5)))
-    half = (Pruning(rate=0.5),)
-    assert PromptLimit(100).room(plan, half, None) == 100 - TEXT - 50
-    assert PromptLimit(100).room(plan, half, 40) == 40
-    assert PromptLimit(61).room(plan, half, None) == 1
+    half = Pruning(rate=0.5)
+    assert room(100, plan, half) == 100 - TEXT - 50
+    assert room(100, plan, half, 40) == 40
+    assert room(61, plan, half) == 1
     for limit, answer in ((60, None), (100, 41)):
         with pytest.raises(PromptTooLong, match="60 tokens after pruning, 10 of them text"):
-            PromptLimit(limit).room(plan, half, answer)
+            room(limit, plan, half, answer)
 
 
 grids = st.builds(Grid, st.integers(1, 40), st.integers(1, 12), st.integers(1, 12))
 videos = st.lists(st.tuples(st.just(Modality.VIDEO), grids), min_size=1, max_size=2)
 images = st.lists(st.tuples(st.just(Modality.IMAGE), grids.map(lambda g: Grid(1, g.h, g.w))), max_size=2)
+brought = st.lists(st.tuples(st.just(Modality.VIDEO), grids), max_size=1)
 
 
-@given(videos=videos, images=images, rate=st.sampled_from([0.0, 0.3, 0.75, 0.9]), limit=st.integers(1, 3000))
+@given(
+    videos=videos,
+    images=images,
+    brought=brought,
+    rate=st.sampled_from([0.0, 0.3, 0.75, 0.9]),
+    method=st.sampled_from([EVS, VIDCOM2]),
+    limit=st.integers(1, 3000),
+)
 def test_what_is_advised_would_fit_and_a_little_more_would_not(
-    videos: list[tuple[Modality, Grid]], images: list[tuple[Modality, Grid]], rate: float, limit: int
+    videos: list[tuple[Modality, Grid]],
+    images: list[tuple[Modality, Grid]],
+    brought: list[tuple[Modality, Grid]],
+    rate: float,
+    method: str,
+    limit: int,
 ) -> None:
     media = [*videos, *images]
-    plan, prunings = plan_of(*media), [Pruning(rate=rate)] * len(media)
+    plan, pruning = plan_of(*media, brought=brought), Pruning(rate, method)
 
     def tokens(max_pixels: int, fps: float) -> int:
-        total = TEXT
+        # What the prompt brought is as large as it is.
+        total = TEXT + sum(kept(grid, rate, modality, method) for modality, grid in brought)
         for modality, grid in media:
             # A frame of so many pixels at most has that many tokens at most, and one at least.
             area = max(1, min(grid.h * grid.w, max_pixels // TOKEN_SIDE_PX**2))
             frames = max(4, math.ceil(Fraction(str(fps)) * grid.t))
             t = min(grid.t, math.ceil(frames / 2)) if modality is Modality.VIDEO else 1
-            total += kept(Grid(t, 1, area), rate, modality)
+            total += kept(Grid(t, 1, area), rate, modality, method)
         return total
 
     present = max(grid.h * grid.w for _, grid in media) * TOKEN_SIDE_PX**2
     needed = tokens(present, 1000) + 1
     if needed <= limit:
-        assert PromptLimit(limit).room(plan, prunings, None) == limit - needed + 1
+        assert room(limit, plan, pruning) == limit - needed + 1
         return
     with pytest.raises(PromptTooLong) as info:
-        PromptLimit(limit).room(plan, prunings, None)
+        room(limit, plan, pruning)
     pixels = re.search(r"of max_pixels=(\d+)", str(info.value))
     if pixels:
         assert tokens(int(pixels[1]), 1000) < limit
@@ -107,5 +136,13 @@ def test_what_is_advised_would_fit_and_a_little_more_would_not(
 def test_text_that_is_too_long_by_itself_comes_without_advice() -> None:
     plan = plan_of((Modality.VIDEO, Grid(4, 5, 5)))
     with pytest.raises(PromptTooLong) as info:
-        PromptLimit(TEXT).room(plan, (Pruning(),), None)
+        room(TEXT, plan, Pruning())
+    assert "would fit" not in str(info.value)
+
+
+@pytest.mark.parametrize("modality", Modality)
+def test_embeddings_that_came_with_the_prompt_are_too_large_without_advice(modality: Modality) -> None:
+    grid = Grid(1, 5, 20)
+    with pytest.raises(PromptTooLong, match=f"the prompt has {TEXT + grid.tokens} tokens") as info:
+        room(TEXT + 50, plan_of(brought=[(modality, grid)]), Pruning())
     assert "would fit" not in str(info.value)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import torch
 
 from common.checkpoint import Checkpoint
-from services.generation.families import qwen2_5_vl
+from services.generation.families import qwen2_5_vl, qwen3_vl
 from services.generation.families.language_model import LanguageModel
 
-FAMILIES = {"qwen2_5_vl": qwen2_5_vl.load}
+FAMILIES = {
+    "qwen2_5_vl": qwen2_5_vl.load,
+    "qwen3_vl": qwen3_vl.load,
+    "qwen3_vl_moe": qwen3_vl.load_moe,
+}
 
 
 def load_language_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LanguageModel:

@@ -1,11 +1,12 @@
-"""A language model as the runner sees it, and how its weights are read.
+"""A language model as the runner sees it, and how one is made of a checkpoint.
 
-It knows no family: a family file says which class, which prefixes and what it refuses.
+It knows no family: a family's file says which of transformers' classes it is and what its weights are called.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -13,13 +14,18 @@ from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
+from services.generation.attention import ATTENTION
+
+LM_HEAD_PREFIX = "lm_head."
 
 
 @dataclass(frozen=True, slots=True)
 class LanguageModel:
     """A text model of transformers with its output layer, on its device and ready to run.
 
-    text: called with `inputs_embeds` [1, T, D], `position_ids` (3, 1, T) and what its attention wants besides.
+    text: called with `inputs_embeds` [1, T, D], `position_ids` (3, 1, T) and what its attention wants besides; where
+        there are levels and media rows, also with `visual_pos_masks`, int64 [M], which rows those are, and
+        `deepstack_visual_embeds` [embed_levels, M, D], of which number l is added to them after layer l.
     embed_tokens: ids to [.., D]; lm_head: [.., D] to [.., vocab_size].
     embed_levels: tensors that a media row carries beside its embedding.
     context_tokens: the longest sequence that the checkpoint was made for.
@@ -45,6 +51,49 @@ class LanguageModel:
     @property
     def dtype(self) -> torch.dtype:
         return self.embed_tokens.weight.dtype
+
+
+def make_text(text_class: Any, rotary_class: Any, text_config: Any, device: torch.device) -> Any:
+    """A text model of transformers that waits for its weights, on the meta device but for its rotary embedding.
+
+    Raises StartupError for what this engine's attention lacks.
+    """
+    if getattr(text_config, "use_sliding_window", False):
+        raise StartupError("text_config.use_sliding_window: sliding window attention is not supported")
+    rope_type = dict(text_config.rope_parameters or {}).get("rope_type")
+    if rope_type != "default":
+        raise StartupError(f"text_config.rope_parameters.rope_type {rope_type!r} is not supported, only 'default'")
+    text_config._attn_implementation = ATTENTION
+    with torch.device("meta"):
+        text = text_class(text_config)
+    # Its frequencies are no weights: they are computed, which on the meta device they were not.
+    text.rotary_emb = rotary_class(text_config).to(device)
+    return text
+
+
+def with_output_layer(checkpoint: Checkpoint, config: Any, text: Any, embed_levels: int) -> LanguageModel:
+    """A text model that has its weights, with the output layer beside it.
+
+    config: of the whole model. Raises StartupError for missing weights.
+    """
+    sizes, embed_tokens = config.text_config, text.embed_tokens
+    with torch.device("meta"):
+        lm_head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
+    if config.tie_word_embeddings:
+        lm_head.weight = embed_tokens.weight
+    else:
+        weights = read_weights(checkpoint, LM_HEAD_PREFIX, embed_tokens.weight.dtype, embed_tokens.weight.device)
+        fill(lm_head, weights, LM_HEAD_PREFIX)
+    return LanguageModel(
+        text=text.train(False).requires_grad_(False),
+        embed_tokens=embed_tokens,
+        lm_head=lm_head.requires_grad_(False),
+        layers=sizes.num_hidden_layers,
+        kv_heads=sizes.num_key_value_heads,
+        head_dim=text.layers[0].self_attn.head_dim,
+        context_tokens=sizes.max_position_embeddings,
+        embed_levels=embed_levels,
+    )
 
 
 def has_weights(checkpoint: Checkpoint, prefix: str) -> bool:

@@ -1,0 +1,66 @@
+"""Qwen3-VL's language models, dense and mixture of experts: transformers' own text classes, their weights by prefix.
+
+Source: Qwen3-VL, arXiv 2511.21631, and deepstack, arXiv 2406.04334; the key names of Qwen/Qwen3-VL-4B-Instruct and
+Qwen/Qwen3-VL-30B-A3B-Instruct.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel, Qwen3VLTextRotaryEmbedding
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel, Qwen3VLMoeTextRotaryEmbedding
+
+from common.checkpoint import Checkpoint
+from services.generation.families.language_model import LanguageModel, fill, make_text, read_weights, with_output_layer
+
+TEXT_PREFIX = "model.language_model."
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+class _Deepstack:
+    """Adds features by the numbers of their rows: transformers does by a mask, for which CUDA has to be waited for."""
+
+    def _deepstack_process(self, hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:
+        return hidden_states.index_add(1, visual_pos_masks, visual_embeds[None])
+
+
+class _Text(_Deepstack, Qwen3VLTextModel):
+    pass
+
+
+class _MoeText(_Deepstack, Qwen3VLMoeTextModel):
+    pass
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LanguageModel:
+    """Raises StartupError for missing or unknown weights, and for what this engine's attention lacks."""
+    config = Qwen3VLConfig.from_pretrained(checkpoint.folder)
+    return _load(checkpoint, config, _Text, Qwen3VLTextRotaryEmbedding, dtype, device)
+
+
+def load_moe(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LanguageModel:
+    """Raises what `load` raises."""
+    config = Qwen3VLMoeConfig.from_pretrained(checkpoint.folder)
+    return _load(checkpoint, config, _MoeText, Qwen3VLMoeTextRotaryEmbedding, dtype, device)
+
+
+def _load(
+    checkpoint: Checkpoint, config: Any, text_class: Any, rotary_class: Any, dtype: torch.dtype, device: torch.device
+) -> LanguageModel:
+    text = make_text(text_class, rotary_class, config.text_config, device)
+    weights = read_weights(checkpoint, TEXT_PREFIX, dtype, device)
+    _turn_experts(text, weights)
+    fill(text, weights, TEXT_PREFIX)
+    return with_output_layer(checkpoint, config, text, len(config.vision_config.deepstack_visual_indexes))
+
+
+def _turn_experts(text: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Published checkpoints hold the weights of experts with their last two axes swapped."""
+    for name in [each for each in weights if each.endswith(EXPERTS)]:
+        experts, rows, columns = text.get_parameter(name).shape
+        if weights[name].shape == (experts, columns, rows) != (experts, rows, columns):
+            weights[name] = weights[name].transpose(1, 2).contiguous()
