@@ -98,7 +98,7 @@ def expected_sequence(parts: Sequence[Text | Item], kept: Sequence[Sequence[int]
         rows=[token.source for token in gathered],
         positions=[token.place for token in gathered],
         full_tokens=len(full),
-        full_maximum=max(max(token.place) for token in full),
+        full_maximum=_start(full) - 1,
     )
 
 

@@ -384,8 +384,9 @@ async def test_a_rate_that_leaves_the_first_slice_alone_is_said(tmp_path: Path, 
     embeds = np.ones((1, 6, HIDDEN), np.float32)
     async with service_of(tmp_path, tiny_checkpoint, items=embeds_messages(0, embeds, range(6))) as service:
         prompt = prompt_message(service.encoder.plan)
-        for method, expected in (("evs", True), ("random", False)):
-            pruning = prompt_pb2.Pruning(rate=0.9, method=method)
+        # At this rate each keeps six tokens, but only EVS those of the first slice.
+        for method, expected in (("evs", True), ("vidcom2", False), ("random", False)):
+            pruning = prompt_pb2.Pruning(rate=0.75, method=method)
             request = GenerateRequest(prompt=prompt, pruning=pruning, sampling=Sampling(max_new_tokens=1))
             responses = await answers(service.stub.Generate(request))
             assert [each.first_slice_only for each in responses[0].accepted.usage.media] == [expected]

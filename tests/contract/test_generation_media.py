@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,35 @@ async def test_bfloat16_embeddings_arrive_as_they_are(tmp_path: Path) -> None:
         [item] = await ask(client, plan)
     assert isinstance(item, MediaItem)
     assert torch.equal(item.embeds, embeds.float())
+
+
+async def test_levels_arrive_beside_the_embeddings_and_take_room_of_their_own(tmp_path: Path) -> None:
+    sent = np.stack([IMAGE_EMBEDS[0] + level for level in range(3)])
+    plan = replace(prompt_plan(FINGERPRINT, 1, IMAGE, 1), embed_levels=2)
+    model, size_bytes = replace(MODEL, embed_levels=2), 3 * 4 * 6 * 4
+    encoder = Encoder(plan, embeds_messages(0, sent, None, piece_bytes=100))
+    async with client_of(tmp_path, encoder, model=model, room_bytes=size_bytes) as (client, room):
+        clock = StageClock()
+        async with client.open(prompt_message(plan), PRUNING, clock) as session:
+            [item] = await receive_all(session, clock)
+            assert room.held_bytes == size_bytes
+    assert isinstance(item, MediaItem)
+    assert torch.equal(item.embeds, torch.from_numpy(sent))
+
+
+def brought(plan: PromptPlan, *indices: int) -> PromptPlan:
+    """The same plan, if the embeddings of these items came with the prompt."""
+    media = list(plan.media)
+    for index in indices:
+        media[index] = replace(media[index], frames=0, frame_height_px=0, frame_width_px=0, timestamps_s=())
+    return replace(plan, media=tuple(media))
+
+
+async def test_embeddings_that_came_with_the_prompt_have_no_frames_to_repair(tmp_path: Path) -> None:
+    messages = embeds_messages(0, VIDEO_EMBEDS, KEPT, repaired=1) + embeds_messages(1, IMAGE_EMBEDS, None)
+    async with client_of(tmp_path, Encoder(brought(PLAN, 0, 1), messages)) as (client, _):
+        with pytest.raises(errors.PeerContract, match="1 of 0 frames cannot be repaired"):
+            await ask(client)
 
 
 # Changes to the messages of `items`, of which 2, 3, 4 are the video's and 6, 7 the image's.
@@ -323,14 +353,14 @@ async def test_a_session_that_waits_for_room_can_be_left(tmp_path: Path) -> None
         assert len(await ask(client)) == 5
 
 
-async def test_stages_finish_with_the_messages_that_end_them(tmp_path: Path) -> None:
+async def stages_ns(folder: Path, plan: PromptPlan, messages: list[EncodeResponse]) -> list[int]:
+    """How long each stage takes where each message read is a moment of its own, and the first token comes at 20."""
     now = 0
     clock = StageClock(lambda: now)
     async with (
-        client_of(tmp_path, Encoder(PLAN, items())) as (client, _),
-        client.open(prompt_message(PLAN), PRUNING, clock) as session,
+        client_of(folder, Encoder(plan, messages)) as (client, _),
+        client.open(prompt_message(plan), PRUNING, clock) as session,
     ):
-        # Each message read is a moment of its own: 1 to 3 are progress, then come the pieces.
         read = session._stream.read
 
         async def counted() -> Any:
@@ -343,5 +373,20 @@ async def test_stages_finish_with_the_messages_that_end_them(tmp_path: Path) -> 
         await receive_all(session, clock)
     clock.token(20)
     stages = clock.stages_ns()
+    return [stages[stage] for stage in Stage]
+
+
+async def test_stages_finish_with_the_messages_that_end_them(tmp_path: Path) -> None:
     # The image's progress is the sixth message, its first piece the seventh and its last the eighth.
-    assert [stages[stage] for stage in Stage] == [0, 6, 1, 1, 12, 0]
+    assert await stages_ns(tmp_path, PLAN, items()) == [0, 6, 1, 1, 12, 0]
+
+
+async def test_embeddings_that_came_with_the_prompt_are_not_waited_for_as_if_they_were_decoded(tmp_path: Path) -> None:
+    messages = embeds_messages(0, VIDEO_EMBEDS, KEPT, 64) + embeds_messages(1, IMAGE_EMBEDS, None, 64)
+    assert await stages_ns(tmp_path, brought(PLAN, 0, 1), messages) == [0, 0, 4, 1, 15, 0]
+
+
+async def test_decoding_ends_with_the_last_item_that_is_decoded(tmp_path: Path) -> None:
+    messages = items()
+    del messages[5]  # the image's progress
+    assert await stages_ns(tmp_path, brought(PLAN, 1), messages) == [0, 2, 4, 1, 13, 0]

@@ -16,12 +16,22 @@ from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, make_request
 ANSWER = [91, 92, 93, 94, 95]
 
 
-def video(t: int, h: int, w: int) -> Item:
-    return Item(t, h, w, Fraction(1), np.zeros((t * h * w, 1), np.float32), rate=0.5)
+def video(t: int, h: int, w: int, *texts: Text) -> Item:
+    return Item(t, h, w, Fraction(1), np.zeros((t * h * w, 1), np.float32), rate=0.5, texts=texts)
 
 
-PARTS = [Text((10, 11, 12)), video(3, 2, 2), Text((13,)), video(2, 1, 3), video(1, 2, 2), Text((14, 15))]
-KEPT = [[0, 3, 4, 7, 9, 11], [0, 2, 5], [0, 1, 2, 3]]
+# The last video's slices stand alone, and the second of them loses both its tokens.
+PARTS = [
+    Text((10, 11, 12)),
+    video(3, 2, 2),
+    Text((13,)),
+    video(2, 1, 3),
+    video(1, 2, 2),
+    Text((14, 15)),
+    video(3, 1, 2, Text((20, 21)), Text((22,)), Text((23,)), Text((24,))),
+    Text((16,)),
+]
+KEPT = [[0, 3, 4, 7, 9, 11], [0, 2, 5], [0, 1, 2, 3], [0, 1, 5]]
 EXPECTED = expected_sequence(PARTS, KEPT, PAD_ID)
 
 
@@ -44,7 +54,7 @@ def gathered(name: str, blocks: list[int]) -> Asked:
     )
 )
 def test_packed_windows_hold_what_the_formulas_say(cuts: list[tuple[int, int]]) -> None:
-    requests = [gathered(str(n), list(range(40 * n, 40 * n + 7))[::-1]).request for n in range(len(cuts))]
+    requests = [gathered(str(n), list(range(40 * n, 40 * n + 10))[::-1]).request for n in range(len(cuts))]
     windows = [
         Window(request, start, end, samples=end % 2 == 0) for request, (start, end) in zip(requests, cuts, strict=True)
     ]
