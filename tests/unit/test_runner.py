@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen2_5_VLForConditionalGeneration
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
-from demo.checkpoint import TINY, write_checkpoint
 from services.generation.families import load_language_model
 from services.generation.families.language_model import LanguageModel
 from services.generation.sampler import SamplingParams
-from tests.oracle import Text
+from tests.families import FAMILIES, load_reference
+from tests.oracle import Item, Text
 from tests.tiny import TinyEngine
 
 CPU = torch.device("cpu")
+# What the text model's weights are called in the checkpoints that `family_checkpoint` makes.
+PREFIXES = {"qwen2_5_vl": "model."}
+EXPERTS = [f"model.language_model.layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
 PROMPT = Text((10, 11, 12, 13, 14))
 
 
@@ -48,6 +51,19 @@ def configure(folder: Path, to: Path, **text_config: Any) -> Path:
     return to
 
 
+def name_in(family: str, name: str) -> str:
+    return PREFIXES.get(family, "model.language_model.") + name
+
+
+def answer_of_transformers(family: str, folder: Path) -> list[int]:
+    prompt = torch.tensor([PROMPT.ids])
+    generated = load_reference(family, folder).generate(
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, eos_token_id=None, do_sample=False
+    )
+    ids: list[int] = generated[0, len(PROMPT.ids) :].tolist()
+    return ids
+
+
 def answer(model: LanguageModel) -> list[int]:
     engine = TinyEngine(model)
     asked = engine.ask("a", [PROMPT], SamplingParams(8))
@@ -56,14 +72,16 @@ def answer(model: LanguageModel) -> list[int]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_tied_and_untied_output_layers_answer_as_transformers_does(tmp_path: Path, tied: bool) -> None:
-    folder = write_checkpoint(tmp_path / "model", replace(TINY, tie_word_embeddings=tied), seed=2)
-    reference = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    prompt = torch.tensor([PROMPT.ids])
-    generated = reference.generate(
-        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, eos_token_id=None, do_sample=False
-    )
-    assert answer(load(folder)) == generated[0, len(PROMPT.ids) :].tolist()
+def test_tied_and_untied_output_layers_answer_as_transformers_does(
+    family: str, family_checkpoint: Path, tmp_path: Path, tied: bool
+) -> None:
+    folder = family_checkpoint
+    if tied:
+        folder = copy(family_checkpoint, tmp_path / "tied", lambda weights: weights.__delitem__("lm_head.weight"))
+        config = json.loads((folder / "config.json").read_text())
+        config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+        (folder / "config.json").write_text(json.dumps(config))
+    assert answer(load(folder)) == answer_of_transformers(family, folder)
 
 
 def test_both_spellings_of_key_names_load(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -78,44 +96,97 @@ def test_both_spellings_of_key_names_load(tiny_checkpoint: Path, tmp_path: Path)
     assert answer(load(renamed)) == answer(load(tiny_checkpoint))
 
 
+def test_experts_load_as_transformers_writes_them_and_with_their_axes_swapped_as_published(tmp_path: Path) -> None:
+    written = FAMILIES["qwen3_vl_moe"].write(tmp_path / "written", 1)
+
+    def swap(weights: dict[str, Tensor]) -> None:
+        for name in [each for each in weights if each.endswith(("gate_up_proj", "down_proj")) and "experts" in each]:
+            weights[name] = weights[name].transpose(1, 2).contiguous()
+
+    swapped = copy(written, tmp_path / "swapped", swap)
+    shapes = [
+        [load_file(folder / "model.safetensors")[name].shape for name in EXPERTS] for folder in (written, swapped)
+    ]
+    assert shapes[0] != shapes[1]
+    for folder in (written, swapped):
+        assert answer(load(folder)) == answer_of_transformers("qwen3_vl_moe", folder)
+
+
+@pytest.mark.parametrize("axes", [(3,), (4, 5, 6)])
+def test_experts_of_another_shape_refuse_to_start(tmp_path: Path, axes: tuple[int, ...]) -> None:
+    written = FAMILIES["qwen3_vl_moe"].write(tmp_path / "written", 1)
+    broken = copy(written, tmp_path / "broken", lambda weights: weights.update({EXPERTS[0]: torch.zeros(axes)}))
+    with pytest.raises(StartupError, match=re.escape(f"wants {EXPERTS[0]} [4, 96, 64], it is {list(axes)}")):
+        load(broken)
+
+
 @pytest.mark.parametrize(
-    "name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    "name", ["layers.1.self_attn.q_proj.weight", "embed_tokens.weight", "norm.weight", "lm_head.weight"]
 )
-def test_a_missing_weight_refuses_to_start_and_is_named(tiny_checkpoint: Path, tmp_path: Path, name: str) -> None:
-    broken = copy(tiny_checkpoint, tmp_path / "broken", lambda weights: weights.__delitem__(name))
-    with pytest.raises(StartupError, match=f"missing weights .*{name}"):
+def test_a_missing_weight_refuses_to_start_and_is_named(
+    family: str, family_checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    full = name if name.startswith("lm_head") else name_in(family, name)
+    broken = copy(family_checkpoint, tmp_path / "broken", lambda weights: weights.__delitem__(full))
+    with pytest.raises(StartupError, match=f"missing weights .*{re.escape(full)}"):
         load(broken)
 
 
-def test_a_weight_of_another_shape_refuses_to_start(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    broken = copy(
-        tiny_checkpoint, tmp_path / "broken", lambda weights: weights.update({"model.norm.weight": torch.zeros(3)})
-    )
-    with pytest.raises(StartupError, match=r"wants model\.norm\.weight \[64\], it is \[3\]"):
+def test_a_weight_of_another_shape_refuses_to_start(family: str, family_checkpoint: Path, tmp_path: Path) -> None:
+    norm = name_in(family, "norm.weight")
+    broken = copy(family_checkpoint, tmp_path / "broken", lambda weights: weights.update({norm: torch.zeros(3)}))
+    with pytest.raises(StartupError, match=re.escape(f"wants {norm} [64], it is [3]")):
         load(broken)
 
 
-def test_a_layer_that_the_config_does_not_have_refuses_to_start(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=r"unknown weights .*model\.layers\.2"):
-        load(configure(tiny_checkpoint, tmp_path / "short", num_hidden_layers=2, layer_types=["full_attention"] * 2))
+def test_a_layer_that_the_config_does_not_have_refuses_to_start(
+    family: str, family_checkpoint: Path, tmp_path: Path
+) -> None:
+    short = configure(family_checkpoint, tmp_path / "short", num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    with pytest.raises(StartupError, match=f"unknown weights .*{re.escape(name_in(family, 'layers.2'))}"):
+        load(short)
 
 
 @pytest.mark.parametrize(
     ("text_config", "message"),
     [
-        ({"use_sliding_window": True}, "sliding window"),
+        ({"use_sliding_window": True}, "text_config.use_sliding_window: sliding window"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' is not supported"),
     ],
 )
 def test_what_the_engine_cannot_compute_refuses_to_start(
-    tiny_checkpoint: Path, tmp_path: Path, text_config: dict[str, Any], message: str
+    family_checkpoint: Path, tmp_path: Path, text_config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(StartupError, match=message):
-        load(configure(tiny_checkpoint, tmp_path / "other", **text_config))
+        load(configure(family_checkpoint, tmp_path / "other", **text_config))
 
 
-def test_bfloat16_runs_with_float32_logits(tiny_checkpoint: Path) -> None:
-    model = load(tiny_checkpoint, torch.bfloat16)
+def test_levels_are_handed_over_only_with_the_rows_that_carry_them(family: str, family_checkpoint: Path) -> None:
+    levels = FAMILIES[family].levels
+    model = load(family_checkpoint)
+    seen: list[tuple[int, list[int], list[int]]] = []
+
+    def watch(text: object, args: object, called_with: dict[str, Any]) -> None:
+        tokens = called_with["inputs_embeds"].shape[1]
+        if "visual_pos_masks" in called_with:
+            rows, features = called_with["visual_pos_masks"], called_with["deepstack_visual_embeds"]
+            seen.append((tokens, rows.tolist(), list(features.shape)))
+        else:
+            seen.append((tokens, [], []))
+
+    model.text.register_forward_pre_hook(watch, with_kwargs=True)
+    engine = TinyEngine(model, chunk_tokens=4)
+    picture = Item(1, 1, 3, None, *np.zeros((1, 3, 64), np.float32), deepstack=(np.ones((3, 64), np.float32),) * levels)
+    asked = engine.ask("a", [PROMPT, picture, Text((15, 16))], SamplingParams(2))
+    engine.deliver(asked, 0, picture, [0, 1, 2])
+    engine.drain()
+    windows = [(4, []), (4, [1, 2, 3]), (2, []), (1, [])]
+    expected = [(tokens, rows, [levels, 3, 64]) if rows and levels else (tokens, [], []) for tokens, rows in windows]
+    assert seen == expected
+
+
+def test_bfloat16_runs_with_float32_logits(family_checkpoint: Path) -> None:
+    model = load(family_checkpoint, torch.bfloat16)
     assert {parameter.dtype for parameter in model.text.parameters()} == {torch.bfloat16}
     engine = TinyEngine(model)
     engine.ask("a", [PROMPT], SamplingParams(2))

@@ -60,7 +60,9 @@ def _load(
 
 def _turn_experts(text: nn.Module, weights: dict[str, Tensor]) -> None:
     """Published checkpoints hold the weights of experts with their last two axes swapped."""
-    for name in [each for each in weights if each.endswith(EXPERTS)]:
-        experts, rows, columns = text.get_parameter(name).shape
+    for name, parameter in text.named_parameters():
+        if not name.endswith(EXPERTS) or name not in weights:
+            continue
+        experts, rows, columns = parameter.shape
         if weights[name].shape == (experts, columns, rows) != (experts, rows, columns):
             weights[name] = weights[name].transpose(1, 2).contiguous()
