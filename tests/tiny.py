@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -177,3 +178,21 @@ def _media_plan(item: Item, runs: Sequence[Run]) -> MediaPlan:
         timestamps_s=(),
         content_hash=bytes(32),
     )
+
+
+def random_item(
+    family: FamilyUnderTest,
+    sides: tuple[int, int, int],
+    time_step: Fraction | None,
+    seed: int = 5,
+    rate: float = 0.0,
+    method: str = "evs",
+) -> Item:
+    """An item of random embeddings, with whatever else this family's items have."""
+    random = np.random.default_rng(seed)
+    shape = (math.prod(sides), family.hidden)
+    levels = [random.normal(0, 0.3, shape).astype(np.float32) for _ in range(1 + family.levels)]
+    texts: list[Text] = []
+    if time_step and family.slices_stand_alone:
+        texts = [Text(tuple(random.integers(10, 300, random.integers(1, 5)).tolist())) for _ in range(sides[0] + 1)]
+    return Item(*sides, time_step, levels[0], rate, method, tuple(levels[1:]), tuple(texts))

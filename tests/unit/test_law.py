@@ -3,13 +3,11 @@ forward of transformers' own text model over the gathered sequence."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
@@ -19,7 +17,7 @@ from transformers import AutoTokenizer
 from services.generation.sampler import SamplingParams
 from tests.families import FamilyUnderTest
 from tests.oracle import Item, Text, expected_logprobs, expected_sequence, kept_tokens
-from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, Models, TinyEngine, load_models
+from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, Models, TinyEngine, load_models, random_item
 
 LOGPROB_TOLERANCE = 1e-4
 CLEAR_MARGIN = 2e-4
@@ -73,29 +71,11 @@ def text(*, least: int = 1, most: int = 12) -> st.SearchStrategy[Text]:
     return st.lists(st.integers(10, 300), min_size=least, max_size=most).map(lambda ids: Text(tuple(ids)))
 
 
-def media(
-    family: FamilyUnderTest,
-    sides: tuple[int, int, int],
-    time_step: Fraction | None,
-    seed: int = 5,
-    rate: float = 0.0,
-    method: str = "evs",
-) -> Item:
-    """An item of random embeddings, with whatever else this family's items have."""
-    random = np.random.default_rng(seed)
-    shape = (math.prod(sides), family.hidden)
-    levels = [random.normal(0, 0.3, shape).astype(np.float32) for _ in range(1 + family.levels)]
-    texts: list[Text] = []
-    if time_step and family.slices_stand_alone:
-        texts = [Text(tuple(random.integers(10, 300, random.integers(1, 5)).tolist())) for _ in range(sides[0] + 1)]
-    return Item(*sides, time_step, levels[0], rate, method, tuple(levels[1:]), tuple(texts))
-
-
 @st.composite
 def item(draw: st.DrawFn, family: FamilyUnderTest, video: bool) -> Item:
     # 2/3 is what 1.5 fps gives; the odd one is 23.976 fps sampled every twelve frames, times two a second.
     steps = (Fraction(1), Fraction(2, 3), Fraction(2 * 12 * 2002, 48000), Fraction(7))
-    return media(
+    return random_item(
         family,
         (draw(st.integers(1, 5)) if video else 1, draw(st.integers(1, 3)), draw(st.integers(1, 4))),
         time_step=draw(st.sampled_from(steps)) if video else None,
@@ -110,7 +90,7 @@ def question(draw: st.DrawFn, family: FamilyUnderTest) -> Question:
     mix = draw(st.sampled_from(MIXES)).split()
     most = 30 if mix == ["text"] else 12
     parts = [draw(text(most=most) if kind == "text" else item(family, kind == "video")) for kind in mix]
-    return Question(tuple(parts), draw(st.integers(1, 12)))
+    return Question(tuple(parts), draw(st.integers(1, 24)))
 
 
 def answer(
@@ -185,7 +165,10 @@ def test_log_probabilities_do_not_depend_on_chunks_neighbours_lateness_or_preemp
 def test_twenty_images_in_one_prompt_obey_the_law(models: Models, chunk_tokens: int) -> None:
     parts: list[Text | Item] = []
     for number in range(20):
-        parts += [Text((20 + number,)), media(models.family, (1, 1 + number % 3, 1 + number % 4), None, seed=number)]
+        parts += [
+            Text((20 + number,)),
+            random_item(models.family, (1, 1 + number % 3, 1 + number % 4), None, seed=number),
+        ]
     questions = [Question((*parts, Text((5, 6, 7))), 4)]
     engine = TinyEngine(models.engine, chunk_tokens=chunk_tokens)
     assert_law(models, engine, questions, answer(engine, questions, deliveries=range(19, -1, -1)))
@@ -193,8 +176,8 @@ def test_twenty_images_in_one_prompt_obey_the_law(models: Models, chunk_tokens: 
 
 def test_a_prompt_cut_anywhere_obeys_the_law(models: Models) -> None:
     """Text, a video of which whole slices are dropped, text, an image, text: the first cut is at each place in turn."""
-    video = media(models.family, (4, 2, 3), Fraction(1), rate=0.75, method="random")
-    picture = media(models.family, (1, 2, 2), None, seed=6)
+    video = random_item(models.family, (4, 2, 3), Fraction(1), rate=0.75, method="random")
+    picture = random_item(models.family, (1, 2, 2), None, seed=6)
     questions = [Question((Text((30, 31)), video, Text((32,)), picture, Text((33, 34))), 2)]
     assert {token // 6 for token in questions[0].kept[0]} < set(range(4))
     for cut in range(1, questions[0].prompt_tokens + 1):
@@ -206,7 +189,7 @@ def test_a_prompt_cut_anywhere_obeys_the_law(models: Models) -> None:
 
 def test_preempted_answers_obey_the_law(models: Models) -> None:
     """Two of three questions fit together until their answers have grown."""
-    video = media(models.family, (4, 2, 2), Fraction(1), rate=0.5)
+    video = random_item(models.family, (4, 2, 2), Fraction(1), rate=0.5)
     questions = [Question((Text((30 + i, 31, 32)), video, Text((40, 41))), 16) for i in range(3)]
     engine = TinyEngine(models.engine, blocks=2 * questions[0].most_blocks - 1, chunk_tokens=64)
     asked = answer(engine, questions)
@@ -216,7 +199,7 @@ def test_preempted_answers_obey_the_law(models: Models) -> None:
 
 def test_late_media_and_reclaimed_blocks_obey_the_law(models: Models) -> None:
     """The text before a video is prefilled, loses its blocks to another question, and is prefilled again in the end."""
-    video = media(models.family, (2, 2, 2), Fraction(1), method="none")
+    video = random_item(models.family, (2, 2, 2), Fraction(1), method="none")
     late = Question((Text(tuple(range(10, 26))), video, Text((7,))), 3)
     whole_cache = Question((Text(tuple(range(100, 96 + BLOCK_TOKENS * late.most_blocks))),), 5)
     questions = [late, whole_cache]
