@@ -97,17 +97,19 @@ def patchify(frames: Tensor, shape: PatchShape) -> Tensor:
 class FoldedPatchEmbed(nn.Module):
     """A patch embedding of uint8 patches: (P, patch_values) to (P, hidden), normalising included."""
 
-    def __init__(self, weight: Tensor, normalisation: Normalisation, dtype: torch.dtype) -> None:
-        """weight: (hidden, 3, temporal_patch, patch, patch), of a convolution without bias."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, normalisation: Normalisation, dtype: torch.dtype) -> None:
+        """weight: (hidden, 3, temporal_patch, patch, patch), and bias: (hidden,) or None, of a convolution."""
         super().__init__()
         weight = weight.double()  # so that folding itself adds no rounding
         mean, std = (
             torch.tensor(values, dtype=torch.float64).view(1, CHANNELS, 1, 1, 1)
             for values in (normalisation.mean, normalisation.std)
         )
-        bias = (weight * (_CENTRE * normalisation.rescale - mean) / std).sum((1, 2, 3, 4))
+        folded_bias = (weight * (_CENTRE * normalisation.rescale - mean) / std).sum((1, 2, 3, 4))
+        if bias is not None:
+            folded_bias += bias
         self.weight = nn.Parameter((weight * (normalisation.rescale / std)).flatten(1).to(dtype), requires_grad=False)
-        self.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+        self.bias = nn.Parameter(folded_bias.to(dtype), requires_grad=False)
 
     def forward(self, patches: Tensor) -> Tensor:
         return F.linear(patches.to(self.weight.dtype) - _CENTRE, self.weight, self.bias)

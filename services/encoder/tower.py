@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
+from common.retention import METHODS
 from services.encoder.patches import PatchShape, patchify
 
 _KEYS_NAMED = 5
@@ -26,6 +27,7 @@ class Tower:
 
     forward: patches uint8 (P, patch_values) and grids int64 (n, 3), each t, h, w in patches, to
         (1 + embed_levels, P / merge², embed_dim), level 0 being the embedding.
+    pruning_methods: those of `common.retention.METHODS` that a request may name.
     """
 
     forward: Callable[[Tensor, Tensor], Tensor]
@@ -34,6 +36,7 @@ class Tower:
     embed_levels: int
     dtype: torch.dtype
     device: torch.device
+    pruning_methods: tuple[str, ...] = METHODS
 
     def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
         """Each slice's embeddings, (1 + embed_levels, h·w, embed_dim) on the tower's device, all from one forward.

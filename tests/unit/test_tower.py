@@ -17,25 +17,27 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
-from demo.checkpoint import TINY, write_checkpoint
 from services.encoder.families import load_tower
 from services.encoder.patches import PatchShape, patchify
 from services.encoder.tower import Tower
+from tests.families import FAMILIES, FamilyUnderTest, load_reference
 
 CPU = torch.device("cpu")
-PATCH, MERGE, TEMPORAL = TINY.patch_px, TINY.merge, TINY.temporal_patch
 
 
 @pytest.fixture(scope="module")
-def tower(tiny_checkpoint: Path) -> Tower:
-    return load_tower(Checkpoint(tiny_checkpoint), "auto", CPU)
+def shape(family: str) -> FamilyUnderTest:
+    return FAMILIES[family]
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_checkpoint: Path) -> Any:
-    from transformers import Qwen2_5_VLForConditionalGeneration
+def tower(family_checkpoint: Path) -> Tower:
+    return load_tower(Checkpoint(family_checkpoint), "auto", CPU)
 
-    return Qwen2_5_VLForConditionalGeneration.from_pretrained(tiny_checkpoint, dtype=torch.float32).model.visual
+
+@pytest.fixture(scope="module")
+def reference(family: str, family_checkpoint: Path) -> Any:
+    return load_reference(family, family_checkpoint).model.visual
 
 
 def random_frames(count: int, height_px: int, width_px: int, seed: int = 0) -> Tensor:
@@ -43,20 +45,21 @@ def random_frames(count: int, height_px: int, width_px: int, seed: int = 0) -> T
     return torch.randint(0, 256, (count, height_px, width_px, 3), dtype=torch.uint8, generator=random)
 
 
-def pixel_values(frames: Tensor, processor: dict[str, Any]) -> Tensor:
+def pixel_values(frames: Tensor, processor: dict[str, Any], shape: FamilyUnderTest) -> Tensor:
     """What transformers' video processor makes of frames, patch by patch, in float64."""
+    patch, merge = shape.patch_px, shape.merge
     mean, std = np.array(processor["image_mean"]), np.array(processor["image_std"])
-    values = (frames.numpy().astype(np.float64) * processor["rescale_factor"] - mean) / std
+    values = (frames.numpy().astype(np.float64) * processor.get("rescale_factor", 1 / 255) - mean) / std
     count, height, width, _ = values.shape
     rows: list[NDArray[np.float64]] = []
-    for start in range(0, count, TEMPORAL):
-        for row in range(height // PATCH // MERGE):
-            for column in range(width // PATCH // MERGE):
-                for inner_row in range(MERGE):
-                    for inner_column in range(MERGE):
-                        top, left = (row * MERGE + inner_row) * PATCH, (column * MERGE + inner_column) * PATCH
-                        patch = values[start : start + TEMPORAL, top : top + PATCH, left : left + PATCH]
-                        rows.append(patch.transpose(3, 0, 1, 2).ravel())
+    for start in range(0, count, shape.temporal_patch):
+        for row in range(height // patch // merge):
+            for column in range(width // patch // merge):
+                for inner_row in range(merge):
+                    for inner_column in range(merge):
+                        top, left = (row * merge + inner_row) * patch, (column * merge + inner_column) * patch
+                        cut = values[start : start + shape.temporal_patch, top : top + patch, left : left + patch]
+                        rows.append(cut.transpose(3, 0, 1, 2).ravel())
     return torch.from_numpy(np.stack(rows)).float()
 
 
@@ -65,83 +68,99 @@ def processor_of(folder: Path, name: str = "video_preprocessor_config.json") -> 
     return config
 
 
-def slices_of(frames: Tensor) -> list[Tensor]:
-    return list(frames.split(TEMPORAL))
+def levels_of(output: Any) -> Tensor:
+    """The embedding, then every deepstack feature, of transformers' own answer."""
+    return torch.stack([output.pooler_output, *getattr(output, "deepstack_features", [])])
 
 
-@pytest.mark.parametrize(("frames", "height", "width"), [(2, 56, 56), (6, 84, 112), (8, 28, 168), (4, 140, 84)])
+def grid_of(frames: Tensor, shape: FamilyUnderTest) -> Tensor:
+    count, height, width, _ = frames.shape
+    return torch.tensor([[count // shape.temporal_patch, height // shape.patch_px, width // shape.patch_px]])
+
+
+def encode_all(tower: Tower, frames: Tensor, shape: FamilyUnderTest) -> Tensor:
+    return torch.cat(tower.encode(frames.split(shape.temporal_patch)), dim=1)
+
+
+@pytest.mark.parametrize(("slices", "rows", "columns"), [(1, 2, 2), (3, 3, 4), (4, 1, 6), (2, 5, 3)])
 @torch.no_grad()
-def test_embeddings_are_those_of_transformers_tower_on_its_processors_patches(
-    tower: Tower, reference: Any, tiny_checkpoint: Path, frames: int, height: int, width: int
+def test_all_levels_are_those_of_transformers_tower_on_its_processors_patches(
+    tower: Tower, reference: Any, family_checkpoint: Path, shape: FamilyUnderTest, slices: int, rows: int, columns: int
 ) -> None:
-    video = random_frames(frames, height, width)
-    grid = torch.tensor([[frames // TEMPORAL, height // PATCH, width // PATCH]])
-    expected = reference(pixel_values(video, processor_of(tiny_checkpoint)), grid_thw=grid).pooler_output
-    ours = torch.cat(tower.encode(slices_of(video)), dim=1)
-    assert ours.shape == (1, *expected.shape)
-    torch.testing.assert_close(ours[0], expected, atol=1e-5, rtol=0)
+    video = random_frames(slices * shape.temporal_patch, rows * shape.token_px, columns * shape.token_px)
+    pixels = pixel_values(video, processor_of(family_checkpoint), shape)
+    expected = levels_of(reference(pixels, grid_thw=grid_of(video, shape)))
+    ours = encode_all(tower, video, shape)
+    assert ours.shape == (1 + shape.levels, slices * rows * columns, shape.hidden)
+    assert tower.embed_levels == shape.levels
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
 def test_an_image_is_seen_as_transformers_image_processor_shows_it(
-    tower: Tower, reference: Any, tiny_checkpoint: Path
+    tower: Tower, reference: Any, family_checkpoint: Path, shape: FamilyUnderTest
 ) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    image = random_frames(1, 84, 112)
-    processor = Qwen2VLImageProcessorPil.from_pretrained(tiny_checkpoint, do_resize=False)
+    image = random_frames(1, 3 * shape.token_px, 4 * shape.token_px)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(family_checkpoint, do_resize=False)
     seen = processor(images=[image[0].numpy()], return_tensors="pt")
-    expected = reference(seen["pixel_values"], grid_thw=seen["image_grid_thw"]).pooler_output
-    torch.testing.assert_close(tower.encode([image])[0][0], expected, atol=1e-5, rtol=0)
+    expected = levels_of(reference(seen["pixel_values"], grid_thw=seen["image_grid_thw"]))
+    torch.testing.assert_close(tower.encode([image])[0], expected, atol=1e-5, rtol=0)
 
 
-def test_a_slice_short_of_frames_repeats_its_last(tower: Tower) -> None:
-    frame = random_frames(1, 56, 84)
+def test_a_slice_short_of_frames_repeats_its_last(tower: Tower, shape: FamilyUnderTest) -> None:
+    frame = random_frames(1, 2 * shape.token_px, 3 * shape.token_px)
     alone, twice = tower.encode([frame])[0], tower.encode([torch.cat([frame, frame])])[0]
     assert torch.equal(alone, twice)
 
 
-def test_a_slice_is_encoded_alike_alone_and_among_others(tower: Tower) -> None:
-    sizes = [(56, 56), (84, 112), (84, 112), (168, 28), (56, 56), (112, 84)]
-    slices = [random_frames(TEMPORAL, height, width, seed) for seed, (height, width) in enumerate(sizes)]
+def test_a_slice_is_encoded_alike_alone_and_among_others(tower: Tower, shape: FamilyUnderTest) -> None:
+    sizes = [(2, 2), (3, 4), (3, 4), (6, 1), (2, 2), (4, 3)]
+    slices = [
+        random_frames(shape.temporal_patch, rows * shape.token_px, columns * shape.token_px, seed)
+        for seed, (rows, columns) in enumerate(sizes)
+    ]
     packed = tower.encode(slices)
     for alone, among in zip(slices, packed, strict=True):
         torch.testing.assert_close(among, tower.encode([alone])[0], atol=2e-6, rtol=0)
 
 
-def test_patches_stand_in_the_order_of_merged_tokens() -> None:
-    frames = random_frames(TEMPORAL, 56, 84)
+def test_patches_stand_in_the_order_of_merged_tokens(shape: FamilyUnderTest) -> None:
+    frames = random_frames(shape.temporal_patch, 2 * shape.token_px, 3 * shape.token_px)
     plain = {"image_mean": [0, 0, 0], "image_std": [1, 1, 1], "rescale_factor": 1}
-    assert torch.equal(patchify(frames, PatchShape(PATCH, MERGE, TEMPORAL)).float(), pixel_values(frames, plain))
+    patches = patchify(frames, PatchShape(shape.patch_px, shape.merge, shape.temporal_patch))
+    assert torch.equal(patches.float(), pixel_values(frames, plain, shape))
 
 
 @torch.no_grad()
-def test_a_bfloat16_checkpoint_runs_in_bfloat16_as_near_the_truth_as_transformers(tmp_path: Path) -> None:
-    from transformers import Qwen2_5_VLForConditionalGeneration
+def test_a_bfloat16_checkpoint_runs_in_bfloat16_as_near_the_truth_as_transformers(
+    copy: Path, shape: FamilyUnderTest
+) -> None:
+    def shorten(weights: dict[str, Tensor]) -> None:
+        weights.update({name: tensor.bfloat16() for name, tensor in weights.items()})
 
-    folder = write_checkpoint(tmp_path, TINY, seed=2, dtype=torch.bfloat16)
-    video, grid = random_frames(4, 112, 112), torch.tensor([[2, 8, 8]])
-    pixels = pixel_values(video, processor_of(folder))
+    rewrite_weights(copy, shorten)
+    video = random_frames(4, 4 * shape.token_px, 4 * shape.token_px)
+    pixels, grid = pixel_values(video, processor_of(copy), shape), grid_of(video, shape)
     exact, theirs = (
-        Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=dtype).model.visual(pixels, grid_thw=grid)
+        levels_of(shape.model.from_pretrained(copy, dtype=dtype).model.visual(pixels, grid_thw=grid))
         for dtype in (torch.float32, torch.bfloat16)
     )
-    tower = load_tower(Checkpoint(folder), "auto", CPU)
-    ours = torch.cat(tower.encode(slices_of(video)), dim=1)[0]
+    tower = load_tower(Checkpoint(copy), "auto", CPU)
+    ours = encode_all(tower, video, shape)
     assert tower.dtype == ours.dtype == torch.bfloat16
-    our_error, their_error = (
-        (each.float() - exact.pooler_output).abs().mean() for each in (ours, theirs.pooler_output)
-    )
-    assert our_error < 1.2 * their_error
-    assert load_tower(Checkpoint(folder), "float32", CPU).dtype == torch.float32
+    our_errors, their_errors = ((each.float() - exact).abs().mean((1, 2)) for each in (ours, theirs))
+    assert (our_errors < 1.2 * their_errors).all()
+    assert load_tower(Checkpoint(copy), "float32", CPU).dtype == torch.float32
 
 
 # --- what refuses to start --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def copy(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
+def copy(family_checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(family_checkpoint, tmp_path / "copy"))
 
 
 def rewrite_weights(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
@@ -176,43 +195,47 @@ def test_a_checkpoint_without_a_tower_refuses_to_start(copy: Path) -> None:
 
 def test_an_unknown_weight_refuses_to_start(copy: Path) -> None:
     def add(weights: dict[str, Tensor]) -> None:
-        known = tower_key(weights, "merger.mlp.2.bias")
-        weights[known.replace("mlp.2.bias", "adapter.bias")] = weights[known].clone()
+        known = tower_key(weights, "blocks.0.attn.proj.bias")
+        weights[known.replace("proj.bias", "adapter.bias")] = weights[known].clone()
 
     rewrite_weights(copy, add)
-    with pytest.raises(StartupError, match=r"has unknown merger\.adapter\.bias$"):
+    with pytest.raises(StartupError, match=r"has unknown blocks\.0\.attn\.adapter\.bias$"):
         load_tower(Checkpoint(copy), "auto", CPU)
 
 
 def test_a_weight_of_another_shape_refuses_to_start(copy: Path) -> None:
+    widths: list[int] = []
+
     def shorten(weights: dict[str, Tensor]) -> None:
-        name = tower_key(weights, "merger.ln_q.weight")
+        name = tower_key(weights, "blocks.0.norm1.weight")
+        widths.extend(weights[name].shape)
         weights[name] = weights[name][:-1].clone()
 
     rewrite_weights(copy, shorten)
-    with pytest.raises(StartupError, match=rf"merger\.ln_q\.weight has the shape \[{TINY.tower_hidden - 1}\]"):
+    with pytest.raises(StartupError) as raised:
         load_tower(Checkpoint(copy), "auto", CPU)
+    (width,) = widths
+    assert f"blocks.0.norm1.weight has the shape [{width - 1}], the config says [{width}]" in str(raised.value)
 
 
-def test_the_prefix_of_the_published_checkpoints_is_read_as_well(copy: Path, tower: Tower) -> None:
+def test_both_prefixes_that_checkpoints_have_are_read(copy: Path, tower: Tower, shape: FamilyUnderTest) -> None:
     def rename(weights: dict[str, Tensor]) -> None:
-        for name in list(weights):
-            if name.startswith("model.visual."):
-                weights[name.removeprefix("model.")] = weights.pop(name)
+        for name in [name for name in weights if "visual." in name]:
+            other = name.removeprefix("model.") if name.startswith("model.") else f"model.{name}"
+            weights[other] = weights.pop(name)
 
-    with_prefix = load_tower(Checkpoint(copy), "auto", CPU)
     rewrite_weights(copy, rename)
-    without = load_tower(Checkpoint(copy), "auto", CPU)
-    frames = random_frames(TEMPORAL, 56, 56)
-    assert torch.equal(without.encode([frames])[0], with_prefix.encode([frames])[0])
+    renamed = load_tower(Checkpoint(copy), "auto", CPU)
+    frames = random_frames(shape.temporal_patch, 2 * shape.token_px, 2 * shape.token_px)
+    assert torch.equal(renamed.encode([frames])[0], tower.encode([frames])[0])
 
 
 @pytest.mark.parametrize(
     ("name", "change", "complaint"),
     [
-        ("config.json", {"model_type": "llama"}, "'llama' is not supported"),
+        ("config.json", {"model_type": "llama"}, "is a 'llama', supported are"),
         ("config.json", {"vision_config": None}, "has no vision_config"),
-        ("video_preprocessor_config.json", {"image_mean": [0.5, 0.5, 0.5]}, "normalised alike"),
+        ("video_preprocessor_config.json", {"image_mean": [0.4, 0.5, 0.6]}, "normalised alike"),
         ("video_preprocessor_config.json", {"image_std": [0.5, 0.5, 0]}, "std above 0"),
     ],
 )

@@ -5,10 +5,14 @@ from __future__ import annotations
 import torch
 
 from common.checkpoint import Checkpoint
-from services.encoder.families import qwen2_5_vl
+from services.encoder.families import qwen2_5_vl, qwen3_vl
 from services.encoder.tower import Tower
 
-FAMILIES = {"qwen2_5_vl": qwen2_5_vl.load}
+FAMILIES = {
+    "qwen2_5_vl": qwen2_5_vl.load,
+    "qwen3_vl": qwen3_vl.load,
+    "qwen3_vl_moe": qwen3_vl.load,
+}
 
 
 def load_tower(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Tower:

@@ -1,0 +1,37 @@
+"""Qwen3-VL's vision tower, dense and mixture of experts alike: transformers' class, and its output.
+
+Level 0 is the embedding; each further level is a deepstack feature, in the order of the text model's layers.
+Source: Qwen3-VL, arXiv 2511.21631, and deepstack, arXiv 2406.04334.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel, Qwen3VLVisionRotaryEmbedding
+
+from common.checkpoint import Checkpoint
+from services.encoder.families.vision_model import make_tower, vision_config
+from services.encoder.tower import Tower
+
+
+def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Tower:
+    """Raises StartupError if the checkpoint's tower is not whole."""
+    config = vision_config(checkpoint, Qwen3VLVisionConfig)
+    return make_tower(
+        checkpoint,
+        config,
+        Qwen3VLVisionModel,
+        Qwen3VLVisionRotaryEmbedding,
+        levels=_levels,
+        embed_levels=len(config.deepstack_visual_indexes),
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _levels(output: Any) -> Tensor:
+    return torch.stack([output.pooler_output, *output.deepstack_features])

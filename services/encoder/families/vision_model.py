@@ -1,0 +1,69 @@
+"""How a vision tower is made of a checkpoint and transformers' class for it.
+
+It knows no family: a family's file says which classes those are, and what of their output is embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.checkpoint import Checkpoint
+from common.errors import StartupError
+from services.encoder.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from services.encoder.tower import Tower, choose_dtype, fill, read_weights
+
+# Qwen3-VL's checkpoints have the first, Qwen2.5-VL's published ones the second.
+PREFIXES = ("model.visual.", "visual.")
+
+
+def vision_config(checkpoint: Checkpoint, config_class: Any) -> Any:
+    """The tower's part of config.json, as transformers reads it. Raises StartupError if there is none."""
+    vision = checkpoint.config.get("vision_config")
+    if not isinstance(vision, dict):
+        raise StartupError(f"{checkpoint.folder}/config.json has no vision_config")
+    config = config_class(**vision)
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def make_tower(
+    checkpoint: Checkpoint,
+    config: Any,
+    model_class: Any,
+    rotary_class: Any,
+    levels: Callable[[Any], Tensor],
+    embed_levels: int,
+    dtype: str,
+    device: torch.device,
+) -> Tower:
+    """A tower that runs `model_class(config)` with the checkpoint's weights.
+
+    rotary_class: of its `rotary_pos_emb`. levels: its output to (1 + embed_levels, P / merge², embed_dim).
+    Raises StartupError if the checkpoint's tower is not whole.
+    """
+    with torch.device("meta"):
+        model = model_class(config)
+    weights = read_weights(checkpoint, PREFIXES)
+    runs_in = choose_dtype(weights, dtype)
+    fill(model, weights, runs_in)
+    # Its frequencies are computed, not stored, and stay float32.
+    model.rotary_pos_emb = rotary_class(config)
+    model.patch_embed = FoldedPatchEmbed(
+        weights["patch_embed.proj.weight"],
+        weights.get("patch_embed.proj.bias"),
+        read_normalisation(checkpoint),
+        runs_in,
+    )
+    model.eval().requires_grad_(False).to(device)
+    return Tower(
+        forward=lambda patches, grids: levels(model(patches, grid_thw=grids)),
+        patches=PatchShape(config.patch_size, config.spatial_merge_size, config.temporal_patch_size),
+        embed_dim=config.out_hidden_size,
+        embed_levels=embed_levels,
+        dtype=runs_in,
+        device=device,
+    )
