@@ -64,7 +64,7 @@ def _max_pixels(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: i
         )
 
     # Below one token a frame nothing gets smaller.
-    least = max((_token_px(item) for item in media if not item.brings_embeds), default=1)
+    least = max((_token_px(item) for item in media), default=1)
     most = max((item.frame_height_px * item.frame_width_px for item in media), default=0)
     return _largest(least, most, lambda pixels: kept(pixels) <= room)
 
@@ -76,7 +76,7 @@ def _slice_tokens(item: MediaPlan, pixels: int) -> int:
 
 
 def _token_px(item: MediaPlan) -> int:
-    """Pixels of a frame that become one token, rounded down."""
+    """Pixels of a frame that become one token, rounded down; 0 where there are no frames."""
     return item.frame_height_px * item.frame_width_px // item.grid.slice_tokens
 
 
@@ -89,11 +89,7 @@ def _fps(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -> 
             for item, how in zip(media, prunings, strict=True)
         )
 
-    rates = [
-        _frames_per_slice(item) / item.seconds_per_grid
-        for item in media
-        if item.seconds_per_grid and not item.brings_embeds
-    ]
+    rates = [_frames_per_slice(item) / item.seconds_per_grid for item in media if item.seconds_per_grid]
     found = _largest(1, math.floor(100 * max(rates, default=0)), lambda hundredths: kept(hundredths) <= room)
     return found and found / 100
 
