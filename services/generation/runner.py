@@ -33,12 +33,13 @@ class Runner:
         """
         packed = pack(windows, self._cache.block_tokens)
         embeds: Tensor = self.model.embed_tokens(self._on_device(packed.ids))
+        levels = self._put_media(packed, embeds)
         hidden = self.model.text(
-            **self._put_media(packed, embeds),
             inputs_embeds=embeds[None],  # [1, T, D]
             position_ids=self._on_device(packed.positions)[:, None],  # [3, 1, T]
             use_cache=False,
             batch=make_batch(self._cache, packed),
+            **levels,
         ).last_hidden_state[0]
         rows = torch.tensor(packed.last_rows, dtype=torch.int64, device=hidden.device)
         logits = self.model.lm_head(hidden[rows]).float()
