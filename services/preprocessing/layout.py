@@ -1,29 +1,38 @@
 """The full prompt: token ids, positions, and where each media item's tokens stand.
 
-    pieces:    [ids 0..4)  MediaTokens(text? grid text? grid …)   [ids …)
-    input_ids: [ text     ][pad pad pad pad pad pad             ][text  ]
-    runs:                   ───────── one a grid ─────────
+    pieces:    [ids 0..4)  GridTokens  [ids]  GridTokens  [ids …)
+    input_ids: [ text     ][pad pad pad][text][pad pad pad][text  ]
+    runs:                   ─────────── one a grid ──────────
 
-A family says what a media item's placeholder becomes; this module joins the pieces and knows no family.
+A family says what a media item becomes; this module joins the pieces and knows no family.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from common.plan import Int32Array, Run
 from services.preprocessing.positions import GridSpan, TextSpan, positions_of
 
+# What a media item becomes: grids, and the family's own text, control tokens included, where it puts some around them.
+Expansion: TypeAlias = tuple[str | GridSpan, ...]
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MediaTokens:
-    """What one placeholder becomes: grids of `pad_id`, and text (int32 [n]) where a family puts some between."""
 
+@dataclass(frozen=True, slots=True)
+class GridTokens:
+    """One grid of media item `item`, as so many of `pad_id`."""
+
+    item: int
     pad_id: int
-    pieces: tuple[Int32Array | GridSpan, ...]
+    span: GridSpan
+
+    @property
+    def size(self) -> int:
+        return self.span.grid.tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,25 +44,19 @@ class Layout:
     runs: tuple[tuple[Run, ...], ...]
 
 
-def lay_out(pieces: Sequence[Int32Array | MediaTokens]) -> Layout:
-    """Joins text ids (int32 [n]) and media into the full prompt, as if nothing would ever be pruned."""
+def lay_out(pieces: Sequence[Int32Array | GridTokens]) -> Layout:
+    """Joins text ids (int32 [n]) and grids, items in order, into the full prompt, as if nothing would be pruned."""
     ids: list[Int32Array] = []
     spans: list[TextSpan | GridSpan] = []
-    runs: list[tuple[Run, ...]] = []
+    runs: dict[int, list[Run]] = {}
     offset = 0
     for piece in pieces:
-        parts = piece.pieces if isinstance(piece, MediaTokens) else (piece,)
-        held: list[Run] = []
-        for part in parts:
-            if isinstance(part, GridSpan):
-                assert isinstance(piece, MediaTokens)
-                ids.append(np.full(part.grid.tokens, piece.pad_id, np.int32))
-                spans.append(part)
-                held.append(Run(offset, part.grid.tokens))
-            else:
-                ids.append(part)
-                spans.append(TextSpan(part.size))
-            offset += ids[-1].size
-        if isinstance(piece, MediaTokens):
-            runs.append(tuple(held))
-    return Layout(np.concatenate(ids), positions_of(spans), tuple(runs))
+        if isinstance(piece, GridTokens):
+            ids.append(np.full(piece.size, piece.pad_id, np.int32))
+            spans.append(piece.span)
+            runs.setdefault(piece.item, []).append(Run(offset, piece.size))
+        else:
+            ids.append(piece)
+            spans.append(TextSpan(piece.size))
+        offset += piece.size
+    return Layout(np.concatenate(ids), positions_of(spans), tuple(map(tuple, runs.values())))

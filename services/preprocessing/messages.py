@@ -5,17 +5,22 @@ It owns what a prompt must hold before anything is opened; values that dataclass
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 
 from common.errors import InvalidRequest
-from common.plan import Modality
+from common.plan import Grid, Modality
 from common.tensors import DType
 from common.wire import check_inline_bytes, tensor_chunks
 from framesieve.v1 import preprocessing_pb2, prompt_pb2
+from services.preprocessing.embeds import Embeds
 from services.preprocessing.planner import Conversation, MediaRequest
 from services.preprocessing.sampling import FrameSampling
 from services.preprocessing.slices import Slice
 from services.preprocessing.tokens import Turn
+
+# A family may put text around each slice, and far more of them cost a planner minutes.
+MAX_EMBEDS_SLICES = 2**15
 
 _ROLES = {
     prompt_pb2.ROLE_SYSTEM: "system",
@@ -49,8 +54,7 @@ def conversation_of(prompt: prompt_pb2.Prompt) -> Conversation:
         turns.append(Turn(_ROLES[message.role], tuple(parts)))
     if not any(part for turn in turns for part in turn.parts):
         raise InvalidRequest("prompt.messages hold no media and only empty text")
-    inline = sum(len(item.location) for item in media if isinstance(item.location, bytes))
-    check_inline_bytes(inline)
+    _check_sums(media)
     return Conversation(tuple(turns), tuple(media))
 
 
@@ -63,13 +67,52 @@ def _part(part: prompt_pb2.Part, name: str) -> str | MediaRequest:
     return _media(getattr(part, kind), _MODALITIES[kind], f"{name}.{kind}")
 
 
+def _check_sums(media: Sequence[MediaRequest]) -> None:
+    """Raises InvalidRequest for more inline media, or more slices of embeddings, than a prompt may have."""
+    embeds = [item.location for item in media if isinstance(item.location, Embeds)]
+    files = [item.location for item in media if isinstance(item.location, bytes)]
+    check_inline_bytes(sum(map(len, files)) + sum(len(each.data) for each in embeds))
+    slices = sum(each.grid.t for each in embeds)
+    if slices > MAX_EMBEDS_SLICES:
+        raise InvalidRequest(
+            f"prompt.messages hold embeddings of {slices} temporal slices, at most {MAX_EMBEDS_SLICES} are allowed"
+        )
+
+
 def _media(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaRequest:
     source = media.WhichOneof("source")
     if source is None:
-        raise InvalidRequest(f"{name} must hold data, url or path, it holds none")
+        raise InvalidRequest(f"{name} must hold data, url, path or embeds, it holds none")
     if source == "url":
         raise InvalidRequest(f"{name}.url is not supported yet: send the bytes as data, or a path")
-    return MediaRequest(name, modality, getattr(media, source), _sampling(media.frame_sampling, modality, name))
+    if source != "embeds":
+        return MediaRequest(name, modality, getattr(media, source), _sampling(media.frame_sampling, modality, name))
+    if media.HasField("frame_sampling"):
+        raise InvalidRequest(f"{name}.frame_sampling must not be set beside embeds: no frame is looked at")
+    return MediaRequest(name, modality, _embeds(media.embeds, modality, name), FrameSampling())
+
+
+def _embeds(message: prompt_pb2.MediaEmbeds, modality: Modality, name: str) -> Embeds:
+    if not message.HasField("grid"):
+        raise InvalidRequest(f"{name}.embeds.grid must be set")
+    step = message.seconds_per_grid
+    if message.HasField("seconds_per_grid") and step.denominator < 1:
+        raise InvalidRequest(f"{name}.embeds.seconds_per_grid.denominator must be at least 1, got {step.denominator}")
+    try:
+        grid = Grid(message.grid.t, message.grid.h, message.grid.w)
+    except ValueError as error:
+        raise InvalidRequest(f"{name}.embeds.grid is no grid: {error}") from error
+    try:
+        return Embeds(
+            modality=modality,
+            grid=grid,
+            data=message.tensor.data,
+            digest=message.digest,
+            seconds_per_grid=Fraction(step.numerator, step.denominator) if step.denominator else None,
+            timestamps_s=tuple(message.timestamps_s),
+        )
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}.{error}") from error
 
 
 def _sampling(message: prompt_pb2.FrameSampling, modality: Modality, name: str) -> FrameSampling:

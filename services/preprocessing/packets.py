@@ -21,10 +21,10 @@ from av.video.stream import VideoStream
 from common.errors import MediaRejected
 from services.preprocessing.sampling import FrameTimes
 from services.preprocessing.sources import Source
+from services.preprocessing.timing import MAX_LENGTH_S
 
 MAX_FRAME_PX = 2**26
 MAX_PACKETS = 2**22
-MAX_LENGTH_S = 7 * 24 * 3600
 
 # A playlist inside a file must not reach other files or hosts: the source itself is read without any protocol.
 _OPEN_OPTIONS = {"protocol_whitelist": "none"}

@@ -11,29 +11,31 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 
 from common.checkpoint import Checkpoint
 from common.errors import InvalidRequest, MediaRejected, PromptTooLong
 from common.plan import MAX_FRAME_SIDE_PX, MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan
+from services.preprocessing.embeds import Embeds
 from services.preprocessing.families import Family, load_family
-from services.preprocessing.layout import MediaTokens, lay_out
+from services.preprocessing.layout import lay_out
 from services.preprocessing.packets import read_packets
 from services.preprocessing.pictures import read_picture
+from services.preprocessing.resize import shrink_to
 from services.preprocessing.sampling import FrameSampling, sample
-from services.preprocessing.slices import PlannedMedia, PlannedPicture, PlannedVideo
+from services.preprocessing.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
 from services.preprocessing.sources import Source, bytes_source, path_source
+from services.preprocessing.timing import TimeBase
 from services.preprocessing.tokens import ChatTokens, Turn
 
 
 @dataclass(frozen=True, slots=True)
 class MediaRequest:
-    """One media item as it was asked for: its bytes or its path, and how it is to be looked at."""
+    """One media item as it was asked for: its bytes, its path or its embeddings, and how it is to be looked at."""
 
     name: str
     modality: Modality
-    location: bytes | str = field(repr=False)
+    location: bytes | str | Embeds = field(repr=False)
     sampling: FrameSampling
 
 
@@ -58,15 +60,15 @@ class PlannedPrompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Item:
-    """A media item between opening and layout."""
+    """A media item between opening and layout. content: what decides its pixels or embeddings, and their times."""
 
     modality: Modality
     planned: PlannedMedia
     frames: int
     grid: Grid
-    seconds_per_grid: Fraction | None
+    base: TimeBase | None
     timestamps_s: tuple[float, ...]
-    places: tuple[int, ...]
+    content: tuple[bytes, ...]
 
 
 class Planner:
@@ -92,39 +94,66 @@ class Planner:
             return PlannedPrompt(plan, media, files.pop_all(), opened - start, time.perf_counter() - opened)
 
     def _open(self, request: MediaRequest, files: ExitStack) -> _Item:
+        if isinstance(request.location, Embeds):
+            return self._embeds(request.location)
         if isinstance(request.location, bytes):
             source = bytes_source(request.name, request.location)
         else:
             source = path_source(request.name, request.location, self._media_root)
         files.callback(source.close)
         try:
+            self._check_max_pixels(request.sampling.max_pixels)
             return self._image(source, request) if request.modality is Modality.IMAGE else self._video(source, request)
         except InvalidRequest as error:
             if type(error) is InvalidRequest:  # about a field, whose place only the request knows
                 raise InvalidRequest(f"{request.name}.{error}") from error
             raise
 
+    def _embeds(self, embeds: Embeds) -> _Item:
+        base = embeds.time_base(self._family.frame_bounds.temporal_patch)
+        content = (b"embeds", embeds.content, str(embeds.grid).encode(), _packed(base))
+        return _Item(embeds.modality, PlannedEmbeds(), 0, embeds.grid, base, (), content)
+
     def _image(self, source: Source, request: MediaRequest) -> _Item:
         picture = read_picture(source)
-        height, width = self._family.image_size(picture.height_px, picture.width_px, request.sampling)
-        planned = PlannedPicture(source, picture, height, width)
-        return _Item(Modality.IMAGE, planned, 1, self._grid(1, height, width, Modality.IMAGE), None, (), ())
+        size = self._family.image_size(picture.height_px, picture.width_px, request.sampling)
+        height, width = self._within(size, request.sampling.max_pixels)
+        return _Item(
+            modality=Modality.IMAGE,
+            planned=PlannedPicture(source, picture, height, width),
+            frames=1,
+            grid=self._grid(1, height, width, Modality.IMAGE),
+            base=None,
+            timestamps_s=(),
+            content=(b"image", source.digest, struct.pack("<2q", height, width)),
+        )
 
     def _video(self, source: Source, request: MediaRequest) -> _Item:
         index = read_packets(source)
         bounds = self._family.frame_bounds
-        sampled = sample(index.times, bounds, request.sampling)
-        height, width = self._family.video_size(index.height_px, index.width_px, sampled.frames, request.sampling)
+        sampled = sample(index.times, bounds, request.sampling, self._family.sample_indices)
+        size = self._family.video_size(index.height_px, index.width_px, sampled.frames, request.sampling)
+        height, width = self._within(size, request.sampling.max_pixels)
         frames = len(sampled.places)
+        base = TimeBase.of_frames(sampled.seconds_per_grid, sampled.timestamps_s, bounds.temporal_patch)
+        places = struct.pack(f"<{frames}q", *sampled.places)
         return _Item(
             modality=Modality.VIDEO,
             planned=PlannedVideo(source, index, sampled.places, bounds.temporal_patch, height, width),
             frames=frames,
             grid=self._grid(frames, height, width, Modality.VIDEO),
-            seconds_per_grid=sampled.seconds_per_grid,
+            base=base,
             timestamps_s=sampled.timestamps_s,
-            places=sampled.places,
+            content=(b"video", source.digest, struct.pack("<2q", height, width), places, _packed(base)),
         )
+
+    def _check_max_pixels(self, max_pixels: int | None) -> None:
+        token = self._family.token_px**2
+        if max_pixels is not None and max_pixels < token:
+            raise InvalidRequest(f"frame_sampling.max_pixels must be at least one token's {token}, got {max_pixels}")
+
+    def _within(self, size: tuple[int, int], max_pixels: int | None) -> tuple[int, int]:
+        return size if max_pixels is None else shrink_to(*size, self._family.token_px, max_pixels)
 
     def _grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
         if max(height_px, width_px) > MAX_FRAME_SIDE_PX:
@@ -138,13 +167,11 @@ class Planner:
             raise PromptTooLong(f"a video or image is too large: {error}") from error
 
     def _lay_out(self, turns: Sequence[Turn], items: Sequence[_Item]) -> PromptPlan:
-        pieces = self._tokens.conversation(turns)
-        tokens = sum(item.grid.tokens for item in items)
-        tokens += sum(piece.size for piece in pieces if not isinstance(piece, Modality))
+        pieces = self._tokens.conversation(turns, [self._family.expansion(item.grid, item.base) for item in items])
+        tokens = sum(piece.size for piece in pieces)
         if tokens > MAX_PROMPT_TOKENS:
             raise PromptTooLong(f"prompt has {tokens} tokens, at most {MAX_PROMPT_TOKENS} are allowed")
-        following = iter(items)
-        layout = lay_out([self._media(next(following)) if isinstance(each, Modality) else each for each in pieces])
+        layout = lay_out(pieces)
         media = tuple(
             MediaPlan(
                 modality=item.modality,
@@ -153,7 +180,7 @@ class Planner:
                 frames=item.frames,
                 frame_height_px=item.planned.height_px,
                 frame_width_px=item.planned.width_px,
-                seconds_per_grid=item.seconds_per_grid,
+                seconds_per_grid=item.base.seconds_per_grid if item.base else None,
                 timestamps_s=item.timestamps_s,
                 content_hash=self._content_hash(item),
             )
@@ -161,22 +188,16 @@ class Planner:
         )
         return PromptPlan(layout.input_ids, layout.positions, media, self._family.embed_levels, self._fingerprint)
 
-    def _media(self, item: _Item) -> MediaTokens:
-        pad_id = self._tokens.id_of(self._family.placeholders[item.modality])
-        return self._family.tokens(pad_id, item.grid, item.seconds_per_grid)
-
     def _content_hash(self, item: _Item) -> bytes:
-        """sha256 of what decides the pixels and their times; each part behind its length."""
-        planned = item.planned
+        """sha256 of what decides an item's tokens; each part behind its length."""
         digest = hashlib.sha256(b"framesieve media v1")
-        parts = (
-            planned.source.digest,
-            item.modality.value.encode(),
-            struct.pack(f"<{len(item.places)}q", *item.places),
-            str(item.seconds_per_grid).encode(),
-            struct.pack("<2q", planned.height_px, planned.width_px),
-            self._fingerprint,
-        )
-        for part in parts:
+        for part in (*item.content, self._fingerprint):
             digest.update(struct.pack("<q", len(part)) + part)
         return digest.digest()
+
+
+def _packed(base: TimeBase | None) -> bytes:
+    """A time base as bytes that differ from any other's."""
+    if base is None:
+        return b""
+    return str(base.seconds_per_grid).encode() + struct.pack(f"<{len(base.slices_s)}d", *base.slices_s)

@@ -1,25 +1,21 @@
-"""Which frames of a video are looked at: first how many and at which indices, then which presentation times.
+"""Which frames of a video are looked at: those at the indices that its family picks, by time where the rate varies.
 
-It works on presentation times alone and knows neither containers nor codecs.
-Source: `Qwen2VLVideoProcessor.sample_frames` of transformers 5.23, index for index.
+It works on presentation times alone and knows neither containers nor codecs nor families.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-
-import numpy as np
+from typing import TypeAlias
 
 from common.errors import InvalidRequest
 
 MAX_FPS = 1000.0
 MAX_FRAMES = 768
-
-_LANES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,33 +69,8 @@ class FrameBounds:
         return FrameBounds(wish.fps or self.fps, low, high, self.temporal_patch)
 
 
-def sample_indices(total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
-    """Indices in [0, total_frames), not decreasing; now and then an odd number of them, as transformers yields.
-
-    A video too short for one temporal patch yields its first frame (transformers divides by zero); an index that
-    rounding put behind the last frame is left out (transformers fails).
-    """
-    patch = bounds.temporal_patch
-    most = min(bounds.max_frames, total_frames) // patch * patch
-    wanted = total_frames / float(average_rate) * bounds.fps
-    frames = math.floor(min(max(wanted, bounds.min_frames), most, total_frames) / patch) * patch
-    if frames == 0:
-        return (0,)
-    step = total_frames / frames
-    return tuple(index for index in _torch_arange(total_frames, step) if index < total_frames)
-
-
-def _torch_arange(end: int, step: float) -> list[int]:
-    """`torch.arange(0, end, step).int()`, rounding for rounding.
-
-    It computes pairs of lanes of 8: the first of each lane rounded to float32, the others from it in float64, then
-    rounded; what fills no pair, each by itself. It may yield one element more than end / step, and that may be `end`.
-    """
-    count = math.ceil(end / step)
-    index = np.arange(count)
-    lane = (index // _LANES * _LANES * step).astype(np.float32).astype(np.float64) + index % _LANES * step
-    values = np.where(index < count // (2 * _LANES) * 2 * _LANES, lane, index * step).astype(np.float32)
-    return [int(value) for value in values]
+# Of a number of frames, their average rate and the bounds: indices below that number, not decreasing, at least one.
+PickIndices: TypeAlias = Callable[[int, Fraction, FrameBounds], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +137,10 @@ class FrameTimes:
             bisect.bisect_right(self.ticks, self.ticks[0] + math.floor(index * interval)) - 1 for index in indices
         )
 
+    def timestamp_s(self, place: int, rate: FrameRate) -> float:
+        """When a frame of the whole video is shown: at its place / rate, as in transformers, where that is constant."""
+        return place / float(rate.per_s) if rate.constant else float(self.ticks[place] * self.time_base)
+
     def _keeps_to(self, per_s: Fraction) -> bool:
         interval = 1 / (per_s * self.time_base)
         # In integers: hours of video have more frames than fractions have time for.
@@ -178,6 +153,7 @@ class Sampled:
     """The frames that were chosen: places in the whole video's ticks, padded to whole temporal patches.
 
     frames: how many were chosen before padding; the time base of the grid counts these.
+    timestamps_s: when each is shown, from the video's start.
     """
 
     places: tuple[int, ...]
@@ -186,20 +162,21 @@ class Sampled:
     seconds_per_grid: Fraction
 
 
-def sample(times: FrameTimes, bounds: FrameBounds, wish: FrameSampling) -> Sampled:
+def sample(times: FrameTimes, bounds: FrameBounds, wish: FrameSampling, pick: PickIndices) -> Sampled:
     """Chooses frames of the part of a video that `wish` asks for. Raises InvalidRequest if that part is empty."""
     part = times.cut(wish.start_s, wish.end_s)
-    rate = part.rate()
+    whole = times.rate()
+    rate = whole if whole.constant else part.rate()
     total = len(part.ticks)
     bounds = bounds.merged(wish)
-    within = part.at(sample_indices(total, rate.per_s, bounds), rate)
+    within = part.at(pick(total, rate.per_s, bounds), rate)
     first = bisect.bisect_left(times.ticks, part.ticks[0])
     places = [first + place for place in within]
     places += places[-1:] * (-len(places) % bounds.temporal_patch)
     return Sampled(
         places=tuple(places),
         frames=len(within),
-        timestamps_s=tuple(float(times.ticks[place] * times.time_base) for place in places),
+        timestamps_s=tuple(times.timestamp_s(place, whole) for place in places),
         seconds_per_grid=bounds.temporal_patch * total / (len(within) * rate.per_s),
     )
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -82,4 +83,16 @@ class PlannedVideo:
         return Slice(first, pixels, repaired, decode_s, resize_s)
 
 
-PlannedMedia = PlannedPicture | PlannedVideo
+@dataclass(frozen=True, slots=True)
+class PlannedEmbeds:
+    """Media whose embeddings came with the prompt: no frame is sent."""
+
+    height_px: ClassVar[int] = 0
+    width_px: ClassVar[int] = 0
+
+    def slices(self) -> Generator[Slice, None, None]:
+        """None."""
+        yield from ()
+
+
+PlannedMedia = PlannedPicture | PlannedVideo | PlannedEmbeds

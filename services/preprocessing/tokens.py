@@ -1,12 +1,13 @@
 """The checkpoint's chat template and tokenizer, applied so that no user's text can become a control token.
 
     template over stand-ins:  <|im_start|>user\\n⟨1⟩<|vision_start|><|video_pad|><|vision_end|>⟨2⟩<|im_end|>\\n
-    split at control tokens:  [<|im_start|>] [user\\n⟨1⟩] [<|vision_start|>] [<|video_pad|>] … [⟨2⟩] [<|im_end|>] [\\n]
+    placeholders expanded:    … <|vision_start|><0.3 seconds><|vision_start|><|video_pad|><|vision_end|><1.3 seconds>…
+    split at control tokens:  [<|im_start|>] [user\\n⟨1⟩] [<|vision_start|>] [<0.3 seconds>] [<|vision_start|>] (grid) …
     user's text put back:     plain pieces alone, tokenised by a tokenizer that knows no control tokens
 
-The template never sees the user's text, and what it joins with that text is still tokenised as one piece: ordinary
-text gives the ids that transformers gives. It knows no model family, and uses `tokenizers` and jinja2 alone.
-Source: `apply_chat_template` of transformers 5.23, whose environment it rebuilds.
+The template never sees the user's text, and what it or a family joins with that text is still tokenised as one piece:
+ordinary text gives the ids that transformers gives. It knows no model family, and uses `tokenizers` and jinja2 alone.
+Source: `apply_chat_template` and `get_text_with_replacements` of transformers 5.23, whose environment it rebuilds.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from tokenizers import Tokenizer
 from common.checkpoint import Checkpoint
 from common.errors import InvalidRequest, StartupError
 from common.plan import Int32Array, Modality
+from services.preprocessing.layout import Expansion, GridTokens
+from services.preprocessing.positions import GridSpan
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -58,7 +61,7 @@ class ChatTokens:
             raise StartupError(f"{path} has no token {', '.join(missing)}")
         self._media = {token: modality for modality, token in placeholders.items()}
         self._plain = Tokenizer.from_str(json.dumps(contents | {"added_tokens": [], "post_processor": None}))
-        spellable = [token for token, token_id in self._control.items() if token_id in self.plain(token)]
+        spellable = [token for token, token_id in self._control.items() if token_id in self._ids(token)]
         if spellable:
             raise StartupError(f"{path}: ordinary text can spell the control tokens {', '.join(spellable)}")
         longest_first = sorted(self._control, key=len, reverse=True)
@@ -70,35 +73,56 @@ class ChatTokens:
         except TemplateError as error:
             raise StartupError(f"the chat template of {checkpoint.folder} is wrong: {error}") from error
 
-    def id_of(self, token: str) -> int:
-        """The id of a control token."""
-        return self._control[token]
+    def conversation(self, turns: Sequence[Turn], expansions: Sequence[Expansion]) -> list[Int32Array | GridTokens]:
+        """Ids (int32 [n]) of the rendered conversation, and between them the grids of its media.
 
-    def plain(self, text: str) -> Int32Array:
-        """Ids of text in which nothing is a control token."""
-        return np.array(self._plain.encode(text, add_special_tokens=False).ids, np.int32)
-
-    def conversation(self, turns: Sequence[Turn]) -> list[Int32Array | Modality]:
-        """Ids of the rendered conversation, in pieces, with each placeholder as the modality it stands for.
-
+        expansions: what each media item becomes, in the order of the turns; no text in them may spell a placeholder.
         Raises InvalidRequest if the template refuses the turns or has no place for some of their media.
         """
         rendered, texts = self._render(turns)
-        pieces: list[Int32Array | Modality] = []
-        for index, piece in enumerate(self._control_pattern.split(rendered)):
-            if index % 2 == 0:
-                pieces.append(self.plain(_put_back(piece, texts)))
-            elif piece in self._media:
-                pieces.append(self._media[piece])
-            else:
-                pieces.append(np.array([self._control[piece]], np.int32))
-        placed = [piece for piece in pieces if isinstance(piece, Modality)]
         asked = [part for turn in turns for part in turn.parts if isinstance(part, Modality)]
+        placed = [self._media[token] for token in self._control_pattern.findall(rendered) if token in self._media]
         if placed != asked:
             raise InvalidRequest(
                 f"prompt.messages hold {len(asked)} media, the checkpoint's chat template places {len(placed)} of them"
             )
-        return [piece for piece in pieces if isinstance(piece, Modality) or piece.size]
+        grids = [(item, part) for item, each in enumerate(expansions) for part in each if isinstance(part, GridSpan)]
+        return self._tokenise(self._expand(rendered, expansions), texts, grids)
+
+    def _expand(self, rendered: str, expansions: Sequence[Expansion]) -> str:
+        """Each placeholder replaced by its item's text, with one placeholder for each grid."""
+        following = iter(expansions)
+
+        def replaced(match: re.Match[str]) -> str:
+            token = match[0]
+            if token not in self._media:
+                return token
+            return "".join(token if isinstance(part, GridSpan) else part for part in next(following))
+
+        return self._control_pattern.sub(replaced, rendered)
+
+    def _tokenise(
+        self, text: str, texts: Mapping[str, str], grids: Sequence[tuple[int, GridSpan]]
+    ) -> list[Int32Array | GridTokens]:
+        following = iter(grids)
+        pieces: list[Int32Array | GridTokens] = []
+        ids: list[int] = []
+        for index, piece in enumerate(self._control_pattern.split(text)):
+            if index % 2 == 0:
+                ids += self._ids(_put_back(piece, texts))
+            elif piece in self._media:
+                item, span = next(following)
+                pieces += [np.array(ids, np.int32), GridTokens(item, self._control[piece], span)]
+                ids = []
+            else:
+                ids.append(self._control[piece])
+        pieces.append(np.array(ids, np.int32))
+        return [piece for piece in pieces if piece.size]
+
+    def _ids(self, text: str) -> list[int]:
+        """Ids of text in which nothing is a control token."""
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids if text else []
+        return ids
 
     def _render(self, turns: Sequence[Turn]) -> tuple[str, dict[str, str]]:
         """The template's output over stand-ins, and the text for which each stands."""

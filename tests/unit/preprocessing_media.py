@@ -1,6 +1,7 @@
 """Clips whose frames say which they are, and transformers' own functions as oracles.
 
-transformers' video processor cannot be imported without torchvision, so its source is compiled here without it.
+transformers' video processors cannot be imported without torchvision, so their source is compiled here without it;
+its text processors are made without their `__init__`, which asks for those.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import ast
 import io
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,8 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 BLOCK_PX = 16
 BITS = 12
@@ -107,52 +110,82 @@ class _Base:
         return size.height, size.width
 
 
+# Of each family: the module that defines its video processor, that class, and the class that expands placeholders.
+_PROCESSORS: Mapping[str, tuple[str, str, Any]] = {
+    "qwen2_5_vl": ("qwen2_vl", "Qwen2VLVideoProcessor", Qwen2_5_VLProcessor),
+    "qwen3_vl": ("qwen3_vl", "Qwen3VLVideoProcessor", Qwen3VLProcessor),
+    "qwen3_vl_moe": ("qwen3_vl", "Qwen3VLVideoProcessor", Qwen3VLProcessor),
+}
+
+
 @cache
-def _compiled() -> dict[str, Any]:
-    path = Path(transformers.__file__).parent / "models/qwen2_vl/video_processing_qwen2_vl.py"
-    wanted = {"smart_resize", "Qwen2VLVideoProcessor"}
+def _compiled(module: str, name: str) -> dict[str, Any]:
+    path = Path(transformers.__file__).parent / f"models/{module}/video_processing_{module}.py"
+    wanted = {"smart_resize", name}
     nodes = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) in wanted]
     assert len(nodes) == len(wanted)
     for node in nodes:
         node.decorator_list = []
     names: dict[str, Any] = {
         "math": math,
+        "np": np,
         "torch": torch,
         "BaseVideoProcessor": _Base,
         "SizeDict": _Size,
         "PILImageResampling": SimpleNamespace(BICUBIC=3),
-        "OPENAI_CLIP_MEAN": None,
-        "OPENAI_CLIP_STD": None,
-        "Qwen2VLVideoProcessorInitKwargs": None,
     }
+    unused = ("OPENAI_CLIP_MEAN", "OPENAI_CLIP_STD", "IMAGENET_STANDARD_MEAN", "IMAGENET_STANDARD_STD")
+    names |= dict.fromkeys((*unused, f"{name}InitKwargs"))
     flags = annotations.compiler_flag
     exec(compile(ast.Module(nodes, []), str(path), "exec", flags=flags), names)
     return names
 
 
+def transformers_video_processor(family: str) -> Any:
+    """An instance of the family's own class with the class's own settings."""
+    module, name, _ = _PROCESSORS[family]
+    return object.__new__(_compiled(module, name)[name])
+
+
+def transformers_processor(family: str, merge: int, temporal_patch: int) -> Any:
+    """What expands the family's placeholders, with its `replace_…_token` and `get_text_with_replacements`."""
+    processor = object.__new__(_PROCESSORS[family][2])
+    processor.image_processor = SimpleNamespace(merge_size=merge)
+    processor.video_processor = SimpleNamespace(merge_size=merge, temporal_patch_size=temporal_patch)
+    processor.image_token, processor.video_token = "<|image_pad|>", "<|video_pad|>"
+    processor.vision_start_token, processor.vision_end_token = "<|vision_start|>", "<|vision_end|>"
+    return processor
+
+
 def transformers_smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> Any:
-    return _compiled()["smart_resize"](height, width, factor, min_pixels, max_pixels)
+    """The size to which every family's image processor, Qwen2-VL's, brings an image."""
+    smart_resize = _compiled("qwen2_vl", "Qwen2VLVideoProcessor")["smart_resize"]
+    return smart_resize(height, width, factor, min_pixels, max_pixels)
 
 
-def transformers_indices(frames: int, rate: float, fps: float, min_frames: int, max_frames: int) -> list[int]:
-    """What Qwen2VLVideoProcessor.sample_frames yields."""
-    processor = object.__new__(_compiled()["Qwen2VLVideoProcessor"])
-    processor.num_frames = None
-    indices: list[int] = processor.sample_frames(
-        SimpleNamespace(total_num_frames=frames, fps=rate),
-        temporal_patch_size=2,
-        min_frames=min_frames,
-        max_frames=max_frames,
-        fps=fps,
-    ).tolist()
+def transformers_indices(
+    frames: int, rate: float, fps: float, min_frames: int, max_frames: int, family: str = "qwen2_5_vl"
+) -> list[int]:
+    """What the family's `sample_frames` yields."""
+    processor = transformers_video_processor(family)
+    processor.num_frames, processor.min_frames, processor.max_frames = None, min_frames, max_frames
+    indices: list[int] = processor.sample_frames(SimpleNamespace(total_num_frames=frames, fps=rate), fps=fps).tolist()
     return indices
 
 
 def transformers_video_size(
-    frames: int, height: int, width: int, factor: int, min_pixels: int, max_pixels: int, cap: bool, max_tokens: int
+    frames: int,
+    height: int,
+    width: int,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+    cap: bool | None,
+    max_tokens: int,
+    family: str = "qwen2_5_vl",
 ) -> tuple[int, int]:
-    """The size to which Qwen2VLVideoProcessor.resize brings frames."""
-    processor = object.__new__(_compiled()["Qwen2VLVideoProcessor"])
+    """The size to which the family's `resize` brings frames. Raises ValueError for what it refuses."""
+    processor = transformers_video_processor(family)
     processor.max_video_tokens = max_tokens
     video = torch.empty(1, frames, 3, height, width, device="meta")
     size = _Size(shortest_edge=min_pixels, longest_edge=max_pixels)

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 
 from common.plan import Grid, Run
-from services.preprocessing.layout import MediaTokens, lay_out
+from services.preprocessing.layout import GridTokens, lay_out
 from services.preprocessing.positions import GridSpan
 
 
@@ -15,8 +15,8 @@ def ids(*values: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
     return np.array(values, np.int32)
 
 
-def test_a_placeholder_becomes_as_many_pads_as_its_grid_has_tokens() -> None:
-    video = MediaTokens(99, (GridSpan(Grid(2, 1, 2), Fraction(3)),))
+def test_a_grid_becomes_as_many_pads_as_it_has_tokens() -> None:
+    video = GridTokens(0, 99, GridSpan(Grid(2, 1, 2), Fraction(3)))
     layout = lay_out([ids(1, 2), video, ids(3)])
     assert layout.input_ids.tolist() == [1, 2, 99, 99, 99, 99, 3]
     assert layout.runs == ((Run(2, 4),),)
@@ -30,9 +30,8 @@ def test_a_placeholder_becomes_as_many_pads_as_its_grid_has_tokens() -> None:
 
 def test_text_between_a_videos_slices_is_text_and_splits_its_runs() -> None:
     one = GridSpan(Grid(1, 1, 2), Fraction(0))
-    video = MediaTokens(99, (ids(7), one, ids(8), one))
-    image = MediaTokens(98, (one,))
-    layout = lay_out([ids(1), video, image, ids(2)])
+    video, image = GridTokens(0, 99, one), GridTokens(1, 98, one)
+    layout = lay_out([ids(1, 7), video, ids(8), video, image, ids(2)])
     assert layout.input_ids.tolist() == [1, 7, 99, 99, 8, 99, 99, 98, 98, 2]
     assert layout.runs == ((Run(2, 2), Run(5, 2)), (Run(7, 2),))
     assert layout.positions[0].tolist() == [0, 1, 2, 2, 4, 5, 5, 7, 7, 9]

@@ -6,26 +6,23 @@ import io
 import json
 from dataclasses import replace
 from fractions import Fraction
+from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoTokenizer
-from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 
 from common.checkpoint import Checkpoint
-from common.errors import InvalidRequest, MediaRejected, PromptTooLong, StartupError
-from common.plan import Grid, Modality
+from common.errors import InvalidRequest, MediaRejected, PromptTooLong
+from common.plan import Grid, Modality, PromptPlan
 from services.preprocessing import decode, planner
-from services.preprocessing.families import load_family
-from services.preprocessing.families.qwen2_5_vl import Qwen25VL
 from services.preprocessing.planner import Conversation, MediaRequest, PlannedPrompt, Planner
 from services.preprocessing.sampling import FrameSampling
 from services.preprocessing.tokens import Turn
+from tests.families import FAMILIES
 from tests.unit.preprocessing_media import (
     HEIGHT_PX,
     WIDTH_PX,
@@ -35,8 +32,6 @@ from tests.unit.preprocessing_media import (
     transformers_smart_resize,
     transformers_video_size,
 )
-
-TINY_MIN, TINY_MAX, FACTOR = 56 * 56, 168 * 168, 28
 
 
 def picture(height: int, width: int) -> bytes:
@@ -60,63 +55,68 @@ def planned(planner: Planner, *parts: str | MediaRequest) -> PlannedPrompt:
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_checkpoint: Path) -> Planner:
-    return Planner(Checkpoint(tiny_checkpoint), None)
+def tiny(family_checkpoint: Path) -> Planner:
+    """A planner of each family in turn."""
+    return Planner(Checkpoint(family_checkpoint), None)
 
 
-def test_placeholders_expand_as_transformers_processor_expands_them(tiny: Planner, tiny_checkpoint: Path) -> None:
-    plan = planned(tiny, image(picture(60, 90)), "and", video(clip(60)), "what?").plan
-    sizes = [(item.frame_height_px // 14, item.frame_width_px // 14) for item in plan.media]
-    processor = SimpleNamespace(
-        image_processor=SimpleNamespace(merge_size=2),
-        video_processor=SimpleNamespace(merge_size=2),
-        image_token="<|image_pad|>",
-        video_token="<|video_pad|>",
-    )
-    pads = [
-        Qwen2_5_VLProcessor.replace_image_token(processor, {"image_grid_thw": torch.tensor([[1, *sizes[0]]])}, 0),
-        Qwen2_5_VLProcessor.replace_video_token(
-            processor, {"video_grid_thw": torch.tensor([[plan.media[1].frames // 2, *sizes[1]]])}, 0
-        ),
-    ]
-    text = (
-        f"<|im_start|>user\n<|vision_start|>{pads[0]}<|vision_end|>and<|vision_start|>{pads[1]}<|vision_end|>what?"
-        "<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert plan.input_ids.tolist() == AutoTokenizer.from_pretrained(tiny_checkpoint)(text)["input_ids"]
+def edges(checkpoint: Path, file: str) -> tuple[int, int]:
+    """The fewest and the most pixels that a processor's settings allow."""
+    size = json.loads((checkpoint / file).read_text())["size"]
+    return size["shortest_edge"], size["longest_edge"]
 
 
 @pytest.mark.parametrize(
     ("frames", "rate"), [(1, 30), (5, 30), (60, 30), (77, Fraction(24000, 1001)), (200, Fraction(30000, 1001))]
 )
-def test_a_videos_grid_frames_and_time_base_are_those_of_transformers(
-    tiny: Planner, frames: int, rate: Fraction
+def test_a_videos_grid_frames_and_times_are_those_of_transformers(
+    family: str, tiny: Planner, family_checkpoint: Path, frames: int, rate: Fraction
 ) -> None:
     (item,) = planned(tiny, video(clip(frames, rate=rate))).plan.media
-    indices = transformers_indices(frames, float(rate), 2.0, 4, 768) if frames > 1 else [0]
+    indices = transformers_indices(frames, float(rate), 2.0, 4, 768, family) if frames > 1 else [0]
+    padded = [*indices, *indices[len(indices) - len(indices) % 2 :]]
+    token_px = FAMILIES[family].token_px
     height, width = transformers_video_size(
-        len(indices), HEIGHT_PX, WIDTH_PX, FACTOR, TINY_MIN, TINY_MAX, cap=False, max_tokens=128000
+        max(2, len(indices)),
+        HEIGHT_PX,
+        WIDTH_PX,
+        token_px,
+        *edges(family_checkpoint, "video_preprocessor_config.json"),
+        cap=False,
+        max_tokens=128000,
+        family=family,
     )
-    slices = (len(indices) + 1) // 2
-    assert item.grid == Grid(slices, height // FACTOR, width // FACTOR)
-    assert (item.frames, item.frame_height_px, item.frame_width_px) == (2 * slices, height, width)
+    assert item.grid == Grid(len(padded) // 2, height // token_px, width // token_px)
+    assert (item.frames, item.frame_height_px, item.frame_width_px) == (len(padded), height, width)
     assert item.seconds_per_grid == 2 * frames / (len(indices) * Fraction(rate))
-    expected = [index / float(rate) for index in [*indices, *indices[len(indices) - len(indices) % 2 :]]]
-    assert item.timestamps_s == pytest.approx(expected, abs=1e-3)
+    assert item.timestamps_s == tuple(index / float(rate) for index in padded)
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (24, 40), (60, 90), (300, 20), (1000, 700)])
-def test_an_images_grid_is_that_of_transformers(tiny: Planner, height: int, width: int) -> None:
+def test_an_images_grid_is_that_of_transformers(
+    family: str, tiny: Planner, family_checkpoint: Path, height: int, width: int
+) -> None:
     (item,) = planned(tiny, image(picture(height, width))).plan.media
-    expected = transformers_smart_resize(height, width, FACTOR, TINY_MIN, TINY_MAX)
+    token_px = FAMILIES[family].token_px
+    expected = transformers_smart_resize(height, width, token_px, *edges(family_checkpoint, "preprocessor_config.json"))
     assert (item.frame_height_px, item.frame_width_px) == expected
-    assert item.grid == Grid(1, expected[0] // FACTOR, expected[1] // FACTOR)
+    assert item.grid == Grid(1, expected[0] // token_px, expected[1] // token_px)
     assert (item.frames, item.seconds_per_grid, item.timestamps_s) == (1, None, ())
 
 
-def test_positions_follow_the_formula_from_the_time_base_on(tiny: Planner) -> None:
-    result = planned(tiny, "look", video(clip(120, rate=24)), "so?")
-    plan = result.plan
+@pytest.mark.parametrize("max_pixels", [32 * 32, 3000, 56 * 56, 10_000, 20_000])
+@pytest.mark.parametrize("look", [image(picture(50, 51)), image(picture(10, 400)), video(clip(5)), video(clip(1))])
+def test_no_frame_has_more_pixels_than_were_wished_for(
+    family: str, tiny: Planner, look: MediaRequest, max_pixels: int
+) -> None:
+    (item,) = planned(tiny, replace(look, sampling=FrameSampling(max_pixels=max_pixels))).plan.media
+    assert item.frame_height_px * item.frame_width_px <= max_pixels
+    token_px = FAMILIES[family].token_px
+    assert (item.frame_height_px % token_px, item.frame_width_px % token_px) == (0, 0)
+
+
+def test_positions_follow_the_formula_from_the_time_base_on(tiny_checkpoint: Path) -> None:
+    plan = planned(Planner(Checkpoint(tiny_checkpoint), None), "look", video(clip(120, rate=24)), "so?").plan
     (item,) = plan.media
     (run,) = item.runs
     # 120 frames at 24 a second are 5 s: 10 frames sampled, 5 slices, 1 s each, 2 tokens a second.
@@ -132,9 +132,70 @@ def test_positions_follow_the_formula_from_the_time_base_on(tiny: Planner) -> No
     assert plan.positions[:, : run.offset].tolist() == [list(range(run.offset))] * 3
 
 
-def test_the_frames_that_are_sent_are_those_that_were_planned(tiny: Planner) -> None:
-    result = planned(tiny, video(clip(90, rate=30), max_pixels=56 * 56))
-    expected = transformers_indices(90, 30.0, 2.0, 4, 768)
+def rope_index(family: str, checkpoint: Path, plan: PromptPlan) -> list[list[int]]:
+    """transformers' positions [3, N] of a plan's ids and grids."""
+    model_class = FAMILIES[family].model
+    config = model_class.config_class.from_pretrained(checkpoint)
+    vision = config.vision_config
+    inner = vars(import_module(model_class.__module__))[
+        model_class.__name__.replace("ForConditionalGeneration", "Model")
+    ]
+    model = inner.__new__(inner)
+    torch.nn.Module.__init__(model)
+    model.config = config
+    types = torch.zeros(1, plan.tokens, dtype=torch.long)
+    for item in plan.media:
+        for run in item.runs:
+            types[0, run.offset : run.end] = 2 if item.modality is Modality.VIDEO else 1
+
+    def grids(modality: Modality) -> torch.Tensor | None:
+        side = vision.spatial_merge_size
+        found = [
+            (item.grid.t, item.grid.h * side, item.grid.w * side) for item in plan.media if item.modality is modality
+        ]
+        return torch.tensor(found) if found else None
+
+    videos = [item for item in plan.media if item.modality is Modality.VIDEO]
+    positions, _ = model.get_rope_index(
+        torch.zeros_like(types),
+        mm_token_type_ids=types,
+        image_grid_thw=grids(Modality.IMAGE),
+        video_grid_thw=grids(Modality.VIDEO),
+        second_per_grid_ts=torch.tensor([float(item.seconds_per_grid or 0) for item in videos]) if videos else None,
+    )
+    found: list[list[int]] = positions[:, 0].tolist()
+    return found
+
+
+def test_positions_are_those_of_transformers(family: str, tiny: Planner, family_checkpoint: Path) -> None:
+    png, brief = picture(90, 60), clip(8, rate=8)
+    mixes: list[tuple[str | MediaRequest, ...]] = [
+        (image(png), video(brief, fps=8.0), "what?"),
+        ("so " * 300, video(clip(1)), video(brief), "and", image(png)),
+        tuple(image(picture(30 + 20 * side, 200)) for side in range(20)),
+    ]
+    if FAMILIES[family].slices_stand_alone:  # elsewhere transformers leaves the formula once time leaves the frame
+        mixes += [
+            (video(clip(77, rate=Fraction(24000, 1001))), "and", image(png), video(clip(5), fps=30.0), "?"),
+            (video(clip(200), fps=12.0), video(clip(300, rate=10))),
+        ]
+    for parts in mixes:
+        plan = planned(tiny, *parts).plan
+        assert plan.positions.tolist() == rope_index(family, family_checkpoint, plan)
+
+
+def test_a_videos_runs_are_its_slices_where_those_stand_alone_and_else_one(family: str, tiny: Planner) -> None:
+    one, other = planned(tiny, video(clip(60)), image(picture(90, 60))).plan.media
+    alone = FAMILIES[family].slices_stand_alone
+    expected = [one.grid.slice_tokens] * one.grid.t if alone else [one.grid.tokens]
+    assert [run.length for run in one.runs] == expected
+    assert [run.length for run in other.runs] == [other.grid.tokens]
+
+
+def test_the_frames_that_are_sent_are_those_that_were_planned(family: str, tiny: Planner) -> None:
+    result = planned(tiny, video(clip(110, rate=30), max_pixels=64 * 64))
+    expected = transformers_indices(110, 30.0, 2.0, 4, 768, family)
+    expected += expected[-1:] * (len(expected) % 2)
     slices = list(result.media[0].slices())
     assert [each.first_frame for each in slices] == list(range(0, len(expected), 2))
     pixels = np.concatenate([each.pixels for each in slices])
@@ -167,9 +228,9 @@ def test_the_same_look_at_the_same_bytes_has_the_same_hash_and_any_other_another
         video(other),
         video(data, fps=4.0),
         video(data, start_s=0.5),
-        video(data, max_pixels=28 * 28),
+        video(data, max_pixels=32 * 32),
         image(png),
-        image(png, max_pixels=28 * 28),
+        image(png, max_pixels=32 * 32),
         image(picture(61, 90)),
     ]
     hashes = [planned(tiny, look).plan.media[0].content_hash for look in looks]
@@ -192,13 +253,19 @@ def test_a_picture_read_as_a_video_has_another_hash_than_as_an_image(tiny: Plann
         (image(b"garbage"), MediaRejected, "image is no image that can be read"),
         (image(picture(1, 201)), MediaRejected, "aspect ratio of 201, at most 200"),
         (image(picture(170, 33_000), max_pixels=10**9), MediaRejected, "at most 32768 are allowed on a side"),
-        (video(clip(4), max_pixels=783), InvalidRequest, r"video\.frame_sampling\.max_pixels .* 784, got 783"),
         (video(clip(4), start_s=9.0), InvalidRequest, r"video\.frame_sampling\.start_s"),
     ],
 )
 def test_bad_media_are_refused_by_name(tiny: Planner, look: MediaRequest, error: type[Exception], named: str) -> None:
     with pytest.raises(error, match=named):
         planned(tiny, look)
+
+
+def test_fewer_pixels_than_a_token_has_are_refused(family: str, tiny: Planner) -> None:
+    least = FAMILIES[family].token_px ** 2
+    named = rf"video\.frame_sampling\.max_pixels must be at least one token's {least}, got {least - 1}"
+    with pytest.raises(InvalidRequest, match=named):
+        planned(tiny, video(clip(4), max_pixels=least - 1))
 
 
 def test_a_prompt_beyond_any_limit_is_refused_before_it_is_laid_out(
@@ -220,59 +287,3 @@ def test_files_are_closed_where_planning_fails(tiny_checkpoint: Path, tmp_path: 
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     planned(held, good).files.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-def checkpoint_with(folder: Path, original: Path, **files: dict[str, Any] | None) -> Checkpoint:
-    """The tiny checkpoint with some of its JSON files changed; None leaves one out."""
-    for file in original.iterdir():
-        changes = files.get(file.stem, {})
-        if changes is None:
-            continue
-        if changes:
-            (folder / file.name).write_text(json.dumps(json.loads(file.read_text()) | changes))
-        else:
-            (folder / file.name).symlink_to(file)
-    return Checkpoint(folder)
-
-
-@pytest.mark.parametrize(
-    ("frames", "height", "width"), [(4, 720, 1280), (200, 720, 1280), (768, 720, 1280), (8, 60, 90)]
-)
-def test_capped_checkpoints_share_their_pixels_among_frames_as_transformers_does(
-    tmp_path: Path, tiny_checkpoint: Path, frames: int, height: int, width: int
-) -> None:
-    settings = {
-        "cap_pixels_per_frame": True,
-        "max_video_tokens": 4000,
-        "size": {"shortest_edge": 3136, "longest_edge": 602112},
-    }
-    family = load_family(checkpoint_with(tmp_path, tiny_checkpoint, video_preprocessor_config=settings))
-    expected = transformers_video_size(frames, height, width, FACTOR, 3136, 602112, cap=True, max_tokens=4000)
-    assert family.video_size(height, width, frames, FrameSampling()) == expected
-
-
-def test_budgets_named_the_old_way_are_read_and_videos_fall_back_to_the_images(
-    tmp_path: Path, tiny_checkpoint: Path
-) -> None:
-    old = {"min_pixels": 3136, "max_pixels": 12845056}
-    checkpoint = checkpoint_with(tmp_path, tiny_checkpoint, preprocessor_config=old, video_preprocessor_config=None)
-    family = Qwen25VL.from_checkpoint(checkpoint)
-    for budget in (family.image_budget, family.video_budget):
-        assert (budget.min_px, budget.max_px) == (3136, 12845056)
-    assert (family.frame_bounds.fps, family.frame_bounds.min_frames, family.frame_bounds.max_frames) == (2, 4, 768)
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"patch_size": 16}, "video processor's patch_size is 16, the model's is 14"),
-        ({"resample": 2}, "video processor's resample is 2, only 3 is supported"),
-        ({"do_resize": False}, "video processor's do_resize is False, only True is supported"),
-        ({"num_frames": 8}, "video processor's num_frames is 8, only None is supported"),
-    ],
-)
-def test_settings_that_are_not_supported_refuse_to_start(
-    tmp_path: Path, tiny_checkpoint: Path, changes: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(StartupError, match=named):
-        load_family(checkpoint_with(tmp_path, tiny_checkpoint, video_preprocessor_config=changes))

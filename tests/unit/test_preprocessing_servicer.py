@@ -303,7 +303,7 @@ CLIP = clip(4)
         ),
         (
             [prompt_of(text("x"), prompt_pb2.Part(video=prompt_pb2.Media()))],
-            r"parts\[1\].video must hold data, url or path",
+            r"parts\[1\].video must hold data, url, path or embeds",
         ),
         (
             [prompt_of(prompt_pb2.Part(image=prompt_pb2.Media(url="http://localhost/x.png")))],

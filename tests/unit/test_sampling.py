@@ -1,4 +1,4 @@
-"""Which frames are looked at: those that transformers' processor picks, by time where the rate varies."""
+"""Which frames are looked at: those at the indices that a family picks, by time where the rate varies."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import random
 from fractions import Fraction
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
-from services.preprocessing.sampling import FrameBounds, FrameRate, FrameSampling, FrameTimes, sample, sample_indices
+from services.preprocessing.sampling import FrameBounds, FrameRate, FrameSampling, FrameTimes, Sampled, sample
 from tests.unit.preprocessing_media import transformers_indices
 
 BOUNDS = FrameBounds(fps=2.0, min_frames=4, max_frames=768, temporal_patch=2)
@@ -24,34 +22,17 @@ def constant(frames: int, rate: Fraction | int, time_base: Fraction = Fraction(1
     return FrameTimes(ticks, round(1 / (rate * time_base)), time_base, (Fraction(rate),))
 
 
-@given(
-    frames=st.integers(2, 4000) | st.integers(2, 3_000_000),
-    rate=st.sampled_from(RATES) | st.fractions(Fraction(1, 2), 240, max_denominator=1001),
-    fps=st.sampled_from([1.0, 2.0, 4.0, 23.976]) | st.floats(0.01, 120),
-    low=st.integers(2, 64),
-    high=st.integers(2, 768),
-)
-@example(frames=1195207, rate=Fraction(24000, 1001), fps=2.0, low=4, high=768)  # rounds by lanes of 8
-@example(frames=1289433, rate=Fraction(1), fps=1.0, low=2, high=360)  # ends with half a pair of lanes
-def test_indices_are_those_of_transformers(frames: int, rate: Fraction, fps: float, low: int, high: int) -> None:
-    expected = transformers_indices(frames, float(rate), fps, low, high)
-    picked = sample_indices(frames, rate, FrameBounds(fps, low, high, 2))
-    # Rounding puts transformers' last index behind the last frame now and then; there it fails, and we leave it out.
-    assert list(picked) == [index for index in expected if index < frames]
+def pick(total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> list[int]:
+    """What transformers picks for Qwen2.5-VL."""
+    return transformers_indices(total_frames, float(average_rate), bounds.fps, bounds.min_frames, bounds.max_frames)
 
 
-def test_an_index_that_rounding_puts_behind_the_last_frame_is_left_out() -> None:
-    rate = Fraction(24000, 1001)
-    theirs = transformers_indices(68, float(rate), 5.622115197626865, 4, 768)
-    assert len(theirs) == 15
-    assert theirs[-1] == 68  # of a video whose frames are 0 to 67
-    sampled = sample(constant(68, rate), BOUNDS, FrameSampling(fps=5.622115197626865))
-    assert list(sampled.places) == theirs[:-1]
-    assert sampled.seconds_per_grid == 2 * 68 / (14 * rate)
+def sampled_of(times: FrameTimes, **wish: float) -> Sampled:
+    return sample(times, BOUNDS, FrameSampling(**wish), pick)  # type: ignore[arg-type]
 
 
 def test_a_single_frame_is_sent_twice() -> None:
-    sampled = sample(constant(1, 30), BOUNDS, FrameSampling())
+    sampled = sample(constant(1, 30), BOUNDS, FrameSampling(), lambda *_: (0,))
     assert sampled.places == (0, 0)
     assert sampled.timestamps_s == (0.0, 0.0)
     assert sampled.seconds_per_grid == Fraction(2, 30)
@@ -60,10 +41,18 @@ def test_a_single_frame_is_sent_twice() -> None:
 @pytest.mark.parametrize("rate", RATES)
 def test_rounded_times_of_a_constant_rate_do_not_move_an_index(rate: Fraction) -> None:
     times = constant(301, rate, Fraction(1, 1000))
-    sampled = sample(times, BOUNDS, FrameSampling())
+    sampled = sampled_of(times)
     expected = transformers_indices(301, float(rate), 2.0, 4, 768)
     assert list(sampled.places) == expected
     assert times.rate() == FrameRate(rate, constant=True)
+    assert sampled.timestamps_s == tuple(index / float(rate) for index in expected)
+
+
+def test_an_odd_number_of_frames_repeats_the_last_and_its_time() -> None:
+    sampled = sample(constant(30, 10), BOUNDS, FrameSampling(), lambda *_: (0, 14, 29))
+    assert sampled.places == (0, 14, 29, 29)
+    assert sampled.timestamps_s == (0.0, 1.4, 2.9, 2.9)
+    assert (sampled.frames, sampled.seconds_per_grid) == (3, Fraction(2 * 30, 3 * 10))
 
 
 def test_a_variable_rate_shows_the_last_frame_at_or_before_each_time() -> None:
@@ -77,7 +66,7 @@ def test_a_variable_rate_shows_the_last_frame_at_or_before_each_time() -> None:
     for index in transformers_indices(200, float(average), 2.0, 4, 768):
         shown = [place for place, tick in enumerate(ticks) if Fraction(tick, 1000) <= index / average]
         expected.append(shown[-1])
-    sampled = sample(times, BOUNDS, FrameSampling())
+    sampled = sampled_of(times)
     assert list(sampled.places)[: len(expected)] == expected
     assert expected != transformers_indices(200, float(average), 2.0, 4, 768)
     assert sampled.timestamps_s == tuple(ticks[place] / 1000 for place in sampled.places)
@@ -89,7 +78,7 @@ def test_a_rate_that_the_frames_belie_is_not_believed() -> None:
 
 
 def test_a_cut_leaves_out_what_appears_before_it_and_at_its_end() -> None:
-    sampled = sample(constant(300, 30), BOUNDS, FrameSampling(start_s=2.0, end_s=5.0))
+    sampled = sampled_of(constant(300, 30), start_s=2.0, end_s=5.0)
     within = transformers_indices(90, 30.0, 2.0, 4, 768)
     assert list(sampled.places) == [60 + index for index in within]
     assert sampled.timestamps_s[0] == 2.0
@@ -97,9 +86,26 @@ def test_a_cut_leaves_out_what_appears_before_it_and_at_its_end() -> None:
     assert sampled.seconds_per_grid == Fraction(2 * 90, len(within) * 30)
 
 
+@pytest.mark.parametrize("rate", RATES)
+def test_a_cut_of_a_constant_rate_counts_its_times_from_the_videos_start(rate: Fraction) -> None:
+    sampled = sampled_of(constant(600, rate, Fraction(1, 1000)), start_s=float(200 / rate), end_s=float(400 / rate))
+    first = next(index for index in range(600) if round(index / (rate * Fraction(1, 1000))) >= 200_000 / rate)
+    assert sampled.places[0] == first
+    assert sampled.timestamps_s == tuple(place / float(rate) for place in sampled.places)
+
+
+def test_a_steady_cut_of_an_unsteady_video_keeps_its_presentation_times() -> None:
+    # 100 frames at 10 a second, then 300 at 30 a second, of which the cut takes some.
+    ticks = (*range(0, 30_000, 300), *range(30_000, 60_000, 100))
+    times = FrameTimes(ticks, 100, Fraction(1, 3000), (Fraction(30),))
+    sampled = sampled_of(times, start_s=12.0, end_s=15.0)
+    assert [place - 160 for place in sampled.places] == transformers_indices(90, 30.0, 2.0, 4, 768)
+    assert sampled.timestamps_s == tuple(10 + (place - 100) / 30 for place in sampled.places)
+
+
 def test_a_cut_without_frames_is_refused_with_its_bounds() -> None:
     with pytest.raises(InvalidRequest, match=r"between 10 s and 11 s of a video of 1\.000 s"):
-        sample(constant(30, 30), BOUNDS, FrameSampling(start_s=10.0, end_s=11.0))
+        sampled_of(constant(30, 30), start_s=10.0, end_s=11.0)
 
 
 @pytest.mark.parametrize(

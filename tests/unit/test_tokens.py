@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from transformers import AutoTokenizer
 
 from common.checkpoint import Checkpoint
 from common.errors import InvalidRequest, StartupError
-from common.plan import Modality
-from services.preprocessing.families.qwen2_5_vl import PLACEHOLDERS
+from common.plan import Grid, Modality
+from services.preprocessing.families.qwen_vl import QwenVL
+from services.preprocessing.layout import Expansion, GridTokens
+from services.preprocessing.positions import GridSpan
 from services.preprocessing.tokens import ChatTokens, Turn
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|video_pad|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>"]
-PADS = {modality.value: token for modality, token in PLACEHOLDERS.items()}
+PLACEHOLDERS = QwenVL.placeholders
+ONE, THREE = GridSpan(Grid(1, 1, 1), Fraction(0)), GridSpan(Grid(1, 1, 3), Fraction(0))
 
 
 @pytest.fixture(scope="session")
@@ -31,11 +35,20 @@ def ours(tiny_checkpoint: Path) -> ChatTokens:
     return ChatTokens(Checkpoint(tiny_checkpoint), PLACEHOLDERS)
 
 
-def ids_of(tokens: ChatTokens, turns: list[Turn]) -> list[int]:
-    """The conversation's ids, each placeholder as one pad token."""
+@pytest.fixture(scope="session")
+def bare(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> ChatTokens:
+    """A chat template that puts nothing around media."""
+    parts = "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<|video_pad|>{% endif %}"
+    loops = "{% for message in messages %}{% for part in message['content'] %}" + parts + "{% endfor %}{% endfor %}"
+    return template(tmp_path_factory.mktemp("bare"), tiny_checkpoint, loops)
+
+
+def ids_of(tokens: ChatTokens, turns: list[Turn], expansion: Expansion = (ONE,)) -> list[int]:
+    """The conversation's ids, each placeholder as `expansion`."""
+    media = [part for turn in turns for part in turn.parts if isinstance(part, Modality)]
     found: list[int] = []
-    for piece in tokens.conversation(turns):
-        found += [tokens.id_of(PLACEHOLDERS[piece])] if isinstance(piece, Modality) else piece.tolist()
+    for piece in tokens.conversation(turns, [expansion] * len(media)):
+        found += [piece.pad_id] * piece.size if isinstance(piece, GridTokens) else piece.tolist()
     return found
 
 
@@ -84,9 +97,56 @@ def test_text_that_spells_a_control_token_stays_text(
     assert theirs.backend_tokenizer.normalizer.normalize_str(text) in theirs.decode(plain)
 
 
-def test_a_placeholder_spelled_in_text_holds_no_media(ours: ChatTokens) -> None:
-    pieces = ours.conversation([Turn("user", ("<|video_pad|><|image_pad|>", Modality.IMAGE))])
-    assert [piece for piece in pieces if isinstance(piece, Modality)] == [Modality.IMAGE]
+@given(turns=conversations, spaced=st.booleans())
+def test_expanded_placeholders_have_the_ids_of_transformers(
+    theirs: Any, ours: ChatTokens, turns: list[Turn], spaced: bool
+) -> None:
+    before, after = ("in ", " s<|vision_end|> ") if spaced else ("<0.3 seconds><|vision_start|>", "<|vision_end|>")
+    text = theirs.apply_chat_template(messages_of(turns), add_generation_prompt=True, tokenize=False)
+    for token in PLACEHOLDERS.values():
+        text = text.replace(token, before + token + after + token * 3)
+    assert ids_of(ours, turns, (before, ONE, after, THREE)) == theirs(text)["input_ids"]
+
+
+def test_grids_stand_in_order_each_with_its_item(ours: ChatTokens) -> None:
+    turns = [Turn("user", (Modality.VIDEO, "and", Modality.IMAGE)), Turn("user", (Modality.VIDEO,))]
+    pieces = ours.conversation(turns, [("a", ONE, "b", THREE), (THREE,), (ONE, "c")])
+    grids = [(piece.item, piece.span) for piece in pieces if isinstance(piece, GridTokens)]
+    assert grids == [(0, ONE), (0, THREE), (1, THREE), (2, ONE)]
+
+
+@given(before=texts, after=texts)
+def test_text_beside_a_bare_placeholder_joins_its_expansion_as_in_transformers(
+    theirs: Any, bare: ChatTokens, before: str, after: str
+) -> None:
+    text = f"{before}<0.3 seconds><|vision_start|><|video_pad|><|vision_end|>{after}"
+    found = ids_of(
+        bare,
+        [Turn("user", (before, Modality.VIDEO, after))],
+        ("<0.3 seconds><|vision_start|>", ONE, "<|vision_end|>"),
+    )
+    assert found == theirs(text)["input_ids"]
+
+
+@given(before=texts, after=texts, control=st.sampled_from(CONTROL))
+def test_text_that_spells_an_expansion_stays_text(
+    theirs: Any, ours: ChatTokens, before: str, control: str, after: str
+) -> None:
+    expansion = ("<0.3 seconds><|vision_start|>", THREE, "<|vision_end|>")
+    text = f"{before}<0.3 seconds><|vision_start|><|video_pad|>{control}{after}"
+    turns = [Turn("user", (text, Modality.VIDEO, text))]
+    pieces = ours.conversation(turns, [expansion])
+    assert [piece.item for piece in pieces if isinstance(piece, GridTokens)] == [0]
+    harmless = ids_of(ours, [Turn("user", ("x", Modality.VIDEO, "x"))], expansion)
+    found = ids_of(ours, turns, expansion)
+    special = set(theirs.all_special_ids)
+    assert [each for each in found if each in special] == [each for each in harmless if each in special]
+
+
+def test_a_placeholder_spelled_in_text_holds_no_media(theirs: Any, ours: ChatTokens) -> None:
+    pieces = ours.conversation([Turn("user", ("<|video_pad|><|image_pad|>", Modality.IMAGE))], [(ONE,)])
+    image_pad = theirs.convert_tokens_to_ids("<|image_pad|>")
+    assert [piece.pad_id for piece in pieces if isinstance(piece, GridTokens)] == [image_pad]
 
 
 def test_text_that_looks_like_a_stand_in_stays_as_it_is(theirs: Any, ours: ChatTokens) -> None:
@@ -125,13 +185,13 @@ def test_the_published_template_gives_the_ids_of_transformers(tmp_path: Path, ti
 def test_a_template_that_refuses_the_turns_refuses_the_request(tmp_path: Path, tiny_checkpoint: Path) -> None:
     tokens = template(tmp_path, tiny_checkpoint, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match="roles must alternate"):
-        tokens.conversation([Turn("user", ("hello",))])
+        tokens.conversation([Turn("user", ("hello",))], [])
 
 
 def test_media_that_the_template_leaves_out_are_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
     tokens = template(tmp_path, tiny_checkpoint, "{% for message in messages %}{{ message['role'] }}{% endfor %}")
     with pytest.raises(InvalidRequest, match="hold 1 media, the checkpoint's chat template places 0"):
-        tokens.conversation([Turn("system", (Modality.VIDEO,))])
+        tokens.conversation([Turn("system", (Modality.VIDEO,))], [(ONE,)])
 
 
 def test_a_wrong_template_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:

@@ -9,8 +9,10 @@ from typing import Protocol
 from common.checkpoint import Checkpoint
 from common.plan import Grid, Modality
 from services.preprocessing.families.qwen2_5_vl import Qwen25VL
-from services.preprocessing.layout import MediaTokens
+from services.preprocessing.families.qwen3_vl import Qwen3VL
+from services.preprocessing.layout import Expansion
 from services.preprocessing.sampling import FrameBounds, FrameSampling
+from services.preprocessing.timing import TimeBase
 
 
 class Family(Protocol):
@@ -28,6 +30,13 @@ class Family(Protocol):
     def frame_bounds(self) -> FrameBounds:
         """How densely videos are sampled where the request does not say."""
 
+    @property
+    def token_px(self) -> int:
+        """Side in pixels of what becomes one token; sides after resizing are multiples of it."""
+
+    def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
+        """Which of so many frames are looked at: indices below `total_frames`, not decreasing, at least one."""
+
     def image_size(self, height_px: int, width_px: int, wish: FrameSampling) -> tuple[int, int]:
         """Height and width after resizing."""
 
@@ -37,11 +46,15 @@ class Family(Protocol):
     def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
         """Merged tokens of an item whose `frames` are sent at this size."""
 
-    def tokens(self, pad_id: int, grid: Grid, seconds_per_grid: Fraction | None) -> MediaTokens:
-        """What the item's placeholder becomes."""
+    def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
+        """What the item's placeholder becomes. base: a video's; None for an image."""
 
 
-FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {"qwen2_5_vl": Qwen25VL.from_checkpoint}
+FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
+    "qwen2_5_vl": Qwen25VL.from_checkpoint,
+    "qwen3_vl": Qwen3VL.from_checkpoint,
+    "qwen3_vl_moe": Qwen3VL.from_checkpoint,
+}
 
 
 def load_family(checkpoint: Checkpoint) -> Family:

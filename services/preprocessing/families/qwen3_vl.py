@@ -1,0 +1,79 @@
+"""Qwen3-VL, dense and mixture of experts alike: a video's slices stand alone, each behind its time; its budget is all
+frames' together.
+
+A video's placeholder becomes `<0.3 seconds><|vision_start|>(grid)<|vision_end|>` for each slice. The chat template's
+own <|vision_start|> and <|vision_end|> stay around all of them, as in transformers 5.23; older ones dropped them.
+Source: `Qwen3VLVideoProcessor` and `Qwen3VLProcessor` of transformers 5.23; Qwen3-VL, arXiv 2511.21631.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+
+from common.checkpoint import Checkpoint
+from common.plan import Grid
+from services.preprocessing.families.qwen_vl import QwenVL, VideoDefaults, at_most
+from services.preprocessing.layout import Expansion
+from services.preprocessing.positions import GridSpan
+from services.preprocessing.resize import smart_resize
+from services.preprocessing.sampling import FrameBounds, FrameSampling
+from services.preprocessing.timing import TimeBase
+
+_DEFAULTS = VideoDefaults(
+    patch_px=16,
+    size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
+    max_tokens=768,
+    old_names=False,
+)
+_DEEPSTACK_INDEXES = (8, 16, 24)
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen3VL(QwenVL):
+    """One checkpoint's settings. embed_levels: how many of the tower's layers feed deepstack."""
+
+    embed_levels: int
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Qwen3VL:
+        """Raises StartupError for settings that are not supported or contradict each other."""
+        indexes = checkpoint.config.get("vision_config", {}).get("deepstack_visual_indexes", _DEEPSTACK_INDEXES)
+        return cls.read(checkpoint, _DEFAULTS, embed_levels=len(indexes))
+
+    def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
+        """As many as the bounds say, odd or even, evenly from the first frame to the last."""
+        wanted = int(total_frames / float(average_rate) * bounds.fps)
+        frames = min(max(wanted, bounds.min_frames), bounds.max_frames, total_frames)
+        return tuple(np.linspace(0, total_frames - 1, frames).round().astype(int).tolist())
+
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
+        """Height and width of each of a video's `frames` after resizing. Raises MediaRejected.
+
+        Frames that fill no temporal patch count as one that they fill (transformers fails).
+        """
+        patch, side = self.frame_bounds.temporal_patch, self.token_px
+        frames = max(frames, patch)
+        budget = self.video_budget
+        if self.max_video_tokens is not None:
+            share = min(self.max_video_tokens * side**2, budget.max_px // frames)
+            budget = replace(budget, max_px=max(share, int(budget.min_px * 1.05)) * frames)
+        if wish.max_pixels is not None:
+            budget = at_most(budget, min(budget.max_px, wish.max_pixels * frames))
+        if min(height_px, width_px) < side:
+            scale = max(side / height_px, side / width_px)
+            height_px, width_px = int(height_px * scale), int(width_px * scale)
+        return smart_resize(height_px, width_px, budget, frames, round(frames / patch) * patch)
+
+    def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
+        """A grid for each slice, between its time and the markers of a picture; an image: one grid."""
+        one = GridSpan(Grid(1, grid.h, grid.w), Fraction(0))
+        if base is None:
+            return (one,)
+        return tuple(
+            part
+            for seconds in base.slices_s
+            for part in (f"<{seconds:.1f} seconds><|vision_start|>", one, "<|vision_end|>")
+        )

@@ -1,0 +1,131 @@
+"""What Qwen's vision-language families share: processors' settings, how densely videos are sampled, images, grids.
+
+It knows no one of them: each says by itself how it samples and sizes videos, and what its placeholders become.
+Source: `Qwen2VLImageProcessor` of transformers 5.23, which all of them use, and where transformers looks for settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from common.checkpoint import Checkpoint
+from common.errors import StartupError
+from common.plan import Grid, Modality
+from services.preprocessing.resize import PixelBudget, smart_resize
+from services.preprocessing.sampling import FrameBounds, FrameSampling
+
+# The processors' own, for what a checkpoint leaves out. Qwen2-VL's class says fps=None, the models were trained at 2.
+_IMAGE_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+_FPS, _MIN_FRAMES, _MAX_FRAMES = 2, 4, 768
+_BICUBIC = 3
+
+
+@dataclass(frozen=True, slots=True)
+class VideoDefaults:
+    """What a family's own classes say where the checkpoint says nothing.
+
+    patch_px: of the model. size: the video processor's, in pixels. max_tokens: what it caps pixels by, where it does.
+    old_names: whether it takes the size from min_pixels and max_pixels too.
+    """
+
+    patch_px: int
+    size: Mapping[str, int]
+    max_tokens: int
+    old_names: bool
+
+
+@dataclass(frozen=True, slots=True)
+class QwenVL:
+    """One checkpoint's settings.
+
+    max_video_tokens: caps a video's pixels, where the checkpoint wants them capped (cap_pixels_per_frame); else None.
+    """
+
+    patch_px: int
+    merge: int
+    image_budget: PixelBudget
+    video_budget: PixelBudget
+    max_video_tokens: int | None
+    frame_bounds: FrameBounds
+
+    placeholders: ClassVar[Mapping[Modality, str]] = {
+        Modality.IMAGE: "<|image_pad|>",
+        Modality.VIDEO: "<|video_pad|>",
+    }
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint, defaults: VideoDefaults, **own: Any) -> Self:
+        """own: the family's own fields. Raises StartupError for settings that are not supported or contradictory."""
+        vision = checkpoint.config.get("vision_config", {})
+        patch, merge = int(vision.get("patch_size", defaults.patch_px)), int(vision.get("spatial_merge_size", 2))
+        temporal = int(vision.get("temporal_patch_size", 2))
+        image = _processor(checkpoint, "image_processor", "preprocessor_config.json")
+        video = _processor(checkpoint, "video_processor", "video_preprocessor_config.json") or image
+        for name, settings in (("image", image), ("video", video)):
+            _check(name, settings, {"patch_size": patch, "merge_size": merge, "temporal_patch_size": temporal})
+        return cls(
+            patch_px=patch,
+            merge=merge,
+            image_budget=_budget(image, patch * merge, _IMAGE_SIZE, old_names=True),
+            video_budget=_budget(video, patch * merge, defaults.size, defaults.old_names),
+            max_video_tokens=int(video.get("max_video_tokens") or defaults.max_tokens)
+            if video.get("cap_pixels_per_frame")
+            else None,
+            frame_bounds=FrameBounds(
+                fps=float(video.get("fps") or _FPS),
+                min_frames=int(video.get("min_frames") or _MIN_FRAMES),
+                max_frames=int(video.get("max_frames") or _MAX_FRAMES),
+                temporal_patch=temporal,
+            ),
+            **own,
+        )
+
+    @property
+    def token_px(self) -> int:
+        """Side of a merged token."""
+        return self.patch_px * self.merge
+
+    def image_size(self, height_px: int, width_px: int, wish: FrameSampling) -> tuple[int, int]:
+        """Height and width of an image after resizing. Raises MediaRejected."""
+        budget = self.image_budget
+        return smart_resize(
+            height_px, width_px, budget if wish.max_pixels is None else at_most(budget, wish.max_pixels)
+        )
+
+    def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
+        """Merged tokens of an item whose `frames` are sent at this size."""
+        slices = 1 if modality is Modality.IMAGE else frames // self.frame_bounds.temporal_patch
+        return Grid(slices, height_px // self.token_px, width_px // self.token_px)
+
+
+def at_most(budget: PixelBudget, max_px: int) -> PixelBudget:
+    """The budget with another maximum, to which its minimum gives way."""
+    return replace(budget, min_px=min(budget.min_px, max_px), max_px=max_px)
+
+
+def _processor(checkpoint: Checkpoint, nested: str, file: str) -> Mapping[str, Any]:
+    """A processor's settings, where transformers looks for them, in its order."""
+    own: Mapping[str, Any] = checkpoint.read_json("processor_config.json").get(nested) or checkpoint.read_json(file)
+    return own
+
+
+def _budget(settings: Mapping[str, Any], factor_px: int, defaults: Mapping[str, int], old_names: bool) -> PixelBudget:
+    size = settings.get("size") or defaults
+    old = settings if old_names else {}
+    return PixelBudget(
+        factor_px=factor_px,
+        min_px=int(old.get("min_pixels") or size["shortest_edge"]),
+        max_px=int(old.get("max_pixels") or size["longest_edge"]),
+    )
+
+
+def _check(name: str, settings: Mapping[str, Any], config: Mapping[str, int]) -> None:
+    for key, value in config.items():
+        if settings.get(key, value) != value:
+            raise StartupError(f"the {name} processor's {key} is {settings[key]}, the model's is {value}")
+    supported = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": _BICUBIC, "num_frames": None}
+    for key, only in supported.items():
+        if settings.get(key, only) != only:
+            raise StartupError(f"the {name} processor's {key} is {settings[key]}, only {only} is supported")
