@@ -1,42 +1,25 @@
-"""Which tokens of a video are kept: score every token, keep the best, ties to the earlier.
+"""Which tokens of a video are kept, by the method that the request names.
 
-It works on merged embeddings and knows neither towers nor requests. How many are kept is `common.retention`'s.
-Source: Efficient Video Sampling, arXiv 2510.14624, embedding variant.
+It works on merged embeddings and knows neither towers nor requests. How many are kept is `common.retention`'s; a
+method that needs more than a few lines has a file of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.plan import Grid
-from common.retention import RANDOM, Pruning, retained_count
+from common.retention import EVS, RANDOM, VIDCOM2, Pruning, retained_count
+from services.encoder.evs import evs_scores
+from services.encoder.vidcom2 import vidcom2_kept
 
-# In a still picture the differences are rounding noise: scores are multiples of this, so that two
-# implementations of the formula keep the same tokens.
-SCORE_STEP = 2.0**-16
+Kept: TypeAlias = Callable[[Tensor, Grid, Pruning], Tensor]
 
-# So that a long video takes a little memory beside its own.
-_SCORED_AT_ONCE = 2**22  # values
 _ROWS_AT_ONCE = 4096
-
-
-def evs_scores(embeds: Tensor, grid: Grid) -> Tensor:
-    """How much each token differs from the one at its place a slice earlier.
-
-    embeds: (t·h·w, D), any float dtype; scored in float32.
-    Returns float32 (t·h·w,), multiples of 2⁻¹⁶; slice 0 is +inf, NaN is −inf.
-    """
-    slices = embeds.view(grid.t, grid.slice_tokens, -1)
-    scores = torch.full((grid.t, grid.slice_tokens), torch.inf, device=embeds.device)
-    step = max(1, _SCORED_AT_ONCE // slices[0].numel())
-    for start in range(1, grid.t, step):
-        pairs = slices[start - 1 : start + step].float()
-        change = 1 - F.cosine_similarity(pairs[1:], pairs[:-1], dim=-1)
-        rounded = torch.round(change / SCORE_STEP) * SCORE_STEP
-        scores[start : start + step] = torch.where(rounded.isnan(), -torch.inf, rounded)
-    return scores.view(-1)
 
 
 def random_scores(grid: Grid, seed: int) -> Tensor:
@@ -51,18 +34,27 @@ def keep_best(scores: Tensor, count: int) -> Tensor:
     return order[:count].sort().values.to(torch.int32)
 
 
+def evs_kept(embeds: Tensor, grid: Grid, pruning: Pruning) -> Tensor:
+    return keep_best(evs_scores(embeds, grid), retained_count(grid, pruning))
+
+
+def random_kept(embeds: Tensor, grid: Grid, pruning: Pruning) -> Tensor:
+    return keep_best(random_scores(grid, pruning.seed or 0).to(embeds.device), retained_count(grid, pruning))
+
+
+# `none` is not among them: there is nothing to choose from where everything is kept.
+_KEPT: Mapping[str, Kept] = {EVS: evs_kept, VIDCOM2: vidcom2_kept, RANDOM: random_kept}
+
+
 def keep_tokens(embeds: Tensor, grid: Grid, pruning: Pruning) -> Tensor:
     """Indices of the tokens of one video that `pruning` keeps.
 
     embeds: (t·h·w, D), any float dtype.
     Returns int32 (K,), strictly increasing, K = retained_count(grid, pruning).
     """
-    count = retained_count(grid, pruning)
-    if count == grid.tokens:
-        return torch.arange(count, dtype=torch.int32, device=embeds.device)
-    if pruning.method == RANDOM:
-        return keep_best(random_scores(grid, pruning.seed or 0).to(embeds.device), count)
-    return keep_best(evs_scores(embeds, grid), count)
+    if retained_count(grid, pruning) == grid.tokens:
+        return torch.arange(grid.tokens, dtype=torch.int32, device=embeds.device)
+    return _KEPT[pruning.method](embeds, grid, pruning)
 
 
 def gather_in_place(embeds: Tensor, kept: Tensor) -> Tensor:

@@ -1,9 +1,6 @@
-"""Which tokens EVS keeps: against a reimplementation in float64 NumPy, and against transformers' own."""
+"""Which tokens are kept: EVS against a reimplementation in float64 NumPy and transformers' own; and the others."""
 
 from __future__ import annotations
-
-from fractions import Fraction
-from math import floor
 
 import numpy as np
 import pytest
@@ -14,14 +11,12 @@ from numpy.typing import NDArray
 
 from common.plan import Grid
 from common.retention import Pruning
-from services.encoder.pruning import evs_scores, gather_in_place, keep_tokens
+from services.encoder.evs import evs_scores
+from services.encoder.pruning import gather_in_place, keep_tokens
+from tests.unit.kept import RATES, check_kept, evs_count, videos
 
-STEP = 2.0**-16
 # What float32 may be wrong by in 1 − cos over a few dozen values.
 FLOAT32_ERROR = 2e-6
-
-GRIDS = st.builds(Grid, st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
-RATES = st.integers(0, 99).map(lambda hundredths: hundredths / 100)
 
 
 def exact_scores(embeds: NDArray[np.float32], grid: Grid) -> NDArray[np.float64]:
@@ -37,68 +32,18 @@ def exact_scores(embeds: NDArray[np.float32], grid: Grid) -> NDArray[np.float64]
     return scores.ravel()
 
 
-def check_kept(kept: NDArray[np.int32], scores: NDArray[np.float64], count: int) -> None:
-    """The `count` best of the rounded scores, ties to the earlier.
-
-    A score that lies within float32's error of the border of two steps may round to either: such tokens may be kept
-    or not where that decides it. All others must be as said.
-    """
-    low, high = (np.round((scores + error) / STEP) for error in (-FLOAT32_ERROR, FLOAT32_ERROR))
-    assert kept.dtype == np.int32
-    assert kept.size == count
-    assert (np.diff(kept) > 0).all()
-    chosen = set(kept.tolist())
-    for i in range(scores.size):
-        earlier = np.arange(scores.size) < i
-        rivals = np.arange(scores.size) != i
-        may_beat = ((high > low[i]) | ((high == low[i]) & earlier)) & rivals
-        must_beat = ((low > high[i]) | ((low == high[i]) & earlier)) & rivals
-        if may_beat.sum() < count:
-            assert i in chosen
-        if must_beat.sum() >= count:
-            assert i not in chosen
-
-
-def count_of(grid: Grid, rate: float) -> int:
-    return max(grid.h * grid.w, floor(grid.t * grid.h * grid.w * (1 - Fraction(str(rate)))))
-
-
-@st.composite
-def videos(draw: st.DrawFn) -> tuple[NDArray[np.float32], Grid]:
-    """Embeddings with tokens that repeat, vanish, are NaN or differ by little, beside random ones."""
-    grid = draw(GRIDS)
-    width = draw(st.integers(2, 12))
-    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    slices = random.standard_normal((grid.t, grid.h * grid.w, width)).astype(np.float32)
-    for i in range(grid.t):
-        for place in range(grid.h * grid.w):
-            fate = draw(st.sampled_from(["random", "random", "repeat", "scaled", "nearly", "zero", "nan"]))
-            before = slices[max(0, i - 1), place]
-            if fate == "repeat":
-                slices[i, place] = before
-            elif fate == "scaled":
-                slices[i, place] = 2 * before
-            elif fate == "nearly":
-                slices[i, place] = before * (1 + 0.01 * random.standard_normal(width))
-            elif fate == "zero":
-                slices[i, place] = 0
-            elif fate == "nan":
-                slices[i, place, 0] = np.nan
-    return slices.reshape(-1, width), grid
-
-
 @given(videos(), RATES)
 def test_evs_keeps_what_the_formula_says(video: tuple[NDArray[np.float32], Grid], rate: float) -> None:
     embeds, grid = video
     kept = keep_tokens(torch.from_numpy(embeds), grid, Pruning(rate)).numpy()
-    check_kept(kept, exact_scores(embeds, grid), count_of(grid, rate))
+    check_kept(kept, exact_scores(embeds, grid), evs_count(grid, rate), FLOAT32_ERROR)
 
 
 def test_the_oracle_itself_leaves_no_choice_where_scores_differ_clearly() -> None:
     scores = np.array([np.inf, np.inf, 0.5, 0.25, 0.75, -np.inf])
-    check_kept(np.array([0, 1, 4], np.int32), scores, 3)
+    check_kept(np.array([0, 1, 4], np.int32), scores, 3, FLOAT32_ERROR)
     with pytest.raises(AssertionError):
-        check_kept(np.array([0, 1, 2], np.int32), scores, 3)
+        check_kept(np.array([0, 1, 2], np.int32), scores, 3, FLOAT32_ERROR)
 
 
 def test_a_still_picture_keeps_the_earliest_tokens() -> None:
@@ -158,7 +103,7 @@ def test_evs_agrees_with_transformers_where_neither_rounding_nor_counts_differ()
             video_embeds=embeds, thw=torch.LongTensor([grid.t, grid.h, grid.w]), spatial_merge_size=1, q=rate
         )
         theirs = theirs.nonzero().view(-1).int()
-        count = count_of(grid, rate)
+        count = evs_count(grid, rate)
         best = evs_scores(embeds, grid).sort(descending=True).values
         if theirs.numel() != count or (count < grid.tokens and best[count - 1] == best[count]):
             continue
@@ -174,7 +119,7 @@ def test_random_keeps_as_many_as_evs_and_depends_on_the_seed_alone() -> None:
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    assert first.numel() == count_of(grid, 0.75)
+    assert first.numel() == evs_count(grid, 0.75)
     assert (first.diff() > 0).all()
 
 

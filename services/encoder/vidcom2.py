@@ -1,0 +1,114 @@
+"""VidCom2: slices that stand out in their video keep more, and within a slice the tokens that stand out are kept.
+
+    tokens ─▶ the half of the channels that varies least ─▶ unit length
+                 ├─▶ similarity to the video's centre ─▶ a slice's mean of it ─▶ softmax ─▶ the slice's budget
+                 └─▶ similarity to the video's and to its slice's centre, in sum ─▶ the least similar are kept
+
+A token that is not finite counts as zeros among the others and is dropped first.
+Source: arXiv 2505.14454; the exact total, the floor of one token a slice and the order of ties are Framesieve's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.plan import Grid
+from common.retention import Pruning, retained_count
+from services.encoder.scores import rounded, spans
+
+_WIDTHS = (2**-3, 2**-2, 2**-1, 1.0, 2.0)
+_TEMPERATURE = 0.01
+
+
+def vidcom2_kept(embeds: Tensor, grid: Grid, pruning: Pruning) -> Tensor:
+    """Indices of the tokens that VidCom2 keeps.
+
+    embeds: (t·h·w, D), any float dtype; scored in float32.
+    Returns int32 (K,), strictly increasing, K = retained_count(grid, pruning), at least one of each slice.
+    """
+    slices = embeds.view(grid.t, grid.slice_tokens, -1)
+    to_video, to_both = _similarities(slices, _steady_channels(slices))
+    budgets = slice_budgets(
+        _quotas(to_video.mean(1, dtype=torch.float64), pruning.rate, grid.slice_tokens),
+        grid.slice_tokens,
+        retained_count(grid, pruning),
+    )
+    places = torch.arange(grid.slice_tokens, device=embeds.device)
+    within = places < torch.tensor(budgets, device=embeds.device)[:, None]
+    # Rounded, since tokens that look alike differ by rounding noise: their order is then that of the grid.
+    order = rounded(to_both).argsort(dim=1, stable=True)
+    kept = torch.zeros_like(within).scatter(1, order, within)
+    return kept.view(-1).nonzero().view(-1).to(torch.int32)
+
+
+def slice_budgets(quotas: Sequence[float], slice_tokens: int, count: int) -> list[int]:
+    """How many tokens each slice keeps: its quota, by largest remainder, `count` in sum.
+
+    quotas: any real numbers; each is first brought between 1 and slice_tokens, and so is what comes of it.
+    count: at least one a slice, at most all. Of equal remainders the earlier slice's counts as the larger.
+    """
+    assert len(quotas) <= count <= len(quotas) * slice_tokens
+    clipped = [min(max(1.0, quota), slice_tokens) for quota in quotas]
+    budgets = [int(quota) for quota in clipped]
+    by_remainder = sorted(range(len(quotas)), key=lambda i: budgets[i] - clipped[i])
+    while missing := count - sum(budgets):
+        step = 1 if missing > 0 else -1
+        movable = [i for i in by_remainder[::step] if 1 <= budgets[i] + step <= slice_tokens]
+        for i in movable[: abs(missing)]:
+            budgets[i] += step
+    return budgets
+
+
+def _quotas(to_video: Tensor, rate: float, slice_tokens: int) -> list[float]:
+    """What each slice would keep if tokens could be cut: more of it, the less it is like its video. to_video: (t,)."""
+    standing_out = torch.softmax(-to_video / _TEMPERATURE, dim=0)
+    shares = (1 - rate) * (1 + standing_out - standing_out.mean())
+    quotas: list[float] = (shares * slice_tokens).tolist()
+    return quotas
+
+
+def _steady_channels(slices: Tensor) -> Tensor:
+    """The half of the channels that varies least over the video, int64 (⌊D/2⌋,); ties go to the lower channel."""
+    tokens, width = slices.shape[0] * slices.shape[1], slices.shape[2]
+    mean, variance = (torch.zeros(width, dtype=torch.float64, device=slices.device) for _ in range(2))
+    for _, values, _ in _read(slices):
+        mean += values.sum((0, 1), dtype=torch.float64)
+    mean /= tokens  # once, so that what is the same everywhere varies by exactly nothing
+    for _, values, _ in _read(slices):
+        variance += (values - mean).square().sum((0, 1))
+    return variance.argsort(stable=True)[: width // 2]
+
+
+def _similarities(slices: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
+    """How like each token is to its video's centre, and to that and its slice's in sum: float32 (t, h·w) each."""
+    tokens = slices.shape[0] * slices.shape[1]
+    centre = torch.zeros(channels.numel(), dtype=torch.float64, device=slices.device)
+    for _, values, _ in _read(slices):
+        centre += F.normalize(values[..., channels], dim=-1).sum((0, 1), dtype=torch.float64)
+    centre /= tokens
+    to_video, to_both = (torch.empty(slices.shape[:2], device=slices.device) for _ in range(2))
+    for span, values, finite in _read(slices):
+        units = F.normalize(values[..., channels], dim=-1)
+        slice_centres = units.mean(1, keepdim=True, dtype=torch.float64)
+        to_video[span] = _similarity(units, centre.float())
+        to_both[span] = to_video[span] + _similarity(units, slice_centres.float())
+        to_both[span][~finite] = torch.inf
+    return to_video, to_both
+
+
+def _similarity(units: Tensor, centre: Tensor) -> Tensor:
+    """Gaussian, of several widths in sum: (…, D) to (…,)."""
+    distances = (units - centre).square().sum(-1)
+    return torch.stack([torch.exp(-distances / (2 * width)) for width in _WIDTHS]).sum(0)
+
+
+def _read(slices: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Spans of a video, their tokens, float32 (n, h·w, D), and which are finite, bool (n, h·w); the rest are zeros."""
+    for span in spans(slices):
+        values = slices[span].float()
+        finite = values.isfinite().all(-1)
+        yield span, torch.where(finite[..., None], values, 0), finite

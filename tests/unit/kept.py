@@ -1,0 +1,71 @@
+"""Videos to prune, and what must be kept of them by exact scores: for the tests of every method."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import floor
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from common.plan import Grid
+
+STEP = 2.0**-16
+
+GRIDS = st.builds(Grid, st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
+RATES = st.integers(0, 99).map(lambda hundredths: hundredths / 100)
+
+
+def check_kept(kept: NDArray[np.int32], scores: NDArray[np.float64], count: int, error: float) -> None:
+    """The `count` best of the rounded scores, ties to the earlier.
+
+    A score that lies within `error` of the border of two steps may round to either: such tokens may be kept or not
+    where that decides it. All others must be as said.
+    """
+    low, high = (np.round((scores + each) / STEP) for each in (-error, error))
+    assert kept.dtype == np.int32
+    assert kept.size == count
+    assert (np.diff(kept) > 0).all()
+    chosen = set(kept.tolist())
+    for i in range(scores.size):
+        earlier = np.arange(scores.size) < i
+        rivals = np.arange(scores.size) != i
+        may_beat = ((high > low[i]) | ((high == low[i]) & earlier)) & rivals
+        must_beat = ((low > high[i]) | ((low == high[i]) & earlier)) & rivals
+        if may_beat.sum() < count:
+            assert i in chosen
+        if must_beat.sum() >= count:
+            assert i not in chosen
+
+
+def exact_count(grid: Grid, rate: float, floor_tokens: int) -> int:
+    return max(floor_tokens, floor(grid.t * grid.h * grid.w * (1 - Fraction(str(rate)))))
+
+
+def evs_count(grid: Grid, rate: float) -> int:
+    return exact_count(grid, rate, grid.h * grid.w)
+
+
+@st.composite
+def videos(draw: st.DrawFn) -> tuple[NDArray[np.float32], Grid]:
+    """Embeddings with tokens that repeat, vanish, are NaN or differ by little, beside random ones."""
+    grid = draw(GRIDS)
+    width = draw(st.integers(2, 12))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    slices = random.standard_normal((grid.t, grid.h * grid.w, width)).astype(np.float32)
+    for i in range(grid.t):
+        for place in range(grid.h * grid.w):
+            fate = draw(st.sampled_from(["random", "random", "repeat", "scaled", "nearly", "zero", "nan"]))
+            before = slices[max(0, i - 1), place]
+            if fate == "repeat":
+                slices[i, place] = before
+            elif fate == "scaled":
+                slices[i, place] = 2 * before
+            elif fate == "nearly":
+                slices[i, place] = before * (1 + 0.01 * random.standard_normal(width))
+            elif fate == "zero":
+                slices[i, place] = 0
+            elif fate == "nan":
+                slices[i, place, 0] = np.nan
+    return slices.reshape(-1, width), grid
