@@ -1,0 +1,89 @@
+"""What the fetcher may reach, and how much of it.
+
+Only public addresses are reached, unless the operator opened a network to a domain by name. Whether an address is
+public is told by `addresses`, what a URL says by `urls`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import ip_network
+from typing import Self
+
+from common.errors import InvalidRequest, MediaForbidden
+from services.preprocessing.addresses import IPAddress, IPNetwork, is_public
+from services.preprocessing.urls import Host, Url, parse_host
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedDomain:
+    """Hosts that may be asked, and a network besides the public ones that they may lie in.
+
+        cdn.example.org            that host
+        *.example.org              every host below it, but not itself; so does .example.org
+        *                          every host
+        minio=10.20.0.0/16         that host, which may also lie in 10.20.0.0/16
+        *.corp.example=10.0.0.7    every host below it, which may also lie at 10.0.0.7
+
+    A name alone opens nothing: who answers for it in the DNS would decide what of this network is reached. With
+    `domain=network` it is the operator who decides, metadata and loopback included.
+    """
+
+    host: str
+    below: bool = False
+    network: IPNetwork | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises ValueError for what is neither `domain` nor `domain=network`."""
+        domain, _, network = text.partition("=")
+        opened = ip_network(network) if "=" in text else None
+        if domain == "*":
+            return cls("", below=True, network=opened)
+        host = domain.removeprefix("*.").removeprefix(".")
+        try:
+            return cls(parse_host(host).name, host != domain, opened)
+        except InvalidRequest as error:
+            raise ValueError(f"{text!r} {error}") from error
+
+    def holds(self, host: Host) -> bool:
+        if not self.below:
+            return host.name == self.host
+        return not self.host or host.name.endswith(f".{self.host}")
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPolicy:
+    """domains: none means every host, at public addresses. total_s: from the name's look-up to the last byte."""
+
+    schemes: frozenset[str] = frozenset({"http", "https"})
+    ports: frozenset[int] = frozenset({80, 443})
+    domains: tuple[AllowedDomain, ...] = ()
+    max_bytes: int = 2**30
+    max_redirects: int = 5
+    connect_s: float = 5.0
+    total_s: float = 60.0
+
+    def check_url(self, url: Url) -> None:
+        """Raises MediaForbidden for a scheme, a port or a host that is not allowed."""
+        if url.scheme not in self.schemes:
+            raise MediaForbidden(f"must start with {_either(self.schemes)}, got {url.scheme!r}")
+        if url.port not in self.ports:
+            raise MediaForbidden(f"must have port {_either(self.ports)}, got {url.port}")
+        if self.domains and not any(domain.holds(url.host) for domain in self.domains):
+            raise MediaForbidden(f"names a host that --allow-media-domain does not allow: {url.host.name!r}")
+
+    def admits(self, host: Host, addresses: Sequence[IPAddress]) -> bool:
+        """Whether there are addresses and each of them may be dialled for this host.
+
+        One that may not spoils all: public names have no private addresses, so who mixes them is probing.
+        """
+        opened = [domain.network for domain in self.domains if domain.network is not None and domain.holds(host)]
+        return bool(addresses) and all(
+            is_public(address) or any(address in network for network in opened) for address in addresses
+        )
+
+
+def _either(values: frozenset[str] | frozenset[int]) -> str:
+    return " or ".join(str(value) for value in sorted(values))

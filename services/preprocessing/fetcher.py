@@ -1,0 +1,167 @@
+"""Media from http and https URLs, fetched so that a URL reaches nothing but what it may.
+
+A name is looked up once, all of its addresses are checked, and one of these very addresses is dialled: the client is
+given no name that it could look up again, only the Host header and the name that the certificate must hold. Every
+redirect starts over. A connection serves one request, since it stands for the name it was opened for. httpx's transport
+alone is used, so there are no cookies, no proxies from the environment, no credentials and no decoding, and no redirect
+is read but here.
+
+Errors tell the caller nothing about the network inside: no address, no target of a redirect, nor whether a name is
+unknown or lies where it may not be reached. The log does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import socket
+import ssl
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from ipaddress import ip_address
+from typing import BinaryIO, TypeAlias
+from urllib.parse import urljoin
+
+import httpx
+import structlog
+
+from common.errors import InvalidRequest, MediaForbidden, MediaRejected
+from services.preprocessing.addresses import IPAddress
+from services.preprocessing.fetch_policy import FetchPolicy
+from services.preprocessing.sources import Source
+from services.preprocessing.urls import Url, parse_url
+
+log = structlog.get_logger()
+
+# A host's name to its addresses; OSError for a name without any.
+Resolve: TypeAlias = Callable[[str], Awaitable[Sequence[str]]]
+
+_HEADERS = {"User-Agent": "framesieve", "Accept": "*/*", "Accept-Encoding": "identity"}
+
+
+async def look_up(host: str) -> Sequence[str]:
+    """Asks the system, in the order in which it would dial."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+class Fetcher:
+    """Fetches under one policy. tls: whom to trust; unset, the usual authorities or SSL_CERT_FILE."""
+
+    def __init__(self, policy: FetchPolicy, resolve: Resolve = look_up, tls: ssl.SSLContext | None = None) -> None:
+        self._policy = policy
+        self._resolve = resolve
+        self._tls = tls or httpx.create_ssl_context()
+
+    async def fetch(self, name: str, url: str) -> Source:
+        """The body, in a file that has no name and goes when the caller closes the source.
+
+        name: the media's, for messages. Whoever is cancelled leaves no connection and no file.
+        Raises InvalidRequest for what is no URL; MediaForbidden for what may not be reached; MediaRejected for what
+        is not there, is too large, takes too long, or redirects too often.
+        """
+        try:
+            async with asyncio.timeout(self._policy.total_s):
+                with tempfile.TemporaryFile() as file:
+                    digest = await self._follow(url, file)
+                    file.flush()
+                    return Source(name, digest, descriptor=os.dup(file.fileno()))
+        except TimeoutError as error:
+            raise MediaRejected(f"{name}.url took longer than the {self._policy.total_s:g} s it may take") from error
+        except (InvalidRequest, MediaForbidden) as error:
+            raise type(error)(f"{name}.url {error}") from error
+
+    async def _follow(self, text: str, file: BinaryIO) -> bytes:
+        url = parse_url(text)
+        addresses = await self._addresses(url)
+        for _ in range(self._policy.max_redirects + 1):
+            answer = await self._get(url, addresses, file)
+            if isinstance(answer, bytes):
+                return answer
+            try:
+                url = parse_url(urljoin(str(url), answer))
+                addresses = await self._addresses(url)
+            except MediaForbidden as error:
+                raise MediaForbidden("redirects to what may not be reached") from error
+            except (InvalidRequest, ValueError) as error:
+                raise MediaRejected("redirects to what is no URL") from error
+        raise MediaRejected(f"redirects more than {self._policy.max_redirects} times")
+
+    async def _addresses(self, url: Url) -> list[IPAddress]:
+        """What may be dialled for it, at least one. Raises MediaForbidden."""
+        self._policy.check_url(url)
+        if url.host.address is not None:
+            addresses = [url.host.address]
+        else:
+            try:
+                addresses = [ip_address(address) for address in await self._resolve(url.host.name)]
+            except OSError:
+                addresses = []
+        if not self._policy.admits(url.host, addresses):
+            log.warning("host refused", host=url.host.name, addresses=[str(address) for address in addresses])
+            raise MediaForbidden(f"has no address that may be reached: {url.host.name!r}")
+        return addresses
+
+    async def _get(self, url: Url, addresses: Sequence[IPAddress], file: BinaryIO) -> bytes | str:
+        """sha256 of the body that it wrote to the file, or where the answer redirects to."""
+        try:
+            async with (
+                httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False) as transport,
+                aclosing(await self._answer(transport, url, addresses)) as response,
+            ):
+                if response.has_redirect_location:
+                    return response.headers["Location"]
+                self._check(response)
+                return await self._receive(response, file)
+        except (httpx.TransportError, ssl.SSLError) as error:  # httpx lets the latter through in mid-stream
+            log.warning("media not fetched", host=url.host.name, error=repr(error))
+            raise MediaRejected("could not be fetched: the connection or its answer broke off") from error
+
+    async def _answer(
+        self, transport: httpx.AsyncHTTPTransport, url: Url, addresses: Sequence[IPAddress]
+    ) -> httpx.Response:
+        """The first address's that can be connected to, its body not yet read."""
+        failed: httpx.TransportError | None = None
+        for address in addresses:
+            request = httpx.Request(
+                "GET",
+                httpx.URL(scheme=url.scheme, host=str(address), port=url.port),
+                headers={"Host": url.authority, **_HEADERS},
+                extensions={
+                    "sni_hostname": url.host.name,
+                    "target": url.target.encode(),
+                    "timeout": {"connect": self._policy.connect_s},
+                },
+            )
+            try:
+                return await transport.handle_async_request(request)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                log.warning("address failed", host=url.host.name, address=str(address), error=repr(error))
+                failed = error
+        raise MediaRejected("cannot be connected to, or has no valid certificate") from failed
+
+    def _check(self, response: httpx.Response) -> None:
+        """Raises MediaRejected for a head that no body is wanted of."""
+        if response.status_code != httpx.codes.OK:
+            raise MediaRejected(f"was answered with status {response.status_code}, only 200 brings media")
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            raise MediaRejected(f"was answered with Content-Encoding {encoding[:32]!r}, only identity was accepted")
+        self._check_size(int(response.headers.get("Content-Length", 0)))
+
+    async def _receive(self, response: httpx.Response, file: BinaryIO) -> bytes:
+        digest, size_bytes = hashlib.sha256(), 0
+        async for piece in response.aiter_raw():
+            size_bytes += len(piece)
+            self._check_size(size_bytes)
+            file.write(piece)
+            digest.update(piece)
+        if not size_bytes:
+            raise MediaRejected("is empty")
+        return digest.digest()
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self._policy.max_bytes:
+            raise MediaRejected(f"holds more than the {self._policy.max_bytes} bytes it may hold")

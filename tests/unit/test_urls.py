@@ -1,0 +1,161 @@
+"""URLs: what they say is read in one way, and disguises are no URLs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvalidRequest, MediaForbidden
+from services.preprocessing.urls import MAX_URL_CHARACTERS, parse_url
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port", "target", "authority"),
+    [
+        ("http://example.org", "example.org", 80, "/", "example.org"),
+        ("HTTPS://Example.ORG/a/B?c=%2F&d#e", "example.org", 443, "/a/B?c=%2F&d", "example.org"),
+        ("http://example.org?x", "example.org", 80, "/?x", "example.org"),
+        ("http://example.org./a", "example.org", 80, "/a", "example.org"),
+        ("http://example.org:8080/a//../b", "example.org", 8080, "/a//../b", "example.org:8080"),
+        ("https://example.org:80/", "example.org", 80, "/", "example.org:80"),
+        ("https://a_b.xn--bcher-kva.example:443/", "a_b.xn--bcher-kva.example", 443, "/", "a_b.xn--bcher-kva.example"),
+        ("http://localhost/@x:y", "localhost", 80, "/@x:y", "localhost"),
+        ("http://8.8.8.8/", "8.8.8.8", 80, "/", "8.8.8.8"),
+        ("http://127.0.0.1./", "127.0.0.1", 80, "/", "127.0.0.1"),
+        ("http://[2001:DB8:0::1]:8080/", "2001:db8::1", 8080, "/", "[2001:db8::1]:8080"),
+        ("http://1.example/", "1.example", 80, "/", "1.example"),
+    ],
+)
+def test_a_url_is_read_as_rfc_3986_reads_it(text: str, host: str, port: int, target: str, authority: str) -> None:
+    url = parse_url(text)
+    assert (url.host.name, url.port, url.target, url.authority) == (host, port, target, authority)
+    assert (url.host.address is None) == (host[0].isalpha() or host == "1.example")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "[::ffff:127.0.0.1]", "[0:0:0:0:0:ffff:7f00:1]"])
+def test_an_address_is_known_as_one(host: str) -> None:
+    assert parse_url(f"http://{host}/").host.address is not None
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "2130706433",  # decimal
+        "0x7f000001",  # hexadecimal
+        "017700000001",  # octal
+        "0177.0.0.1",
+        "0x7f.0.0.1",
+        "127.0.0.01",
+        "127.1",  # short
+        "127.0.1",
+        "127.0.0.1..",
+        "127.0.0.0x",
+        "1.2.3.4.5",
+        "256.0.0.1",
+        "%31%32%37.0.0.1",  # escapes
+        "127.0.0.1%2f.example.org",
+        "１２７.0.0.1",  # full-width digits
+        "127。0。0。1",  # full stops that IDNA takes for dots
+        "①②⑦.0.0.1",
+        "ⓔxample.org",
+        "bücher.example",
+        "user@127.0.0.1",  # who it is for
+        "example.org@127.0.0.1",
+        "user:password@example.org",
+        "example.org\\@127.0.0.1",
+        "example.org:80@127.0.0.1",
+        "[fe80::1%25eth0]",  # zones
+        "[fe80::1%eth0]",
+        "[::1",
+        "::1",
+        "[127.0.0.1]",
+        "[v1.fe80::a]",
+        "[::ffff:127.1]",
+        "[::ffff:0177.0.0.1]",
+        "[::1]evil.example",
+        "example.org:",  # ports
+        "example.org:+80",
+        "example.org:0x50",
+        "example.org:８０",
+        "example.org:800000",
+        "",
+        ".",
+        ".example.org",
+        "example..org",
+        "-example.org",
+        "example-.org",
+        "a" * 64 + ".org",
+        "a." * 127 + "org",
+        "ex ample.org",
+        "ex\tample.org",
+        "ex\nample.org",
+        "ex\0ample.org",
+        "example.org\r\nHost: 127.0.0.1",
+        "ex*mple.org",
+    ],
+)
+def test_a_disguised_host_makes_no_url(host: str) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_url(f"http://{host}/clip.mp4")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "clip.mp4",
+        "/clip.mp4",
+        "//example.org/clip.mp4",
+        "://example.org",
+        "http:example.org",
+        "http:/example.org",
+        "http:///clip.mp4",
+        "http://?x",
+        "http://#x",
+        "http:\\\\example.org",
+        "ht\ttp://example.org",
+        " http://example.org",
+        "http://example.org ",
+        "http://example.org/a b",
+        "http://example.org/ä",
+        "http://example.org/\u2028",
+    ],
+)
+def test_what_is_no_absolute_url_in_ascii_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_url(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["file:///etc/passwd", "ftp://example.org/a", "gopher://127.0.0.1:25/_x", "javascript:x", "unix:/run/x", "ws://a"],
+)
+def test_other_schemes_are_forbidden(text: str) -> None:
+    with pytest.raises(MediaForbidden, match="must start with http:// or https://"):
+        parse_url(text)
+
+
+def test_a_url_has_a_length() -> None:
+    start = "http://example.org/"
+    assert parse_url(start + "a" * (MAX_URL_CHARACTERS - len(start)))
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_URL_CHARACTERS} characters, got {MAX_URL_CHARACTERS + 1}"):
+        parse_url(start + "a" * (MAX_URL_CHARACTERS - len(start) + 1))
+
+
+@pytest.mark.parametrize(
+    "text", ["http://user:secret@example.org/", "http://2130706433/?secret", "http://a..b/secret", "http://a/\\secret"]
+)
+def test_errors_repeat_neither_credentials_nor_paths(text: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_url(text)
+    assert "secret" not in str(refused.value)
+
+
+@given(st.text(alphabet="htps:/.@[]%#?\\01279afx-é ", max_size=40).map("http://".__add__))
+def test_what_is_read_is_read_the_same_again(text: str) -> None:
+    try:
+        url = parse_url(text)
+    except InvalidRequest:
+        return
+    assert parse_url(str(url)) == url
