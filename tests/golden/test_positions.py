@@ -63,3 +63,11 @@ def test_an_image_has_no_time_and_text_follows_its_longer_side() -> None:
     assert positions[0].tolist() == [0, 1, 2, *[3] * 8, 7]
     assert positions[1].tolist() == [0, 1, 2, *[3] * 4, *[4] * 4, 7]
     assert positions[2].tolist() == [0, 1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 7]
+
+
+def test_slices_that_stand_alone_follow_each_other_by_their_longer_side() -> None:
+    one = GridSpan(Grid(1, 2, 3), Fraction(0))
+    positions = positions_of([TextSpan(3), one, TextSpan(2), one, TextSpan(1)])
+    assert positions[0].tolist() == [0, 1, 2, *[3] * 6, 6, 7, *[8] * 6, 11]
+    assert positions[1].tolist() == [0, 1, 2, 3, 3, 3, 4, 4, 4, 6, 7, 8, 8, 8, 9, 9, 9, 11]
+    assert positions[2].tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10, 8, 9, 10, 11]

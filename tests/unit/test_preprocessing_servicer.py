@@ -193,6 +193,21 @@ async def test_items_come_in_the_order_of_their_selection_and_no_others(stub: An
     assert order == [2, 0]
 
 
+async def test_embeddings_have_a_place_in_the_plan_and_selecting_them_sends_nothing(
+    family_checkpoint: Path, tmp_path: Path
+) -> None:
+    brought = prompt_pb2.MediaEmbeds(
+        grid=prompt_pb2.Grid(t=3, h=2, w=2), seconds_per_grid=prompt_pb2.Rational(numerator=1, denominator=2)
+    )
+    parts = [video(clip(30)), prompt_pb2.Part(video=prompt_pb2.Media(embeds=brought)), video(clip(30))]
+    async with serving(family_checkpoint, None, tmp_path) as made:
+        for selects, expected in (([EVERYTHING], [0, 2]), ([select(1), select(2)], [2]), ([select(1)], [])):
+            call = await asked(made, prompt_of(*parts), *selects)
+            plan = await plan_of(call)
+            assert [item.brings_embeds for item in plan.media] == [False, True, False]
+            assert (await frames_of(call, plan))[0] == expected
+
+
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with every frame that is decoded."""
@@ -313,6 +328,10 @@ CLIP = clip(4)
         (
             [prompt_of(prompt_pb2.Part(image=prompt_pb2.Media(data=b"x", frame_sampling={"fps": 2.0})))],
             "image.frame_sampling.fps is for videos",
+        ),
+        (
+            [prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(embeds={"grid": {"t": 2, "h": 1, "w": 1}})))],
+            r"parts\[0\].video.embeds.seconds_per_grid or timestamps_s must be set: a video needs a time base",
         ),
         (
             [prompt_of(video(bytes(9 * 2**20)), video(bytes(8 * 2**20)))],

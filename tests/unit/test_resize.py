@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from common.errors import MediaRejected
-from services.preprocessing.resize import PixelBudget, resize, smart_resize
+from services.preprocessing.resize import PixelBudget, resize, shrink_to, smart_resize
 from tests.unit.preprocessing_media import transformers_smart_resize
 
 
@@ -30,6 +30,19 @@ def test_sizes_are_those_of_transformers(height: int, width: int, low: int, high
 def test_a_picture_too_long_for_its_width_is_refused_with_the_limit() -> None:
     with pytest.raises(MediaRejected, match="1×201 pixels has an aspect ratio of 201, at most 200"):
         smart_resize(201, 1, PixelBudget(28, 56 * 56, 112 * 112))
+
+
+@given(rows=st.integers(1, 600), columns=st.integers(1, 600), tokens=st.integers(1, 5000))
+def test_a_size_is_made_as_much_smaller_as_it_must_be(rows: int, columns: int, tokens: int) -> None:
+    height, width = shrink_to(rows * 28, columns * 28, 28, tokens * 28 * 28)
+    assert (height % 28, width % 28) == (0, 0)
+    assert 28 <= height <= rows * 28
+    assert 28 <= width <= columns * 28
+    assert height * width <= tokens * 28 * 28
+    if rows * columns <= tokens:
+        assert (height, width) == (rows * 28, columns * 28)
+    else:
+        assert (min(height, width) + 28) * max(height, width) > tokens * 28 * 28
 
 
 def scene(height: int, width: int, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
