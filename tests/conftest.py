@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from services.preprocessing.families import FAMILIES
+
 settings.register_profile("framesieve", deadline=None, derandomize=True)
 settings.load_profile("framesieve")
-
-FAMILY_NAMES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), TINY, seed=1)
 
 
-@pytest.fixture(scope="session", params=FAMILY_NAMES)
+@pytest.fixture(scope="session", params=sorted(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     """The model type of each family in turn: whatever a test asks of this, it asks of all of them."""
     name: str = request.param
@@ -31,6 +31,6 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def family_checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random checkpoint of that family in float32."""
-    from tests.families import FAMILIES
+    from tests import families
 
-    return FAMILIES[family].write(tmp_path_factory.mktemp(family), 1)
+    return families.FAMILIES[family].write(tmp_path_factory.mktemp(family), 1)
