@@ -16,7 +16,7 @@ import grpc
 
 from common.channels import upstream_errors
 from common.errors import PeerContract
-from common.plan import MediaPlan, Modality, PromptPlan
+from common.plan import Grid, MediaPlan, Modality, PromptPlan
 from common.telemetry import STREAMED_BYTES
 from common.tensors import DType, TensorBuffer
 from common.wire import PlanReceiver, add_chunk, buffer_for, modalities_of
@@ -44,8 +44,11 @@ class Expectation:
     embed_levels: int
     fingerprint: bytes
 
-    def check(self, plan: PromptPlan, modalities: Sequence[Modality]) -> None:
-        """Raises PeerContract unless the plan was made with this checkpoint, for a prompt with these media."""
+    def check(self, plan: PromptPlan, modalities: Sequence[Modality], brought: Mapping[int, Grid]) -> None:
+        """Raises PeerContract unless the plan was made with this checkpoint, for a prompt with these media.
+
+        brought: the grids of those media that brought their embeddings, by index.
+        """
         if plan.fingerprint != self.fingerprint:
             raise PeerContract(
                 f"preprocessing serves the checkpoint {plan.fingerprint.hex()}, this encoder {self.fingerprint.hex()}"
@@ -55,10 +58,16 @@ class Expectation:
         planned = [item.modality for item in plan.media]
         if planned != list(modalities):
             raise PeerContract(f"the plan is for {planned}, the prompt has {list(modalities)}")
-        for item in plan.media:
-            self._check_item(item)
+        for index, item in enumerate(plan.media):
+            if brought.get(index) != (item.grid if item.brings_embeds else None):
+                raise PeerContract(
+                    f"media {index} is planned with {item.frames} frames and the grid {item.grid}, the prompt brings "
+                    f"{brought.get(index, 'pixels')}"
+                )
+            if not item.brings_embeds:
+                self._check_frames(item)
 
-    def _check_item(self, item: MediaPlan) -> None:
+    def _check_frames(self, item: MediaPlan) -> None:
         size = (item.grid.h * self.patches.token_px, item.grid.w * self.patches.token_px)
         if size != (item.frame_height_px, item.frame_width_px):
             raise PeerContract(
@@ -80,8 +89,8 @@ class FrameStream:
         self._due: deque[tuple[int, MediaPlan]] = deque()
         self._all_selected = False
 
-    async def plan(self, prompt: prompt_pb2.Prompt) -> PromptPlan:
-        """Sends the prompt and returns its plan, checked; `prompt` is passed on as it is."""
+    async def plan(self, prompt: prompt_pb2.Prompt, brought: Mapping[int, Grid]) -> PromptPlan:
+        """Sends the prompt and returns its plan, checked. brought: see `Expectation.check`."""
         modalities = modalities_of(prompt)
         await self._write(PreprocessRequest(prompt=prompt))
         receiver = PlanReceiver()
@@ -90,7 +99,7 @@ class FrameStream:
                 raise PeerContract("preprocessing sent frames before its plan was complete")
             plan = receiver.add(message.plan)
             if plan is not None:
-                self._expected.check(plan, modalities)
+                self._expected.check(plan, modalities, brought)
                 return plan
         raise PeerContract("preprocessing ended before its plan was complete")
 

@@ -2,6 +2,8 @@
 
     reserve ──▶ add add add … ──▶ encoded ──▶ finish ──▶ close
     (room)      (a slice each)    (tower)     (prune)    (room is free again)
+          └───▶ fill ────────────────────────▲
+                (embeddings that came with the prompt)
 
 It knows neither gRPC nor where frames come from. It belongs to one event loop.
 """
@@ -27,8 +29,10 @@ from services.encoder.pruning import gather_in_place, keep_tokens
 from services.encoder.tower import Tower
 
 RESERVED_BYTES = Gauge("framesieve_encoder_reserved_bytes", "Bytes of the output buffer that items hold")
-ITEMS = Counter("framesieve_encoder_items_total", "Media items that were encoded", ["modality"])
-TOKENS = Counter("framesieve_encoder_tokens_total", "Tokens of encoded items", ["pruning", "method"])
+ITEMS = Counter(
+    "framesieve_encoder_items_total", "Media items that were encoded, or brought their embeddings", ["modality"]
+)
+TOKENS = Counter("framesieve_encoder_tokens_total", "Tokens of these items", ["pruning", "method"])
 
 # So many forwards' worth of an item's slices may wait for the tower; more wait with the decoder.
 _FORWARDS_AHEAD = 2
@@ -74,9 +78,10 @@ class Item:
     async def reserve(self, room: Room) -> None:
         """Waits for room for the whole item, unpruned. Raises MediaRejected if it can never fit."""
         if self.size_bytes > room.size_bytes:
+            remedy = "bring fewer tokens" if self.plan.brings_embeds else "lower fps, max_frames or max_pixels"
             raise MediaRejected(
                 f"media {self.media_index} becomes {self.plan.grid.tokens} tokens, {self.size_bytes} bytes of "
-                f"embeddings; the encoder has room for {room.size_bytes}: lower fps, max_frames or max_pixels"
+                f"embeddings; the encoder has room for {room.size_bytes}: {remedy}"
             )
         with busy("wait_for_room"):
             await room.reserve(self.size_bytes)
@@ -96,6 +101,13 @@ class Item:
         encoded = asyncio.wrap_future(self._batcher.submit(pixels, target))
         encoded.add_done_callback(self._slice_done)
         self._slices.append(encoded)
+
+    async def fill(self, embeds: Tensor) -> None:
+        """Takes all of its embeddings, (1 + levels, tokens, D) of any float dtype, in place of slices."""
+        assert self._buffer is not None
+        await asyncio.to_thread(self._buffer.copy_, embeds)
+        self.decoded_slices = self.encoded_slices = self.plan.grid.t
+        self._changed.set()
 
     async def next_encoded(self) -> bool:
         """Waits until more slices are encoded; whether all of them are. Raises what the tower raised."""

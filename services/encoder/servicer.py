@@ -4,6 +4,7 @@
     receiving                             slices ─▶ batcher
     sending                                         encoded ─▶ prune ─▶ stream ─▶ release
 
+An item whose embeddings came with the prompt is filled with them where another is selected upstream.
 The three run side by side for one call and meet in its items. It owns the order of messages and nothing else.
 """
 
@@ -23,12 +24,13 @@ from common.retention import Pruning
 from common.room import Room
 from common.selection import selections
 from common.telemetry import STREAMED_BYTES
-from common.wire import int32_tensor, plan_messages, prunings_of, tensor_chunks
+from common.wire import int32_tensor, plan_messages, tensor_chunks
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeRequest, EncodeResponse, MediaProgress
 from services.encoder.batcher import Batcher
 from services.encoder.frames import Expectation, FrameStream
 from services.encoder.items import Item
+from services.encoder.messages import BroughtEmbeds, checked_prunings, take_embeds
 from services.encoder.tower import Tower
 
 SERVICE = encoder_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
@@ -71,14 +73,16 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         first = await anext(requests, None)
         if first is None or not first.HasField("prompt"):
             raise InvalidRequest("the first request of a stream must be a prompt")
-        prunings = prunings_of(first.prompt.prompt, first.prompt.pruning)
+        prunings = checked_prunings(first.prompt, self._tower.pruning_methods)
+        brought = await asyncio.to_thread(take_embeds, first.prompt.prompt, self._tower)
         frames = FrameStream(self._preprocessing, options, self._expected)
         try:
-            plan = await frames.plan(first.prompt.prompt)
+            grids = {index: embeds.grid for index, embeds in brought.items()}
+            plan = await frames.plan(first.prompt.prompt, grids)
             del first  # its media may be large
             for message in plan_messages(plan):
                 await responses.put(EncodeResponse(plan=message))
-            await self._encode(selections(requests, len(plan.media)), plan, prunings, frames, responses)
+            await self._encode(selections(requests, len(plan.media)), plan, prunings, brought, frames, responses)
         finally:
             frames.cancel()
 
@@ -87,6 +91,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         selections: AsyncIterator[int],
         plan: PromptPlan,
         prunings: tuple[Pruning, ...],
+        brought: dict[int, BroughtEmbeds],
         frames: FrameStream,
         responses: Responses,
     ) -> None:
@@ -98,7 +103,10 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
                 items[index] = item = Item(index, plan.media[index], prunings[index], self._tower, self._batcher)
                 await item.reserve(self._room)
                 reserved.put_nowait(item)
-                await frames.select(index, item.plan)
+                if index in brought:
+                    await item.fill(brought.pop(index).tensor)
+                else:
+                    await frames.select(index, item.plan)
             await frames.all_selected()
             reserved.put_nowait(None)
 
