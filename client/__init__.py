@@ -2,19 +2,24 @@
 
 from client.answer import Accepted, Answer, Delta, Event, Finished, FinishReason, MediaUsage, Progress, Timings, Usage
 from client.client import FramesieveClient
-from client.prompt import Image, Message, Text, Video
+from client.encoding import Encoded, encode
+from client.prompt import Embeds, Image, Message, Text, Video
 from common.errors import FramesieveError
+from common.plan import Grid
 from common.retention import Pruning
 
 __all__ = [
     "Accepted",
     "Answer",
     "Delta",
+    "Embeds",
+    "Encoded",
     "Event",
     "FinishReason",
     "Finished",
     "FramesieveClient",
     "FramesieveError",
+    "Grid",
     "Image",
     "MediaUsage",
     "Message",
@@ -24,4 +29,5 @@ __all__ = [
     "Timings",
     "Usage",
     "Video",
+    "encode",
 ]

@@ -97,10 +97,19 @@ class FramesieveClient:
         media: the path of a file on this machine, a Video, an Image, a sequence of them (Text may stand between them),
             or None.
         question: stands after the media; "" adds nothing.
-        history: the turns before this one, a system message first if there is one.
+        history: the turns before this one, a system message first if there is one. Media of earlier turns are given
+            again and pruned again; what an answer needs from them is in the prompt, never in the service:
+
+                first = await client.ask("clip.mp4", "What moves?", pruning_rate=0.75)
+                earlier = (
+                    Message("user", (Video("clip.mp4"), Text("What moves?"))),
+                    Message("assistant", (Text(first.text),)),
+                )
+                await client.ask("photo.jpg", "And here?", history=earlier, pruning_rate=0.75)
+
         options: see `Options`.
-        Raises a leaf of FramesieveError with the service's own words, InvalidRequest for more than 16 MiB of files,
-        OSError for a file that cannot be read.
+        Raises a leaf of FramesieveError with the service's own words, InvalidRequest for more than 16 MiB of files and
+        embeddings, OSError for a file that cannot be read.
         """
         messages = [*history, user_turn(media, question)]
         request = await asyncio.to_thread(generate_request, messages, options)

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from client.encoding import encode
 from client.prompt import Image, Message, Video
-from client.wire import prompt_message, pruning_message
+from client.wire import prompt_message
 from common.channels import open_channel, upstream_errors
-from common.errors import PeerContract
+from common.errors import InvalidRequest, PeerContract
 from common.plan import Int32Array, MediaPlan, PromptPlan
-from common.retention import Pruning, retained_count
+from common.retention import Pruning
 from common.tensors import DType, TensorBuffer
-from common.wire import PlanReceiver, add_chunk, buffer_for, int32_array
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
+from common.wire import PlanReceiver, add_chunk, buffer_for
+from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,24 +38,23 @@ class Inspection:
 
 
 async def inspect(preprocessing: str, encoder: str, media: Image | Video, pruning: Pruning) -> Inspection:
-    """Asks the services at the two addresses. Raises leaves of FramesieveError, and OSError for an unreadable file."""
-    prompt = await asyncio.to_thread(prompt_message, [Message("user", (media,))])
-    (plan, frames, repaired), (encoders_plan, kept) = await asyncio.gather(
-        _frames(preprocessing, prompt), _kept(encoder, prompt, pruning)
+    """Asks the services at the two addresses.
+
+    Raises leaves of FramesieveError, InvalidRequest for embeds among them, and OSError for an unreadable file.
+    """
+    if media.embeds is not None:
+        raise InvalidRequest(f"{type(media).__name__}.embeds have no frames that could be drawn")
+    (plan, frames, repaired), (encoded,) = await asyncio.gather(
+        _frames(preprocessing, media), encode(encoder, media, pruning)
     )
-    item = plan.media[0]
-    if (plan.fingerprint, item) != (encoders_plan.fingerprint, encoders_plan.media[0]):
+    if (plan.fingerprint, plan.media[0]) != (encoded.fingerprint, encoded.plan):
         raise PeerContract("preprocessing and the encoder laid one prompt out differently: do both run the same model?")
-    if kept is None:
-        kept = np.arange(item.grid.tokens, dtype=np.int32)
-    expected = retained_count(item.grid, pruning, item.modality)
-    if kept.size != expected or (np.diff(kept) <= 0).any() or kept[0] < 0 or kept[-1] >= item.grid.tokens:
-        raise PeerContract(f"the encoder kept {kept.size} tokens out of order or out of range, {expected} are due")
-    return Inspection(item, frames, kept, repaired)
+    return Inspection(encoded.plan, frames, encoded.kept, repaired)
 
 
-async def _frames(address: str, prompt: prompt_pb2.Prompt) -> tuple[PromptPlan, NDArray[np.uint8], int]:
+async def _frames(address: str, media: Image | Video) -> tuple[PromptPlan, NDArray[np.uint8], int]:
     """The plan, the item's frames and how many of them were repaired."""
+    prompt = await asyncio.to_thread(prompt_message, [Message("user", (media,))])
     plans, plan, repaired = PlanReceiver(), None, 0
     buffer: TensorBuffer | None = None
     slices: list[NDArray[np.uint8]] = []
@@ -78,26 +78,6 @@ async def _frames(address: str, prompt: prompt_pb2.Prompt) -> tuple[PromptPlan, 
     if plan is None or sum(map(len, slices)) != plan.media[0].frames:
         raise PeerContract("preprocessing's stream ended before its frames did")
     return plan, np.concatenate(slices), repaired
-
-
-async def _kept(address: str, prompt: prompt_pb2.Prompt, pruning: Pruning) -> tuple[PromptPlan, Int32Array | None]:
-    """The plan, and what was kept; None where that is everything."""
-    plans, plan = PlanReceiver(), None
-    first: encoder_pb2.EmbedsChunk | None = None
-    request = encoder_pb2.EncodePrompt(prompt=prompt, pruning=pruning_message(pruning))
-    async with open_channel(address) as channel:
-        stub = encoder_pb2_grpc.EncoderServiceStub(channel)
-        with upstream_errors("encoder"):
-            everything = encoder_pb2.EncodeRequest(select=prompt_pb2.Select(all=True))
-            call = stub.Encode(iter([encoder_pb2.EncodeRequest(prompt=request), everything]))
-            async for response in call:
-                if plan is None:
-                    plan = _of_one_item(plans.add(response.plan))
-                elif first is None and response.WhichOneof("response") == "embeds":
-                    first = response.embeds
-    if plan is None or first is None:
-        raise PeerContract("the encoder's stream ended before its embeddings did")
-    return plan, int32_array(first.kept) if first.HasField("kept") else None
 
 
 def _of_one_item(plan: PromptPlan | None) -> PromptPlan | None:

@@ -1,4 +1,4 @@
-"""What a caller asks: turns of text, images and videos, and where the bytes of each come from.
+"""What a caller asks: turns of text, images and videos, and where the bytes or embeddings of each come from.
 
 It knows nothing of protobuf (`client.wire`). Ranges are the services' to check; here only what no request can express
 is refused.
@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from common.errors import InvalidRequest
+from common.plan import Grid
 from common.retention import Pruning
 
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
+
+_EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
+_SOURCES = ("path", "data", "server_path", "embeds")
+_SAMPLING = ("fps", "min_frames", "max_frames", "max_pixels", "start_s", "end_s")
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
 StrPath: TypeAlias = str | os.PathLike[str]
@@ -28,41 +37,96 @@ class Text:
     text: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Embeds:
+    """What a vision tower yields for a whole, unpruned image or video, in place of its pixels.
+
+        rows = tower(frames)                                     # torch.float32 [8 · 12 · 16, D]
+        Video(embeds=Embeds(rows.numpy(), Grid(8, 12, 16), seconds_per_slice=1.0))
+
+        raw = rows.bfloat16().view(torch.uint8).numpy().tobytes()  # half the size
+        Video(embeds=Embeds(raw, Grid(8, 12, 16), dtype="bfloat16", shape=rows.shape, seconds_per_slice=1.0))
+
+    values: float16 or float32 [tokens, D] or, with deepstack, [1 + levels, tokens, D], level 0 being the embedding;
+        tokens in the grid's order: slices, rows, columns. Or an array's bytes, little-endian and in C order.
+    grid: its tokens after spatial merging; an image's t is 1.
+    dtype, shape: of bytes, and only of them: "float16", "bfloat16" (which numpy lacks) or "float32".
+    seconds_per_slice, timestamps_s: a video has exactly one of them, an image none: the time between temporal slices
+        (seconds_per_grid in the contract; a float is read as its shortest decimal), or when each slice is shown.
+    Raises InvalidRequest for values of another type or number of axes.
+    """
+
+    values: NDArray[np.float16] | NDArray[np.float32] | bytes = field(repr=False)
+    grid: Grid
+    _: KW_ONLY
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    seconds_per_slice: Fraction | float | None = None
+    timestamps_s: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, (bytes, np.ndarray)):
+            raise InvalidRequest(f"Embeds.values must be a numpy array or bytes, got {type(self.values).__name__}")
+        for name in ("dtype", "shape"):
+            if isinstance(self.values, bytes) != (getattr(self, name) is not None):
+                raise InvalidRequest(f"Embeds.{name} must be set where values are bytes, and nowhere else")
+        if self.array_dtype not in _EMBEDS_DTYPES:
+            raise InvalidRequest(f"Embeds.values must be {', '.join(_EMBEDS_DTYPES)}, got {self.array_dtype}")
+        if len(self.array_shape) not in (2, 3):
+            raise InvalidRequest(
+                f"Embeds.values must be [tokens, D] or [1 + levels, tokens, D], got {list(self.array_shape)}"
+            )
+
+    @property
+    def array_dtype(self) -> str:
+        """The name of the values' element type, however they are given."""
+        return (self.dtype or "") if isinstance(self.values, bytes) else self.values.dtype.name
+
+    @property
+    def array_shape(self) -> tuple[int, ...]:
+        """The values' shape, however they are given."""
+        return (self.shape or ()) if isinstance(self.values, bytes) else self.values.shape
+
+
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A still picture, from exactly one of three places.
+    """A still picture, from exactly one of four sources.
 
     path: a file on this machine, sent with the request.
     data: the file's bytes, sent with the request.
     server_path: a path below preprocessing's --media-root; nothing is sent.
-    max_pixels: at most this many pixels are looked at; None: the checkpoint's own.
-    Raises InvalidRequest unless exactly one of the three is given.
+    embeds: what the vision tower yields for it, sent with the request.
+    max_pixels: at most this many pixels are looked at; None: the checkpoint's own. Not beside embeds.
+    Raises InvalidRequest unless exactly one of the four is given.
     """
 
     path: StrPath | None = None
     _: KW_ONLY
     data: bytes | None = None
     server_path: str | None = None
+    embeds: Embeds | None = None
     max_pixels: int | None = None
 
     def __post_init__(self) -> None:
-        _check_one_source(self)
+        _check_source(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """A moving picture, from exactly one of three places, and which of its frames are looked at.
+    """A moving picture, from exactly one of four sources, and which of its frames are looked at.
 
-    path, data, server_path: as for Image.
+    path, data, server_path, embeds: as for Image.
     fps, min_frames, max_frames, max_pixels (a frame), start_s, end_s: None is the checkpoint's own, or the whole video.
+        Not beside embeds, which have no frames.
     pruning: overrides the request's for this video.
-    Raises InvalidRequest unless exactly one of path, data and server_path is given.
+    Raises InvalidRequest unless exactly one of path, data, server_path and embeds is given.
     """
 
     path: StrPath | None = None
     _: KW_ONLY
     data: bytes | None = None
     server_path: str | None = None
+    embeds: Embeds | None = None
     fps: float | None = None
     min_frames: int | None = None
     max_frames: int | None = None
@@ -72,7 +136,7 @@ class Video:
     pruning: Pruning | None = None
 
     def __post_init__(self) -> None:
-        _check_one_source(self)
+        _check_source(self)
 
 
 Part: TypeAlias = Text | Image | Video
@@ -103,9 +167,13 @@ def user_turn(media: PartLike | Sequence[PartLike] | None, text: str) -> Message
     return Message("user", (*parts, Text(text)) if text else tuple(parts))
 
 
-def _check_one_source(media: Image | Video) -> None:
-    given = [name for name in ("path", "data", "server_path") if getattr(media, name) is not None]
+def _check_source(media: Image | Video) -> None:
+    kind = type(media).__name__
+    given = [name for name in _SOURCES if getattr(media, name) is not None]
     if len(given) != 1:
         raise InvalidRequest(
-            f"{type(media).__name__} needs exactly one of path, data and server_path, got {', '.join(given) or 'none'}"
+            f"{kind} needs exactly one of path, data, server_path and embeds, got {', '.join(given) or 'none'}"
         )
+    useless = [name for name in _SAMPLING if getattr(media, name, None) is not None]
+    if media.embeds is not None and useless:
+        raise InvalidRequest(f"{kind}.{useless[0]} must not be set beside embeds, which have no frames")

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import TypedDict
+
+import numpy as np
 
 from client.answer import (
     Accepted,
@@ -21,17 +24,22 @@ from client.answer import (
     Timings,
     Usage,
 )
-from client.prompt import Image, Message, Part, StrPath, Text, Video
+from client.prompt import Embeds, Image, Message, Part, StrPath, Text, Video
 from common.errors import InvalidRequest, PeerContract
 from common.plan import Grid
 from common.retention import Pruning
-from common.wire import MAX_INLINE_BYTES, modality_of
-from framesieve.v1 import generation_pb2, prompt_pb2
+from common.wire import MAX_INLINE_BYTES, grid_message, modality_of
+from framesieve.v1 import generation_pb2, prompt_pb2, tensor_pb2
 
 _ROLES = {
     "system": prompt_pb2.ROLE_SYSTEM,
     "user": prompt_pb2.ROLE_USER,
     "assistant": prompt_pb2.ROLE_ASSISTANT,
+}
+_DTYPES = {
+    "float16": tensor_pb2.DTYPE_FLOAT16,
+    "bfloat16": tensor_pb2.DTYPE_BFLOAT16,
+    "float32": tensor_pb2.DTYPE_FLOAT32,
 }
 _REASONS = {
     generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -68,7 +76,8 @@ class Options(TypedDict, total=False):
 def generate_request(messages: Sequence[Message], options: Options) -> generation_pb2.GenerateRequest:
     """The request, with the files on this machine read into it.
 
-    Raises InvalidRequest for more than 16 MiB of inline media and OSError for a file that cannot be read.
+    Raises InvalidRequest for more than 16 MiB of inline media, embeddings counted in, and OSError for a file that
+    cannot be read.
     """
     stop = options.get("stop") or ()
     if isinstance(stop, str):
@@ -112,15 +121,17 @@ class _InlineRoom:
 
     def read(self, path: StrPath) -> bytes:
         # The size is asked first: a film should be refused, not read into memory to be refused.
-        self.take(Path(path).stat().st_size, os.fspath(path))
+        self.take_file(Path(path).stat().st_size, os.fspath(path))
         return Path(path).read_bytes()
 
-    def take(self, size_bytes: int, name: str) -> None:
+    def take_file(self, size_bytes: int, name: str) -> None:
+        self.take(size_bytes, name, "put it below preprocessing's --media-root and name it with server_path=")
+
+    def take(self, size_bytes: int, name: str, remedy: str) -> None:
         if size_bytes > self._left_bytes:
             raise InvalidRequest(
                 f"{name} has {size_bytes / 2**20:.1f} MiB, a prompt carries at most {MAX_INLINE_BYTES // 2**20} MiB of "
-                f"media ({self._left_bytes / 2**20:.1f} MiB are left): put it below preprocessing's --media-root and "
-                f"name it with server_path="
+                f"media ({self._left_bytes / 2**20:.1f} MiB are left): {remedy}"
             )
         self._left_bytes -= size_bytes
 
@@ -130,34 +141,59 @@ def _part(part: Part, room: _InlineRoom) -> prompt_pb2.Part:
         case Text():
             return prompt_pb2.Part(text=part.text)
         case Image():
-            media = _media(part, room)
-            media.frame_sampling.CopyFrom(prompt_pb2.FrameSampling(max_pixels=part.max_pixels))
-            return prompt_pb2.Part(image=media)
+            return prompt_pb2.Part(image=_media(part, prompt_pb2.FrameSampling(max_pixels=part.max_pixels), room))
         case Video():
-            media = _media(part, room)
-            media.frame_sampling.CopyFrom(
-                prompt_pb2.FrameSampling(
-                    fps=part.fps,
-                    min_frames=part.min_frames,
-                    max_frames=part.max_frames,
-                    max_pixels=part.max_pixels,
-                    start_s=part.start_s,
-                    end_s=part.end_s,
-                )
+            sampling = prompt_pb2.FrameSampling(
+                fps=part.fps,
+                min_frames=part.min_frames,
+                max_frames=part.max_frames,
+                max_pixels=part.max_pixels,
+                start_s=part.start_s,
+                end_s=part.end_s,
             )
+            media = _media(part, sampling, room)
             if part.pruning is not None:
                 media.pruning.CopyFrom(pruning_message(part.pruning))
             return prompt_pb2.Part(video=media)
 
 
-def _media(part: Image | Video, room: _InlineRoom) -> prompt_pb2.Media:
+def _media(part: Image | Video, sampling: prompt_pb2.FrameSampling, room: _InlineRoom) -> prompt_pb2.Media:
+    if part.embeds is not None:
+        return prompt_pb2.Media(embeds=_embeds(part.embeds, room))
     if part.server_path is not None:
-        return prompt_pb2.Media(path=part.server_path)
+        return prompt_pb2.Media(path=part.server_path, frame_sampling=sampling)
     if part.path is not None:
-        return prompt_pb2.Media(data=room.read(part.path))
+        return prompt_pb2.Media(data=room.read(part.path), frame_sampling=sampling)
     data = part.data or b""
-    room.take(len(data), f"{type(part).__name__}.data")
-    return prompt_pb2.Media(data=data)
+    room.take_file(len(data), f"{type(part).__name__}.data")
+    return prompt_pb2.Media(data=data, frame_sampling=sampling)
+
+
+def _embeds(embeds: Embeds, room: _InlineRoom) -> prompt_pb2.MediaEmbeds:
+    values, shape = embeds.values, embeds.array_shape
+    size_bytes = len(values) if isinstance(values, bytes) else values.nbytes
+    room.take(size_bytes, "Embeds.values", "send fewer slices, 16-bit values, or the media themselves")
+    if isinstance(values, np.ndarray):
+        values = values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+    step = embeds.seconds_per_slice
+    return prompt_pb2.MediaEmbeds(
+        tensor=tensor_pb2.Tensor(
+            dtype=_DTYPES[embeds.array_dtype], shape=shape if len(shape) == 3 else (1, *shape), data=values
+        ),
+        grid=grid_message(embeds.grid),
+        seconds_per_grid=None if step is None else _rational(step),
+        timestamps_s=embeds.timestamps_s,
+    )
+
+
+def _rational(seconds: Fraction | float) -> prompt_pb2.Rational:
+    try:
+        exact = Fraction(str(seconds))
+        return prompt_pb2.Rational(numerator=exact.numerator, denominator=exact.denominator)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"Embeds.seconds_per_slice must be a quotient of two 64-bit integers, got {seconds}"
+        ) from error
 
 
 def pruning_message(pruning: Pruning) -> prompt_pb2.Pruning:

@@ -302,7 +302,7 @@ async def test_a_file_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sources", [{}, {"data": b"x", "server_path": "a"}])
 def test_media_has_exactly_one_source(sources: dict[str, Any]) -> None:
-    with pytest.raises(errors.InvalidRequest, match="exactly one of path, data and server_path"):
+    with pytest.raises(errors.InvalidRequest, match="exactly one of path, data, server_path and embeds"):
         Video(**sources)
 
 

@@ -1,0 +1,112 @@
+"""Embeddings from the encoder, for callers that want them and no answer.
+
+    (item,) = await encode("127.0.0.1:50052", "clip.mp4")
+    embeds = Embeds(item.values, item.plan.grid, seconds_per_slice=item.plan.seconds_per_grid)
+
+A prompt may bring `embeds` in place of the clip, so that many questions need it decoded and encoded once. What arrives
+is held to its plan; another checkpoint's embeddings are not these (`Encoded.fingerprint`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from client.prompt import PartLike, user_turn
+from client.wire import prompt_message, pruning_message
+from common.channels import open_channel, upstream_errors
+from common.errors import PeerContract
+from common.plan import Int32Array, MediaPlan, PromptPlan
+from common.retention import Pruning, retained_count
+from common.tensors import DType, TensorBuffer
+from common.wire import PlanReceiver, add_chunk, buffer_for, int32_array, prunings_of
+from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
+
+_DTYPES = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32)
+_EVERYTHING = Pruning()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """What the encoder yields for one image or video.
+
+    plan: its grid and time base, and where its tokens would stand in a prompt of these media.
+    fingerprint: 32 bytes, of the checkpoint.
+    kept: int32 [K], strictly increasing, indices into the plan's grid.
+    values: float16 or float32 [1 + levels, K, D], level 0 being the embedding; bfloat16, which numpy lacks, is widened
+        to float32.
+    repaired_frames: frames that could not be decoded and repeat the one before.
+    """
+
+    plan: MediaPlan
+    fingerprint: bytes
+    kept: Int32Array
+    values: NDArray[np.float16] | NDArray[np.float32]
+    repaired_frames: int
+
+
+async def encode(
+    encoder: str, media: PartLike | Sequence[PartLike], pruning: Pruning = _EVERYTHING
+) -> tuple[Encoded, ...]:
+    """The embeddings of every image and video, in their order.
+
+    encoder: the service's address, host:port or unix:/path.
+    media: as for `FramesieveClient.ask`.
+    pruning: of every video that has none of its own; nothing is pruned unless it is given.
+    Raises a leaf of FramesieveError with the service's own words, InvalidRequest for more than 16 MiB of files,
+    OSError for a file that cannot be read.
+    """
+    prompt = await asyncio.to_thread(prompt_message, [user_turn(media, "")])
+    question = encoder_pb2.EncodePrompt(prompt=prompt, pruning=pruning_message(pruning))
+    everything = encoder_pb2.EncodeRequest(select=prompt_pb2.Select(all=True))
+    plans, plan = PlanReceiver(), None
+    pieces: dict[int, list[encoder_pb2.EmbedsChunk]] = defaultdict(list)
+    async with open_channel(encoder) as channel:
+        stub = encoder_pb2_grpc.EncoderServiceStub(channel)
+        with upstream_errors("encoder"):
+            async for response in stub.Encode(iter([encoder_pb2.EncodeRequest(prompt=question), everything])):
+                if plan is None:
+                    plan = plans.add(response.plan)
+                elif response.WhichOneof("response") == "embeds":
+                    pieces[response.embeds.media_index].append(response.embeds)
+    prunings = prunings_of(prompt, question.pruning)
+    if plan is None or len(plan.media) != len(prunings):
+        raise PeerContract(f"the encoder's plan is incomplete or not one of {len(prunings)} images and videos")
+    if sorted(pieces) != list(range(len(prunings))):
+        raise PeerContract(f"the encoder sent embeddings of the items {sorted(pieces)}, {len(prunings)} are due")
+    return tuple(_encoded(plan, index, pieces[index], each) for index, each in enumerate(prunings))
+
+
+def _encoded(plan: PromptPlan, index: int, pieces: list[encoder_pb2.EmbedsChunk], pruning: Pruning) -> Encoded:
+    item, first = plan.media[index], pieces[0]
+    kept = _kept(first, item, pruning)
+    buffer = buffer_for(first.chunk, _DTYPES, (1 + plan.embed_levels, kept.size, *first.chunk.shape[-1:]))
+    for piece in pieces:
+        add_chunk(buffer, piece.chunk)
+    if not buffer.complete:
+        raise PeerContract(f"item {index} ended after {buffer.received_bytes} of {buffer.data.nbytes} bytes")
+    return Encoded(item, plan.fingerprint, kept, _values(buffer), first.repaired_frames)
+
+
+def _kept(first: encoder_pb2.EmbedsChunk, item: MediaPlan, pruning: Pruning) -> Int32Array:
+    """What the first piece says was kept; where it says nothing, that is everything."""
+    kept = int32_array(first.kept) if first.HasField("kept") else np.arange(item.grid.tokens, dtype=np.int32)
+    expected = retained_count(item.grid, pruning, item.modality)
+    if kept.shape != (expected,) or (np.diff(kept) <= 0).any() or kept[0] < 0 or kept[-1] >= item.grid.tokens:
+        raise PeerContract(f"the encoder kept {kept.size} tokens out of order or out of range, {expected} are due")
+    return kept
+
+
+def _values(buffer: TensorBuffer) -> NDArray[np.float16] | NDArray[np.float32]:
+    if buffer.dtype is DType.FLOAT16:
+        return np.frombuffer(buffer.data, np.float16).reshape(buffer.shape)
+    if buffer.dtype is DType.FLOAT32:
+        return np.frombuffer(buffer.data, np.float32).reshape(buffer.shape)
+    # A bfloat16 is the upper half of a float32.
+    upper = np.frombuffer(buffer.data, np.uint16).astype(np.uint32)
+    return (upper << 16).view(np.float32).reshape(buffer.shape)
