@@ -25,7 +25,7 @@ from client.terminal import MediaBars, errors_told, stderr, tell_cost
 from client.wire import Options
 from common.errors import InvalidRequest, PeerContract
 from common.plan import Modality
-from common.retention import EVS, METHODS, Pruning
+from common.retention import EVS, NONE, RANDOM, VIDCOM2, Pruning
 
 app = typer.Typer(
     name="framesieve",
@@ -38,7 +38,14 @@ app = typer.Typer(
 RateOption = Annotated[
     float, typer.Option("--pruning-rate", help="Share of each video's tokens to drop, at least 0 and below 1.")
 ]
-MethodOption = Annotated[str, typer.Option("--method", help=f"How tokens are chosen: {', '.join(METHODS)}.")]
+MethodOption = Annotated[
+    str,
+    typer.Option(
+        "--method",
+        help=f"Which tokens are kept. {EVS}: what changed since the slice before. {VIDCOM2}: what is least like the "
+        f"rest of its slice and video, some of each slice. {RANDOM}: any, by lot. {NONE}: all, whatever the rate.",
+    ),
+]
 FpsOption = Annotated[float | None, typer.Option(help="Frames a second to look at. Default: the model's own.")]
 MaxFramesOption = Annotated[int | None, typer.Option(help="At most this many frames. Default: the model's own.")]
 OnServerOption = Annotated[bool, typer.Option("--on-server", help="Media are paths below the server's --media-root.")]
@@ -96,6 +103,8 @@ def ask(
     as_json: JsonOption = False,
 ) -> None:
     """Ask a question about videos and images; the answer streams to stdout.
+
+    Images are never pruned. Every video has the same rate and method here; in Python, Video(pruning=...) sets its own.
 
     Example: framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75
     """
@@ -198,12 +207,14 @@ def _answer_json(answer: answers.Answer) -> dict[str, Any]:
 
 # --- inspecting -------------------------------------------------------------------------------------------------
 
+_METHOD_NAMES = {EVS: "EVS", VIDCOM2: "VidCom2", RANDOM: "a random choice", NONE: "no pruning"}
+
 
 def _draw(seen: Inspection, pruning: Pruning, name: str) -> Any:
     grid, kept = seen.plan.grid, seen.kept.size
-    method = pruning.method.upper() if pruning.method == EVS else pruning.method
+    share = f"{kept} of {grid.tokens} tokens ({kept / grid.tokens:.1%})"
     caption = (
-        f"{method} at rate {pruning.rate:g} keeps {kept} of {grid.tokens} tokens ({kept / grid.tokens:.1%})  ·  "
+        f"{_METHOD_NAMES[pruning.method]} at rate {pruning.rate:g} keeps {share}  ·  "
         f"{_moments(seen)} of {grid.h} by {grid.w} tokens"
     )
     return contact_sheet(seen.frames, grid, seen.kept, seen.plan.timestamps_s, name, caption)

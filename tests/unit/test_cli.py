@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from client.cli import app
 from common.channels import DETAILS_KEY, status_details
 from common.errors import MediaDamaged
 from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from common.retention import METHODS
 from common.tensors import DType
 from common.wire import int32_tensor, plan_messages, tensor_chunks
 from framesieve.v1 import (
@@ -47,12 +49,33 @@ PLAN = PromptPlan(
             frames=4,
             frame_height_px=FRAME_PX,
             frame_width_px=FRAME_PX,
-            seconds_per_grid=1,  # type: ignore[arg-type]
+            seconds_per_grid=Fraction(1),
             timestamps_s=(0.0, 0.5, 1.0, 1.5),
             content_hash=bytes(32),
         ),
     ),
     embed_levels=0,
+    fingerprint=bytes(32),
+)
+
+# Patches of 16 px in 2 × 2, text between the slices, deepstack.
+SLICES_APART = PromptPlan(
+    input_ids=np.arange(24, dtype=np.int32),
+    positions=np.zeros((3, 24), dtype=np.int32),
+    media=(
+        MediaPlan(
+            modality=Modality.VIDEO,
+            grid=Grid(t=2, h=2, w=3),
+            runs=(Run(6, 6), Run(17, 6)),
+            frames=4,
+            frame_height_px=64,
+            frame_width_px=96,
+            seconds_per_grid=Fraction(1),
+            timestamps_s=(0.0, 0.5, 1.0, 1.5),
+            content_hash=bytes(32),
+        ),
+    ),
+    embed_levels=3,
     fingerprint=bytes(32),
 )
 
@@ -65,6 +88,7 @@ class FakeServices(
     """All three services at one address; `kept` is what the encoder answers."""
 
     def __init__(self) -> None:
+        self.plan = PLAN
         self.kept: list[int] | None = [0, 1, 2, 3]
         self.refusal: MediaDamaged | None = None
         self.asked: list[Any] = []
@@ -104,11 +128,11 @@ class FakeServices(
 
     def Preprocess(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
         self.asked.append(next(requests).prompt)
-        for plan in plan_messages(PLAN):
+        for plan in plan_messages(self.plan):
             yield preprocessing_pb2.PreprocessResponse(plan=plan)
         assert next(requests).select.all
         for first in (0, 2):
-            shape = (2, FRAME_PX, FRAME_PX, 3)
+            shape = (2, self.plan.media[0].frame_height_px, self.plan.media[0].frame_width_px, 3)
             frames = np.full(shape, 40 + 50 * first, dtype=np.uint8)
             for chunk in tensor_chunks(DType.UINT8, shape, frames.data):
                 yield preprocessing_pb2.PreprocessResponse(
@@ -117,11 +141,11 @@ class FakeServices(
 
     def Encode(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
         self.asked.append(next(requests).prompt)
-        for plan in plan_messages(PLAN):
+        for plan in plan_messages(self.plan):
             yield encoder_pb2.EncodeResponse(plan=plan)
         assert next(requests).select.all
-        count = GRID.tokens if self.kept is None else len(self.kept)
-        shape = (1, count, 4)
+        count = self.plan.media[0].grid.tokens if self.kept is None else len(self.kept)
+        shape = (1 + self.plan.embed_levels, count, 4)
         kept = None if self.kept is None else int32_tensor(np.array(self.kept, dtype=np.int32))
         for chunk in tensor_chunks(DType.FLOAT32, shape, np.zeros(shape, dtype=np.float32).data):
             yield encoder_pb2.EncodeResponse(embeds=encoder_pb2.EmbedsChunk(kept=kept, chunk=chunk))
@@ -256,6 +280,16 @@ def test_help_ends_with_an_example(framesieve: Callable[..., Result], command: s
     assert f"Example: framesieve {command}" in framesieve(command, "--help").stdout
 
 
+@pytest.mark.parametrize("command", ["ask", "inspect"])
+def test_help_says_what_each_method_keeps(framesieve: Callable[..., Result], command: str) -> None:
+    told = framesieve(command, "--help").stdout
+    assert [f"{method}: " in told for method in METHODS] == [True] * len(METHODS)
+
+
+def test_help_says_where_a_video_gets_a_rate_of_its_own(framesieve: Callable[..., Result]) -> None:
+    assert "Video(pruning=...)" in framesieve("ask", "--help").stdout
+
+
 def test_ctrl_c_exits_with_130_and_cancels_the_request(services: FakeServices, address: str, clip: str) -> None:
     services.hang.set()
     code = "from client.cli import app; app()"
@@ -304,6 +338,38 @@ def test_inspect_understands_that_an_absent_kept_is_everything(
     services.kept = None
     places = ["--preprocessing", address, "--encoder", address, "-o", str(tmp_path / "kept.png")]
     assert "8 of 8 tokens kept" in framesieve("inspect", clip, "--pruning-rate", "0", *places).stdout
+
+
+@pytest.mark.parametrize(
+    ("method", "kept", "by_slice"),
+    [
+        ("evs", [0, 1, 2, 3, 4, 5], [6, 0]),
+        ("vidcom2", [4, 6, 9], [1, 2]),
+        ("random", [1, 3, 4, 7, 8, 11], [3, 3]),
+        ("none", None, [6, 6]),
+    ],
+)
+def test_inspect_draws_slices_that_stand_apart_by_every_method(
+    framesieve: Callable[..., Result],
+    services: FakeServices,
+    address: str,
+    clip: str,
+    tmp_path: Path,
+    method: str,
+    kept: list[int] | None,
+    by_slice: list[int],
+) -> None:
+    services.plan, services.kept = SLICES_APART, kept
+    places = ["--preprocessing", address, "--encoder", address, "-o", str(tmp_path / "kept.png")]
+    told = json.loads(
+        framesieve("inspect", clip, "--method", method, "--pruning-rate", "0.75", *places, "--json").stdout
+    )
+    assert told["kept_tokens_by_slice"] == by_slice
+    assert told["pruning"] == {"rate": 0.75, "method": method, "seed": None}
+    encode = next(each for each in services.asked if isinstance(each, encoder_pb2.EncodePrompt))
+    assert encode.pruning.method == method
+    with Image.open(tmp_path / "kept.png") as picture:
+        assert picture.format == "PNG"
 
 
 @pytest.mark.parametrize("kept", [[0, 1, 2], [0, 1, 3, 2], [0, 1, 2, 8]])

@@ -26,8 +26,8 @@ def shares(sheet: Image.Image) -> tuple[int, int]:
     return int(pixels_of(sheet, RED).sum()), int(pixels_of(sheet, ACCENT).sum())
 
 
-def draw(grid: Grid, kept: list[int], frames_per_slice: int = 2) -> Image.Image:
-    frames = red_frames(grid.t * frames_per_slice)
+def draw(grid: Grid, kept: list[int], frames_per_slice: int = 2, token_px: int = 28) -> Image.Image:
+    frames = red_frames(grid.t * frames_per_slice, 2 * token_px, 3 * token_px)
     stamps = [index / 2 for index in range(len(frames))]
     return contact_sheet(frames, grid, np.array(kept, dtype=np.int32), stamps, "clip.mp4", "a caption")
 
@@ -42,13 +42,16 @@ def test_only_kept_patches_keep_their_colour() -> None:
     assert not (half & ~every).any()
 
 
-def test_a_kept_patch_stands_where_its_token_stands_in_the_grid() -> None:
+@pytest.mark.parametrize("token_px", [28, 32])
+def test_a_kept_patch_stands_where_its_token_stands_in_the_grid(token_px: int) -> None:
     grid = Grid(1, 2, 3)
-    rows, columns = np.nonzero(pixels_of(draw(grid, list(range(6)), frames_per_slice=1), RED))
+    whole = draw(grid, list(range(6)), frames_per_slice=1, token_px=token_px)
+    rows, columns = np.nonzero(pixels_of(whole, RED))
     top, left = rows.min() - 1, columns.min() - 1
     cell_height, cell_width = (rows.max() + 2 - top) / 2, (columns.max() + 2 - left) / 3
 
-    rows, columns = np.nonzero(pixels_of(draw(grid, [5], frames_per_slice=1), RED))  # row 1, column 2
+    one = draw(grid, [5], frames_per_slice=1, token_px=token_px)  # row 1, column 2
+    rows, columns = np.nonzero(pixels_of(one, RED))
     assert (rows.min() - 1 - top) / cell_height == 1
     assert (columns.min() - 1 - left) / cell_width == 2
 
