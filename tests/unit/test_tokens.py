@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -116,16 +116,13 @@ def test_grids_stand_in_order_each_with_its_item(ours: ChatTokens) -> None:
 
 
 @given(before=texts, after=texts)
+@example(before="in ", after="\u0338")  # which makes one character of the expansion's last and itself
 def test_text_beside_a_bare_placeholder_joins_its_expansion_as_in_transformers(
     theirs: Any, bare: ChatTokens, before: str, after: str
 ) -> None:
-    text = f"{before}<0.3 seconds><|vision_start|><|video_pad|><|vision_end|>{after}"
-    found = ids_of(
-        bare,
-        [Turn("user", (before, Modality.VIDEO, after))],
-        ("<0.3 seconds><|vision_start|>", ONE, "<|vision_end|>"),
-    )
-    assert found == theirs(text)["input_ids"]
+    opening, closing = "<0.3 seconds><|vision_start|>", "<|vision_end|><1.3 seconds>"
+    found = ids_of(bare, [Turn("user", (before, Modality.VIDEO, after))], (opening, ONE, closing))
+    assert found == theirs(f"{before}{opening}<|video_pad|>{closing}{after}")["input_ids"]
 
 
 @given(before=texts, after=texts, control=st.sampled_from(CONTROL))
