@@ -51,11 +51,13 @@ def test_without_domains_every_host_is_asked_and_with_two_both_are() -> None:
     both.check_url(parse_url("http://a.example.com/"))
 
 
-@pytest.mark.parametrize("url", ["http://example.org/", "https://example.org:81/", "https://example.org:8443/"])
-def test_schemes_and_ports_are_those_of_the_policy(url: str) -> None:
-    FetchPolicy(ports=frozenset({80, 81, 8443})).check_url(parse_url(url))
-    with pytest.raises(MediaForbidden, match=r"must (start with https|have port 443), got"):
-        FetchPolicy(schemes=frozenset({"https"}), ports=frozenset({443})).check_url(parse_url(url))
+def test_schemes_and_ports_are_those_of_the_policy() -> None:
+    narrow = FetchPolicy(schemes=frozenset({"https"}), ports=frozenset({80, 443, 8443}))
+    narrow.check_url(parse_url("https://example.org:8443/"))
+    with pytest.raises(MediaForbidden, match="must start with https, got 'http'"):
+        narrow.check_url(parse_url("http://example.org/"))
+    with pytest.raises(MediaForbidden, match="must have port 80 or 443 or 8443, got 81"):
+        narrow.check_url(parse_url("https://example.org:81/"))
 
 
 def test_a_name_alone_opens_no_private_network() -> None:

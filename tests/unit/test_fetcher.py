@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import socket
-import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import trustme
 
 from common.errors import FramesieveError, InvalidRequest, MediaForbidden, MediaRejected
 from services.preprocessing.fetch_policy import AllowedDomain, FetchPolicy
 from services.preprocessing.fetcher import Fetcher, look_up
-
-BODY = bytes(range(256)) * 1024
-Behaviour = Callable[[asyncio.StreamWriter], Awaitable[None]]
+from tests.unit.loopback import BODY, Resolver, Server, head, ok, policy, redirect, serving
 
 
 @pytest.fixture(autouse=True)
@@ -36,85 +30,6 @@ def _no_name_is_looked_up_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None
         return resolve(host, *arguments, **{**options, "flags": socket.AI_NUMERICHOST})  # type: ignore[arg-type]
 
     monkeypatch.setattr(socket, "getaddrinfo", numeric_only)
-
-
-@dataclass
-class Server:
-    """Answers every request with `answer`, one a connection."""
-
-    answer: bytes | Behaviour
-    port: int = 0
-    connections: int = 0
-    requests: list[str] = field(default_factory=list)
-    serving: set[asyncio.Task[None]] = field(default_factory=set)
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        task = asyncio.current_task()
-        assert task is not None
-        self.serving.add(task)
-        try:
-            self.requests.append((await reader.readuntil(b"\r\n\r\n")).decode())
-            if isinstance(self.answer, bytes):
-                writer.write(self.answer)
-                await writer.drain()
-            else:
-                await self.answer(writer)
-            writer.close()
-            await writer.wait_closed()
-        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # the fetcher left, or the test is over
-        finally:
-            writer.transport.abort()
-
-
-@asynccontextmanager
-async def serving(
-    answer: bytes | Behaviour, address: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None
-) -> AsyncIterator[Server]:
-    server = Server(answer)
-    listening = await asyncio.start_server(server.serve, address, port, ssl=tls)
-    server.port = listening.sockets[0].getsockname()[1]
-    try:
-        yield server
-    finally:
-        listening.close()
-        for task in server.serving:
-            task.cancel()
-        await asyncio.gather(*server.serving, return_exceptions=True)
-
-
-class Resolver:
-    """Knows these names; where a name has several answers, each look-up gets the next one and the last stays."""
-
-    def __init__(self, **answers: list[list[str]]) -> None:
-        self.answers = {name.replace("_", "."): answer for name, answer in answers.items()}
-        self.asked: list[str] = []
-
-    async def __call__(self, host: str) -> Sequence[str]:
-        self.asked.append(host)
-        answers = self.answers.get(host)
-        if answers is None:
-            raise socket.gaierror(socket.EAI_NONAME, "unknown")
-        return answers.pop(0) if len(answers) > 1 else answers[0]
-
-
-def policy(port: int, *domains: str, **limits: float) -> FetchPolicy:
-    """Opens 127.0.0.1 to clip.test alone, unless other domains are given."""
-    allowed = tuple(AllowedDomain.parse(each) for each in domains or ("clip.test=127.0.0.1", "*"))
-    return FetchPolicy(ports=frozenset({port, 80}), domains=allowed, **{"total_s": 20.0, **limits})  # type: ignore[arg-type]
-
-
-def ok(body: bytes = BODY, *headers: str) -> bytes:
-    return head(200, f"Content-Length: {len(body)}", *headers) + body
-
-
-def head(status: int, *headers: str) -> bytes:
-    return "\r\n".join([f"HTTP/1.1 {status} X", *headers, "", ""]).encode()
-
-
-def redirect(location: str, status: int = 302) -> bytes:
-    return head(status, f"Location: {location}", "Content-Length: 0", "Set-Cookie: a=b")
 
 
 async def fetched(server: Server, resolver: Resolver | None = None, **limits: float) -> bytes:
@@ -191,6 +106,11 @@ async def test_what_is_no_whole_plain_body_is_rejected(answer: bytes, why: str) 
     async with serving(answer) as server:
         with pytest.raises(MediaRejected, match=rf"^video\.url .*{why}"):
             await fetched(server)
+
+
+async def test_a_body_smaller_than_any_buffer_arrives_too() -> None:
+    async with serving(ok(b"clip")) as server:
+        assert await fetched(server) == b"clip"
 
 
 async def forever(writer: asyncio.StreamWriter, piece: bytes, every_s: float = 0.0) -> None:
@@ -314,6 +234,17 @@ async def test_a_redirect_is_followed_without_cookies(status: int, location: str
         assert await fetched(server) == BODY
     assert server.requests[1].startswith("GET /there HTTP/1.1\r\n")
     assert "cookie" not in server.requests[1].lower()
+
+
+async def test_a_redirect_to_another_host_is_followed_to_where_that_one_lies() -> None:
+    resolver = Resolver(clip_test=[["127.0.0.1"]], other_test=[["127.0.0.2"]])
+    async with serving(ok(), "127.0.0.2") as other, serving(b"", port=other.port) as server:
+        server.answer = redirect(f"http://other.test:{other.port}/there")
+        allowed = policy(server.port, "clip.test=127.0.0.1", "other.test=127.0.0.2")
+        source = await Fetcher(allowed, resolver).fetch("video", f"http://clip.test:{server.port}/")
+        source.close()
+    assert f"Host: other.test:{other.port}\r\n" in other.requests[0]
+    assert (server.connections, other.connections) == (1, 1)
 
 
 @pytest.mark.parametrize(("allowed", "connections"), [(0, 1), (3, 4)])
@@ -478,87 +409,6 @@ async def test_proxies_of_the_environment_are_ignored(monkeypatch: pytest.Monkey
             monkeypatch.setenv(variable, f"http://127.0.0.1:{proxy.port}")
         assert await fetched(server) == BODY
     assert proxy.connections == 0
-
-
-@pytest.fixture(scope="module")
-def authority() -> trustme.CA:
-    return trustme.CA()
-
-
-def trusting(authority: trustme.CA) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    authority.configure_trust(context)
-    return context
-
-
-def certified(authority: trustme.CA, *names: str) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert(*names).configure_cert(context)
-    return context
-
-
-@asynccontextmanager
-async def tls_fetcher(
-    authority: trustme.CA, answer: bytes | Behaviour, *names: str, trusted: trustme.CA | None = None
-) -> AsyncIterator[tuple[Fetcher, Server]]:
-    """A server at 127.0.0.1 with a certificate for these names, and who may reach it as clip.test and other.test."""
-    resolver = Resolver(clip_test=[["127.0.0.1"]], other_test=[["127.0.0.1"]])
-    async with serving(answer, tls=certified(authority, *names)) as server:
-        allowed = policy(server.port, "*=127.0.0.1")
-        yield Fetcher(allowed, resolver, trusting(trusted or authority)), server
-
-
-@pytest.mark.parametrize("host", ["clip.test", "clip.test.", "127.0.0.1"])
-async def test_a_certificate_is_held_to_the_name_in_the_url(authority: trustme.CA, host: str) -> None:
-    async with tls_fetcher(authority, ok(), "clip.test", "127.0.0.1") as (fetcher, server):
-        source = await fetcher.fetch("video", f"https://{host}:{server.port}/")
-        source.close()
-
-
-async def test_a_certificate_for_the_address_or_another_name_is_not_one_for_the_host(authority: trustme.CA) -> None:
-    async with tls_fetcher(authority, ok(), "127.0.0.1", "other.test") as (fetcher, server):
-        with pytest.raises(MediaRejected, match="no valid certificate"):
-            await fetcher.fetch("video", f"https://clip.test:{server.port}/")
-    assert not server.requests
-
-
-async def test_a_certificate_of_nobody_is_refused(authority: trustme.CA) -> None:
-    async with tls_fetcher(authority, ok(), "clip.test", trusted=trustme.CA()) as (fetcher, server):
-        with pytest.raises(MediaRejected, match="no valid certificate"):
-            await fetcher.fetch("video", f"https://clip.test:{server.port}/")
-    assert not server.requests
-
-
-async def test_a_certificate_is_asked_for_again_after_a_redirect_to_the_same_address(authority: trustme.CA) -> None:
-    async def to_other(writer: asyncio.StreamWriter) -> None:
-        writer.write(redirect(f"https://other.test:{server.port}/"))
-        await writer.drain()
-        await asyncio.sleep(1)  # kept alive, so that a client could go on with it
-
-    async with tls_fetcher(authority, to_other, "clip.test") as (fetcher, server):
-        with pytest.raises(MediaRejected, match="no valid certificate"):
-            await fetcher.fetch("video", f"https://clip.test:{server.port}/")
-    assert len(server.requests) == 1
-
-
-async def test_tls_that_breaks_in_mid_stream_is_rejected(authority: trustme.CA) -> None:
-    async def breaking(writer: asyncio.StreamWriter) -> None:
-        writer.write(head(200, "Content-Length: 1000") + b"a" * 10)
-        await asyncio.sleep(0.1)
-        os.write(writer.get_extra_info("socket").fileno(), b"\x17\x03\x03\x00\x20" + bytes(32))
-        await asyncio.sleep(0.1)
-
-    async with tls_fetcher(authority, breaking, "clip.test") as (fetcher, server):
-        with pytest.raises(MediaRejected, match="broke off"):
-            await fetcher.fetch("video", f"https://clip.test:{server.port}/")
-
-
-async def test_a_handshake_that_is_not_answered_ends_with_the_time_to_connect(authority: trustme.CA) -> None:
-    resolver = Resolver(clip_test=[["127.0.0.1"]])
-    async with serving(b"") as server:  # waits for a request in plain text
-        fetcher = Fetcher(policy(server.port, connect_s=0.2), resolver, trusting(authority))
-        with pytest.raises(MediaRejected, match="cannot be connected to"):
-            await fetcher.fetch("video", f"https://clip.test:{server.port}/")
 
 
 async def test_the_system_is_asked_for_all_addresses_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,94 @@
+"""Servers and a resolver that the fetcher's tests share: real sockets on loopback, every byte by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from services.preprocessing.fetch_policy import AllowedDomain, FetchPolicy
+
+BODY = bytes(range(256)) * 1024
+Behaviour = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+@dataclass
+class Server:
+    """Answers every request with `answer`, one a connection."""
+
+    answer: bytes | Behaviour
+    port: int = 0
+    connections: int = 0
+    requests: list[str] = field(default_factory=list)
+    serving: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self.serving.add(task)
+        try:
+            self.requests.append((await reader.readuntil(b"\r\n\r\n")).decode())
+            if isinstance(self.answer, bytes):
+                writer.write(self.answer)
+                await writer.drain()
+            else:
+                await self.answer(writer)
+            writer.close()
+            await writer.wait_closed()
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # the fetcher left, or the test is over
+        finally:
+            writer.transport.abort()
+
+
+@asynccontextmanager
+async def serving(
+    answer: bytes | Behaviour, address: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Server]:
+    server = Server(answer)
+    listening = await asyncio.start_server(server.serve, address, port, ssl=tls)
+    server.port = listening.sockets[0].getsockname()[1]
+    try:
+        yield server
+    finally:
+        listening.close()
+        for task in server.serving:
+            task.cancel()
+        await asyncio.gather(*server.serving, return_exceptions=True)
+
+
+class Resolver:
+    """Knows these names; where a name has several answers, each look-up gets the next one and the last stays."""
+
+    def __init__(self, **answers: list[list[str]]) -> None:
+        self.answers = {name.replace("_", "."): answer for name, answer in answers.items()}
+        self.asked: list[str] = []
+
+    async def __call__(self, host: str) -> Sequence[str]:
+        self.asked.append(host)
+        answers = self.answers.get(host)
+        if answers is None:
+            raise socket.gaierror(socket.EAI_NONAME, "unknown")
+        return answers.pop(0) if len(answers) > 1 else answers[0]
+
+
+def policy(port: int, *domains: str, **limits: float) -> FetchPolicy:
+    """Opens 127.0.0.1 to clip.test alone, unless other domains are given."""
+    allowed = tuple(AllowedDomain.parse(each) for each in domains or ("clip.test=127.0.0.1", "*"))
+    return FetchPolicy(ports=frozenset({port, 80}), domains=allowed, **{"total_s": 20.0, **limits})  # type: ignore[arg-type]
+
+
+def ok(body: bytes = BODY, *headers: str) -> bytes:
+    return head(200, f"Content-Length: {len(body)}", *headers) + body
+
+
+def head(status: int, *headers: str) -> bytes:
+    return "\r\n".join([f"HTTP/1.1 {status} X", *headers, "", ""]).encode()
+
+
+def redirect(location: str, status: int = 302) -> bytes:
+    return head(status, f"Location: {location}", "Content-Length: 0", "Set-Cookie: a=b")
