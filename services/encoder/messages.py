@@ -103,8 +103,8 @@ def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
         finite = values.to(dtype).isfinite()
         if not bool(finite.all()):
             token, channel = (~finite).nonzero()[0].tolist()
-            value, place = values[token, channel].item(), [level, token, channel]
-            raise InvalidRequest(f"{name} must be finite in {dtype}, got {value} at {place}")
+            wanted, value = str(dtype).removeprefix("torch."), values[token, channel].item()
+            raise InvalidRequest(f"{name} must be finite in {wanted}, got {value:g} at {[level, token, channel]}")
 
 
 def _check_method(name: str, message: prompt_pb2.Pruning, methods: Sequence[str]) -> None:
