@@ -66,7 +66,6 @@ class Fetcher:
             async with asyncio.timeout(self._policy.total_s):
                 with tempfile.TemporaryFile() as file:
                     digest = await self._follow(url, file)
-                    file.flush()
                     return Source(name, digest, descriptor=os.dup(file.fileno()))
         except TimeoutError as error:
             raise MediaRejected(f"{name}.url took longer than the {self._policy.total_s:g} s it may take") from error
