@@ -1,10 +1,10 @@
 """Embeddings from the encoder, for callers that want them and no answer.
 
     (item,) = await encode("127.0.0.1:50052", "clip.mp4")
-    embeds = Embeds(item.values, item.plan.grid, seconds_per_slice=item.plan.seconds_per_grid)
+    answer = await client.ask(Video(embeds=item.as_embeds()), "What moves?", pruning_rate=0.75)
 
-A prompt may bring `embeds` in place of the clip, so that many questions need it decoded and encoded once. What arrives
-is held to its plan; another checkpoint's embeddings are not these (`Encoded.fingerprint`).
+So many questions, each with its own pruning, need the clip decoded and encoded once. What arrives is held to its plan;
+embeddings are one checkpoint's (`Encoded.fingerprint`) and mean nothing to another.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
-from client.prompt import PartLike, user_turn
+from client.prompt import Embeds, PartLike, user_turn
 from client.wire import prompt_message, pruning_message
 from common.channels import open_channel, upstream_errors
-from common.errors import PeerContract
-from common.plan import Int32Array, MediaPlan, PromptPlan
+from common.errors import InvalidRequest, PeerContract
+from common.plan import Int32Array, MediaPlan, Modality, PromptPlan
 from common.retention import Pruning, retained_count
 from common.tensors import DType, TensorBuffer
 from common.wire import PlanReceiver, add_chunk, buffer_for, int32_array, prunings_of
@@ -38,16 +39,49 @@ class Encoded:
     plan: its grid and time base, and where its tokens would stand in a prompt of these media.
     fingerprint: 32 bytes, of the checkpoint.
     kept: int32 [K], strictly increasing, indices into the plan's grid.
-    values: float16 or float32 [1 + levels, K, D], level 0 being the embedding; bfloat16, which numpy lacks, is widened
-        to float32.
+    tensor: bfloat16, float16 or float32 [1 + levels, K, D] as it was sent, level 0 being the embedding.
     repaired_frames: frames that could not be decoded and repeat the one before.
     """
 
     plan: MediaPlan
     fingerprint: bytes
     kept: Int32Array
-    values: NDArray[np.float16] | NDArray[np.float32]
+    tensor: TensorBuffer
     repaired_frames: int
+
+    @property
+    def values(self) -> NDArray[np.float16] | NDArray[np.float32]:
+        """The tensor for numpy, which lacks bfloat16: the upper half of a float32, it is widened to a whole one."""
+        data, shape = self.tensor.data, self.tensor.shape
+        match self.tensor.dtype:
+            case DType.BFLOAT16:
+                return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+            case DType.FLOAT16:
+                return np.frombuffer(data, "<f2").reshape(shape)
+            case _:
+                return np.frombuffer(data, "<f4").reshape(shape)
+
+    def as_embeds(self) -> Embeds:
+        """The same for a prompt to bring in place of the pixels, shown when the frames were.
+
+        Raises InvalidRequest where tokens were pruned, since a prompt brings whole media, or where no frames were.
+        """
+        tokens = self.plan.grid.tokens
+        if self.kept.size != tokens:
+            raise InvalidRequest(
+                f"a prompt brings embeddings of whole media, here are {self.kept.size} of {tokens} tokens"
+            )
+        if self.plan.brings_embeds:
+            raise InvalidRequest("a prompt brought these embeddings itself: bring the same ones again")
+        seconds_per_slice, timestamps_s = _time_base(self.plan)
+        return Embeds(
+            bytes(self.tensor.data),
+            self.plan.grid,
+            dtype=self.tensor.dtype.label,
+            shape=self.tensor.shape,
+            seconds_per_slice=seconds_per_slice,
+            timestamps_s=timestamps_s,
+        )
 
 
 async def encode(
@@ -82,6 +116,18 @@ async def encode(
     return tuple(_encoded(plan, index, pieces[index], each) for index, each in enumerate(prunings))
 
 
+def _time_base(item: MediaPlan) -> tuple[Fraction | None, tuple[float, ...]]:
+    """Seconds per slice, or when each is shown: slices that stand apart in the prompt stand behind their own times.
+
+    A slice is shown between its first and its last frame. An image has neither.
+    """
+    if item.modality is Modality.IMAGE or len(item.runs) != item.grid.t:
+        return item.seconds_per_grid, ()
+    frames = item.frames // item.grid.t
+    firsts, lasts = item.timestamps_s[::frames], item.timestamps_s[frames - 1 :: frames]
+    return None, tuple((first + last) / 2 for first, last in zip(firsts, lasts, strict=True))
+
+
 def _encoded(plan: PromptPlan, index: int, pieces: list[encoder_pb2.EmbedsChunk], pruning: Pruning) -> Encoded:
     item, first = plan.media[index], pieces[0]
     kept = _kept(first, item, pruning)
@@ -90,7 +136,7 @@ def _encoded(plan: PromptPlan, index: int, pieces: list[encoder_pb2.EmbedsChunk]
         add_chunk(buffer, piece.chunk)
     if not buffer.complete:
         raise PeerContract(f"item {index} ended after {buffer.received_bytes} of {buffer.data.nbytes} bytes")
-    return Encoded(item, plan.fingerprint, kept, _values(buffer), first.repaired_frames)
+    return Encoded(item, plan.fingerprint, kept, buffer, first.repaired_frames)
 
 
 def _kept(first: encoder_pb2.EmbedsChunk, item: MediaPlan, pruning: Pruning) -> Int32Array:
@@ -100,13 +146,3 @@ def _kept(first: encoder_pb2.EmbedsChunk, item: MediaPlan, pruning: Pruning) -> 
     if kept.shape != (expected,) or (np.diff(kept) <= 0).any() or kept[0] < 0 or kept[-1] >= item.grid.tokens:
         raise PeerContract(f"the encoder kept {kept.size} tokens out of order or out of range, {expected} are due")
     return kept
-
-
-def _values(buffer: TensorBuffer) -> NDArray[np.float16] | NDArray[np.float32]:
-    if buffer.dtype is DType.FLOAT16:
-        return np.frombuffer(buffer.data, np.float16).reshape(buffer.shape)
-    if buffer.dtype is DType.FLOAT32:
-        return np.frombuffer(buffer.data, np.float32).reshape(buffer.shape)
-    # A bfloat16 is the upper half of a float32.
-    upper = np.frombuffer(buffer.data, np.uint16).astype(np.uint32)
-    return (upper << 16).view(np.float32).reshape(buffer.shape)

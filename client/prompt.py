@@ -41,10 +41,10 @@ class Text:
 class Embeds:
     """What a vision tower yields for a whole, unpruned image or video, in place of its pixels.
 
-        rows = tower(frames)                                     # torch.float32 [8 · 12 · 16, D]
+        rows = tower(frames)                                         # torch.float32 [8 · 12 · 16, D]
         Video(embeds=Embeds(rows.numpy(), Grid(8, 12, 16), seconds_per_slice=1.0))
 
-        raw = rows.bfloat16().view(torch.uint8).numpy().tobytes()  # half the size
+        raw = rows.bfloat16().view(torch.uint8).numpy().tobytes()    # half the size
         Video(embeds=Embeds(raw, Grid(8, 12, 16), dtype="bfloat16", shape=rows.shape, seconds_per_slice=1.0))
 
     values: float16 or float32 [tokens, D] or, with deepstack, [1 + levels, tokens, D], level 0 being the embedding;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from fractions import Fraction
@@ -14,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from client import Embeds, Encoded, Image, Message, Pruning, Video, encode
+from client import Encoded, Image, Message, Pruning, Video, encode
 from client.wire import prompt_message
 from common import errors
 from common.interceptors import RequestInterceptor
 from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
 from common.retention import RANDOM, VIDCOM2
-from common.tensors import DType
+from common.tensors import DType, TensorBuffer
 from common.wire import int32_tensor, plan_messages, tensor_chunks
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 
@@ -181,15 +182,47 @@ async def test_a_videos_own_pruning_is_the_one_that_counts(tmp_path: Path) -> No
     assert clip.kept.tolist() == [0, 6, 12]
 
 
-def test_what_was_encoded_whole_can_stand_in_a_prompt_in_place_of_its_pixels(tmp_path: Path) -> None:
-    _, clip, pieces = whole(DType.BFLOAT16)
-    item = ask(tmp_path, pieces)[1]
-    again = Video(embeds=Embeds(item.values, item.plan.grid, seconds_per_slice=item.plan.seconds_per_grid))
-    sent = prompt_message([Message("user", (again,))]).messages[0].parts[0].video.embeds
-    assert list(sent.tensor.shape) == [1 + LEVELS, 18, WIDTH]
-    assert torch.equal(torch.frombuffer(bytearray(sent.tensor.data), dtype=torch.float32), clip.float().flatten())
-    assert (sent.grid.t, sent.grid.h, sent.grid.w) == (3, 2, 3)
-    assert (sent.seconds_per_grid.numerator, sent.seconds_per_grid.denominator) == (2, 3)
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_what_was_encoded_whole_can_stand_in_a_prompt_in_place_of_its_pixels(tmp_path: Path, dtype: DType) -> None:
+    photo, clip, pieces = whole(dtype)
+    first, second = ask(tmp_path, pieces)
+    again = (Image(embeds=first.as_embeds()), Video(embeds=second.as_embeds()))
+    image, video = prompt_message([Message("user", again)]).messages[0].parts
+    for sent, tensor, grid in ((image.image, photo, PHOTO.grid), (video.video, clip, CLIP.grid)):
+        assert sent.embeds.tensor.data == bytes(as_bytes(tensor))
+        assert list(sent.embeds.tensor.shape) == list(tensor.shape)
+        assert (sent.embeds.grid.t, sent.embeds.grid.h, sent.embeds.grid.w) == (grid.t, grid.h, grid.w)
+    assert not image.image.embeds.HasField("seconds_per_grid")
+    assert not image.image.embeds.timestamps_s
+
+
+def encoded(plan: MediaPlan, kept: int | None = None) -> Encoded:
+    tokens = kept or plan.grid.tokens
+    tensor = TensorBuffer(DType.FLOAT32, (1, tokens, WIDTH))
+    return Encoded(plan, PLAN.fingerprint, np.arange(tokens, dtype=np.int32), tensor, repaired_frames=0)
+
+
+def test_slices_behind_their_own_times_keep_them_however_uneven_their_frames_were() -> None:
+    uneven = dataclasses.replace(CLIP, timestamps_s=(0.0, 0.5, 1.0, 1.75, 2.5, 3.0))
+    embeds = encoded(uneven).as_embeds()
+    assert embeds.timestamps_s == (0.25, 1.375, 2.75)
+    assert embeds.seconds_per_slice is None
+
+
+def test_slices_in_one_run_keep_the_step_that_they_were_laid_out_with() -> None:
+    embeds = encoded(dataclasses.replace(CLIP, runs=(Run(8, 18),))).as_embeds()
+    assert (embeds.seconds_per_slice, embeds.timestamps_s) == (Fraction(2, 3), ())
+
+
+def test_pruned_embeddings_cannot_stand_in_a_prompt() -> None:
+    with pytest.raises(errors.InvalidRequest, match="here are 6 of 18 tokens"):
+        encoded(CLIP, kept=6).as_embeds()
+
+
+def test_embeddings_that_a_prompt_brought_are_not_taken_for_frames() -> None:
+    brought = dataclasses.replace(CLIP, frames=0, frame_height_px=0, frame_width_px=0, timestamps_s=())
+    with pytest.raises(errors.InvalidRequest, match="bring the same ones again"):
+        encoded(brought).as_embeds()
 
 
 def without_the_photo() -> Chunks:
