@@ -127,6 +127,23 @@ async def test_at_rate_0_everything_is_kept_and_nothing_is_listed(
     item.close()
 
 
+async def test_an_item_that_is_filled_is_pruned_like_one_that_was_encoded(make_item: Callable[[float], Item]) -> None:
+    item = make_item(0.5)
+    await item.reserve(Room(SIZE_BYTES))
+    rows = torch.arange(1.0, 1 + GRID.tokens)[:, None] * torch.linspace(0, 1, WIDTH)
+    await item.fill(torch.stack([rows, 100 + rows]).bfloat16())
+    assert await item.next_encoded()
+    assert (item.decoded_slices, item.encoded_slices, item.repaired_frames) == (6, 6, 0)
+    embeds = await item.finish()
+    item.close()
+    assert embeds.kept is not None
+    # Of multiples of one vector, slice 0 and then those that bfloat16 turned the most; all levels by the same mask.
+    assert embeds.kept.size == 12
+    sent = np.frombuffer(embeds.data, np.float32).reshape(embeds.shape)
+    expected = torch.stack([rows, 100 + rows]).bfloat16().float()[:, embeds.kept.tolist()]
+    assert (embeds.dtype, sent.tolist()) == (DType.FLOAT32, expected.tolist())
+
+
 async def test_room_for_the_unpruned_item_is_held_until_it_is_closed(make_item: Callable[[float], Item]) -> None:
     room, item = Room(SIZE_BYTES + 10), make_item(0.75)
     await item.reserve(room)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from common.plan import Grid
-from common.retention import Pruning
+from common.retention import METHODS, Pruning
 from services.encoder.evs import evs_scores
 from services.encoder.pruning import gather_in_place, keep_tokens
 from tests.unit.kept import RATES, check_kept, evs_count, videos
@@ -121,6 +121,16 @@ def test_random_keeps_as_many_as_evs_and_depends_on_the_seed_alone() -> None:
     assert not torch.equal(first, other)
     assert first.numel() == evs_count(grid, 0.75)
     assert (first.diff() > 0).all()
+
+
+@pytest.mark.parametrize(("method", "count"), [("evs", 4), ("vidcom2", 3), ("random", 4), ("none", 12)])
+def test_every_method_keeps_its_exact_count_in_order(method: str, count: int) -> None:
+    assert set(METHODS) == {"evs", "vidcom2", "random", "none"}
+    embeds = torch.randn(12, 8, generator=torch.Generator().manual_seed(5))
+    kept = keep_tokens(embeds, Grid(3, 2, 2), Pruning(0.75, method))
+    assert kept.dtype == torch.int32
+    assert kept.numel() == count
+    assert (kept.diff() > 0).all()
 
 
 def test_the_method_none_keeps_everything() -> None:
