@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from client.client import FramesieveClient
+from client.encoding import encode
 from client.launcher import LocalStack
 from client.prompt import Image, Message, Text, Video
 from client.wire import prompt_message
@@ -208,3 +209,43 @@ async def test_at_rate_0_the_answer_is_that_of_transformers_generate(
     assert list(answer.token_ids) == expected.tolist()
     logprobs = logits.log_softmax(dim=-1).gather(1, expected[:, None])[:, 0]
     assert answer.logprobs == pytest.approx(logprobs.tolist(), abs=1e-4)
+
+
+# --- embeddings as input ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["evs", "vidcom2", "random"])
+async def test_embeddings_are_answered_as_the_media_they_come_from(
+    stack: LocalStack, client: FramesieveClient, method: str
+) -> None:
+    clip, picture = await encode(stack.addresses["encoder"], [Video(data=WIDE), Image(data=PICTURE)])
+    answers = [
+        await client.ask(
+            list(parts),
+            "What moves?",
+            pruning_rate=0.5,
+            pruning_method=method,
+            max_new_tokens=6,
+            temperature=0,
+            logprobs=True,
+            timeout_s=60,
+        )
+        for parts in (
+            (Video(data=WIDE), Image(data=PICTURE)),
+            (Video(embeds=clip.as_embeds()), Image(embeds=picture.as_embeds())),
+        )
+    ]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].logprobs == pytest.approx(answers[1].logprobs, abs=1e-4)
+    assert [item.kept_tokens for item in answers[0].usage.media] == [
+        item.kept_tokens for item in answers[1].usage.media
+    ]
+
+
+async def test_a_video_of_embeddings_without_a_time_base_is_refused(
+    stack: LocalStack, client: FramesieveClient
+) -> None:
+    (clip,) = await encode(stack.addresses["encoder"], Video(data=SHORT))
+    timeless = replace(clip.as_embeds(), seconds_per_slice=None, timestamps_s=())
+    with pytest.raises(errors.InvalidRequest, match="seconds_per_grid or timestamps_s"):
+        await client.ask(Video(embeds=timeless), "What moves?", timeout_s=60)
