@@ -5,6 +5,8 @@ It owns no rule about values: the dataclasses of `common.plan` and `common.reten
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
@@ -80,6 +82,11 @@ def int32_array(tensor: tensor_pb2.Tensor) -> Int32Array:
     if tensor.dtype != tensor_pb2.DTYPE_INT32 or size_bytes(DType.INT32, tensor.shape) != len(data):
         raise PeerContract(f"expected int32 {list(tensor.shape)}, got dtype {tensor.dtype} and {len(data)} bytes")
     return np.frombuffer(data, "<i4").astype(np.int32, copy=False).reshape(tensor.shape)
+
+
+def tensor_digest(tensor: tensor_pb2.Tensor) -> bytes:
+    """sha256 of a tensor's dtype, as an int32, and its bytes; its shape stands elsewhere."""
+    return hashlib.sha256(struct.pack("<i", tensor.dtype) + tensor.data).digest()
 
 
 # --- pruning ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ check.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor
 from common.errors import InvalidRequest
 from common.plan import Grid
 from common.retention import EVS, Pruning
-from common.wire import check_inline_bytes, prunings_of
+from common.wire import check_inline_bytes, prunings_of, tensor_digest
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt
 from services.encoder.tower import Tower
@@ -76,7 +75,7 @@ def _take(embeds: prompt_pb2.MediaEmbeds, tower: Tower, name: str) -> BroughtEmb
     data = bytearray(embeds.tensor.data)
     tensor = _tensor(embeds.tensor, data, shape, f"{name}.tensor")
     _check_finite(tensor, tower.dtype, f"{name}.tensor")
-    embeds.digest = hashlib.sha256(data).digest()
+    embeds.digest = tensor_digest(embeds.tensor)
     embeds.ClearField("tensor")
     return BroughtEmbeds(grid, tensor)
 

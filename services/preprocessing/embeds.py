@@ -5,9 +5,8 @@ Their values are the encoder's to check. It knows neither protobuf nor families.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 
 from common.errors import InvalidRequest
@@ -19,20 +18,20 @@ from services.preprocessing.timing import MAX_LENGTH_S, TimeBase
 class Embeds:
     """Embeddings of one media item; a video's with one of its two time bases, an image's with none.
 
-    data: the tensor's bytes, or none where whoever asks keeps them. digest: sha256 of them, if known.
+    size_bytes: of the tensor, 0 where whoever asks keeps it. digest: sha256 of it.
     seconds_per_grid: between temporal slices. timestamps_s: when each is shown.
     Raises InvalidRequest for a time base that is missing, out of range or not this modality's.
     """
 
     modality: Modality
     grid: Grid
-    data: bytes = field(repr=False)
+    size_bytes: int
     digest: bytes
     seconds_per_grid: Fraction | None
     timestamps_s: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if self.digest and len(self.digest) != DIGEST_BYTES:
+        if len(self.digest) != DIGEST_BYTES:
             raise InvalidRequest(f"embeds.digest must have {DIGEST_BYTES} bytes, got {len(self.digest)}")
         given = (self.seconds_per_grid is not None) + bool(self.timestamps_s)
         if self.modality is Modality.IMAGE:
@@ -51,11 +50,6 @@ class Embeds:
             _check_step(self.seconds_per_grid, self.grid.t)
         else:
             _check_times(self.timestamps_s, self.grid.t)
-
-    @property
-    def content(self) -> bytes:
-        """sha256 of the tensor's bytes."""
-        return self.digest or hashlib.sha256(self.data).digest()
 
     def time_base(self, slice_frames: int) -> TimeBase | None:
         """A video's, from the one that it has; None for an image. slice_frames: in a temporal slice."""

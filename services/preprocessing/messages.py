@@ -11,7 +11,7 @@ from fractions import Fraction
 from common.errors import InvalidRequest
 from common.plan import Grid, Modality
 from common.tensors import DType
-from common.wire import check_inline_bytes, tensor_chunks
+from common.wire import check_inline_bytes, tensor_chunks, tensor_digest
 from framesieve.v1 import preprocessing_pb2, prompt_pb2
 from services.preprocessing.embeds import Embeds
 from services.preprocessing.planner import Conversation, MediaRequest
@@ -71,7 +71,7 @@ def _check_sums(media: Sequence[MediaRequest]) -> None:
     """Raises InvalidRequest for more inline media, or more slices of embeddings, than a prompt may have."""
     embeds = [item.location for item in media if isinstance(item.location, Embeds)]
     files = [item.location for item in media if isinstance(item.location, bytes)]
-    check_inline_bytes(sum(map(len, files)) + sum(len(each.data) for each in embeds))
+    check_inline_bytes(sum(map(len, files)) + sum(each.size_bytes for each in embeds))
     slices = sum(each.grid.t for each in embeds)
     if slices > MAX_EMBEDS_SLICES:
         raise InvalidRequest(
@@ -106,8 +106,8 @@ def _embeds(message: prompt_pb2.MediaEmbeds, modality: Modality, name: str) -> E
         return Embeds(
             modality=modality,
             grid=grid,
-            data=message.tensor.data,
-            digest=message.digest,
+            size_bytes=len(message.tensor.data),
+            digest=message.digest or tensor_digest(message.tensor),
             seconds_per_grid=Fraction(step.numerator, step.denominator) if step.denominator else None,
             timestamps_s=tuple(message.timestamps_s),
         )

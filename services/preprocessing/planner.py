@@ -111,7 +111,7 @@ class Planner:
 
     def _embeds(self, embeds: Embeds) -> _Item:
         base = embeds.time_base(self._family.frame_bounds.temporal_patch)
-        content = (b"embeds", embeds.content, str(embeds.grid).encode(), _packed(base))
+        content = (b"embeds", embeds.digest, str(embeds.grid).encode(), _packed(base))
         return _Item(embeds.modality, PlannedEmbeds(), 0, embeds.grid, base, (), content)
 
     def _image(self, source: Source, request: MediaRequest) -> _Item:

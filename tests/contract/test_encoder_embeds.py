@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -110,7 +111,7 @@ async def test_preprocessing_gets_the_digest_and_everything_else_but_the_tensor(
     (prompt,) = stack.preprocessing.prompts
     passed_on = prompt.messages[0].parts[1].video.embeds
     assert not passed_on.HasField("tensor")
-    assert passed_on.digest == hashlib.sha256(media.embeds.tensor.data).digest()
+    assert passed_on.digest == hashlib.sha256(struct.pack("<i", 6) + media.embeds.tensor.data).digest()
     assert (passed_on.grid, passed_on.seconds_per_grid) == (media.embeds.grid, media.embeds.seconds_per_grid)
     assert prompt.messages[0].parts[2].text == "What moves?"
 

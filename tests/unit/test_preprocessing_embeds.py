@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,10 +179,13 @@ def test_different_embeddings_grids_and_time_bases_have_different_hashes(tiny: P
 
 
 def test_a_digest_stands_for_the_tensor_that_was_left_out(tiny: Planner) -> None:
-    digest = hashlib.sha256(b"tower").digest()
+    digest = hashlib.sha256(struct.pack("<i", tensor_pb2.DTYPE_FLOAT32) + b"tower").digest()
     whole, left_out = embeds(1, 2, 2), embeds(1, 2, 2, b"", digest=digest)
     assert item_of(tiny, image=whole).content_hash == item_of(tiny, image=left_out).content_hash
     other = embeds(1, 2, 2, b"", digest=bytes(32))
+    halves = embeds(1, 2, 2)
+    halves.embeds.tensor.dtype = tensor_pb2.DTYPE_BFLOAT16
+    assert item_of(tiny, image=halves).content_hash != item_of(tiny, image=whole).content_hash
     assert item_of(tiny, image=other).content_hash != item_of(tiny, image=whole).content_hash
 
 
