@@ -1,0 +1,216 @@
+"""What worker processes are asked to do with a media file, as data: how it is told, and how the answer is read.
+
+The names are keys of the worker's own table. Answers come from a process that may have been taken over: each is checked
+as a peer's would be, and what cannot be true is PeerContract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import PeerContract
+from services.preprocessing.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex
+from services.preprocessing.pictures import Picture
+from services.preprocessing.protocol import Facts
+from services.preprocessing.resize import UInt8Array
+from services.preprocessing.sampling import FrameTimes
+from services.preprocessing.slices import PlannedPicture, PlannedVideo, Slice
+from services.preprocessing.sources import Source
+from services.preprocessing.timing import MAX_LENGTH_S
+
+T_co = TypeVar("T_co", covariant=True)
+
+_INT64 = 2**62
+_MAX_RATES = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """What a worker is told: a name in its table, facts about the media, and many numbers, int64 [N]."""
+
+    name: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    numbers: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+class Job(Protocol[T_co]):
+    """Something to be done with `source`, in `pieces` pieces of at most `piece_bytes` each."""
+
+    @property
+    def source(self) -> Source: ...
+    @property
+    def pieces(self) -> int: ...
+    @property
+    def piece_bytes(self) -> int: ...
+
+    def order(self, done: int) -> Order:
+        """What to tell a worker that goes on after `done` pieces."""
+        ...
+
+    def piece(self, number: int, facts: Facts, data: UInt8Array) -> T_co:
+        """Piece `number` out of an answer. Raises PeerContract for one that cannot be true."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class IndexVideo:
+    """Reads a video's packets."""
+
+    source: Source
+    pieces: int = 1
+    piece_bytes: int = 2 * MAX_PACKETS * 8
+
+    def order(self, done: int) -> Order:
+        return Order("index_video")
+
+    def piece(self, number: int, facts: Facts, data: UInt8Array) -> PacketIndex:
+        if data.size % 8:
+            raise PeerContract("a worker's index is no array of int64")
+        return index_of(facts, data.view(np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class IndexPicture:
+    """Reads a picture's header."""
+
+    source: Source
+    pieces: int = 1
+    piece_bytes: int = 0
+
+    def order(self, done: int) -> Order:
+        return Order("index_picture")
+
+    def piece(self, number: int, facts: Facts, data: UInt8Array) -> Picture:
+        height, width = _frame_size(facts)
+        return Picture(height, width, facts.integer("orientation", 1, 8))
+
+
+@dataclass(frozen=True, slots=True)
+class VideoSlices:
+    """Decodes and resizes what is sent of a video, a temporal slice a piece."""
+
+    video: PlannedVideo
+
+    @property
+    def source(self) -> Source:
+        return self.video.source
+
+    @property
+    def pieces(self) -> int:
+        return len(self.video.places) // self.video.slice_frames
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.video.slice_frames * self.video.height_px * self.video.width_px * 3
+
+    def order(self, done: int) -> Order:
+        video = self.video
+        places = np.array(video.places[done * video.slice_frames :], np.int64)
+        facts, numbers = index_facts(video.index)
+        sent = {
+            "places": places.size,
+            "slice_frames": video.slice_frames,
+            "sent_height_px": video.height_px,
+            "sent_width_px": video.width_px,
+        }
+        return Order("video_slices", facts | sent, np.concatenate([places, numbers]))
+
+    def piece(self, number: int, facts: Facts, data: UInt8Array) -> Slice:
+        video = self.video
+        shape = (video.slice_frames, video.height_px, video.width_px, 3)
+        return _slice(number * video.slice_frames, shape, facts, data)
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSlices:
+    """Decodes and resizes a picture, one slice of one frame."""
+
+    picture: PlannedPicture
+    pieces: int = 1
+
+    @property
+    def source(self) -> Source:
+        return self.picture.source
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.picture.height_px * self.picture.width_px * 3
+
+    def order(self, done: int) -> Order:
+        header = self.picture.picture
+        facts = {"height_px": header.height_px, "width_px": header.width_px, "orientation": header.orientation}
+        sent = {"sent_height_px": self.picture.height_px, "sent_width_px": self.picture.width_px}
+        return Order("picture_slices", facts | sent)
+
+    def piece(self, number: int, facts: Facts, data: UInt8Array) -> Slice:
+        return _slice(0, (1, self.picture.height_px, self.picture.width_px, 3), facts, data)
+
+
+def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
+    """A packet index as facts and int64 [pts | keyframes]; times that follow from these are left out."""
+    times = index.times
+    pts = index.pts or ()
+    facts = {
+        "frames": len(times.ticks),
+        "stored_pts": len(pts),
+        "tail_ticks": times.tail_ticks,
+        "time_base": _pairs(times.time_base),
+        "rates": _pairs(*times.rates[:_MAX_RATES]),
+        "height_px": index.height_px,
+        "width_px": index.width_px,
+    }
+    return facts, np.array([*pts, *index.keyframes], np.int64)
+
+
+def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
+    """The index again. Raises PeerContract for one that `read_packets` cannot have made."""
+    frames = facts.integer("frames", 1, MAX_PACKETS)
+    stored = facts.integer("stored_pts", 0, frames)
+    pts, keyframes = numbers[:stored], numbers[stored:]
+    within = -_INT64 <= numbers.min(initial=0) <= numbers.max(initial=0) < _INT64
+    in_order = bool((pts[1:] > pts[:-1]).all() and (keyframes[1:] >= keyframes[:-1]).all())
+    if stored not in (0, frames) or keyframes.size > MAX_PACKETS or not (within and in_order):
+        raise PeerContract("a worker's index is out of order or out of range")
+    time_base = _fractions(facts, "time_base", 1)
+    if len(time_base) != 1:
+        raise PeerContract("a worker's index has no time base")
+    times = FrameTimes(
+        ticks=tuple((pts - pts[0]).tolist()) if stored else tuple(range(frames)),
+        tail_ticks=facts.integer("tail_ticks", 1, _INT64),
+        time_base=time_base[0],
+        rates=_fractions(facts, "rates", _MAX_RATES),
+    )
+    if times.length_s > MAX_LENGTH_S:
+        raise PeerContract("a worker's index lasts longer than media may")
+    height, width = _frame_size(facts)
+    return PacketIndex(times, tuple(pts.tolist()) if stored else None, tuple(keyframes.tolist()), height, width)
+
+
+def _slice(first_frame: int, shape: tuple[int, ...], facts: Facts, data: UInt8Array) -> Slice:
+    if data.size != np.prod(shape):
+        raise PeerContract(f"a worker's slice has {data.size} bytes, not those of {shape}")
+    repaired = facts.integer("repaired_frames", 0, shape[0])
+    return Slice(first_frame, data.reshape(shape), repaired, facts.seconds("decode_s"), facts.seconds("resize_s"))
+
+
+def _frame_size(facts: Facts) -> tuple[int, int]:
+    height = facts.integer("height_px", 1, MAX_FRAME_PX)
+    return height, facts.integer("width_px", 1, MAX_FRAME_PX // height)
+
+
+def _pairs(*fractions: Fraction) -> list[int]:
+    return [part for each in fractions for part in (each.numerator, each.denominator)]
+
+
+def _fractions(facts: Facts, name: str, most: int) -> tuple[Fraction, ...]:
+    """Above 0. Not read from text: that of a small one may be that of a number with a billion digits."""
+    parts = facts.integers(name, 2 * most, 1, _INT64)
+    if len(parts) % 2:
+        raise PeerContract(f"a worker's {name} must be pairs of integers")
+    return tuple(Fraction(*parts[at : at + 2]) for at in range(0, len(parts), 2))

@@ -1,0 +1,104 @@
+"""What one decoding job may cost, and how a worker process is confined before it sees a stranger's bytes.
+
+It knows nothing of jobs. Where the kernel lacks a means (Landlock, user namespaces), the others still hold.
+Source: prctl(2), landlock(7), and the structures of linux/landlock.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import struct
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_DESCRIPTORS = 32
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NO_NEW_PRIVS = 38
+_CLONE_NEWUSER_AND_NEWNET = 0x10000000 | 0x40000000
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
+_LANDLOCK_VERSION_FLAG = 1
+_LANDLOCK_PATH_BENEATH = 1
+_LANDLOCK_READ = 1 << 2 | 1 << 3
+_BIND_AND_CONNECT = _SOCKETS_AND_SIGNALS = 3
+# Rights that can be withheld and the size of the structure that names them, by the first ABI that knows them.
+_LANDLOCK_FILE_RIGHTS = {1: 2**13 - 1, 2: 2**14 - 1, 3: 2**15 - 1, 5: 2**16 - 1}
+_LANDLOCK_SIZES = {1: 8, 4: 16, 6: 24}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one job.
+
+    wall_s: seconds that its worker works, waiting for the reader not counted.
+    memory_bytes: address space beyond what an idle worker has.
+    file_bytes, frames, length_s: of the media; how many bytes and frames it has, how many seconds it lasts.
+    """
+
+    wall_s: float
+    memory_bytes: int
+    file_bytes: int
+    frames: int
+    length_s: int
+
+
+def confine(memory_bytes: int, parent: int) -> None:
+    """Gives up for good what decoding does not need, for this thread and those that it starts; call it before any.
+
+    The kernel kills this process first when memory runs out, and at once when `parent` dies. It keeps its open
+    descriptors; it opens no file but those of Python's libraries, reaches no network, traces and signals nobody
+    outside, and dumps no core.
+    """
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    for limit, value in (
+        (resource.RLIMIT_AS, used_bytes + memory_bytes),
+        (resource.RLIMIT_FSIZE, memory_bytes),
+        (resource.RLIMIT_NOFILE, _DESCRIPTORS),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(limit, (value, value))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.unshare(_CLONE_NEWUSER_AND_NEWNET)  # refused in many containers
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
+    _landlock(libc)
+    # Last: a change of credentials, which a new user namespace is, clears it.
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _landlock(libc: ctypes.CDLL) -> None:
+    """Withholds every right to files, and to ports and other processes where the kernel knows how."""
+    abi = libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_VERSION_FLAG)
+    if abi < 1:
+        return
+    files = _LANDLOCK_FILE_RIGHTS[max(each for each in _LANDLOCK_FILE_RIGHTS if each <= abi)]
+    size = _LANDLOCK_SIZES[max(each for each in _LANDLOCK_SIZES if each <= abi)]
+    rules = struct.pack("=3Q", files, _BIND_AND_CONNECT, _SOCKETS_AND_SIGNALS)
+    ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, rules, ctypes.c_size_t(size), 0)
+    failed = ruleset < 0
+    for name in ("stdlib", "platstdlib", "purelib", "platlib"):  # libraries import some of their parts on first use
+        with _folder(sysconfig.get_path(name)) as folder:
+            rule = struct.pack("=Qi", _LANDLOCK_READ, folder)
+            failed |= libc.syscall(_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_PATH_BENEATH, rule, 0) != 0
+    if failed or libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0):
+        raise OSError(ctypes.get_errno(), "landlock")
+    os.close(ruleset)
+
+
+@contextmanager
+def _folder(path: str) -> Iterator[int]:
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

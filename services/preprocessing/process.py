@@ -1,0 +1,147 @@
+"""The service's end of one worker process: started, told, listened to, ended.
+
+It belongs to the event loop that made it. It knows nothing of jobs; `pool` decides who is told what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from enum import StrEnum
+
+from services.preprocessing.limits import Limits
+from services.preprocessing.protocol import Facts, Kind, Message, receive, send
+
+_START = (
+    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv.pop()); importlib.import_module(sys.argv[4]).main()"
+)
+_KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH",)
+_START_S = 60.0
+_EXIT_S = 1.0
+
+
+class Fault(StrEnum):
+    """Why a worker is replaced."""
+
+    CRASHED = "crashed"
+    SLOW = "slow"
+    MEMORY = "memory"
+    CONTRACT = "contract"
+
+
+class WorkerFault(Exception):
+    """A worker is of no more use. The text completes "the media cannot be decoded: …"."""
+
+    def __init__(self, fault: Fault, text: str) -> None:
+        super().__init__(text)
+        self.fault = fault
+
+
+class WorkerProcess:
+    """One process, from its start to `end`, which must be called."""
+
+    def __init__(self, entry: str, limits: Limits) -> None:
+        """entry: the module whose `main` it runs, found as this process would find it.
+
+        Called on the thread that outlives it: the kernel ends a worker with the thread that started it.
+        """
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        arguments = (str(theirs.fileno()), json.dumps(asdict(limits)), str(os.getpid()), entry)
+        environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+        path = json.dumps([os.path.abspath(each) for each in sys.path])  # noqa: PTH100  Path resolves links
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-I", "-c", _START, *arguments, path],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env={"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", **environment},
+                start_new_session=True,
+            )
+        self._connection.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._handle = os.pidfd_open(self._process.pid)
+        self._exited: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(self._handle, self._note_exit)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return os.waitid(os.P_PIDFD, self._handle, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
+
+    async def ready(self) -> None:
+        """Raises WorkerFault if it does not start."""
+        try:
+            async with asyncio.timeout(_START_S):
+                message = await self.receive()
+        except TimeoutError as error:
+            raise WorkerFault(Fault.SLOW, f"it took more than {_START_S:g} s to start") from error
+        message.close()
+
+    def tell(self, kind: Kind, facts: Facts | None = None, descriptors: tuple[int, ...] = ()) -> None:
+        """Raises WorkerFault if it is gone, or does not read what it is told."""
+        try:
+            send(self._connection, Message(kind, facts or Facts(), descriptors))
+        except OSError as error:
+            raise WorkerFault(Fault.CRASHED, "its decoder is gone") from error
+
+    async def receive(self) -> Message:
+        """Its next message. Raises WorkerFault once it has ended, PeerContract for what is no message."""
+        while True:
+            alive = self.alive  # looked at first: what it sent before its end is still received
+            try:
+                return receive(self._connection)
+            except BlockingIOError:
+                if not alive:
+                    break
+            except EOFError:
+                break
+            await self._readable()
+        await asyncio.wait([self._exited], timeout=_EXIT_S)
+        raise WorkerFault(Fault.CRASHED, self._end())
+
+    async def end(self) -> None:
+        """Kills it, with all that it started, and gives back what it held here."""
+        if self._handle < 0:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # before it is reaped: till then nobody else has its number
+        await asyncio.shield(self._exited)
+        self._loop.remove_reader(self._handle)
+        self._process.wait()
+        os.close(self._handle)
+        self._handle = -1
+        self._connection.close()
+
+    def _end(self) -> str:
+        status = os.waitid(os.P_PIDFD, self._handle, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if status is None:
+            return "its decoder hung up"
+        if status.si_code == os.CLD_EXITED:
+            return f"its decoder ended with status {status.si_status}"
+        return f"its decoder crashed (signal {status.si_status})"
+
+    def _note_exit(self) -> None:
+        self._loop.remove_reader(self._handle)
+        if not self._exited.done():
+            self._exited.set_result(None)
+
+    async def _readable(self) -> None:
+        """Returns when there may be something to receive, or nothing ever will."""
+        readable: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(self._connection, readable.cancel)
+        try:
+            await asyncio.wait([readable, self._exited], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._loop.remove_reader(self._connection)

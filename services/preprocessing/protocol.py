@@ -1,0 +1,172 @@
+"""What the service and its worker processes tell each other, and the memory in which arrays change hands.
+
+A worker may have been taken over by the file that it decodes, so nothing here can run code on arrival: each message is
+one datagram of JSON with fixed keys, arrays come in sealed memory, and whatever else arrives is PeerContract.
+
+    service  JOB ── NEXT ── NEXT ──────────── NEXT ─── …      one NEXT for each piece that may be made
+    worker   READY       PIECE 0    PIECE 1         PIECE 2 ── DONE      or FAILED ── DONE
+
+STOP ends a job before its next piece. A worker without a job ignores NEXT and STOP: they crossed its DONE.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import json
+import mmap
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from common.errors import PeerContract
+from services.preprocessing.resize import UInt8Array
+
+MAX_TEXT_CHARACTERS = 4096
+
+_MAX_MESSAGE_BYTES = 2**16
+_MAX_DESCRIPTORS = 2
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+class Kind(StrEnum):
+    READY = "ready"
+    JOB = "job"
+    NEXT = "next"
+    STOP = "stop"
+    PIECE = "piece"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a message says beside its arrays: names and values, of which nothing is believed before it is read here.
+
+    Reading raises PeerContract for what is missing, of another type, or out of range.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def integer(self, name: str, low: int, high: int) -> int:
+        """Within [low, high]."""
+        value = self.values.get(name)
+        if type(value) is not int or not low <= value <= high:
+            raise PeerContract(f"a worker's {name} must be an integer in [{low}, {high}]")
+        return value
+
+    def seconds(self, name: str) -> float:
+        """At least 0, and finite."""
+        value = self.values.get(name)
+        if type(value) is not float or not 0 <= value < float("inf"):
+            raise PeerContract(f"a worker's {name} must be seconds")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self.values.get(name)
+        if not isinstance(value, str) or len(value) > MAX_TEXT_CHARACTERS:
+            raise PeerContract(f"a worker's {name} must be text of at most {MAX_TEXT_CHARACTERS} characters")
+        return value
+
+    def integers(self, name: str, most: int, low: int, high: int) -> tuple[int, ...]:
+        """At most `most`, each within [low, high]."""
+        values = self.values.get(name)
+        if not isinstance(values, list) or len(values) > most:
+            raise PeerContract(f"a worker's {name} must be at most {most} integers")
+        return tuple(Facts({name: value}).integer(name, low, high) for value in values)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One datagram. descriptors: open ones, the receiver's to close."""
+
+    kind: Kind
+    facts: Facts = field(default_factory=Facts)
+    descriptors: tuple[int, ...] = ()
+
+    def close(self) -> None:
+        close_all(self.descriptors)
+
+
+def send(connection: socket.socket, message: Message) -> None:
+    """The descriptors are copied; the caller's stay open. Raises OSError if the other side is gone or does not read."""
+    data = json.dumps({"kind": message.kind, "facts": message.facts.values}).encode()
+    socket.send_fds(connection, [data], message.descriptors)
+
+
+def receive(connection: socket.socket) -> Message:
+    """The next message. Raises EOFError at the end, PeerContract for what is no message; no descriptor is leaked."""
+    room = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
+    try:
+        data, ancillary, flags, _ = connection.recvmsg(_MAX_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError as error:
+        raise EOFError from error
+    descriptors = array.array("i")
+    for level, type_, content in ancillary:
+        if (level, type_) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+    try:
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise PeerContract("a worker's message is too long")
+        if not data:
+            raise EOFError
+        kind, facts = _parsed(data)
+    except BaseException:
+        close_all(descriptors)
+        raise
+    return Message(kind, facts, tuple(descriptors))
+
+
+def _parsed(data: bytes) -> tuple[Kind, Facts]:
+    try:
+        content = json.loads(data)
+        if content.keys() != {"kind", "facts"} or not isinstance(content["facts"], dict):
+            raise ValueError("other keys")
+        return Kind(content["kind"]), Facts(content["facts"])
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise PeerContract(f"a worker sent what is no message: {error!r}") from error
+
+
+def sealed(data: memoryview) -> int:
+    """A descriptor of memory that holds the bytes and can never change. The caller closes it."""
+    descriptor = os.memfd_create("framesieve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        rest = data.cast("B") if data.nbytes else memoryview(b"")
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def mapped(descriptor: int, max_bytes: int) -> UInt8Array:
+    """The bytes of sealed memory, uint8 [size], freed with the array. Closes the descriptor.
+
+    Raises PeerContract if they could still change, or there are none or too many. Without the seals a worker could
+    shrink the memory under whoever reads it, which the kernel answers by SIGBUS.
+    """
+    try:
+        try:
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        except OSError:
+            seals = 0  # no memory but a file or a socket
+        size_bytes = os.fstat(descriptor).st_size
+        if seals & _SEALS != _SEALS or not 0 < size_bytes <= max_bytes:
+            raise PeerContract(f"a worker's memory has {size_bytes} bytes of at most {max_bytes}, seals {seals:#x}")
+        # Private: kernels before 6.7 refuse to share what is sealed against writing.
+        memory = mmap.mmap(descriptor, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_POPULATE, mmap.PROT_READ)
+        return np.frombuffer(memory, np.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def close_all(descriptors: tuple[int, ...] | array.array[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
