@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from services.preprocessing.fetch_policy import AllowedDomain, FetchPolicy
+from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 
 BODY = bytes(range(256)) * 1024
 Behaviour = Callable[[asyncio.StreamWriter], Awaitable[None]]

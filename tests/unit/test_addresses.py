@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.preprocessing.addresses import is_public
+from services.preprocessing.fetch.addresses import is_public
 
 SPECIAL = {
     "unspecified": ("0.0.0.0", "0.255.255.255", "::"),

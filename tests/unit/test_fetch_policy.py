@@ -7,8 +7,8 @@ from ipaddress import ip_address
 import pytest
 
 from common.errors import MediaForbidden
-from services.preprocessing.fetch_policy import AllowedDomain, FetchPolicy
-from services.preprocessing.urls import parse_host, parse_url
+from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
+from services.preprocessing.fetch.urls import parse_host, parse_url
 
 
 def policy(*domains: str) -> FetchPolicy:

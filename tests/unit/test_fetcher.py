@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import FramesieveError, InvalidRequest, MediaForbidden, MediaRejected
-from services.preprocessing.fetch_policy import AllowedDomain, FetchPolicy
-from services.preprocessing.fetcher import Fetcher, look_up
+from services.preprocessing.fetch.fetcher import Fetcher, look_up
+from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from tests.unit.loopback import BODY, Resolver, Server, head, ok, policy, redirect, serving
 
 

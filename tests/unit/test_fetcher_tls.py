@@ -12,7 +12,7 @@ import pytest
 import trustme
 
 from common.errors import MediaRejected
-from services.preprocessing.fetcher import Fetcher
+from services.preprocessing.fetch.fetcher import Fetcher
 from tests.unit.loopback import Behaviour, Resolver, Server, head, ok, policy, redirect, serving
 
 

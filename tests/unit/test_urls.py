@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequest, MediaForbidden
-from services.preprocessing.urls import MAX_URL_CHARACTERS, parse_url
+from services.preprocessing.fetch.urls import MAX_URL_CHARACTERS, parse_url
 
 
 @pytest.mark.parametrize(

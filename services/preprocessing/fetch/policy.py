@@ -12,8 +12,8 @@ from ipaddress import ip_network
 from typing import Self
 
 from common.errors import InvalidRequest, MediaForbidden
-from services.preprocessing.addresses import IPAddress, IPNetwork, is_public
-from services.preprocessing.urls import Host, Url, parse_host
+from services.preprocessing.fetch.addresses import IPAddress, IPNetwork, is_public
+from services.preprocessing.fetch.urls import Host, Url, parse_host
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,10 @@ import httpx
 import structlog
 
 from common.errors import InvalidRequest, MediaForbidden, MediaRejected
-from services.preprocessing.addresses import IPAddress
-from services.preprocessing.fetch_policy import FetchPolicy
+from services.preprocessing.fetch.addresses import IPAddress
+from services.preprocessing.fetch.policy import FetchPolicy
+from services.preprocessing.fetch.urls import Url, parse_url
 from services.preprocessing.sources import Source
-from services.preprocessing.urls import Url, parse_url
 
 log = structlog.get_logger()
 

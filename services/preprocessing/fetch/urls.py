@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 
 from common.errors import InvalidRequest, MediaForbidden
-from services.preprocessing.addresses import IPAddress
+from services.preprocessing.fetch.addresses import IPAddress
 
 MAX_URL_CHARACTERS = 8192
 MAX_HOST_CHARACTERS = 253
