@@ -75,7 +75,8 @@ class Pool:
         except BaseException as error:
             await self.__aexit__(None, None, None)
             if isinstance(error, WorkerFault | PeerContract):
-                raise StartupError(f"decode workers do not start: {error}") from error
+                hint = f"`python -c 'import {self._entry}'` may say why"
+                raise StartupError(f"workers that decode do not start: {error}; {hint}") from error
             raise
         return self
 

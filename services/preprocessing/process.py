@@ -140,7 +140,7 @@ class WorkerProcess:
     async def _readable(self) -> None:
         """Returns when there may be something to receive, or nothing ever will."""
         readable: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(self._connection, readable.cancel)
+        self._loop.add_reader(self._connection, readable.cancel)  # unlike set_result, it may come twice
         try:
             await asyncio.wait([readable, self._exited], return_when=asyncio.FIRST_COMPLETED)
         finally:

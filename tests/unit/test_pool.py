@@ -346,14 +346,16 @@ async def test_leaving_kills_the_workers_and_tells_who_still_reads(pool_of: Call
         await asked
 
 
-async def test_workers_die_with_their_service() -> None:
-    program = f"""
+async def test_workers_die_with_their_service_whatever_they_do() -> None:
+    program = """
 import asyncio, os
-from services.preprocessing.limits import Limits
 from services.preprocessing.pool import Pool
+from tests.unit.test_pool import ENTRY, LIMITS, Ask
 async def main():
-    async with Pool(2, Limits(9, 2**28, 1, 1, 1), 1, print, {ENTRY!r}):
-        print(open(f"/proc/self/task/{{os.getpid()}}/children").read(), flush=True)
+    async with Pool(2, LIMITS, 1, print, ENTRY) as pool:
+        asked = asyncio.create_task(pool.call(Ask("hang")))
+        await asyncio.sleep(0.2)
+        print(open(f"/proc/self/task/{os.getpid()}/children").read(), flush=True)
         os.kill(os.getpid(), 9)
 asyncio.run(main())
 """
