@@ -10,6 +10,7 @@ from common.errors import StartupError
 from common.server import run, serve
 from common.telemetry import configure_logging
 from framesieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer_to_server
+from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.planner import Planner
 from services.preprocessing.servicer import SERVICE, PreprocessingServicer
 from services.preprocessing.settings import PreprocessingSettings
@@ -25,7 +26,7 @@ async def main() -> None:
         raise StartupError(f"--media-root {settings.media_root} is no folder")
     planner = Planner(Checkpoint(settings.model), settings.media_root)
     planning, decoding = Workers(_PLANNING_WORKERS), Workers(os.cpu_count() or 1)
-    servicer = PreprocessingServicer(planner, planning, decoding)
+    servicer = PreprocessingServicer(planner, Fetcher(settings.fetch_policy), planning, decoding)
     try:
         await serve(SERVICE, settings, partial(add_PreprocessingServiceServicer_to_server, servicer))
     finally:

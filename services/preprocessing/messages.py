@@ -8,19 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, MediaRejected
 from common.plan import Grid, Modality
 from common.tensors import DType
 from common.wire import check_inline_bytes, tensor_chunks, tensor_digest
 from framesieve.v1 import preprocessing_pb2, prompt_pb2
 from services.preprocessing.embeds import Embeds
-from services.preprocessing.planner import Conversation, MediaRequest
+from services.preprocessing.fetch.data_uri import decode_data_uri
+from services.preprocessing.planner import Conversation, Link, MediaRequest
 from services.preprocessing.sampling import FrameSampling
 from services.preprocessing.slices import Slice
 from services.preprocessing.tokens import Turn
 
 # A family may put text around each slice, and far more of them cost a planner minutes.
 MAX_EMBEDS_SLICES = 2**15
+# One prompt must not become a flood at somebody else's server.
+MAX_LINKS = 32
 
 _ROLES = {
     prompt_pb2.ROLE_SYSTEM: "system",
@@ -32,7 +35,10 @@ _TIME_FIELDS = ("fps", "min_frames", "max_frames", "start_s", "end_s")
 
 
 def conversation_of(prompt: prompt_pb2.Prompt) -> Conversation:
-    """The prompt, checked. Raises InvalidRequest naming the field that is missing, empty or too large."""
+    """The prompt, checked. Decodes data URIs, so call it beside the loop.
+
+    Raises InvalidRequest naming the field that is missing, empty or too large; MediaRejected for an empty data URI.
+    """
     if not prompt.messages:
         raise InvalidRequest("prompt.messages must hold at least one message, it is empty")
     turns: list[Turn] = []
@@ -68,10 +74,13 @@ def _part(part: prompt_pb2.Part, name: str) -> str | MediaRequest:
 
 
 def _check_sums(media: Sequence[MediaRequest]) -> None:
-    """Raises InvalidRequest for more inline media, or more slices of embeddings, than a prompt may have."""
+    """Raises InvalidRequest for more inline media, URLs, or slices of embeddings, than a prompt may have."""
     embeds = [item.location for item in media if isinstance(item.location, Embeds)]
     files = [item.location for item in media if isinstance(item.location, bytes)]
     check_inline_bytes(sum(map(len, files)) + sum(each.size_bytes for each in embeds))
+    links = sum(isinstance(item.location, Link) for item in media)
+    if links > MAX_LINKS:
+        raise InvalidRequest(f"prompt.messages hold {links} media by URL, at most {MAX_LINKS} are allowed")
     slices = sum(each.grid.t for each in embeds)
     if slices > MAX_EMBEDS_SLICES:
         raise InvalidRequest(
@@ -83,13 +92,25 @@ def _media(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaReque
     source = media.WhichOneof("source")
     if source is None:
         raise InvalidRequest(f"{name} must hold data, url, path or embeds, it holds none")
-    if source == "url":
-        raise InvalidRequest(f"{name}.url is not supported yet: send the bytes as data, or a path")
     if source != "embeds":
-        return MediaRequest(name, modality, getattr(media, source), _sampling(media.frame_sampling, modality, name))
+        location = _location(media.url, name) if source == "url" else getattr(media, source)
+        return MediaRequest(name, modality, location, _sampling(media.frame_sampling, modality, name))
     if media.HasField("frame_sampling"):
         raise InvalidRequest(f"{name}.frame_sampling must not be set beside embeds: no frame is looked at")
     return MediaRequest(name, modality, _embeds(media.embeds, modality, name), FrameSampling())
+
+
+def _location(url: str, name: str) -> Link | bytes:
+    """A URL to be fetched, or the bytes that a data URI holds."""
+    if url[:5].lower() != "data:":
+        return Link(url)
+    try:
+        data = decode_data_uri(url)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}.url {error}") from error
+    if not data:
+        raise MediaRejected(f"{name}.url is empty")
+    return data
 
 
 def _embeds(message: prompt_pb2.MediaEmbeds, modality: Modality, name: str) -> Embeds:

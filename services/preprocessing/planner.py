@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.checkpoint import Checkpoint
@@ -30,12 +30,22 @@ from services.preprocessing.tokens import ChatTokens, Turn
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """A URL, which somebody fetches before the planner runs."""
+
+    url: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class MediaRequest:
-    """One media item as it was asked for: its bytes, its path or its embeddings, and how it is to be looked at."""
+    """One media item as it was asked for, and how it is to be looked at.
+
+    location: its bytes, its path below the media root, its embeddings, its URL or, once that is fetched, its source.
+    """
 
     name: str
     modality: Modality
-    location: bytes | str | Embeds = field(repr=False)
+    location: bytes | str | Embeds | Link | Source = field(repr=False)
     sampling: FrameSampling
 
 
@@ -45,6 +55,16 @@ class Conversation:
 
     turns: tuple[Turn, ...]
     media: tuple[MediaRequest, ...]
+
+    @property
+    def links(self) -> dict[str, str]:
+        """The URLs that are to be fetched, by the media's name."""
+        return {item.name: item.location.url for item in self.media if isinstance(item.location, Link)}
+
+    def with_fetched(self, sources: Mapping[str, Source]) -> Conversation:
+        """The same with these sources, by the media's name, in place of their URLs."""
+        media = (replace(item, location=sources[item.name]) if item.name in sources else item for item in self.media)
+        return replace(self, media=tuple(media))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,10 +103,14 @@ class Planner:
     def plan(self, conversation: Conversation) -> PlannedPrompt:
         """Opens the media and lays the prompt out. The caller closes its files.
 
-        Raises InvalidRequest, MediaRejected and MediaForbidden.
+        Sources in it are the planner's from here on, and closed whatever it raises.
+        Raises InvalidRequest, MediaRejected, MediaForbidden and Overloaded.
         """
         start = time.perf_counter()
         with ExitStack() as files:
+            for request in conversation.media:
+                if isinstance(request.location, Source):
+                    files.callback(request.location.close)
             items = [self._open(request, files) for request in conversation.media]
             opened = time.perf_counter()
             plan = self._lay_out(conversation.turns, items)
@@ -96,11 +120,7 @@ class Planner:
     def _open(self, request: MediaRequest, files: ExitStack) -> _Item:
         if isinstance(request.location, Embeds):
             return self._embeds(request.location)
-        if isinstance(request.location, bytes):
-            source = bytes_source(request.name, request.location)
-        else:
-            source = path_source(request.name, request.location, self._media_root)
-        files.callback(source.close)
+        source = self._source(request, files)
         try:
             self._check_max_pixels(request.sampling.max_pixels)
             return self._image(source, request) if request.modality is Modality.IMAGE else self._video(source, request)
@@ -108,6 +128,18 @@ class Planner:
             if type(error) is InvalidRequest:  # about a field, whose place only the request knows
                 raise InvalidRequest(f"{request.name}.{error}") from error
             raise
+
+    def _source(self, request: MediaRequest, files: ExitStack) -> Source:
+        match request.location:
+            case Source() as fetched:
+                return fetched
+            case bytes() as data:
+                return bytes_source(request.name, data)
+            case str() as path:
+                source = path_source(request.name, path, self._media_root)
+                files.callback(source.close)
+                return source
+        raise AssertionError(f"{request.name}.url was not fetched")
 
     def _embeds(self, embeds: Embeds) -> _Item:
         base = embeds.time_base(self._family.frame_bounds.temporal_patch)

@@ -16,12 +16,13 @@ from prometheus_client import Counter
 
 from common.errors import InvalidRequest
 from common.selection import selections
-from common.telemetry import STAGE_BUSY_SECONDS, STREAMED_BYTES
+from common.telemetry import STAGE_BUSY_SECONDS, STREAMED_BYTES, busy
 from common.wire import plan_messages
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
+from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.messages import conversation_of, frames_responses
-from services.preprocessing.planner import PlannedPrompt, Planner
+from services.preprocessing.planner import Conversation, PlannedPrompt, Planner
 from services.preprocessing.slices import PlannedMedia, Slice
 from services.preprocessing.workers import Workers
 
@@ -34,8 +35,9 @@ Context: TypeAlias = grpc.aio.ServicerContext[PreprocessRequest, PreprocessRespo
 class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer):
     """planning and decoding have workers of their own, so that a new prompt's plan does not wait behind frames."""
 
-    def __init__(self, planner: Planner, planning: Workers, decoding: Workers) -> None:
+    def __init__(self, planner: Planner, fetcher: Fetcher, planning: Workers, decoding: Workers) -> None:
         self._planner = planner
+        self._fetcher = fetcher
         self._planning = planning
         self._decoding = decoding
 
@@ -54,7 +56,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
     async def _plan(self, request: PreprocessRequest | None) -> PlannedPrompt:
         if request is None or not request.HasField("prompt"):
             raise InvalidRequest("the first request of a stream must be a prompt")
-        conversation = conversation_of(request.prompt)
+        conversation = await self._fetched(await self._planning.call(partial(conversation_of, request.prompt)))
         job = asyncio.ensure_future(self._planning.call(partial(self._planner.plan, conversation)))
         try:
             planned = await asyncio.shield(job)
@@ -64,6 +66,13 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         STAGE_BUSY_SECONDS.labels("open").observe(planned.open_s)
         STAGE_BUSY_SECONDS.labels("plan").observe(planned.plan_s)
         return planned
+
+    async def _fetched(self, conversation: Conversation) -> Conversation:
+        """The same without URLs. Whoever leaves meanwhile leaves no connection and no file."""
+        if not conversation.links:
+            return conversation
+        with busy("fetch"):
+            return conversation.with_fetched(await self._fetcher.fetch_all(conversation.links))
 
     async def _frames(self, media_index: int, media: PlannedMedia) -> AsyncGenerator[PreprocessResponse, None]:
         decode_s = resize_s = 0.0

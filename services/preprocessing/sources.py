@@ -1,33 +1,42 @@
-"""Where media come from: bytes in the request, or a file below the media root.
+"""Where media come from: bytes in the request, a file below the media root, or one that was fetched.
 
-It owns what may be reached. It knows nothing of formats: `packets` and `pictures` find out what a source holds. A
-file stays open from planning to the last frame, so that what was planned is what is decoded.
+It owns which paths may be reached. It knows nothing of formats: `packets` and `pictures` find out what a source holds.
+A file stays open from planning to the last frame, so that what was planned is what is decoded.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
 import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from common.errors import MediaForbidden, MediaRejected
+from common.errors import MediaForbidden, MediaRejected, Overloaded
 
 _READ_BYTES = 2**20
+
+_OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Opened media: a name for messages, sha256 of its bytes, and either the bytes or a file descriptor."""
+    """Opened media: a name for messages, sha256 of its bytes, and either the bytes or a file descriptor.
+
+    on_close: gives the descriptor back, where more than closing it is to be done.
+    """
 
     name: str
     digest: bytes
     data: bytes | None = field(default=None, repr=False)
     descriptor: int | None = None
+    on_close: Callable[[], None] | None = field(default=None, repr=False)
 
     def open(self) -> BinaryIO:
         """A reader of its own at the first byte; several may read at once."""
@@ -37,7 +46,9 @@ class Source:
 
     def close(self) -> None:
         """Gives the file back. Readers must be done."""
-        if self.descriptor is not None:
+        if self.on_close is not None:
+            self.on_close()
+        elif self.descriptor is not None:
             os.close(self.descriptor)
 
 
@@ -68,6 +79,20 @@ class _Pread(io.RawIOBase):
         return self._offset
 
 
+@contextmanager
+def own_lack_told(name: str) -> Iterator[None]:
+    """Raises Overloaded for what came of descriptors, memory or disk that this machine lacks: the media may be good."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, OSError) and cause.errno in _OWN_LACK:
+                raise Overloaded(f"{name} cannot be opened now: {os.strerror(cause.errno)}") from error
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
 def bytes_source(name: str, data: bytes) -> Source:
     """Media that came with the request. Raises MediaRejected if there are none."""
     if not data:
@@ -79,13 +104,18 @@ def path_source(name: str, path: str, media_root: Path | None) -> Source:
     """A file below `media_root`, symlinks resolved. The caller closes it.
 
     path: relative to the root, or absolute and below it.
-    Raises MediaForbidden for what lies outside, whether it exists or not; MediaRejected for what is no readable file.
+    Raises MediaForbidden for what lies outside, whether it exists or not; MediaRejected for what is no readable file;
+    Overloaded where descriptors or memory lack.
     """
     if media_root is None:
         raise MediaForbidden(f"{name}.path is {path!r}, but this service was started without --media-root")
     if not path or "\0" in path:
         raise MediaRejected(f"{name}.path must be a path below --media-root, got {path!r}")
-    root = media_root.resolve()
+    with own_lack_told(f"{name}.path"):
+        return _file_source(name, path, media_root.resolve())
+
+
+def _file_source(name: str, path: str, root: Path) -> Source:
     try:
         resolved = (root / path).resolve()
     except (OSError, RuntimeError) as error:

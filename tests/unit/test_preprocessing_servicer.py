@@ -26,6 +26,8 @@ from common.wire import PlanReceiver, add_chunk, buffer_for
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from services.preprocessing import decode, slices
+from services.preprocessing.fetch.fetcher import Fetcher
+from services.preprocessing.fetch.policy import FetchPolicy
 from services.preprocessing.planner import Planner
 from services.preprocessing.servicer import PreprocessingServicer
 from services.preprocessing.workers import LOOKAHEAD, Workers
@@ -36,13 +38,16 @@ USER = prompt_pb2.ROLE_USER
 
 
 @asynccontextmanager
-async def serving(checkpoint: Path, root: Path | None, folder: Path) -> AsyncIterator[Any]:
+async def serving(
+    checkpoint: Path, root: Path | None, folder: Path, fetcher: Fetcher | None = None
+) -> AsyncIterator[Any]:
     """A real server on a unix socket, and a stub to it."""
     planning, decoding = Workers(1), Workers(1)
     server = grpc.aio.server(
         interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", 20 * 2**20)]
     )
-    servicer = PreprocessingServicer(Planner(Checkpoint(checkpoint), root), planning, decoding)
+    fetcher = fetcher or Fetcher(FetchPolicy())
+    servicer = PreprocessingServicer(Planner(Checkpoint(checkpoint), root), fetcher, planning, decoding)
     preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(servicer, server)
     address = f"unix:{folder}/socket"
     server.add_insecure_port(address)
@@ -321,8 +326,24 @@ CLIP = clip(4)
             r"parts\[1\].video must hold data, url, path or embeds",
         ),
         (
-            [prompt_of(prompt_pb2.Part(image=prompt_pb2.Media(url="http://localhost/x.png")))],
-            r"parts\[0\].image.url is not supported yet",
+            [prompt_of(text("x"), prompt_pb2.Part(image=prompt_pb2.Media(url="example.org/x.png")))],
+            r"^prompt.messages\[0\].parts\[1\].image.url must start with http:// or https://",
+        ),
+        (
+            [prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(url="DATA:;base64,a")))],
+            r"^prompt.messages\[0\].parts\[0\].video.url must be base64 after its comma",
+        ),
+        (
+            [prompt_of(*[prompt_pb2.Part(video=prompt_pb2.Media(url="http://127.0.0.1/"))] * 33)],
+            "33 media by URL, at most 32 are allowed",
+        ),
+        (
+            [
+                prompt_of(
+                    prompt_pb2.Part(video=prompt_pb2.Media(url="data:," + "x" * 9 * 2**20)), video(bytes(8 * 2**20))
+                )
+            ],
+            "17825792 bytes of inline media, at most 16777216 are allowed",
         ),
         ([prompt_of(video(CLIP, fps=0.0))], r"video.frame_sampling.fps must be above 0 and at most 1000, got 0.0"),
         (
@@ -351,6 +372,9 @@ async def test_a_wrong_request_is_refused_by_field(stub: Any, requests: list[Pre
         ({"data": b"garbage" * 99}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
         ({"data": sound()}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
         ({"data": b""}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
+        ({"url": "data:,"}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
+        ({"url": "http://127.0.0.1/clip.mp4"}, "PERMISSION_DENIED", "MEDIA_FORBIDDEN"),
+        ({"url": "file:///etc/passwd"}, "PERMISSION_DENIED", "MEDIA_FORBIDDEN"),
         ({"path": "nothing.mp4"}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
         ({"path": "../socket"}, "PERMISSION_DENIED", "MEDIA_FORBIDDEN"),
         ({"path": "/etc/passwd"}, "PERMISSION_DENIED", "MEDIA_FORBIDDEN"),

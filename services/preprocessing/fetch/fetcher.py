@@ -14,29 +14,31 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import socket
 import ssl
-import tempfile
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, aclosing
 from ipaddress import ip_address
-from typing import BinaryIO, TypeAlias
+from typing import TypeAlias
 from urllib.parse import urljoin
 
 import httpx
 import structlog
 
-from common.errors import InvalidRequest, MediaForbidden, MediaRejected
+from common.errors import InvalidRequest, MediaForbidden, MediaRejected, Overloaded
 from services.preprocessing.fetch.addresses import IPAddress
+from services.preprocessing.fetch.disk import Disk, FetchedFile
 from services.preprocessing.fetch.policy import FetchPolicy
 from services.preprocessing.fetch.urls import Url, parse_url
-from services.preprocessing.sources import Source
+from services.preprocessing.sources import Source, own_lack_told
 
 log = structlog.get_logger()
 
 # A host's name to its addresses; OSError for a name without any.
 Resolve: TypeAlias = Callable[[str], Awaitable[Sequence[str]]]
+
+# Each has a connection and a file open, and a process often no more than 1024 of both.
+AT_ONCE = 128
 
 _HEADERS = {"User-Agent": "framesieve", "Accept": "*/*", "Accept-Encoding": "identity"}
 
@@ -54,25 +56,56 @@ class Fetcher:
         self._policy = policy
         self._resolve = resolve
         self._tls = tls or httpx.create_ssl_context()
+        self._disk = Disk(policy.disk_bytes)
+        self._running = asyncio.Semaphore(AT_ONCE)
+
+    async def fetch_all(self, urls: Mapping[str, str]) -> dict[str, Source]:
+        """Fetches them side by side; all are brought, or none is left open.
+
+        urls: by the media's name. Raises what `fetch` raises, for the first that fails.
+        """
+        with ExitStack() as sources:
+
+            async def fetch(name: str, url: str) -> Source:
+                source = await self.fetch(name, url)
+                sources.callback(source.close)
+                return source
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    fetching = {name: group.create_task(fetch(name, url)) for name, url in urls.items()}
+            except ExceptionGroup as failures:
+                raise failures.exceptions[0] from None
+            sources.pop_all()
+            return {name: task.result() for name, task in fetching.items()}
 
     async def fetch(self, name: str, url: str) -> Source:
         """The body, in a file that has no name and goes when the caller closes the source.
 
         name: the media's, for messages. Whoever is cancelled leaves no connection and no file.
         Raises InvalidRequest for what is no URL; MediaForbidden for what may not be reached; MediaRejected for what
-        is not there, is too large, takes too long, or redirects too often.
+        is not there, is too large, takes too long, or redirects too often; Overloaded where disk or descriptors lack.
         """
-        try:
-            async with asyncio.timeout(self._policy.total_s):
-                with tempfile.TemporaryFile() as file:
-                    digest = await self._follow(url, file)
-                    return Source(name, digest, descriptor=os.dup(file.fileno()))
-        except TimeoutError as error:
-            raise MediaRejected(f"{name}.url took longer than the {self._policy.total_s:g} s it may take") from error
-        except (InvalidRequest, MediaForbidden) as error:
-            raise type(error)(f"{name}.url {error}") from error
+        with own_lack_told(f"{name}.url"):
+            try:
+                async with self._running, asyncio.timeout(self._policy.total_s):
+                    return await self._fetch(name, url)
+            except TimeoutError as error:
+                limit_s = self._policy.total_s
+                raise MediaRejected(f"{name}.url took longer than the {limit_s:g} s it may take") from error
+            except (InvalidRequest, MediaForbidden, Overloaded) as error:
+                raise type(error)(f"{name}.url {error}") from error
 
-    async def _follow(self, text: str, file: BinaryIO) -> bytes:
+    async def _fetch(self, name: str, url: str) -> Source:
+        file = FetchedFile(self._disk)
+        try:
+            digest = await self._follow(url, file)
+            return Source(name, digest, descriptor=file.descriptor, on_close=file.close)
+        except BaseException:
+            file.close()
+            raise
+
+    async def _follow(self, text: str, file: FetchedFile) -> bytes:
         url = parse_url(text)
         addresses = await self._addresses(url)
         for _ in range(self._policy.max_redirects + 1):
@@ -91,19 +124,20 @@ class Fetcher:
     async def _addresses(self, url: Url) -> list[IPAddress]:
         """What may be dialled for it, at least one. Raises MediaForbidden."""
         self._policy.check_url(url)
+        failed: OSError | None = None
         if url.host.address is not None:
             addresses = [url.host.address]
         else:
             try:
                 addresses = [ip_address(address) for address in await self._resolve(url.host.name)]
-            except OSError:
-                addresses = []
+            except OSError as error:
+                addresses, failed = [], error
         if not self._policy.admits(url.host, addresses):
             log.warning("host refused", host=url.host.name, addresses=[str(address) for address in addresses])
-            raise MediaForbidden(f"has no address that may be reached: {url.host.name!r}")
+            raise MediaForbidden(f"has no address that may be reached: {url.host.name!r}") from failed
         return addresses
 
-    async def _get(self, url: Url, addresses: Sequence[IPAddress], file: BinaryIO) -> bytes | str:
+    async def _get(self, url: Url, addresses: Sequence[IPAddress], file: FetchedFile) -> bytes | str:
         """sha256 of the body that it wrote to the file, or where the answer redirects to."""
         try:
             async with (
@@ -150,14 +184,13 @@ class Fetcher:
             raise MediaRejected(f"was answered with Content-Encoding {encoding[:32]!r}, only identity was accepted")
         self._check_size(int(response.headers.get("Content-Length", 0)))
 
-    async def _receive(self, response: httpx.Response, file: BinaryIO) -> bytes:
-        digest, size_bytes = hashlib.sha256(), 0
+    async def _receive(self, response: httpx.Response, file: FetchedFile) -> bytes:
+        digest = hashlib.sha256()
         async for piece in response.aiter_raw():
-            size_bytes += len(piece)
-            self._check_size(size_bytes)
+            self._check_size(file.size_bytes + len(piece))
             file.write(piece)
             digest.update(piece)
-        if not size_bytes:
+        if not file.size_bytes:
             raise MediaRejected("is empty")
         return digest.digest()
 

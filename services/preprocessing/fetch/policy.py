@@ -55,18 +55,24 @@ class AllowedDomain:
 
 @dataclass(frozen=True, slots=True)
 class FetchPolicy:
-    """domains: none means every host, at public addresses. total_s: from the name's look-up to the last byte."""
+    """domains: none means every host, at public addresses. total_s: from the name's look-up to the last byte.
+
+    disk_bytes: what all fetched media that are open may hold together.
+    """
 
     schemes: frozenset[str] = frozenset({"http", "https"})
     ports: frozenset[int] = frozenset({80, 443})
     domains: tuple[AllowedDomain, ...] = ()
     max_bytes: int = 2**30
+    disk_bytes: int = 2**32
     max_redirects: int = 5
     connect_s: float = 5.0
     total_s: float = 60.0
 
     def check_url(self, url: Url) -> None:
         """Raises MediaForbidden for a scheme, a port or a host that is not allowed."""
+        if not self.schemes:
+            raise MediaForbidden("may not be fetched: this service was started with no --fetch-schemes")
         if url.scheme not in self.schemes:
             raise MediaForbidden(f"must start with {_either(self.schemes)}, got {url.scheme!r}")
         if url.port not in self.ports:
