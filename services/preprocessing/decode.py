@@ -25,6 +25,7 @@ from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
 from common.errors import MediaDamaged, MediaRejected
+from services.preprocessing.orientation import upright
 from services.preprocessing.packets import PacketIndex, check_frame_size, open_video, packets_of
 from services.preprocessing.resize import UInt8Array
 from services.preprocessing.sources import Source
@@ -37,7 +38,7 @@ _CODEC_THREADS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedFrame:
-    """pixels: uint8 [H, W, 3], RGB. repaired: it could not be decoded and repeats the one before."""
+    """pixels: uint8 [H, W, 3], RGB, upright. repaired: it could not be decoded and repeats the one before."""
 
     pixels: UInt8Array
     repaired: bool
@@ -76,6 +77,7 @@ class _Frames:
         self._reformatter = VideoReformatter()
         self._keys = range(len(index.times.ticks)) if index.pts is None else index.pts
         self._by_order = index.pts is None
+        self._orientation = index.orientation
         self._keyframes = index.keyframes
         self._behind: VideoFrame | None = None
         self._ahead: VideoFrame | None = None
@@ -150,4 +152,4 @@ class _Frames:
             pixels = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
         except (av.FFmpegError, ValueError) as error:
             raise MediaRejected(f"{self._source.name} has frames in a format that cannot be shown: {error}") from error
-        return pixels.astype(np.uint8, copy=False)
+        return upright(pixels.astype(np.uint8, copy=False), self._orientation)

@@ -164,6 +164,7 @@ def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
         "rates": _pairs(*times.rates[:_MAX_RATES]),
         "height_px": index.height_px,
         "width_px": index.width_px,
+        "orientation": index.orientation,
     }
     return facts, np.array([*pts, *index.keyframes], np.int64)
 
@@ -189,7 +190,14 @@ def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
     if times.length_s > MAX_LENGTH_S:
         raise PeerContract("a worker's index lasts longer than media may")
     height, width = _frame_size(facts)
-    return PacketIndex(times, tuple(pts.tolist()) if stored else None, tuple(keyframes.tolist()), height, width)
+    return PacketIndex(
+        times=times,
+        pts=tuple(pts.tolist()) if stored else None,
+        keyframes=tuple(keyframes.tolist()),
+        height_px=height,
+        width_px=width,
+        orientation=facts.integer("orientation", 1, 8),
+    )
 
 
 def _slice(first_frame: int, shape: tuple[int, ...], facts: Facts, data: UInt8Array) -> Slice:

@@ -1,8 +1,7 @@
-"""What a video holds, found by reading its packets and decoding none.
+"""What a video holds, found by reading its packets; one frame is decoded where the video may lie on its side.
 
 It owns the container: how one is opened safely, and when which frame is shown. A header's count and duration are
-never believed: damaged files promise frames that do not come, and Matroska declares none. A display rotation is not
-applied (nor is it by transformers' own reader): it is known only once a frame is decoded.
+never believed: damaged files promise frames that do not come, and Matroska declares none.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain, islice
 
 import av
 from av.container import InputContainer
@@ -19,6 +19,7 @@ from av.stream import Disposition
 from av.video.stream import VideoStream
 
 from common.errors import MediaRejected
+from services.preprocessing.orientation import ON_ITS_SIDE, UPRIGHT, may_be_turned, orientation_of
 from services.preprocessing.sampling import FrameTimes
 from services.preprocessing.sources import Source
 from services.preprocessing.timing import MAX_LENGTH_S
@@ -29,6 +30,8 @@ MAX_PACKETS = 2**22
 # A playlist inside a file must not reach other files or hosts: the source itself is read without any protocol.
 _OPEN_OPTIONS = {"protocol_whitelist": "none"}
 _FALLBACK_RATE = Fraction(25)
+# Among so many packets the first frame must be found where its orientation is wanted.
+_FIRST_PACKETS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,8 @@ class PacketIndex:
 
     times: the same times, relative to the first frame.
     pts: None where the container stores no usable ones: then frames are known by their order alone.
-    height_px, width_px: of a decoded frame.
+    height_px, width_px: of a frame, once upright.
+    orientation: EXIF's number for how a decoded frame becomes that.
     """
 
     times: FrameTimes
@@ -48,6 +52,7 @@ class PacketIndex:
     keyframes: tuple[int, ...]
     height_px: int
     width_px: int
+    orientation: int
 
 
 @contextmanager
@@ -107,38 +112,50 @@ def read_packets(source: Source) -> PacketIndex:
         known = [each for each in pts if each is not None]
         # AVI stores no presentation times, and what FFmpeg makes up for B-frames is out of order.
         if len(known) < len(pts) or container.format.name == "avi" or stream.time_base is None:
-            index = _by_order(len(pts), rates, height, width)
+            times, shown = _by_order(len(pts), rates), None
         else:
-            index = _by_time(known, keyframes, tail, stream.time_base, rates, height, width)
-        if index.times.length_s > MAX_LENGTH_S:
-            raise MediaRejected(
-                f"{source.name} claims to last {float(index.times.length_s):.0f} s, at most {MAX_LENGTH_S} are allowed"
-            )
-        return index
+            times, shown = _by_time(known, tail, stream.time_base, rates)
+    if times.length_s > MAX_LENGTH_S:
+        raise MediaRejected(
+            f"{source.name} claims to last {float(times.length_s):.0f} s, at most {MAX_LENGTH_S} are allowed"
+        )
+    orientation = _orientation(source)
+    if orientation in ON_ITS_SIDE:
+        height, width = width, height
+    return PacketIndex(times, shown, tuple(sorted(keyframes)) if shown else (), height, width, orientation)
 
 
 def _by_time(
-    pts: list[int],
-    keyframes: list[int],
-    tail: int,
-    time_base: Fraction,
-    rates: tuple[Fraction, ...],
-    height: int,
-    width: int,
-) -> PacketIndex:
+    pts: list[int], tail: int, time_base: Fraction, rates: tuple[Fraction, ...]
+) -> tuple[FrameTimes, tuple[int, ...]]:
     shown = sorted(set(pts))
     ticks = tuple(each - shown[0] for each in shown)
     if tail <= 0:
         mean = Fraction(ticks[-1], len(ticks) - 1) if len(ticks) > 1 else 1 / ((*rates, _FALLBACK_RATE)[0] * time_base)
         tail = max(1, round(mean))
-    times = FrameTimes(ticks, tail, time_base, rates)
-    return PacketIndex(times, tuple(shown), tuple(sorted(keyframes)), height, width)
+    return FrameTimes(ticks, tail, time_base, rates), tuple(shown)
 
 
-def _by_order(frames: int, rates: tuple[Fraction, ...], height: int, width: int) -> PacketIndex:
+def _by_order(frames: int, rates: tuple[Fraction, ...]) -> FrameTimes:
     rate = (*rates, _FALLBACK_RATE)[0]
-    times = FrameTimes(tuple(range(frames)), 1, 1 / rate, (rate,))
-    return PacketIndex(times, None, (), height, width)
+    return FrameTimes(tuple(range(frames)), 1, 1 / rate, (rate,))
+
+
+def _orientation(source: Source) -> int:
+    """How its frames become upright: as the first that can be decoded says, if the header makes it worth asking."""
+    with source.open() as file:
+        if not may_be_turned(file):
+            return UPRIGHT
+    with open_video(source) as (container, stream):
+        stream.codec_context.thread_count = 1
+        for packet in chain(islice(packets_of(container, stream), _FIRST_PACKETS), (None,)):
+            try:
+                frames = stream.decode(packet)
+            except av.FFmpegError:
+                continue
+            for frame in frames:
+                return orientation_of(frame)
+    return UPRIGHT
 
 
 def _frame_size(source: Source, stream: VideoStream) -> tuple[int, int]:

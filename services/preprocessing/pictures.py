@@ -11,22 +11,13 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from common.errors import MediaDamaged, MediaRejected
+from services.preprocessing.orientation import ON_ITS_SIDE, UPRIGHT, upright
 from services.preprocessing.packets import check_frame_size
 from services.preprocessing.resize import UInt8Array
 from services.preprocessing.sources import Source
 
 # Formats whose readers run no other program and reach no other file.
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-_ON_ITS_SIDE = (5, 6, 7, 8)
 # What Pillow's readers raise for damaged files, as fuzzing found.
 _UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, RuntimeError, Image.DecompressionBombError)
 
@@ -50,7 +41,7 @@ def read_picture(source: Source) -> Picture:
         except _UNREADABLE as error:
             raise MediaRejected(f"{source.name} is no image that can be read") from error
     check_frame_size(source.name, height, width)
-    if orientation in _ON_ITS_SIDE:
+    if orientation in ON_ITS_SIDE:
         height, width = width, height
     return Picture(height, width, orientation)
 
@@ -63,16 +54,14 @@ def decode_picture(source: Source, picture: Picture) -> UInt8Array:
                 rgb = _on_white(image)
         except _UNREADABLE as error:
             raise MediaDamaged(f"{source.name} cannot be decoded: {error}") from error
-    if picture.orientation in _UPRIGHT:
-        rgb = rgb.transpose(_UPRIGHT[picture.orientation])
-    return np.asarray(rgb)
+    return upright(np.asarray(rgb), picture.orientation)
 
 
 def _orientation(image: Image.Image) -> int:
     # Looking for EXIF in a PNG that has none decodes it; a TIFF turns itself upright.
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
-        return 1
-    return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+        return UPRIGHT
+    return int(image.getexif().get(ExifTags.Base.Orientation, UPRIGHT))
 
 
 def _on_white(image: Image.Image) -> Image.Image:

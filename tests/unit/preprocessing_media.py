@@ -10,7 +10,7 @@ import ast
 import io
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ import av
 import numpy as np
 import torch
 import transformers
+from av.video.stream import VideoStream
 from numpy.typing import NDArray
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
@@ -51,23 +52,51 @@ def clip(
     pts: Sequence[int] | None = None,
     time_base: Fraction | None = None,
     container_options: dict[str, str] | None = None,
+    pixel_format: str | None = None,
+    size: tuple[int, int] = (HEIGHT_PX, WIDTH_PX),
+    prepare: Callable[[VideoStream], None] | None = None,
 ) -> bytes:
-    """An encoded clip; frame n shows n. pts: presentation times in time_base, for a variable rate."""
-    pixels = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+    """An encoded clip; frame n shows n. pts: presentation times in time_base, for a variable rate.
+
+    size: at least that of `picture_of`, whose last row and column are repeated. prepare: sets anything else.
+    """
+    pixels = pixel_format or ("yuvj420p" if codec == "mjpeg" else "yuv420p")
+    border = ((0, size[0] - HEIGHT_PX), (0, size[1] - WIDTH_PX), (0, 0))
     with tempfile.NamedTemporaryFile() as file:
         with av.open(file.name, "w", format=container, options=container_options or {}) as output:
             stream = output.add_stream(codec, rate=rate)
-            stream.width, stream.height, stream.pix_fmt = WIDTH_PX, HEIGHT_PX, pixels
+            stream.height, stream.width, stream.pix_fmt = *size, pixels
             stream.options = options or {}
             stream.codec_context.thread_count = 1
             if time_base is not None:
                 stream.codec_context.time_base = time_base
+            if prepare is not None:
+                prepare(stream)
             for number in range(frames):
-                frame = av.VideoFrame.from_ndarray(picture_of(number), format="rgb24")
+                frame = av.VideoFrame.from_ndarray(np.pad(picture_of(number), border, "edge"), format="rgb24")
                 if pts is not None:
                     frame.pts, frame.time_base = pts[number], time_base
                 output.mux(stream.encode(frame))
             output.mux(stream.encode())
+        return Path(file.name).read_bytes()
+
+
+def shifted(data: bytes, container: str, by_s: Fraction) -> bytes:
+    """The same packets in another container, all times later by `by_s`; of mp4, an edit list hides what is before 0."""
+    options = {"avoid_negative_ts": "disabled"}
+    with tempfile.NamedTemporaryFile() as file:
+        with (
+            av.open(io.BytesIO(data)) as original,
+            av.open(file.name, "w", format=container, options=options) as output,
+        ):
+            video = original.streams.video[0]
+            stream = output.add_stream_from_template(video)
+            for packet in original.demux(video):
+                if packet.size:
+                    ticks = int(by_s / packet.time_base)
+                    packet.pts, packet.dts = packet.pts + ticks, packet.dts + ticks
+                    packet.stream = stream
+                    output.mux(packet)
         return Path(file.name).read_bytes()
 
 

@@ -18,8 +18,9 @@ from services.preprocessing import decode, packets
 from services.preprocessing.decode import DecodedFrame, decode_frames
 from services.preprocessing.packets import PacketIndex, read_packets
 from services.preprocessing.sampling import FrameRate
+from services.preprocessing.slices import PlannedVideo
 from services.preprocessing.sources import Source, bytes_source
-from tests.unit.preprocessing_media import clip, decoded_in_order, number_of, sound, without_packets
+from tests.unit.preprocessing_media import clip, decoded_in_order, number_of, shifted, sound, without_packets
 
 # Three B-frames in a row, a keyframe every 12 frames.
 B_FRAMES = {"g": "12", "bf": "3", "x264-params": "b-adapt=0:scenecut=0"}
@@ -81,6 +82,70 @@ def test_a_variable_rate_keeps_each_frames_own_time() -> None:
     assert list(index.times.ticks) == pts
     assert not index.times.rate().constant
     assert numbers(list(decode_frames(source, index, [0, 3, 5, 7]))) == [0, 3, 5, 7]
+
+
+@pytest.mark.parametrize("container", ["mp4", "mov", "matroska", "mpegts", "flv"])
+@pytest.mark.parametrize("start_s", [Fraction(1, 5), 1200])
+def test_a_video_that_starts_late_is_the_same_video(container: str, start_s: Fraction) -> None:
+    data = shifted(clip(40, 25, options=B_FRAMES), container, Fraction(start_s))
+    source, index = opened(data)
+    assert [tick * index.times.time_base for tick in index.times.ticks] == [Fraction(n, 25) for n in range(40)]
+    assert index.pts is not None
+    assert index.pts[0] * index.times.time_base == start_s
+    assert numbers(list(decode_frames(source, index, [0, 11, 30, 39]))) == [0, 11, 30, 39]
+
+
+def test_times_before_zero_are_times() -> None:
+    source, index = opened(shifted(clip(40, 25, options=B_FRAMES), "mpegts", Fraction(-1, 5)))
+    assert index.pts is not None
+    assert index.pts[0] < 0
+    assert numbers(list(decode_frames(source, index, range(40)))) == list(range(40))
+
+
+@pytest.mark.parametrize("container", ["mp4", "mov"])
+@pytest.mark.parametrize("hidden", [5, 17])
+def test_what_an_edit_list_hides_is_no_frame_of_the_video(container: str, hidden: int) -> None:
+    data = shifted(clip(40, 25, options=B_FRAMES), container, Fraction(-hidden, 25))
+    source, index = opened(data)
+    assert [tick * index.times.time_base for tick in index.times.ticks] == [Fraction(n, 25) for n in range(40 - hidden)]
+    assert numbers(list(decode_frames(source, index, range(40 - hidden)))) == list(range(hidden, 40))
+    assert numbers(list(decode_frames(source, index, [1, 39 - hidden]))) == [hidden + 1, 39]
+
+
+@pytest.mark.parametrize(("container", "codec"), [("h264", "libx264"), ("mpegts", "libx264"), ("mpegts", "mpeg2video")])
+def test_frames_that_change_their_size_on_the_way_are_resized_like_any_other(container: str, codec: str) -> None:
+    options = {"g": "10", "bf": "0"}
+    data = clip(20, container=container, codec=codec, options=options, rate=25)
+    data += clip(20, container=container, codec=codec, options=options, rate=25, size=(96, 128))
+    source, index = opened(data)
+    places = (0, 8, len(index.times.ticks) - 9, len(index.times.ticks) - 1)
+    sizes = {frame.pixels.shape for frame in decode_frames(source, index, places)}
+    assert sizes == {(48, 64, 3), (96, 128, 3)}
+    slices = list(PlannedVideo(source, index, places, 2, 56, 84).slices())
+    assert [each.pixels.shape for each in slices] == [(2, 56, 84, 3), (2, 56, 84, 3)]
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+def test_a_cut_decodes_nothing_outside_but_back_to_its_keyframe(
+    container: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, index = opened(clip(250, 25, container=container, options={"g": "25", "bf": "2"}))
+    cut = index.times.cut(4.2, 5.8)
+    first = index.times.ticks.index(cut.ticks[0])
+    assert (first, len(cut.ticks)) == (105, 40)
+    sent: set[Fraction] = set()
+    original = decode.packets_of
+
+    def watched(container: Any, stream: Any) -> Iterator[Any]:
+        for packet in original(container, stream):
+            sent.add(packet.pts * packet.time_base)
+            yield packet
+
+    monkeypatch.setattr(decode, "packets_of", watched)
+    places = range(first, first + len(cut.ticks), 4)
+    assert numbers(list(decode_frames(source, index, places))) == list(places)
+    # What reorders and threads hold back is a few frames.
+    assert {time for time in sent if time} <= {Fraction(frame, 25) for frame in range(100, 155)}
 
 
 @pytest.fixture
