@@ -20,7 +20,7 @@ from client.client import DEFAULT_ADDRESS, FramesieveClient
 from client.contact_sheet import contact_sheet
 from client.inspection import Inspection, inspect
 from client.launcher import SERVICES, SIGTERM_STATUS, Endpoint, LocalStack, unwind_on_sigterm
-from client.prompt import Image, Video, media_file
+from client.prompt import Image, Video, file_name, is_url, names_image
 from client.terminal import MediaBars, errors_told, stderr, tell_cost
 from client.wire import Options
 from common.errors import InvalidRequest, PeerContract
@@ -86,7 +86,7 @@ def serve(
 @app.command()
 def ask(
     *,
-    media: Annotated[list[Path] | None, typer.Argument(help="Videos and images, told apart by suffix.")] = None,
+    media: Annotated[list[str] | None, typer.Argument(help="Videos and images, by suffix: files, URLs.")] = None,
     question: Annotated[str, typer.Argument(help="What to ask about them.")],
     pruning_rate: RateOption = 0.0,
     method: MethodOption = EVS,
@@ -106,10 +106,14 @@ def ask(
 
     Images are never pruned. Every video has the same rate and method here; in Python, Video(pruning=...) sets its own.
 
+    What starts with http://, https:// or data: is a URL, which preprocessing fetches where its settings allow it.
+
     Example: framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75
+
+    Example: framesieve ask https://example.org/clip.mp4 "What moves?"
     """
     pruning = _pruning(pruning_rate, method)
-    parts = [_media(path, fps, max_frames, on_server) for path in media or []]
+    parts = [_media(each, fps, max_frames, on_server) for each in media or []]
     options = Options(
         pruning_rate=pruning.rate,
         pruning_method=pruning.method,
@@ -127,7 +131,7 @@ def ask(
 
 @app.command("inspect")
 def inspect_media(
-    media: Annotated[Path, typer.Argument(help="A video or an image.")],
+    media: Annotated[str, typer.Argument(help="A video or an image: a file or a URL.")],
     pruning_rate: RateOption = 0.75,
     method: MethodOption = EVS,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the PNG is written.")] = Path("kept.png"),
@@ -157,7 +161,7 @@ def inspect_media(
             started = LocalStack(model, services=("preprocessing", "encoder"))
             with stderr.status("starting two services, looking, stopping them …"), started as stack:
                 seen = asyncio.run(inspect(stack.addresses["preprocessing"], stack.addresses["encoder"], part, pruning))
-        _draw(seen, pruning, media.name).save(output, format="PNG")
+        _draw(seen, pruning, file_name(media)).save(output, format="PNG")
     _tell_inspection(seen, pruning, output, as_json)
 
 
@@ -256,9 +260,9 @@ def _pruning(rate: float, method: str) -> Pruning:
         raise typer.BadParameter(str(error)) from error
 
 
-def _media(path: Path, fps: float | None, max_frames: int | None, on_server: bool) -> Image | Video:
-    source: dict[str, Any] = {"server_path": str(path)} if on_server else {"path": path}
-    if isinstance(media_file(path), Image):
+def _media(location: str, fps: float | None, max_frames: int | None, on_server: bool) -> Image | Video:
+    source: dict[str, Any] = {"url" if is_url(location) else "server_path" if on_server else "path": location}
+    if names_image(location):
         return Image(**source)
     return Video(**source, fps=fps, max_frames=max_frames)
 

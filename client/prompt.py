@@ -7,11 +7,13 @@ is refused.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal, TypeAlias
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +25,8 @@ from common.retention import Pruning
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 
 _EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
-_SOURCES = ("path", "data", "server_path", "embeds")
+_SOURCES = ("path", "data", "server_path", "url", "embeds")
+_URL = re.compile(r"https?://[^/?#]*(?P<path>[^?#]*)|data:(?P<type>[^;,]*)", re.IGNORECASE)
 _SAMPLING = ("fps", "min_frames", "max_frames", "max_pixels", "start_s", "end_s")
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
@@ -90,20 +93,22 @@ class Embeds:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A still picture, from exactly one of four sources.
+    """A still picture, from exactly one of five sources.
 
     path: a file on this machine, sent with the request.
     data: the file's bytes, sent with the request.
     server_path: a path below preprocessing's --media-root; nothing is sent.
+    url: http:// or https://, which preprocessing fetches where its settings allow it; or a data: URI, sent as it is.
     embeds: what the vision tower yields for it, sent with the request.
     max_pixels: at most this many pixels are looked at; None: the checkpoint's own. Not beside embeds.
-    Raises InvalidRequest unless exactly one of the four is given.
+    Raises InvalidRequest unless exactly one of the five is given.
     """
 
     path: StrPath | None = None
     _: KW_ONLY
     data: bytes | None = None
     server_path: str | None = None
+    url: str | None = None
     embeds: Embeds | None = None
     max_pixels: int | None = None
 
@@ -113,19 +118,20 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """A moving picture, from exactly one of four sources, and which of its frames are looked at.
+    """A moving picture, from exactly one of five sources, and which of its frames are looked at.
 
-    path, data, server_path, embeds: as for Image.
+    path, data, server_path, url, embeds: as for Image.
     fps, min_frames, max_frames, max_pixels (a frame), start_s, end_s: None is the checkpoint's own, or the whole video.
         Not beside embeds, which have no frames.
     pruning: overrides the request's for this video.
-    Raises InvalidRequest unless exactly one of path, data, server_path and embeds is given.
+    Raises InvalidRequest unless exactly one of path, data, server_path, url and embeds is given.
     """
 
     path: StrPath | None = None
     _: KW_ONLY
     data: bytes | None = None
     server_path: str | None = None
+    url: str | None = None
     embeds: Embeds | None = None
     fps: float | None = None
     min_frames: int | None = None
@@ -141,7 +147,7 @@ class Video:
 
 Part: TypeAlias = Text | Image | Video
 PartLike: TypeAlias = Part | StrPath
-"""What may stand before a question: a part, or the path of a media file on this machine."""
+"""What may stand before a question: a part, the path of a media file on this machine, or a URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +158,31 @@ class Message:
     parts: tuple[Part, ...]
 
 
-def media_file(path: StrPath) -> Image | Video:
-    """A media file on this machine: an image if its suffix says so, else a video."""
-    return Image(path) if Path(path).suffix.lower() in IMAGE_SUFFIXES else Video(path)
+def media_of(location: StrPath) -> Image | Video:
+    """A media file on this machine, or a URL: an image if its suffix or its data: type says so, else a video."""
+    kind = Image if names_image(location) else Video
+    return kind(url=str(location)) if is_url(location) else kind(location)
+
+
+def is_url(location: StrPath) -> bool:
+    """Whether it starts as a URL that services know, and not as a path."""
+    return _URL.match(str(location)) is not None
+
+
+def names_image(location: StrPath) -> bool:
+    """Whether a path's or URL's suffix is an image's; of a data: URI, whether its type is."""
+    url = _URL.match(str(location))
+    if url is not None and url["type"] is not None:
+        return url["type"].lower().startswith("image/")
+    return Path(file_name(location)).suffix.lower() in IMAGE_SUFFIXES
+
+
+def file_name(location: StrPath) -> str:
+    """The last part of a path, or of a URL's without its query; "data:" of a data: URI."""
+    url = _URL.match(str(location))
+    if url is None:
+        return Path(location).name
+    return Path(unquote(url["path"])).name if url["type"] is None else "data:"
 
 
 def user_turn(media: PartLike | Sequence[PartLike] | None, text: str) -> Message:
@@ -163,7 +191,7 @@ def user_turn(media: PartLike | Sequence[PartLike] | None, text: str) -> Message
         media = ()
     elif isinstance(media, (Text, Image, Video, str, os.PathLike)):
         media = (media,)
-    parts = [item if isinstance(item, Part) else media_file(item) for item in media]
+    parts = [item if isinstance(item, Part) else media_of(item) for item in media]
     return Message("user", (*parts, Text(text)) if text else tuple(parts))
 
 
@@ -172,7 +200,7 @@ def _check_source(media: Image | Video) -> None:
     given = [name for name in _SOURCES if getattr(media, name) is not None]
     if len(given) != 1:
         raise InvalidRequest(
-            f"{kind} needs exactly one of path, data, server_path and embeds, got {', '.join(given) or 'none'}"
+            f"{kind} needs exactly one of path, data, server_path, url and embeds, got {', '.join(given) or 'none'}"
         )
     useless = [name for name in _SAMPLING if getattr(media, name, None) is not None]
     if media.embeds is not None and useless:

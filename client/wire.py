@@ -162,6 +162,9 @@ def _media(part: Image | Video, sampling: prompt_pb2.FrameSampling, room: _Inlin
         return prompt_pb2.Media(embeds=_embeds(part.embeds, room))
     if part.server_path is not None:
         return prompt_pb2.Media(path=part.server_path, frame_sampling=sampling)
+    if part.url is not None:
+        room.take_file(len(part.url), f"{type(part).__name__}.url")  # a data: URI may be long
+        return prompt_pb2.Media(url=part.url, frame_sampling=sampling)
     if part.path is not None:
         return prompt_pb2.Media(data=room.read(part.path), frame_sampling=sampling)
     data = part.data or b""

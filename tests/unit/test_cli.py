@@ -20,6 +20,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from client.cli import app
+from client.contact_sheet import contact_sheet
 from common.channels import DETAILS_KEY, status_details
 from common.errors import MediaDamaged
 from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
@@ -217,6 +218,17 @@ def test_ask_names_files_on_the_server_without_sending_them(
     assert services.asked[0].prompt.messages[0].parts[0].video.path == "films/a.mp4"
 
 
+@pytest.mark.parametrize("flags", [[], ["--on-server"]])
+def test_ask_sends_urls_as_they_stand(
+    framesieve: Callable[..., Result], services: FakeServices, address: str, flags: list[str]
+) -> None:
+    urls = ["https://a.test//clip.mp4?x=1", "http://a.test/photo.jpg?x=clip.mp4", "data:image/png,x"]
+    assert framesieve("ask", *urls, "?", *flags, "--fps", "4", "--server", address).exit_code == 0
+    video, photo, inline, _ = services.asked[0].prompt.messages[0].parts
+    assert [video.video.url, photo.image.url, inline.image.url] == urls
+    assert video.video.frame_sampling.fps == 4
+
+
 def test_ask_needs_no_media(framesieve: Callable[..., Result], services: FakeServices, address: str) -> None:
     assert framesieve("ask", "Hello?", "--server", address).exit_code == 0
     assert [part.text for part in services.asked[0].prompt.messages[0].parts] == ["Hello?"]
@@ -320,6 +332,27 @@ def test_inspect_writes_a_picture_and_prints_the_counts(
     encode = next(each for each in services.asked if isinstance(each, encoder_pb2.EncodePrompt))
     assert (encode.pruning.rate, encode.pruning.method) == (0.5, "evs")
     assert encode.prompt.messages[0].parts[0].video.data == b"film"
+
+
+def test_inspect_names_a_url_without_its_query(
+    framesieve: Callable[..., Result],
+    services: FakeServices,
+    address: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captions: list[str] = []
+
+    def drawn(*arguments: Any) -> Any:
+        captions.append(arguments[4])
+        return contact_sheet(*arguments)
+
+    monkeypatch.setattr("client.cli.contact_sheet", drawn)
+    places = ["--preprocessing", address, "--encoder", address, "-o", str(tmp_path / "kept.png")]
+    for url in ("https://a.test/clips/a%20b.mp4?signature=secret", "data:video/mp4,secret"):
+        assert framesieve("inspect", url, *places).exit_code == 0
+        assert {each.messages[0].parts[0].video.url for each in services.asked if hasattr(each, "messages")} >= {url}
+    assert captions == ["a b.mp4", "data:"]
 
 
 def test_inspect_counts_by_slice_for_machines(

@@ -155,6 +155,51 @@ async def test_media_stand_before_the_question_in_the_order_given(tmp_path: Path
     assert message.parts[4].text == "What differs?"
 
 
+async def test_a_url_is_sent_as_it_stands_with_what_is_to_be_looked_at(tmp_path: Path) -> None:
+    parts = [Image(url="https://a.test/x?sig=%2F", max_pixels=784), Video(url="http://a.test/y", fps=4)]
+    async with served(tmp_path, moving_ball) as (client, fake):
+        await client.ask(parts, "What differs?")
+    image, video, _ = fake.requests[0].prompt.messages[0].parts
+    assert (image.image.url, image.image.frame_sampling.max_pixels) == ("https://a.test/x?sig=%2F", 784)
+    assert (video.video.url, video.video.frame_sampling.fps) == ("http://a.test/y", 4)
+
+
+@pytest.mark.parametrize(
+    ("location", "kind"),
+    [
+        ("http://a.test/clip.mp4", "video"),
+        ("HTTPS://a.test/clip", "video"),
+        ("https://a.test/photo.PNG", "image"),
+        ("https://a.test/photo%2Ejpg?width=9#there", "image"),
+        ("https://a.test/clip.mp4?poster=photo.png", "video"),
+        ("https://a.test?x=/photo.png", "video"),
+        ("http://[/photo.png", "image"),
+        ("data:image/png;base64,AAAA", "image"),
+        ("data:video/mp4;base64,AAAA", "video"),
+        ("data:,photo.png", "video"),
+    ],
+)
+async def test_what_starts_as_a_url_is_one_and_its_suffix_or_type_decides(
+    tmp_path: Path, location: str, kind: str
+) -> None:
+    async with served(tmp_path, moving_ball) as (client, fake):
+        await client.ask(location, "?")
+    part = fake.requests[0].prompt.messages[0].parts[0]
+    assert part.WhichOneof("content") == kind
+    assert getattr(part, kind).url == location
+
+
+async def test_a_path_that_only_looks_like_a_url_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "http:").mkdir()
+    (tmp_path / "http:" / "clip.mp4").write_bytes(b"clip")
+    (tmp_path / "data").write_bytes(b"data")
+    monkeypatch.chdir(tmp_path)
+    async with served(tmp_path, moving_ball) as (client, fake):
+        await client.ask(["http:/clip.mp4", "data"], "?")
+    parts = fake.requests[0].prompt.messages[0].parts
+    assert [part.video.data for part in parts[:2]] == [b"clip", b"data"]
+
+
 async def test_earlier_turns_come_first(tmp_path: Path) -> None:
     history = [
         Message("system", (Text("Be brief."),)),
@@ -291,6 +336,8 @@ async def test_sixteen_mebibytes_of_files_go_through_and_a_byte_more_is_refused_
         await client.ask(full, "?")
         with pytest.raises(errors.InvalidRequest, match="server_path="):
             await client.ask([full, more], "?")
+        with pytest.raises(errors.InvalidRequest, match=r"Video\.url has 16\.0 MiB, a prompt carries at most 16 MiB"):
+            await client.ask("data:," + "x" * 16 * MIB, "?")
     assert len(fake.requests) == 1
 
 
@@ -300,9 +347,9 @@ async def test_a_file_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
             await client.ask(tmp_path / "no.mp4", "?")
 
 
-@pytest.mark.parametrize("sources", [{}, {"data": b"x", "server_path": "a"}])
+@pytest.mark.parametrize("sources", [{}, {"data": b"x", "server_path": "a"}, {"url": "http://a/", "path": "a"}])
 def test_media_has_exactly_one_source(sources: dict[str, Any]) -> None:
-    with pytest.raises(errors.InvalidRequest, match="exactly one of path, data, server_path and embeds"):
+    with pytest.raises(errors.InvalidRequest, match="exactly one of path, data, server_path, url and embeds"):
         Video(**sources)
 
 
