@@ -7,7 +7,10 @@ an operator would open it: by a domain with its network.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import os
+import resource
 import socket
 import time
 from collections.abc import Sequence
@@ -16,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import FramesieveError, InvalidRequest, MediaForbidden, MediaRejected
-from services.preprocessing.fetch.fetcher import Fetcher, look_up
+from common.errors import FramesieveError, InvalidRequest, MediaForbidden, MediaRejected, Overloaded
+from services.preprocessing.fetch.fetcher import AT_ONCE, Fetcher, look_up
 from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from tests.unit.loopback import BODY, Resolver, Server, head, ok, policy, redirect, serving
 
@@ -420,3 +423,147 @@ async def test_the_system_is_asked_for_all_addresses_of_a_name(monkeypatch: pyte
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", answers)
     assert await look_up("example.org") == ["2606::1", "8.8.8.8"]
+
+
+# --- several at once, and the disk that they share --------------------------------------------------------------
+
+
+def fetcher_of(server: Server, **limits: float) -> Fetcher:
+    return Fetcher(policy(server.port, **limits), Resolver(clip_test=[["127.0.0.1"]]))
+
+
+def url_of(server: Server, path: str = "/") -> str:
+    return f"http://clip.test:{server.port}{path}"
+
+
+async def test_all_are_fetched_side_by_side_and_each_is_named() -> None:
+    together = asyncio.Event()
+
+    async def when_all_have_asked(writer: asyncio.StreamWriter) -> None:
+        path = server.requests[-1].split(" ")[1]
+        if len(server.requests) == 3:
+            together.set()
+        await together.wait()
+        writer.write(ok(path.encode()))
+
+    async with serving(when_all_have_asked) as server:
+        fetched = await fetcher_of(server).fetch_all({name: url_of(server, f"/{name}") for name in "abc"})
+    for name, source in fetched.items():
+        with source.open() as file:
+            assert (source.name, file.read()) == (name, f"/{name}".encode())
+        source.close()
+    assert list(fetched) == list("abc")
+
+
+async def test_one_that_fails_ends_the_others_and_leaves_nothing_open() -> None:
+    brought = asyncio.Event()
+
+    async def by_path(writer: asyncio.StreamWriter) -> None:
+        path = server.requests[-1].split(" ")[1]
+        if path == "/brought":
+            writer.write(ok())
+            return brought.set()
+        if path == "/drips":
+            writer.write(head(200))
+            await forever(writer, b"a", every_s=0.01)
+        await brought.wait()
+        await asyncio.sleep(0.1)
+        return writer.write(head(404, "Content-Length: 0"))
+
+    before = open_files()
+    async with serving(by_path) as server:
+        with pytest.raises(MediaRejected, match=r"^gone\.url was answered with status 404"):
+            await fetcher_of(server).fetch_all(
+                {name: url_of(server, f"/{name}") for name in ("brought", "drips", "gone")}
+            )
+    await asyncio.sleep(0)
+    assert brought.is_set()
+    assert open_files() <= before
+
+
+async def test_no_more_than_so_many_run_at_once_and_the_next_starts_when_one_ends() -> None:
+    enough = asyncio.Event()
+
+    async def when_told(writer: asyncio.StreamWriter) -> None:
+        await enough.wait()
+        writer.write(ok(b"a"))
+
+    async with serving(when_told) as server:
+        urls = {str(number): url_of(server) for number in range(AT_ONCE + 3)}
+        fetching = asyncio.create_task(fetcher_of(server).fetch_all(urls))
+        while server.connections < AT_ONCE:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert server.connections == AT_ONCE
+        enough.set()
+        for source in (await fetching).values():
+            source.close()
+    assert server.connections == AT_ONCE + 3
+
+
+async def test_files_share_the_disk_and_give_it_back_when_they_are_closed() -> None:
+    async with serving(ok()) as server:
+        fetcher = fetcher_of(server, max_bytes=len(BODY), disk_bytes=2 * len(BODY) - 1)
+        first = await fetcher.fetch("first", url_of(server))
+        for _ in range(3):
+            with pytest.raises(Overloaded, match=rf"^second\.url finds no room: .* {2 * len(BODY) - 1} bytes together"):
+                await fetcher.fetch("second", url_of(server))
+        first.close()
+        (await fetcher.fetch("second", url_of(server))).close()
+
+
+async def test_whoever_is_cancelled_gives_its_disk_back() -> None:
+    sent = asyncio.Event()
+
+    async def half(writer: asyncio.StreamWriter) -> None:
+        writer.write(head(200, f"Content-Length: {len(BODY)}") + BODY[:-1])
+        await writer.drain()
+        sent.set()
+        await asyncio.sleep(60)
+
+    async with serving(half) as server:
+        fetcher = fetcher_of(server, disk_bytes=len(BODY), max_bytes=len(BODY))
+        fetching = asyncio.create_task(fetcher.fetch("video", url_of(server)))
+        await sent.wait()
+        await asyncio.sleep(0.1)
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        server.answer = ok()
+        (await fetcher.fetch("video", url_of(server))).close()
+
+
+@pytest.mark.parametrize("lack", [errno.ENOSPC, errno.EDQUOT])
+async def test_a_disk_that_is_full_is_no_fault_of_the_media(monkeypatch: pytest.MonkeyPatch, lack: int) -> None:
+    class FullDisk:
+        def write(self, piece: bytes) -> int:
+            raise OSError(lack, os.strerror(lack))
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: FullDisk())
+    async with serving(ok()) as server:
+        with pytest.raises(Overloaded, match=rf"^video\.url cannot be opened now: {os.strerror(lack)}$"):
+            await fetched(server)
+
+
+@pytest.mark.parametrize("at", ["its file", "its connection"])
+async def test_a_service_without_a_free_descriptor_is_overloaded(at: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    class Exhausting(Resolver):
+        async def __call__(self, host: str) -> Sequence[str]:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+            return await super().__call__(host)
+
+    async with serving(ok()) as server:
+        fetcher = Fetcher(policy(server.port), Exhausting(clip_test=[["127.0.0.1"]]))
+        if at == "its file":
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            with pytest.raises(Overloaded, match=r"^video\.url cannot be opened now: Too many open files"):
+                await fetcher.fetch("video", url_of(server))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert server.connections == 0

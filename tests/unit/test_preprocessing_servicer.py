@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import re
+import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import av
 import grpc
@@ -31,6 +35,8 @@ from services.preprocessing.fetch.policy import FetchPolicy
 from services.preprocessing.planner import Planner
 from services.preprocessing.servicer import PreprocessingServicer
 from services.preprocessing.workers import LOOKAHEAD, Workers
+from tests.unit.loopback import Resolver, Server, head, ok, policy
+from tests.unit.loopback import serving as web_server
 from tests.unit.preprocessing_media import clip, sound, transformers_indices, without_packets
 
 Stub = preprocessing_pb2_grpc.PreprocessingServiceStub
@@ -417,3 +423,144 @@ async def test_a_request_that_leaves_while_it_is_planned_leaves_no_file_open(stu
     await asyncio.sleep(0.3)
     open_files = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     assert tmp_path / "media" / "clip.mp4" not in open_files
+
+
+# --- media by URL -----------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def fetching_from(server: Server, checkpoint: Path, folder: Path, **limits: float) -> AsyncIterator[Any]:
+    """A stub whose service may reach that server as clip.test, and whose sources are all closed again at the end."""
+    with mock.patch.object(tempfile, "tempdir", str(folder)):
+        fetcher = Fetcher(policy(server.port, **limits), Resolver(clip_test=[["127.0.0.1"]]))
+    async with serving(checkpoint, None, folder, fetcher) as made:
+        yield made
+        assert await settled(lambda: fetched_files(folder) == 0)
+
+
+def fetched_files(folder: Path) -> int:
+    """How many files without a name are open in the folder that is fetched into."""
+    links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(str(link).startswith(f"{folder}/") and str(link).endswith("(deleted)") for link in links)
+
+
+async def settled(reached: Callable[[], bool]) -> bool:
+    """Whether that comes true within five seconds."""
+    for _ in range(500):
+        if reached():
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+def by_url(server: Server, path: str = "/clip.mp4") -> prompt_pb2.Part:
+    return prompt_pb2.Part(video=prompt_pb2.Media(url=f"http://clip.test:{server.port}{path}"))
+
+
+async def drip(writer: asyncio.StreamWriter) -> None:
+    writer.write(head(200))
+    while True:
+        writer.write(b"a")
+        await writer.drain()
+        await asyncio.sleep(0.01)
+
+
+async def test_media_by_url_are_as_media_by_bytes(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    data = clip(30)
+    stage = {"stage": "fetch"}
+    count = REGISTRY.get_sample_value("framesieve_stage_busy_seconds_count", stage) or 0.0
+    async with web_server(ok(data)) as server, fetching_from(server, tiny_checkpoint, tmp_path) as stub:
+        call = await sent(stub, prompt_of(by_url(server), text("and"), video(data), by_url(server)))
+        plan = await plan_of(call)
+        assert fetched_files(tmp_path) == 2
+        await call.write(EVERYTHING)
+        await call.done_writing()
+        _, frames, _ = await frames_of(call, plan)
+    assert len({item.content_hash for item in plan.media}) == 1
+    for each in (0, 2):
+        assert np.array_equal(frames[each], frames[1])
+    assert REGISTRY.get_sample_value("framesieve_stage_busy_seconds_count", stage) == count + 1
+
+
+async def test_a_data_uri_is_as_its_bytes(stub: Any) -> None:
+    data = clip(30)
+    uri = "data:video/mp4;base64," + base64.b64encode(data).decode()
+    call = await asked(stub, prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(url=uri)), video(data)))
+    first, second = (await plan_of(call)).media
+    assert first.content_hash == second.content_hash
+
+
+async def test_what_is_fetched_and_is_no_media_is_told_by_its_field(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    async with web_server(ok(b"garbage" * 99)) as server, fetching_from(server, tiny_checkpoint, tmp_path) as stub:
+        code, reason, message = await refused(await sent(stub, prompt_of(video(CLIP), by_url(server))))
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MEDIA_REJECTED")
+    assert message.startswith("prompt.messages[0].parts[1].video")
+
+
+async def test_one_url_that_fails_closes_the_sources_of_the_others(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    async def gone_once_the_clip_is_there(writer: asyncio.StreamWriter) -> None:
+        if "clip.mp4" in server.requests[-1]:
+            return writer.write(ok(CLIP))
+        assert await settled(lambda: fetched_files(tmp_path) == 2 and server.connections == 2)
+        await asyncio.sleep(0.1)
+        return writer.write(head(404, "Content-Length: 0"))
+
+    async with (
+        web_server(gone_once_the_clip_is_there) as server,
+        fetching_from(server, tiny_checkpoint, tmp_path) as stub,
+    ):
+        code, _, message = await refused(await sent(stub, prompt_of(by_url(server), by_url(server, "/gone"))))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert message.startswith("prompt.messages[0].parts[1].video.url was answered with status 404")
+
+
+async def test_a_full_disk_is_refused_with_resource_exhausted(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    limits = {"max_bytes": len(CLIP), "disk_bytes": 2 * len(CLIP) - 1}
+    async with web_server(ok(CLIP)) as server, fetching_from(server, tiny_checkpoint, tmp_path, **limits) as stub:
+        first = await sent(stub, prompt_of(by_url(server)))
+        await plan_of(first)
+        code, reason, _ = await refused(await sent(stub, prompt_of(by_url(server))))
+        assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+        await first.write(EVERYTHING)
+        await first.done_writing()
+        await read_to_the_end(first)
+        assert await settled(lambda: fetched_files(tmp_path) == 0)
+        again = await asked(stub, prompt_of(by_url(server)))
+        await read_to_the_end(again)
+
+
+@pytest.mark.parametrize("leaves", ["by cancelling", "by its deadline"])
+async def test_a_caller_that_leaves_ends_its_fetches(tiny_checkpoint: Path, tmp_path: Path, leaves: str) -> None:
+    async with web_server(drip) as server, fetching_from(server, tiny_checkpoint, tmp_path) as stub:
+        call = stub.Preprocess(timeout=0.5 if leaves == "by its deadline" else 30)
+        await call.write(prompt_of(by_url(server), by_url(server)))
+        assert await settled(lambda: server.connections == 2 and fetched_files(tmp_path) == 2)
+        if leaves == "by cancelling":
+            call.cancel()
+        assert await settled(lambda: all(task.done() for task in server.serving))
+    assert len(server.serving) == 2
+
+
+@pytest.mark.parametrize("planned", ["well", "and fails"])
+async def test_a_caller_that_leaves_while_it_is_planned_leaves_no_source_open(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: str
+) -> None:
+    planning, left = threading.Event(), threading.Event()
+    plan = Planner.plan
+
+    def late(*arguments: Any) -> Any:
+        planning.set()
+        left.wait(10)
+        return plan(*arguments)
+
+    monkeypatch.setattr(Planner, "plan", late)
+    body = clip(4) if planned == "well" else b"garbage"
+    async with web_server(ok(body)) as server, fetching_from(server, tiny_checkpoint, tmp_path) as stub:
+        call = stub.Preprocess()
+        await call.write(prompt_of(by_url(server)))
+        assert await settled(planning.is_set)
+        call.cancel()
+        await asyncio.sleep(0.1)
+        assert fetched_files(tmp_path) == 1
+        left.set()
+        assert await settled(lambda: fetched_files(tmp_path) == 0)

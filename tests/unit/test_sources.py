@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from common.errors import MediaForbidden, MediaRejected
+from common.errors import MediaForbidden, MediaRejected, Overloaded
 from services.preprocessing.sources import bytes_source, path_source
 
 
@@ -80,6 +84,35 @@ def test_without_a_root_no_path_is_opened(root: Path) -> None:
 def test_what_is_no_file_is_rejected(root: Path, path: str, why: str) -> None:
     with pytest.raises(MediaRejected, match=why):
         path_source("video", path, root)
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_service_without_a_free_descriptor_is_overloaded_and_the_file_is_not_to_blame(root: Path) -> None:
+    with (
+        no_descriptor_left(),
+        pytest.raises(Overloaded, match=r"^video\.path cannot be opened now: Too many open files"),
+    ):
+        path_source("video", "inner/clip.mp4", root)
+    path_source("video", "inner/clip.mp4", root).close()
+
+
+@pytest.mark.parametrize("lack", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_what_the_machine_lacks_is_no_fault_of_the_file(root: Path, monkeypatch: pytest.MonkeyPatch, lack: int) -> None:
+    def lacking(*_: object) -> int:
+        raise OSError(lack, os.strerror(lack))
+
+    monkeypatch.setattr(os, "open", lacking)
+    with pytest.raises(Overloaded, match=os.strerror(lack)):
+        path_source("video", "inner/clip.mp4", root)
 
 
 def test_a_pipe_is_rejected_and_hangs_nobody(root: Path) -> None:
