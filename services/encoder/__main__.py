@@ -14,6 +14,7 @@ from common.server import run, serve
 from common.telemetry import configure_logging
 from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 from services.encoder.batcher import Batcher
+from services.encoder.cache import EmbedsCache
 from services.encoder.families import load_tower
 from services.encoder.servicer import SERVICE, EncoderServicer
 from services.encoder.settings import EncoderSettings
@@ -27,10 +28,10 @@ async def main() -> None:
     checkpoint = Checkpoint(settings.model)
     tower = load_tower(checkpoint, settings.dtype, _device(settings.device))
     batcher = Batcher(tower.encode, settings.batch_tokens)
-    room = Room(settings.output_buffer_bytes)
+    cache = EmbedsCache(tower, batcher, Room(settings.output_buffer_bytes), settings.cache_bytes)
     try:
         async with open_channel(settings.preprocessing) as channel:
-            servicer = EncoderServicer(tower, checkpoint.fingerprint, batcher, room, channel)
+            servicer = EncoderServicer(checkpoint.fingerprint, cache, Room(settings.output_buffer_bytes), channel)
             await serve(SERVICE, settings, partial(add_EncoderServiceServicer_to_server, servicer))
     finally:
         batcher.close()

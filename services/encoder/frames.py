@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +29,10 @@ STAGE = "preprocessing"
 
 @dataclass(frozen=True, slots=True)
 class FrameSlice:
-    """One temporal slice of an item, whole: UINT8 [frames, height, width, 3]."""
+    """One temporal slice of an item, whole: UINT8 [frames, height, width, 3]. index: its place in the item's grid."""
 
     media_index: int
+    index: int
     frames: TensorBuffer
     repaired_frames: int
 
@@ -114,7 +115,7 @@ class FrameStream:
         with _ended_call():
             await self._call.done_writing()
 
-    async def slices(self) -> AsyncIterator[FrameSlice]:
+    async def slices(self) -> AsyncGenerator[FrameSlice, None]:
         """Every slice of every selected item, until the stream ends as it should."""
         while (first := await self._read_frames()) is not None:
             if not self._due:
@@ -149,7 +150,7 @@ class FrameStream:
                 chunk = await self._read_frames()
         if not 0 <= repaired <= frames:
             raise PeerContract(f"{repaired} of {frames} frames cannot have been repaired")
-        return FrameSlice(media_index, buffer, repaired)
+        return FrameSlice(media_index, start // self._temporal_patch, buffer, repaired)
 
     async def _read_frames(self) -> FramesChunk | None:
         message = await self._read()

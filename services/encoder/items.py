@@ -1,16 +1,17 @@
-"""One selected media item: room for its embeddings, its slices through the tower, and which of its tokens are kept.
+"""One media item of one request: room for what is sent of it, its share of an entry, and which of its tokens are kept.
 
-    reserve ──▶ add add add … ──▶ encoded ──▶ finish ──▶ close
-    (room)      (a slice each)    (tower)     (prune)    (room is free again)
-          └───▶ fill ────────────────────────▲
-                (embeddings that came with the prompt)
+    start ──────────────────────────▶ obtain ──────────────────▶ close
+    (room for K; the entry is led     (complete: gathered, and   (room is free again)
+     by this request or another)       the entry is left)
 
-It knows neither gRPC nor where frames come from. It belongs to one event loop.
+Room is taken before the entry is joined, and the entry is read as soon as it is complete, however slow the caller
+reads: nobody who holds an entry waits for anything but the entry. It knows no gRPC.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,19 +24,14 @@ from common.plan import Int32Array, MediaPlan, Modality
 from common.retention import NONE, Pruning, retained_count
 from common.room import Room
 from common.telemetry import busy
-from common.tensors import DType, TensorBuffer
-from services.encoder.batcher import Batcher
-from services.encoder.pruning import gather_in_place, keep_tokens
-from services.encoder.tower import Tower
+from common.tensors import DType
+from services.encoder.cache import EmbedsCache, Entry, Source
+from services.encoder.encoding import Encoding, embeds_bytes
+from services.encoder.pruning import keep_tokens
 
-RESERVED_BYTES = Gauge("framesieve_encoder_reserved_bytes", "Bytes of the output buffer that items hold")
-ITEMS = Counter(
-    "framesieve_encoder_items_total", "Media items that were encoded, or brought their embeddings", ["modality"]
-)
+OUTPUT_BYTES = Gauge("framesieve_encoder_output_bytes", "Bytes of pruned embeddings that are reserved or being sent")
+ITEMS = Counter("framesieve_encoder_items_total", "Media items that were answered", ["modality"])
 TOKENS = Counter("framesieve_encoder_tokens_total", "Tokens of these items", ["pruning", "method"])
-
-# So many forwards' worth of an item's slices may wait for the tower; more wait with the decoder.
-_FORWARDS_AHEAD = 2
 
 _DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16}
 
@@ -51,118 +47,127 @@ class Embeds:
 
 
 class Item:
-    """One media item of one request, from its reservation to its release."""
+    """One media item of one request, from its reservation to its release. outputs: room for what waits to be sent."""
 
-    def __init__(self, media_index: int, plan: MediaPlan, pruning: Pruning, tower: Tower, batcher: Batcher) -> None:
+    def __init__(self, media_index: int, plan: MediaPlan, pruning: Pruning, cache: EmbedsCache, outputs: Room) -> None:
         self.media_index = media_index
         self.plan = plan
-        self.decoded_slices = 0
-        self.encoded_slices = 0
-        self.repaired_frames = 0
         self._pruning = pruning
-        self._tower = tower
-        self._batcher = batcher
-        self._shape = (1 + tower.embed_levels, plan.grid.tokens, tower.embed_dim)
-        self._room: Room | None = None
-        self._buffer: Tensor | None = None
-        self._slices: list[asyncio.Future[None]] = []
-        self._failure: BaseException | None = None
-        self._ahead = asyncio.Semaphore(max(1, _FORWARDS_AHEAD * batcher.budget_tokens // plan.grid.slice_tokens))
-        self._changed = asyncio.Event()
+        self._cache = cache
+        self._outputs = outputs
+        self._count = retained_count(plan.grid, pruning, plan.modality)
+        self._output_bytes = embeds_bytes(cache.tower, self._count)
+        self._reserved = False
+        self._entry: Entry | None = None
+        self._encoding: Encoding | None = None
+        self._embeds: Embeds | None = None
 
     @property
-    def size_bytes(self) -> int:
-        levels, tokens, width = self._shape
-        return levels * tokens * width * self._tower.dtype.itemsize
+    def embeds(self) -> Embeds:
+        """What is to be sent, once it is obtained and until it is closed."""
+        assert self._embeds is not None
+        return self._embeds
 
-    async def reserve(self, room: Room) -> None:
-        """Waits for room for the whole item, unpruned. Raises MediaRejected if it can never fit."""
-        if self.size_bytes > room.size_bytes:
-            remedy = "bring fewer tokens" if self.plan.brings_embeds else "lower fps, max_frames or max_pixels"
-            raise MediaRejected(
-                f"media {self.media_index} becomes {self.plan.grid.tokens} tokens, {self.size_bytes} bytes of "
-                f"embeddings; the encoder has room for {room.size_bytes}: {remedy}"
-            )
+    @property
+    def decoded_slices(self) -> int:
+        return self._encoding.decoded_slices if self._encoding else 0
+
+    @property
+    def encoded_slices(self) -> int:
+        return self._encoding.encoded_slices if self._encoding else 0
+
+    @property
+    def repaired_frames(self) -> int:
+        return self._encoding.repaired_frames if self._encoding else 0
+
+    async def start(self, source: Source, brought: Tensor | None) -> None:
+        """Returns once the item is sure to come: kept, led by another, brought, or with room and selected.
+
+        brought: its embeddings, (1 + levels, tokens, D), where the prompt had them.
+        Raises MediaRejected if it can never fit, and what the source has failed by.
+        """
+        self._check_fits()
         with busy("wait_for_room"):
-            await room.reserve(self.size_bytes)
-        self._room = room
-        RESERVED_BYTES.inc(self.size_bytes)
-        self._buffer = torch.empty(self._shape, dtype=self._tower.dtype, device=self._tower.device)
+            await self._outputs.reserve(self._output_bytes)
+        self._reserved = True
+        OUTPUT_BYTES.inc(self._output_bytes)
+        self._entry = self._cache.join(self.plan) if brought is None else self._cache.alone(self.plan)
+        self._encoding = self._entry.encoding
+        if brought is not None:
+            await self._encoding.reserve()
+            await self._encoding.fill(brought)
+        elif self._unled(self._entry):
+            await self._entry.lead(source, self.media_index)
 
-    async def add(self, frames: TensorBuffer, repaired_frames: int) -> None:
-        """Takes the item's next slice; waits while enough of them are ahead in the batcher's queue."""
-        assert self._buffer is not None
-        self.repaired_frames += repaired_frames
-        start = self.decoded_slices * self.plan.grid.slice_tokens
-        self.decoded_slices += 1
-        pixels = torch.frombuffer(frames.data, dtype=torch.uint8).view(frames.shape)
-        await self._ahead.acquire()
-        target = self._buffer[:, start : start + self.plan.grid.slice_tokens]
-        encoded = asyncio.wrap_future(self._batcher.submit(pixels, target))
-        encoded.add_done_callback(self._slice_done)
-        self._slices.append(encoded)
+    async def obtain(self, source: Source, progressed: Callable[[Item], None]) -> None:
+        """Waits until the entry is complete, and gathers. Raises what failed it, or the source if it had to lead."""
+        entry = self._entry
+        assert entry is not None
+        while not entry.encoding.complete:
+            if entry.encoding.failure is not None:
+                raise entry.encoding.failure
+            if self._unled(entry):
+                await entry.lead(source, self.media_index)
+            else:
+                await entry.encoding.changed()
+            progressed(self)
+        self._embeds = await asyncio.to_thread(self._gather, entry, entry.encoding.embeds)
+        self._leave()
 
-    async def fill(self, embeds: Tensor) -> None:
-        """Takes all of its embeddings, (1 + levels, tokens, D) of any float dtype, in place of slices."""
-        assert self._buffer is not None
-        await asyncio.to_thread(self._buffer.copy_, embeds)
-        self.decoded_slices = self.encoded_slices = self.plan.grid.t
-        self._changed.set()
-
-    async def next_encoded(self) -> bool:
-        """Waits until more slices are encoded; whether all of them are. Raises what the tower raised."""
-        await self._changed.wait()
-        self._changed.clear()
-        if self._failure is not None:
-            raise self._failure
-        return self.encoded_slices == self.plan.grid.t
-
-    async def finish(self) -> Embeds:
-        """Prunes, once every slice is encoded."""
-        return await asyncio.to_thread(self._finish)
+    async def settled(self, source: Source) -> None:
+        """Waits until the item has no more use for its request's stream than to get what was selected from it."""
+        while (entry := self._entry) and entry.encoding.decoded_slices < self.plan.grid.t and not source.brings(entry):
+            await entry.encoding.changed()
 
     def close(self) -> None:
-        """Takes what waits for the tower out of its queue, and gives the room back; safe to call again."""
-        for encoded in self._slices:
-            encoded.cancel()
-        self._slices.clear()
-        self._buffer = None
-        if self._room is not None:
-            RESERVED_BYTES.dec(self.size_bytes)
-            self._room.release(self.size_bytes)
-            self._room = None
+        """Leaves the entry and gives the room back; safe to call again."""
+        self._leave()
+        self._embeds = None
+        if self._reserved:
+            OUTPUT_BYTES.dec(self._output_bytes)
+            self._outputs.release(self._output_bytes)
+            self._reserved = False
 
-    def _slice_done(self, encoded: asyncio.Future[None]) -> None:
-        self._ahead.release()
-        if not encoded.cancelled():
-            self._failure = self._failure or encoded.exception()
-            self.encoded_slices += 1
-        self._changed.set()
+    def _check_fits(self) -> None:
+        size_bytes = embeds_bytes(self._cache.tower, self.plan.grid.tokens)
+        if size_bytes > self._cache.room.size_bytes:
+            remedy = "bring fewer tokens" if self.plan.brings_embeds else "lower fps, max_frames or max_pixels"
+            raise MediaRejected(
+                f"media {self.media_index} becomes {self.plan.grid.tokens} tokens, {size_bytes} bytes of "
+                f"embeddings; the encoder has room for {self._cache.room.size_bytes}: {remedy}"
+            )
+
+    def _unled(self, entry: Entry) -> bool:
+        """Whether its slices have nowhere to come from."""
+        encoding = entry.encoding
+        return entry.source is None and encoding.failure is None and encoding.decoded_slices < self.plan.grid.t
+
+    def _leave(self) -> None:
+        if self._entry is not None:
+            entry, self._entry = self._entry, None
+            self._cache.leave(entry)
 
     @torch.inference_mode()
-    def _finish(self) -> Embeds:
-        buffer = self._buffer
-        assert buffer is not None
-        levels, tokens, width = self._shape
+    def _gather(self, entry: Entry, embeds: Tensor) -> Embeds:
+        """embeds: (1 + levels, tokens, D), which others read as well; where all is kept, it is sent itself."""
+        kept: Tensor | None = None
         with busy("prune"):
-            count = retained_count(self.plan.grid, self._pruning, self.plan.modality)
-            kept: Tensor | None = None
-            rows = buffer.view(levels * tokens, width)
-            if count < tokens:
-                kept = keep_tokens(buffer[0], self.plan.grid, self._pruning)
-                rows = gather_in_place(buffer, kept)
-            rows = rows.cpu()
-        self._count(count)
+            if self._count < self.plan.grid.tokens:
+                kept = keep_tokens(embeds[0], self.plan.grid, self._pruning, entry.scores)
+                embeds = embeds[:, kept.long()]
+            embeds = embeds.cpu()
+        self._count_tokens()
+        levels, count, width = embeds.shape
         return Embeds(
             kept=None if kept is None else kept.cpu().numpy().astype(np.int32, copy=False),
-            dtype=_DTYPES[self._tower.dtype],
+            dtype=_DTYPES[embeds.dtype],
             shape=(levels, count, width),
-            data=rows.view(torch.uint8).numpy().data,
+            data=embeds.view(torch.uint8).numpy().data,
         )
 
-    def _count(self, kept: int) -> None:
+    def _count_tokens(self) -> None:
         ITEMS.labels(self.plan.modality.value).inc()
         pruned = self.plan.modality is Modality.VIDEO and self._pruning.rate
         method = self._pruning.method if pruned else NONE
         TOKENS.labels("before", method).inc(self.plan.grid.tokens)
-        TOKENS.labels("after", method).inc(kept)
+        TOKENS.labels("after", method).inc(self._count)

@@ -57,10 +57,13 @@ def read_normalisation(checkpoint: Checkpoint) -> Normalisation:
 
     Raises StartupError if they say nothing, or normalise images and videos differently.
     """
-    image = checkpoint.read_json("preprocessor_config.json")
-    video = checkpoint.read_json("video_preprocessor_config.json") or image
+    image = checkpoint.processor("image")
+    video = checkpoint.processor("video") or image
     if not video:
-        raise StartupError(f"{checkpoint.folder} has no preprocessor_config.json: how pixels are normalised is unknown")
+        raise StartupError(
+            f"{checkpoint.folder} has neither preprocessor_config.json nor processor_config.json: how pixels are "
+            f"normalised is unknown"
+        )
     of_video, of_image = _normalisation(video), _normalisation(image or video)
     if of_video != of_image:
         raise StartupError(f"images and videos must be normalised alike, got {of_image} and {of_video}")

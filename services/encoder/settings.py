@@ -18,7 +18,14 @@ class EncoderSettings(ServiceSettings):
     listen: str = Field("127.0.0.1:50052", description="address to serve on, host:port or unix:/path")
     metrics_port: int = Field(9102, ge=0, le=65535, description="port for Prometheus' /metrics; 0 serves none")
     preprocessing: str = Field("127.0.0.1:50051", description="address of preprocessing")
-    output_buffer_bytes: int = Field(2**30, ge=1, description="most bytes of unpruned embeddings, over all requests")
+    output_buffer_bytes: int = Field(
+        2**30,
+        ge=1,
+        description="most bytes of unpruned embeddings being encoded, and of pruned ones being sent, over all requests",
+    )
+    cache_bytes: int = Field(
+        2**30, ge=0, description="most bytes of unpruned embeddings kept for the next question; 0 keeps none"
+    )
     batch_tokens: int = Field(2048, ge=1, description="most merged tokens of one forward, over all requests")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of weights and embeddings; auto is bfloat16 where they are stored so, else float32"

@@ -24,21 +24,30 @@ _WIDTHS = (2**-3, 2**-2, 2**-1, 1.0, 2.0)
 _TEMPERATURE = 0.01
 
 
-def vidcom2_kept(embeds: Tensor, grid: Grid, pruning: Pruning) -> Tensor:
-    """Indices of the tokens that VidCom2 keeps.
+def vidcom2_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """How like each token is to its video's centre, and to that and its slice's in sum.
 
-    embeds: (t·h·w, D), any float dtype; scored in float32.
-    Returns int32 (K,), strictly increasing, K = retained_count(grid, pruning), at least one of each slice.
+    embeds: (t·h·w, D), any float dtype; scored in float32. Returns float32 (t, h·w) each; what is not finite is +inf
+    in the second.
     """
     slices = embeds.view(grid.t, grid.slice_tokens, -1)
-    to_video, to_both = _similarities(slices, _steady_channels(slices))
+    return _similarities(slices, _steady_channels(slices))
+
+
+def vidcom2_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor:
+    """Indices of the tokens that VidCom2 keeps.
+
+    scores: of `vidcom2_scores`.
+    Returns int32 (K,), strictly increasing, K = retained_count(grid, pruning), at least one of each slice.
+    """
+    to_video, to_both = scores
     budgets = slice_budgets(
         _quotas(to_video.mean(1, dtype=torch.float64), pruning.rate, grid.slice_tokens),
         grid.slice_tokens,
         retained_count(grid, pruning),
     )
-    places = torch.arange(grid.slice_tokens, device=embeds.device)
-    within = places < torch.tensor(budgets, device=embeds.device)[:, None]
+    places = torch.arange(grid.slice_tokens, device=to_both.device)
+    within = places < torch.tensor(budgets, device=to_both.device)[:, None]
     # Rounded, since tokens that look alike differ by rounding noise: their order is then that of the grid.
     order = rounded(to_both).argsort(dim=1, stable=True)
     kept = torch.zeros_like(within).scatter(1, order, within)
@@ -84,7 +93,7 @@ def _steady_channels(slices: Tensor) -> Tensor:
 
 
 def _similarities(slices: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-    """How like each token is to its video's centre, and to that and its slice's in sum: float32 (t, h·w) each."""
+    """`vidcom2_scores`, over the half of the channels that varies least."""
     tokens = slices.shape[0] * slices.shape[1]
     centre = torch.zeros(channels.numel(), dtype=torch.float64, device=slices.device)
     for _, values, _ in _read(slices):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import grpc
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from prometheus_client import REGISTRY
 
 from common.channels import MAX_RECEIVE_BYTES, error_from_status, open_channel
 from common.interceptors import RequestInterceptor
@@ -25,6 +28,7 @@ from framesieve.v1 import encoder_pb2_grpc, preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
 from services.encoder.batcher import Batcher
+from services.encoder.cache import EmbedsCache
 from services.encoder.patches import PatchShape
 from services.encoder.servicer import EncoderServicer
 from services.encoder.tower import Tower
@@ -36,11 +40,12 @@ TIMEOUT_S = 60
 
 @dataclass(frozen=True, eq=False)
 class Media:
-    """What a prompt asks about; `embeds` in place of pixels."""
+    """What a prompt asks about; `embeds` in place of pixels. content: which pixels; unset: its place in the prompt."""
 
     modality: Modality
     grid: Grid
     embeds: prompt_pb2.MediaEmbeds | None = None
+    content: int | None = None
 
 
 VIDEO = Media(Modality.VIDEO, GRID)
@@ -59,12 +64,21 @@ def frame_count(media: Media, patches: PatchShape) -> int:
 def frames_of(media_index: int, media: Media, patches: PatchShape) -> NDArray[np.uint8]:
     sides = (media.grid.h * patches.token_px, media.grid.w * patches.token_px)
     shape = (frame_count(media, patches), *sides, 3)
-    return np.random.default_rng(media_index).integers(0, 256, shape, dtype=np.uint8)
+    return np.random.default_rng(content_of(media_index, media)).integers(0, 256, shape, dtype=np.uint8)
+
+
+def content_of(media_index: int, media: Media) -> int:
+    return media_index if media.content is None else media.content
+
+
+def content_hash(media_index: int, media: Media) -> bytes:
+    content = (media.modality, media.grid, content_of(media_index, media))
+    return hashlib.sha256(repr(content).encode()).digest()
 
 
 def plan_of(media: Sequence[Media], patches: PatchShape, embed_levels: int) -> PromptPlan:
     items, offset = [], 1
-    for asked in media:
+    for index, asked in enumerate(media):
         grid, frames = asked.grid, frame_count(asked, patches)
         item = MediaPlan(
             modality=asked.modality,
@@ -75,7 +89,7 @@ def plan_of(media: Sequence[Media], patches: PatchShape, embed_levels: int) -> P
             frame_width_px=grid.w * patches.token_px if frames else 0,
             seconds_per_grid=Fraction(1) if asked.modality is Modality.VIDEO else None,
             timestamps_s=(),
-            content_hash=bytes(32),
+            content_hash=content_hash(index, asked),
         )
         items.append(item)
         offset += grid.tokens + 1
@@ -155,8 +169,19 @@ class Stack:
     stub: Any
     preprocessing: FakePreprocessing
     tower: Tower
-    room: Room
     batcher: Batcher
+    cache: EmbedsCache
+    outputs: Room
+
+    @property
+    def room(self) -> Room:
+        """For what is being encoded."""
+        return self.cache.room
+
+    @property
+    def held_bytes(self) -> int:
+        """By requests, encoded and pruned; what is merely kept is not held."""
+        return self.room.held_bytes + self.outputs.held_bytes
 
 
 @asynccontextmanager
@@ -175,34 +200,35 @@ async def serving(servicer: Any, add: Callable[[Any, grpc.aio.Server], None], ad
 
 
 @asynccontextmanager
-async def running(folder: Path, tower: Tower, room_bytes: int = 2**24, budget_tokens: int = 64) -> AsyncIterator[Stack]:
+async def running(
+    folder: Path, tower: Tower, room_bytes: int = 2**24, budget_tokens: int = 64, cache_bytes: int = 2**24
+) -> AsyncIterator[Stack]:
     """The encoder behind a socket in `folder`, and what it talks to."""
-    fake, room = FakePreprocessing(tower.patches, tower.embed_levels), Room(room_bytes)
+    fake, outputs = FakePreprocessing(tower.patches, tower.embed_levels), Room(room_bytes)
     batcher = Batcher(tower.encode, budget_tokens)
+    cache = EmbedsCache(tower, batcher, Room(room_bytes), cache_bytes)
     add_fake = preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server
     add = encoder_pb2_grpc.add_EncoderServiceServicer_to_server
     try:
         async with serving(fake, add_fake, f"unix:{folder}/p") as upstream:
-            servicer = EncoderServicer(tower, FINGERPRINT, batcher, room, upstream)
+            servicer = EncoderServicer(FINGERPRINT, cache, outputs, upstream)
             async with serving(servicer, add, f"unix:{folder}/e") as channel:
                 stub = encoder_pb2_grpc.EncoderServiceStub(channel)
-                yield Stack(stub, fake, tower, room, batcher)
+                yield Stack(stub, fake, tower, batcher, cache, outputs)
     finally:
         batcher.close()
 
 
 def media_of(prompt: prompt_pb2.Prompt) -> list[Media]:
     """What `prompt_of` was told; files within the prompt are pictures of one token."""
-    return [
-        Media(modality, _grid_of(part), part.embeds if part.HasField("embeds") else None)
-        for modality, part in zip(modalities_of(prompt), media_parts(prompt), strict=True)
-    ]
+    return [_media_of(*each) for each in zip(modalities_of(prompt), media_parts(prompt), strict=True)]
 
 
-def _grid_of(part: prompt_pb2.Media) -> Grid:
+def _media_of(modality: Modality, part: prompt_pb2.Media) -> Media:
     if part.HasField("embeds"):
-        return Grid(part.embeds.grid.t, part.embeds.grid.h, part.embeds.grid.w)
-    return Grid(*map(int, part.path.split())) if part.path else Grid(1, 1, 1)
+        return Media(modality, Grid(part.embeds.grid.t, part.embeds.grid.h, part.embeds.grid.w), part.embeds)
+    t, h, w, content = map(int, part.path.split()) if part.path else (1, 1, 1, 0)
+    return Media(modality, Grid(t, h, w), content=content)
 
 
 def prompt_of(media: Sequence[Media], own: Mapping[int, prompt_pb2.Pruning] | None = None) -> prompt_pb2.Prompt:
@@ -210,7 +236,7 @@ def prompt_of(media: Sequence[Media], own: Mapping[int, prompt_pb2.Pruning] | No
     for index, asked in enumerate(media):
         item = prompt_pb2.Media(embeds=asked.embeds, pruning=(own or {}).get(index))
         if asked.embeds is None:
-            item.path = f"{asked.grid.t} {asked.grid.h} {asked.grid.w}"
+            item.path = f"{asked.grid.t} {asked.grid.h} {asked.grid.w} {content_of(index, asked)}"
         video = asked.modality is Modality.VIDEO
         parts.append(prompt_pb2.Part(video=item) if video else prompt_pb2.Part(image=item))
     parts.append(prompt_pb2.Part(text="What moves?"))
@@ -270,11 +296,28 @@ def tower_embeds(tower: Tower, media_index: int, media: Media) -> torch.Tensor:
     return torch.cat([tower.encode([each])[0] for each in frames.split(tower.patches.temporal_patch)], dim=1)
 
 
+async def check_idle(stack: Stack) -> None:
+    """Nobody holds or waits for anything, though it may take a moment to be told that a caller is gone."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while counts := {name: count for name, count in in_use(stack).items() if count}:
+        assert time.monotonic() < deadline_s, counts
+        await asyncio.sleep(0.01)
+
+
+def in_use(stack: Stack) -> dict[str, float]:
+    names = ("reserved_bytes", "output_bytes", "cache_waiters", "queued_slices")
+    gauges = {name: REGISTRY.get_sample_value(f"framesieve_encoder_{name}") or 0 for name in names}
+    return {**gauges, "room": stack.room.held_bytes, "outputs": stack.outputs.held_bytes}
+
+
 async def check_served(stack: Stack) -> None:
-    """The service is as it was: the next request is answered, and nothing is held."""
+    """The service is as it was: the next request is decoded and answered, and nothing is held."""
     stack.preprocessing.bend_plan = FakePreprocessing.bend_plan
     stack.preprocessing.bend_frames = FakePreprocessing.bend_frames
     stack.preprocessing.fail = None
-    received = embeds_in(await encode(stack, first_request([VIDEO]), SELECT_ALL))
+    selected = len(stack.preprocessing.selected)
+    unseen = replace(VIDEO, content=1000 + len(stack.preprocessing.prompts))
+    received = embeds_in(await encode(stack, first_request([unseen]), SELECT_ALL))
+    assert stack.preprocessing.selected[selected:] == [0]
     assert received[0].shape == [1 + stack.tower.embed_levels, GRID.tokens, stack.tower.embed_dim]
-    assert stack.room.held_bytes == 0
+    await check_idle(stack)

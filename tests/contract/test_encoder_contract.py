@@ -22,6 +22,7 @@ from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessResponse
 from services.encoder.batcher import Batcher
+from services.encoder.cache import EmbedsCache
 from services.encoder.families import load_tower
 from services.encoder.patches import PatchShape
 from services.encoder.servicer import EncoderServicer
@@ -179,7 +180,8 @@ async def test_a_preprocessing_service_that_is_gone_is_named(tmp_path: Path, tow
     batcher = Batcher(tower.encode, budget_tokens=64)
     add = encoder_pb2_grpc.add_EncoderServiceServicer_to_server
     async with open_channel(f"unix:{tmp_path}/nobody") as nobody:
-        servicer = EncoderServicer(tower, bytes(32), batcher, Room(2**20), nobody)
+        cache = EmbedsCache(tower, batcher, Room(2**20), 0)
+        servicer = EncoderServicer(bytes(32), cache, Room(2**20), nobody)
         async with serving(servicer, add, f"unix:{tmp_path}/e") as channel:
             stub = encoder_pb2_grpc.EncoderServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as raised:

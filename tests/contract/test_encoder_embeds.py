@@ -100,7 +100,7 @@ async def test_what_was_sent_comes_back_as_if_it_were_the_media_itself(stack: St
     from_pixels = embeds_in(await encode(stack, first_request(media, rate, method), SELECT_ALL))
     from_embeds = embeds_in(await encode(stack, first_request(again, rate, method), SELECT_ALL))
     assert from_embeds == from_pixels
-    assert stack.room.held_bytes == 0
+    assert stack.held_bytes == 0
 
 
 async def test_preprocessing_gets_the_digest_and_everything_else_but_the_tensor(stack: Stack) -> None:
@@ -288,7 +288,7 @@ async def test_what_is_brought_waits_for_room_like_anything_else(tmp_path: Path,
         media = [brought(embeds), VIDEO, brought(embeds)]
         answers = await asyncio.gather(*(encode(stack, first_request(media, 0.5), SELECT_ALL) for _ in range(6)))
         assert [list(embeds_in(answer)) for answer in answers] == [[0, 1, 2]] * 6
-        assert stack.room.held_bytes == 0
+        assert stack.held_bytes == 0
 
 
 async def test_what_never_fits_is_refused_with_what_would_help(tmp_path: Path, tower: Tower) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -58,11 +59,12 @@ async def test_eight_requests_of_three_videos_complete_in_room_for_one_item(tmp_
     async with running(tmp_path, tower, room_bytes=ITEM_BYTES) as stack:
         reserved: list[int] = []
         stack.preprocessing.on_select = lambda: reserved.append(stack.room.held_bytes)
-        answers = await asyncio.gather(*(encode(stack, first_request([VIDEO] * 3, 0.5), SELECT_ALL) for _ in range(8)))
+        media = [[replace(VIDEO, content=3 * request + place) for place in range(3)] for request in range(8)]
+        answers = await asyncio.gather(*(encode(stack, first_request(each, 0.5), SELECT_ALL) for each in media))
         assert [list(embeds_in(answer)) for answer in answers] == [[0, 1, 2]] * 8
         # Nothing was selected that had no room.
         assert reserved == [ITEM_BYTES] * 24
-        assert stack.room.held_bytes == 0
+        assert stack.held_bytes == 0
 
 
 async def test_items_are_in_flight_together_where_there_is_room(tmp_path: Path, tower: Tower) -> None:
@@ -102,7 +104,7 @@ async def test_a_caller_that_leaves_while_it_waits_for_room_is_forgotten(tmp_pat
         waiter.cancel()
         holder.cancel()
         assert list(embeds_in(await behind)) == [0]
-        assert stack.room.held_bytes == 0
+        assert stack.held_bytes == 0
 
 
 async def test_a_deadline_runs_down_the_chain(stack: Stack) -> None:

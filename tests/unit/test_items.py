@@ -1,10 +1,10 @@
-"""A selected item: room before anything else, only so much ahead of the tower, and nothing held once it is closed."""
+"""Unpruned embeddings being made, and gathered: room first, little ahead of the tower, nothing held once closed."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -18,7 +18,10 @@ from common.retention import Pruning
 from common.room import Room
 from common.tensors import DType, TensorBuffer
 from services.encoder.batcher import Batcher
-from services.encoder.items import Item
+from services.encoder.cache import EmbedsCache, Entry
+from services.encoder.encoding import Encoding
+from services.encoder.frames import FrameSlice
+from services.encoder.items import Embeds, Item
 from services.encoder.patches import PatchShape
 from services.encoder.tower import Tower
 
@@ -74,39 +77,66 @@ def gated() -> GatedTower:
 
 
 @pytest.fixture
-def make_item(gated: GatedTower) -> Iterator[Callable[[float], Item]]:
-    """Items whose batcher takes one slice a forward."""
+def batcher(gated: GatedTower) -> Iterator[Batcher]:
+    """Takes one slice a forward."""
     batcher = Batcher(gated.encode, budget_tokens=GRID.slice_tokens)
-    yield lambda rate: Item(0, VIDEO, Pruning(rate), TOWER, batcher)
+    yield batcher
     for _ in range(100):
         gated.gate.release()
     batcher.close()
 
 
-def slice_of(value: int) -> TensorBuffer:
+def encoding_in(room: Room, batcher: Batcher) -> Encoding:
+    return Encoding(VIDEO, TOWER, batcher, room)
+
+
+def slice_of(value: int, index: int, repaired_frames: int = 0) -> FrameSlice:
     buffer = TensorBuffer(DType.UINT8, (1, 2, 2, 3))
     buffer.add(DType.UINT8, (1, 2, 2, 3), 0, bytes([value] * 12))
-    return buffer
+    return FrameSlice(0, index, buffer, repaired_frames)
 
 
-async def encode_all(item: Item, gated: GatedTower, values: Sequence[int]) -> None:
+async def encode_all(encoding: Encoding, gated: GatedTower, values: Sequence[int]) -> None:
     for _ in values:
         gated.gate.release()
-    for value in values:
-        await item.add(slice_of(value), repaired_frames=0)
-    while not await item.next_encoded():
+    for index, value in enumerate(values):
+        await encoding.add(slice_of(value, index))
+    while not encoding.complete and not encoding.failure:
+        await asyncio.wait_for(encoding.changed(), TIMEOUT_S)
+
+
+class OneStream:
+    """Decodes what is selected at once: slices of the values 1 to 6."""
+
+    def __init__(self, gated: GatedTower) -> None:
+        self._gated = gated
+
+    async def select(self, media_index: int, entry: Entry) -> None:
+        await encode_all(entry.encoding, self._gated, [1, 2, 3, 4, 5, 6])
+
+    def brings(self, entry: Entry) -> bool:
+        return False
+
+    def end_if_unwanted(self) -> None:
         pass
 
 
-async def test_embeddings_of_all_levels_are_pruned_by_one_mask(
-    make_item: Callable[[float], Item], gated: GatedTower
-) -> None:
-    item = make_item(0.5)
-    await item.reserve(Room(SIZE_BYTES))
-    # Multiples of one vector: every token ties, so that the earliest half is kept.
-    await encode_all(item, gated, [1, 2, 3, 4, 5, 6])
-    embeds = await item.finish()
+async def obtained(rate: float, gated: GatedTower, batcher: Batcher, brought: Tensor | None = None) -> Embeds:
+    room, outputs = Room(SIZE_BYTES), Room(SIZE_BYTES)
+    item = Item(0, VIDEO, Pruning(rate), EmbedsCache(TOWER, batcher, room, 0), outputs)
+    await item.start(OneStream(gated), brought)
+    await item.obtain(OneStream(gated), lambda _: None)
+    embeds = item.embeds
+    assert (room.held_bytes, outputs.held_bytes) == (0, embeds.data.nbytes)
     item.close()
+    item.close()
+    assert outputs.held_bytes == 0
+    return embeds
+
+
+async def test_embeddings_of_all_levels_are_pruned_by_one_mask(gated: GatedTower, batcher: Batcher) -> None:
+    # Multiples of one vector: every token ties, so that the earliest half is kept.
+    embeds = await obtained(0.5, gated, batcher)
     assert embeds.kept is not None
     assert embeds.kept.tolist() == list(range(12))
     assert (embeds.dtype, embeds.shape) == (DType.FLOAT32, (LEVELS, 12, WIDTH))
@@ -115,27 +145,15 @@ async def test_embeddings_of_all_levels_are_pruned_by_one_mask(
     assert rows[1, :, 0].tolist() == [100] * 12
 
 
-async def test_at_rate_0_everything_is_kept_and_nothing_is_listed(
-    make_item: Callable[[float], Item], gated: GatedTower
-) -> None:
-    item = make_item(0)
-    await item.reserve(Room(SIZE_BYTES))
-    await encode_all(item, gated, [1, 2, 3, 4, 5, 6])
-    embeds = await item.finish()
+async def test_at_rate_0_everything_is_kept_and_nothing_is_listed(gated: GatedTower, batcher: Batcher) -> None:
+    embeds = await obtained(0, gated, batcher)
     assert embeds.kept is None
     assert embeds.data.nbytes == SIZE_BYTES
-    item.close()
 
 
-async def test_an_item_that_is_filled_is_pruned_like_one_that_was_encoded(make_item: Callable[[float], Item]) -> None:
-    item = make_item(0.5)
-    await item.reserve(Room(SIZE_BYTES))
+async def test_an_item_that_is_brought_is_pruned_like_one_that_was_encoded(gated: GatedTower, batcher: Batcher) -> None:
     rows = torch.arange(1.0, 1 + GRID.tokens)[:, None] * torch.linspace(0, 1, WIDTH)
-    await item.fill(torch.stack([rows, 100 + rows]).bfloat16())
-    assert await item.next_encoded()
-    assert (item.decoded_slices, item.encoded_slices, item.repaired_frames) == (6, 6, 0)
-    embeds = await item.finish()
-    item.close()
+    embeds = await obtained(0.5, gated, batcher, torch.stack([rows, 100 + rows]).bfloat16())
     assert embeds.kept is not None
     # Of multiples of one vector, slice 0 and then those that bfloat16 turned the most; all levels by the same mask.
     assert embeds.kept.size == 12
@@ -144,57 +162,97 @@ async def test_an_item_that_is_filled_is_pruned_like_one_that_was_encoded(make_i
     assert (embeds.dtype, sent.tolist()) == (DType.FLOAT32, expected.tolist())
 
 
-async def test_room_for_the_unpruned_item_is_held_until_it_is_closed(make_item: Callable[[float], Item]) -> None:
-    room, item = Room(SIZE_BYTES + 10), make_item(0.75)
-    await item.reserve(room)
-    assert room.held_bytes == SIZE_BYTES
-    item.close()
-    item.close()
-    assert room.held_bytes == 0
-
-
-async def test_an_item_larger_than_all_the_room_is_refused_at_once(make_item: Callable[[float], Item]) -> None:
-    room, item = Room(SIZE_BYTES - 1), make_item(0.75)
+async def test_an_item_larger_than_all_the_room_is_refused_at_once(gated: GatedTower, batcher: Batcher) -> None:
+    cache, outputs = EmbedsCache(TOWER, batcher, Room(SIZE_BYTES - 1), 0), Room(SIZE_BYTES - 1)
+    item = Item(0, VIDEO, Pruning(0.75), cache, outputs)
     with pytest.raises(MediaRejected, match=f"24 tokens, {SIZE_BYTES} bytes .* room for {SIZE_BYTES - 1}: lower fps"):
-        await item.reserve(room)
+        await item.start(OneStream(gated), None)
     item.close()
+    assert (cache.room.held_bytes, outputs.held_bytes) == (0, 0)
+
+
+async def test_room_for_all_of_it_is_held_until_it_is_closed(batcher: Batcher) -> None:
+    room = Room(SIZE_BYTES + 10)
+    encoding = encoding_in(room, batcher)
+    await encoding.reserve()
+    await encoding.reserve()
+    assert room.held_bytes == SIZE_BYTES
+    encoding.close()
+    encoding.close()
     assert room.held_bytes == 0
 
 
-async def test_a_slow_tower_holds_the_decoder_back(make_item: Callable[[float], Item], gated: GatedTower) -> None:
-    item = make_item(0)
-    await item.reserve(Room(SIZE_BYTES))
-    for value in (1, 2):
-        await item.add(slice_of(value), 0)
-    third = asyncio.create_task(item.add(slice_of(3), 0))
+async def test_a_slow_tower_holds_the_decoder_back(batcher: Batcher, gated: GatedTower) -> None:
+    encoding = encoding_in(Room(SIZE_BYTES), batcher)
+    await encoding.reserve()
+    for index in (0, 1):
+        await encoding.add(slice_of(1 + index, index))
+    third = asyncio.create_task(encoding.add(slice_of(3, 2)))
     await asyncio.sleep(0.05)
     assert not third.done()
     gated.gate.release()
     await asyncio.wait_for(third, TIMEOUT_S)
-    item.close()
+    encoding.close()
 
 
-async def test_a_closed_items_slices_leave_the_queue(make_item: Callable[[float], Item], gated: GatedTower) -> None:
-    first, second = make_item(0), make_item(0)
+async def test_what_waits_for_a_slow_tower_gives_up_once_it_is_closed(batcher: Batcher, gated: GatedTower) -> None:
+    encoding = encoding_in(Room(SIZE_BYTES), batcher)
+    await encoding.reserve()
+    for index in (0, 1):
+        await encoding.add(slice_of(1 + index, index))
+    third = asyncio.create_task(encoding.add(slice_of(3, 2)))
+    await asyncio.sleep(0)
+    encoding.close()
+    await asyncio.wait_for(third, TIMEOUT_S)
+    assert await asyncio.to_thread(gated.started.acquire, timeout=TIMEOUT_S)
+    gated.gate.release()
+    await asyncio.to_thread(batcher.close)
+    assert gated.encoded == [1]  # which was running already
+
+
+async def test_a_stream_that_begins_anew_is_passed_over_up_to_what_is_there(
+    batcher: Batcher, gated: GatedTower
+) -> None:
+    encoding = encoding_in(Room(SIZE_BYTES), batcher)
+    await encoding.reserve()
+    for index in (0, 1):
+        await encoding.add(slice_of(1 + index, index, repaired_frames=1))
+    counts = (encoding.decoded_slices, encoding.repaired_frames)
+    assert counts == (2, 2)
+    for _ in range(6):
+        gated.gate.release()
+    for index in range(6):
+        await encoding.add(slice_of(11 + index, index, repaired_frames=1))
+    while not encoding.complete:
+        await asyncio.wait_for(encoding.changed(), TIMEOUT_S)
+    assert gated.encoded == [1, 2, 13, 14, 15, 16]
+    assert encoding.repaired_frames == 6
+    encoding.close()
+
+
+async def test_a_closed_items_slices_leave_the_queue(batcher: Batcher, gated: GatedTower) -> None:
     room = Room(2 * SIZE_BYTES)
-    await first.reserve(room)
-    await second.reserve(room)
-    for value in (1, 2):
-        await first.add(slice_of(value), 0)
-    await second.add(slice_of(7), 0)
+    first, second = encoding_in(room, batcher), encoding_in(room, batcher)
+    await first.reserve()
+    await second.reserve()
+    for index in (0, 1):
+        await first.add(slice_of(1 + index, index))
+    await second.add(slice_of(7, 0))
     assert await asyncio.to_thread(gated.started.acquire, timeout=TIMEOUT_S)
     first.close()
     await asyncio.sleep(0)
     for _ in range(3):
         gated.gate.release()
-    assert not await second.next_encoded()
+    await asyncio.wait_for(second.changed(), TIMEOUT_S)
+    assert second.encoded_slices == 1
     assert gated.encoded == [1, 7]  # 1 was running already
     second.close()
 
 
-async def test_a_failing_tower_fails_the_item(make_item: Callable[[float], Item], gated: GatedTower) -> None:
-    item = make_item(0)
-    await item.reserve(Room(SIZE_BYTES))
-    with pytest.raises(RuntimeError, match="the tower fell"):
-        await encode_all(item, gated, [1, 99])
-    item.close()
+async def test_a_failing_tower_fails_the_item(batcher: Batcher, gated: GatedTower) -> None:
+    encoding = encoding_in(Room(SIZE_BYTES), batcher)
+    await encoding.reserve()
+    await encode_all(encoding, gated, [1, 99])
+    assert isinstance(encoding.failure, RuntimeError)
+    assert not encoding.complete
+    encoding.close()

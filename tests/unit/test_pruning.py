@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from common.plan import Grid
 from common.retention import METHODS, Pruning
 from services.encoder.evs import evs_scores
-from services.encoder.pruning import gather_in_place, keep_tokens
+from services.encoder.pruning import SCORES_BYTES, Scores, keep_tokens
 from tests.unit.kept import RATES, check_kept, evs_count, videos
 
 # What float32 may be wrong by in 1 − cos over a few dozen values.
@@ -137,14 +136,20 @@ def test_the_method_none_keeps_everything() -> None:
     assert keep_tokens(torch.zeros(12, 2), Grid(3, 2, 2), Pruning(0.5, "none")).tolist() == list(range(12))
 
 
-@given(st.data())
-def test_gathering_in_place_is_gathering(data: st.DataObject) -> None:
-    levels, tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9000))
-    random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    count = data.draw(st.integers(1, tokens))
-    kept = torch.from_numpy(np.sort(random.choice(tokens, count, replace=False)).astype(np.int32))
-    embeds = torch.arange(levels * tokens, dtype=torch.float32).view(levels, tokens, 1).repeat(1, 1, 2)
-    expected = embeds[:, kept.long()].reshape(-1, 2).clone()
-    gathered = gather_in_place(embeds, kept)
-    assert torch.equal(gathered, expected)
-    assert gathered.data_ptr() == embeds.data_ptr()
+@pytest.mark.parametrize("method", ["evs", "vidcom2", "random"])
+def test_what_is_known_of_the_tokens_serves_every_rate(method: str) -> None:
+    grid, known = Grid(5, 4, 4), dict[str, Scores]()
+    embeds = torch.randn(grid.tokens, 16, generator=torch.Generator().manual_seed(6))
+    fresh = [keep_tokens(embeds, grid, Pruning(rate, method)) for rate in (0.25, 0.5, 0.75)]
+    keep_tokens(embeds, grid, Pruning(0.4, method), known)
+    # Of other embeddings nothing is read any more.
+    again = [keep_tokens(torch.zeros_like(embeds), grid, Pruning(rate, method), known) for rate in (0.25, 0.5, 0.75)]
+    assert list(known) == [method]
+    assert all(torch.equal(*pair) for pair in zip(fresh, again, strict=True))
+
+
+def test_what_is_known_of_a_token_takes_no_more_than_is_said() -> None:
+    grid, known = Grid(5, 4, 4), dict[str, Scores]()
+    for method in METHODS:
+        keep_tokens(torch.randn(grid.tokens, 16), grid, Pruning(0.5, method), known)
+    assert sum(each.nbytes for scores in known.values() for each in scores) == SCORES_BYTES * grid.tokens

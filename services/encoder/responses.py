@@ -1,0 +1,76 @@
+"""What one call of Encode sends, in order: a queue between those who make messages and the reader who takes them.
+
+A slow reader holds back embeddings; progress that it has no time for is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from common.telemetry import STREAMED_BYTES
+from common.wire import int32_tensor, tensor_chunks
+from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, MediaProgress
+from services.encoder.items import Item
+
+# Messages made ahead of a slow reader, 1 MiB each at most.
+_AHEAD = 2
+_PROGRESS_EVERY_S = 0.05
+
+
+class Responses:
+    """What is to be sent, in order, a few messages ahead of the reader."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[EncodeResponse | None] = asyncio.Queue(_AHEAD)
+        self._order = asyncio.Lock()
+        self._reported: dict[int, tuple[int, int, float]] = {}
+
+    async def put(self, response: EncodeResponse) -> None:
+        async with self._order:
+            await self._queue.put(response)
+
+    def offer_progress(self, item: Item) -> None:
+        """Says how far the item is, if the reader keeps up: at each stage's end, and between at most every 50 ms."""
+        if not self._order.locked() and not self._queue.full() and (progress := self._progress(item)):
+            self._queue.put_nowait(progress)
+
+    async def put_embeds(self, item: Item) -> None:
+        """Puts the last of an obtained item's progress, and its pieces."""
+        embeds = item.embeds
+        async with self._order:
+            if progress := self._progress(item):
+                await self._queue.put(progress)
+        extra: dict[str, Any] = {"repaired_frames": item.repaired_frames}
+        if embeds.kept is not None:
+            extra["kept"] = int32_tensor(embeds.kept)
+        for chunk in tensor_chunks(embeds.dtype, embeds.shape, embeds.data):
+            await self.put(EncodeResponse(embeds=EmbedsChunk(media_index=item.media_index, chunk=chunk, **extra)))
+            extra = {}
+        STREAMED_BYTES.labels("sent", "embeds").inc(embeds.data.nbytes)
+
+    async def until_done(self, task: asyncio.Task[None]) -> AsyncIterator[EncodeResponse]:
+        """Everything that was put until `task` is done; then raises what it raised."""
+        task.add_done_callback(self._wake)
+        while not (task.done() and self._queue.empty()):
+            response = await self._queue.get()
+            if response is not None:
+                yield response
+        task.result()
+
+    def _progress(self, item: Item) -> EncodeResponse | None:
+        decoded, encoded, reported_at = self._reported.get(item.media_index, (0, 0, 0.0))
+        counts, slices = (item.decoded_slices, item.encoded_slices), item.plan.grid.t
+        ends = any(now == slices != before for now, before in zip(counts, (decoded, encoded), strict=True))
+        now_s = time.monotonic()
+        if counts == (decoded, encoded) or not (ends or now_s - reported_at >= _PROGRESS_EVERY_S):
+            return None
+        self._reported[item.media_index] = (*counts, now_s)
+        progress = MediaProgress(media_index=item.media_index, decoded_slices=counts[0], encoded_slices=counts[1])
+        return EncodeResponse(progress=progress)
+
+    def _wake(self, _: asyncio.Task[None]) -> None:
+        if self._queue.empty():
+            self._queue.put_nowait(None)
