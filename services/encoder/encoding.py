@@ -11,6 +11,7 @@ It knows neither gRPC, nor where frames come from, nor who waits for it. It belo
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 import torch
 from prometheus_client import Gauge
@@ -19,14 +20,24 @@ from torch import Tensor
 from common.plan import MediaPlan
 from common.room import Room
 from common.telemetry import busy
+from common.tensors import TensorBuffer
 from services.encoder.batcher import Batcher
-from services.encoder.frames import FrameSlice
 from services.encoder.tower import Tower
 
 RESERVED_BYTES = Gauge("framesieve_encoder_reserved_bytes", "Bytes of the output buffer that items being encoded hold")
 
 # So many forwards' worth of an item's slices may wait for the tower; more wait with the decoder.
 _FORWARDS_AHEAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class FrameSlice:
+    """One temporal slice of an item, whole: UINT8 [frames, height, width, 3]. index: its place in the item's grid."""
+
+    media_index: int
+    index: int
+    frames: TensorBuffer
+    repaired_frames: int
 
 
 class Encoding:

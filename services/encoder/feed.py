@@ -19,7 +19,8 @@ from common.errors import DeadlinePassed, Overloaded, Unavailable
 from common.plan import Grid, PromptPlan
 from framesieve.v1 import prompt_pb2
 from services.encoder.cache import Entry
-from services.encoder.frames import FrameSlice, FrameStream
+from services.encoder.encoding import FrameSlice
+from services.encoder.frames import FrameStream
 
 # What says nothing about the media that was being decoded: another stream may have better luck.
 _TRY_AGAIN = (Unavailable, DeadlinePassed, Overloaded, asyncio.CancelledError)

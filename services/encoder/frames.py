@@ -22,19 +22,10 @@ from common.tensors import DType, TensorBuffer
 from common.wire import PlanReceiver, add_chunk, buffer_for, modalities_of
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
+from services.encoder.encoding import FrameSlice
 from services.encoder.patches import PatchShape
 
 STAGE = "preprocessing"
-
-
-@dataclass(frozen=True, slots=True)
-class FrameSlice:
-    """One temporal slice of an item, whole: UINT8 [frames, height, width, 3]. index: its place in the item's grid."""
-
-    media_index: int
-    index: int
-    frames: TensorBuffer
-    repaired_frames: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from common.room import Room
 from common.tensors import DType, TensorBuffer
 from services.encoder.batcher import Batcher
 from services.encoder.cache import EmbedsCache, Entry
-from services.encoder.encoding import Encoding
-from services.encoder.frames import FrameSlice
+from services.encoder.encoding import Encoding, FrameSlice
 from services.encoder.items import Embeds, Item
 from services.encoder.patches import PatchShape
 from services.encoder.tower import Tower
