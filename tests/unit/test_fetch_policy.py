@@ -60,6 +60,11 @@ def test_schemes_and_ports_are_those_of_the_policy() -> None:
         narrow.check_url(parse_url("https://example.org:81/"))
 
 
+def test_without_schemes_nothing_is_fetched() -> None:
+    with pytest.raises(MediaForbidden, match="with no --fetch-schemes"):
+        FetchPolicy(schemes=frozenset()).check_url(parse_url("https://example.org/"))
+
+
 def test_a_name_alone_opens_no_private_network() -> None:
     assert admits(policy("example.org"), "example.org", "8.8.8.8")
     assert not admits(policy("example.org"), "example.org", "10.0.0.1")

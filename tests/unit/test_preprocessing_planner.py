@@ -21,6 +21,7 @@ from common.plan import Grid, Modality, PromptPlan
 from services.preprocessing import decode, planner
 from services.preprocessing.planner import Conversation, MediaRequest, PlannedPrompt, Planner
 from services.preprocessing.sampling import FrameSampling
+from services.preprocessing.sources import path_source
 from services.preprocessing.tokens import Turn
 from tests.families import FAMILIES
 from tests.unit.preprocessing_media import (
@@ -287,3 +288,27 @@ def test_files_are_closed_where_planning_fails(tiny_checkpoint: Path, tmp_path: 
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     planned(held, good).files.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_sources_that_were_fetched_are_the_planners_to_close(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "clip.mp4").write_bytes(clip(4))
+    held = Planner(Checkpoint(tiny_checkpoint), None)
+    closed: list[str] = []
+
+    def fetched(name: str) -> MediaRequest:
+        source = path_source(name, "clip.mp4", tmp_path)
+
+        def close() -> None:
+            source.close()
+            closed.append(name)
+
+        return MediaRequest(name, Modality.VIDEO, replace(source, on_close=close), FrameSampling())
+
+    made = planned(held, fetched("first"), fetched("second"))
+    assert closed == []
+    assert made.plan.media == planned(held, video(clip(4)), video(clip(4))).plan.media
+    made.files.close()
+    assert sorted(closed) == ["first", "second"]
+    with pytest.raises(MediaRejected):
+        planned(held, video(b"bad"), fetched("behind one that is bad"))
+    assert closed[2:] == ["behind one that is bad"]

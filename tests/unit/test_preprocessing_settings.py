@@ -1,0 +1,68 @@
+"""What preprocessing is told about fetching: flags and variables become a policy, wrong ones keep it from starting."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import StartupError
+from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
+from services.preprocessing.settings import PreprocessingSettings
+
+
+def domains(*texts: str) -> tuple[AllowedDomain, ...]:
+    return tuple(AllowedDomain.parse(text) for text in texts)
+
+
+def test_without_flags_every_host_is_asked_at_public_addresses() -> None:
+    policy = PreprocessingSettings.load([]).fetch_policy
+    assert policy == FetchPolicy()
+    assert policy.domains == ()
+    assert (policy.schemes, policy.ports) == ({"http", "https"}, {80, 443})
+
+
+def test_every_flag_reaches_the_policy() -> None:
+    what = ["--allow-media-domain", "a.test", "--fetch-schemes", "https", "--fetch-ports", "443, 9000"]
+    limits = ["--fetch-timeout-s", "2.5", "--fetch-max-bytes", "7", "--fetch-disk-bytes", "9"]
+    assert PreprocessingSettings.load([*what, *limits]).fetch_policy == FetchPolicy(
+        schemes=frozenset({"https"}),
+        ports=frozenset({443, 9000}),
+        domains=domains("a.test"),
+        max_bytes=7,
+        disk_bytes=9,
+        total_s=2.5,
+    )
+
+
+def test_domains_come_in_several_flags_or_parted_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = domains("a.test", "*.b.test", "minio=10.20.0.0/16", "here=fd00::/8")
+    texts = ["a.test", "*.b.test,minio=10.20.0.0/16", "here=fd00::/8"]
+    flags = [part for text in texts for part in ("--allow-media-domain", text)]
+    assert PreprocessingSettings.load(flags).fetch_policy.domains == expected
+    monkeypatch.setenv("FRAMESIEVE_ALLOW_MEDIA_DOMAIN", ",".join(texts))
+    assert PreprocessingSettings.load([]).fetch_policy.domains == expected
+    monkeypatch.setenv("FRAMESIEVE_ALLOW_MEDIA_DOMAIN", "")
+    assert PreprocessingSettings.load([]).fetch_policy.domains == ()
+
+
+def test_no_scheme_fetches_nothing() -> None:
+    assert PreprocessingSettings.load(["--fetch-schemes", ""]).fetch_policy.schemes == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--allow-media-domain", "10.0.0.1/8"], r"--allow-media-domain.*got '10\.0\.0\.1/8'"),
+        (["--allow-media-domain", "a.test=10.0.0.1/8"], r"--allow-media-domain.*host bits set"),
+        (["--allow-media-domain", "a.test="], r"--allow-media-domain.*got 'a\.test='"),
+        (["--fetch-schemes", "ftp"], "--fetch-schemes.*got 'ftp'"),
+        (["--fetch-ports", "80,0"], "--fetch-ports.*got '0'"),
+        (["--fetch-timeout-s", "0"], "--fetch-timeout-s.*got '0'"),
+        (
+            ["--fetch-max-bytes", "10", "--fetch-disk-bytes", "9"],
+            "--fetch-max-bytes 10 must be at most --fetch-disk-bytes 9",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_by_its_flag(flags: list[str], named: str) -> None:
+    with pytest.raises(StartupError, match=named):
+        PreprocessingSettings.load(flags)
