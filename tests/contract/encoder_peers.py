@@ -23,7 +23,7 @@ from common.interceptors import RequestInterceptor
 from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
 from common.room import Room
 from common.tensors import DType
-from common.wire import int32_array, media_parts, modalities_of, plan_messages, tensor_chunks
+from common.wire import int32_array, named_media, plan_messages, tensor_chunks
 from framesieve.v1 import encoder_pb2_grpc, preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
@@ -116,18 +116,24 @@ def item_messages(media_index: int, media: Media, patches: PatchShape) -> list[P
 
 @dataclass
 class FakePreprocessing(preprocessing_pb2_grpc.PreprocessingServiceServicer):
-    """Keeps the contract, save where a test bends the plan, the frames or the end."""
+    """Keeps the contract, save where a test bends the plan, the frames or the end.
+
+    stall: each selected item, once its first slice is sent, waits for `resumed`. fail: told after that, for items of
+    the contents in `failing` alone where there are any.
+    """
 
     patches: PatchShape
     embed_levels: int
     bend_plan: Callable[[PromptPlan], PromptPlan] = lambda plan: plan
     bend_frames: Callable[[list[PreprocessResponse]], list[PreprocessResponse]] = lambda messages: messages
     fail: Exception | None = None
+    failing: frozenset[int] = frozenset()
     stall: bool = False
     on_select: Callable[[], None] = lambda: None
     prompts: list[prompt_pb2.Prompt] = field(default_factory=list)
     selected: list[int] = field(default_factory=list)
     stalled: asyncio.Event = field(default_factory=asyncio.Event)
+    resumed: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def Preprocess(
@@ -145,17 +151,17 @@ class FakePreprocessing(preprocessing_pb2_grpc.PreprocessingServiceServicer):
             messages = self.bend_frames(item_messages(index, media[index], self.patches))
             for message in messages[:1]:
                 yield message
-            if self.fail:
-                raise self.fail
             if self.stall:
                 await self._stall()
+            if self.fail and (not self.failing or content_of(index, media[index]) in self.failing):
+                raise self.fail
             for message in messages[1:]:
                 yield message
 
     async def _stall(self) -> None:
         self.stalled.set()
         try:
-            await asyncio.sleep(TIMEOUT_S)
+            await asyncio.wait_for(self.resumed.wait(), TIMEOUT_S)
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
@@ -221,7 +227,7 @@ async def running(
 
 def media_of(prompt: prompt_pb2.Prompt) -> list[Media]:
     """What `prompt_of` was told; files within the prompt are pictures of one token."""
-    return [_media_of(*each) for each in zip(modalities_of(prompt), media_parts(prompt), strict=True)]
+    return [_media_of(modality, media) for _, modality, media in named_media(prompt)]
 
 
 def _media_of(modality: Modality, part: prompt_pb2.Media) -> Media:
