@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from common.errors import StartupError
 
@@ -85,6 +85,12 @@ class Checkpoint:
         if not isinstance(contents, dict):
             raise StartupError(f"{path} must hold a JSON object, it holds a {type(contents).__name__}")
         return contents
+
+    def processor(self, kind: Literal["image", "video"]) -> Mapping[str, Any]:
+        """Settings of its image or video processor, from where transformers takes them, in its order; else empty."""
+        file = {"image": "preprocessor_config.json", "video": "video_preprocessor_config.json"}[kind]
+        own: Mapping[str, Any] | None = self.read_json("processor_config.json").get(f"{kind}_processor")
+        return own or self.read_json(file)
 
     @cached_property
     def fingerprint(self) -> bytes:

@@ -9,9 +9,11 @@ It knows nothing of protobuf (`common.wire`), of tensors' transport (`common.ten
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -82,7 +84,7 @@ class MediaPlan:
     frame_height_px, frame_width_px: of every frame sent, after resizing; 0 where none is.
     seconds_per_grid: time between temporal slices; None for an image.
     timestamps_s: presentation time of each frame sent; empty for an image.
-    content_hash: 32 bytes that differ wherever the pixels sent could differ.
+    content_hash: 32 bytes that differ wherever the pixels sent, their times or the embeddings brought could differ.
     """
 
     modality: Modality
@@ -99,7 +101,7 @@ class MediaPlan:
         held = sum(run.length for run in self.runs)
         if held != self.grid.tokens:
             raise ValueError(f"runs hold {held} tokens, the grid {self.grid} has {self.grid.tokens}")
-        for before, after in zip(self.runs, self.runs[1:], strict=False):
+        for before, after in pairwise(self.runs):
             if before.end > after.offset:
                 raise ValueError(f"runs overlap or are out of order: {before}, {after}")
         if not 0 <= self.frames <= MAX_PROMPT_TOKENS:
@@ -114,8 +116,18 @@ class MediaPlan:
             )
         if self.seconds_per_grid is not None and self.seconds_per_grid <= 0:
             raise ValueError(f"seconds_per_grid must be above 0, got {self.seconds_per_grid}")
+        if 0 < self.frames < self.grid.t:
+            raise ValueError(f"{self.frames} frames do not fill {self.grid.t} temporal slices")
+        self._check_times()
         if len(self.content_hash) != DIGEST_BYTES:
             raise ValueError(f"content_hash must have {DIGEST_BYTES} bytes, got {len(self.content_hash)}")
+
+    def _check_times(self) -> None:
+        times = self.timestamps_s
+        if times and len(times) != self.frames:
+            raise ValueError(f"timestamps_s must hold one time for each of {self.frames} frames, got {len(times)}")
+        if not all(map(math.isfinite, times)) or any(after < before for before, after in pairwise(times)):
+            raise ValueError("timestamps_s must be finite, none below the one before")
 
     @property
     def brings_embeds(self) -> bool:

@@ -101,25 +101,38 @@ def pruning_of(message: prompt_pb2.Pruning) -> Pruning:
     )
 
 
-def media_parts(prompt: prompt_pb2.Prompt) -> list[prompt_pb2.Media]:
-    """Every image and video of a prompt, in its order."""
-    parts = (part for message in prompt.messages for part in message.parts)
-    return [getattr(part, kind) for part in parts if (kind := part.WhichOneof("content")) in _MODALITY_OF_CONTENT]
+def named_media(prompt: prompt_pb2.Prompt) -> Iterator[tuple[str, Modality, prompt_pb2.Media]]:
+    """Every image and video of a prompt, in its order, each with the name of its field."""
+    for index, message in enumerate(prompt.messages):
+        for place, part in enumerate(message.parts):
+            kind = part.WhichOneof("content")
+            if kind in _MODALITY_OF_CONTENT:
+                name = f"prompt.messages[{index}].parts[{place}].{kind}"
+                yield name, _MODALITY_OF_CONTENT[kind], getattr(part, kind)
 
 
 def modalities_of(prompt: prompt_pb2.Prompt) -> list[Modality]:
     """Of every image and video of a prompt, in its order."""
-    kinds = (part.WhichOneof("content") for message in prompt.messages for part in message.parts)
-    return [_MODALITY_OF_CONTENT[kind] for kind in kinds if kind in _MODALITY_OF_CONTENT]
+    return [modality for _, modality, _ in named_media(prompt)]
 
 
 def prunings_of(prompt: prompt_pb2.Prompt, default: prompt_pb2.Pruning) -> tuple[Pruning, ...]:
     """How each media item is pruned: its own pruning, else `default` (an empty message prunes nothing).
 
-    Raises InvalidRequest for a rate outside its range or an unknown method.
+    Raises InvalidRequest, naming the item, for a rate outside its range or an unknown method.
     """
     shared = pruning_of(default)
-    return tuple(pruning_of(media.pruning) if media.HasField("pruning") else shared for media in media_parts(prompt))
+    return tuple(
+        _own_pruning(name, media.pruning) if media.HasField("pruning") else shared
+        for name, _, media in named_media(prompt)
+    )
+
+
+def _own_pruning(name: str, message: prompt_pb2.Pruning) -> Pruning:
+    try:
+        return pruning_of(message)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}.{error}") from error
 
 
 def check_inline_bytes(size_bytes: int) -> None:

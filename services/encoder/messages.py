@@ -7,7 +7,7 @@ check.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from common.errors import InvalidRequest
 from common.plan import Grid
 from common.retention import EVS, Pruning
-from common.wire import check_inline_bytes, prunings_of, tensor_digest
+from common.wire import check_inline_bytes, named_media, prunings_of, tensor_digest
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt
 from services.encoder.tower import Tower
@@ -26,7 +26,6 @@ _DTYPES = {
     tensor_pb2.DTYPE_FLOAT16: torch.float16,
     tensor_pb2.DTYPE_FLOAT32: torch.float32,
 }
-_MEDIA = ("image", "video")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +43,7 @@ def checked_prunings(request: EncodePrompt, methods: Sequence[str]) -> tuple[Pru
     Raises InvalidRequest for another method, even where nothing would be pruned by it, and for a rate out of range.
     """
     _check_method("pruning", request.pruning, methods)
-    for name, media in _named_media(request.prompt):
+    for name, _, media in named_media(request.prompt):
         _check_method(f"{name}.pruning", media.pruning, methods)
     return prunings_of(request.prompt, request.pruning)
 
@@ -55,7 +54,7 @@ def take_embeds(prompt: prompt_pb2.Prompt, tower: Tower) -> dict[int, BroughtEmb
     Reads and converts all of them, so call it beside the loop.
     Raises InvalidRequest, naming the field, for what the tower could not have yielded, and for too much in sum.
     """
-    named = list(_named_media(prompt))
+    named = [(name, media) for name, _, media in named_media(prompt)]
     if not any(media.WhichOneof("source") == "embeds" for _, media in named):
         return {}
     check_inline_bytes(sum(len(media.data) + len(media.embeds.tensor.data) for _, media in named))
@@ -112,12 +111,3 @@ def _check_method(name: str, message: prompt_pb2.Pruning, methods: Sequence[str]
         raise InvalidRequest(
             f"{name}.method {method!r} does not exist for this model, the methods are {', '.join(methods)}"
         )
-
-
-def _named_media(prompt: prompt_pb2.Prompt) -> Iterator[tuple[str, prompt_pb2.Media]]:
-    """Every image and video of a prompt, in its order, with the name of its field."""
-    for index, message in enumerate(prompt.messages):
-        for place, part in enumerate(message.parts):
-            kind = part.WhichOneof("content")
-            if kind in _MEDIA:
-                yield f"prompt.messages[{index}].parts[{place}].{kind}", getattr(part, kind)

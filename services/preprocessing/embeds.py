@@ -75,5 +75,5 @@ def _check_times(times_s: tuple[float, ...], slices: int) -> None:
         name = f"embeds.timestamps_s[{place}]"
         if not (math.isfinite(time) and 0 <= time <= MAX_LENGTH_S):
             raise InvalidRequest(f"{name} must be between 0 and {MAX_LENGTH_S}, got {time}")
-        if place and time <= times_s[place - 1]:
-            raise InvalidRequest(f"{name} must be above the one before, {times_s[place - 1]}, got {time}")
+        if place and time < times_s[place - 1]:
+            raise InvalidRequest(f"{name} must not be below the one before, {times_s[place - 1]}, got {time}")

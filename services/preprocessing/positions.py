@@ -10,10 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from common.errors import PromptTooLong
 from common.plan import Grid, Int32Array
+
+Int64Array: TypeAlias = NDArray[np.int64]
+
+MAX_POSITION = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +43,30 @@ def positions_of(spans: Sequence[TextSpan | GridSpan]) -> Int32Array:
 
     A span that starts at p = (maximum over all axes so far) + 1 puts token (i, j, k) of a grid at
     (p + ⌊i · time_step⌋, p + j, p + k), and text token n at p + n on every axis.
+    Raises PromptTooLong where videos last so long that a position would not be an int32.
     """
     parts: list[Int32Array] = []
     start = 0
     for span in spans:
         part = _text(span.tokens) if isinstance(span, TextSpan) else _grid(span)
-        if part.size:
-            parts.append(part + np.int32(start))
-            start = int(parts[-1].max()) + 1
+        if not part.size:
+            continue
+        last = start + int(part.max())
+        if last > MAX_POSITION:
+            raise PromptTooLong(f"the prompt's videos reach position {last}, at most {MAX_POSITION} is allowed")
+        parts.append((part + start).astype(np.int32))
+        start = last + 1
     return np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), np.int32)
 
 
-def _text(tokens: int) -> Int32Array:
-    return np.broadcast_to(np.arange(tokens, dtype=np.int32), (3, tokens))
+def _text(tokens: int) -> Int64Array:
+    return np.broadcast_to(np.arange(tokens), (3, tokens))
 
 
-def _grid(span: GridSpan) -> Int32Array:
+def _grid(span: GridSpan) -> Int64Array:
     t, h, w = span.grid.t, span.grid.h, span.grid.w
     step = span.time_step
     # Integers all the way: in floating point some products land just below the integer and floor one lower.
-    time = np.array([i * step.numerator // step.denominator for i in range(t)], np.int32)
-    axes = np.meshgrid(time, np.arange(h, dtype=np.int32), np.arange(w, dtype=np.int32), indexing="ij")
+    time = np.array([i * step.numerator // step.denominator for i in range(t)], np.int64)
+    axes = np.meshgrid(time, np.arange(h), np.arange(w), indexing="ij")
     return np.stack([axis.reshape(-1) for axis in axes])

@@ -38,12 +38,13 @@ class TimeBase:
 
     @classmethod
     def of_slices(cls, slices_s: Sequence[float]) -> TimeBase:
-        """The step is the mean of those between increasing times, read as their shortest decimals; 1 s for one slice.
+        """The step is the mean of those between the times, read as their shortest decimals; 1 s for one slice.
 
         Exact, unless it is so fine that it would not travel: then to within 1e-12 s.
         """
+        times = tuple(time + 0.0 for time in slices_s)  # -0.0 would be shown
         if len(slices_s) == 1:
-            return cls(Fraction(1), tuple(slices_s))
+            return cls(Fraction(1), times)
         mean = (Fraction(str(slices_s[-1])) - Fraction(str(slices_s[0]))) / (len(slices_s) - 1)
         step = max(mean.limit_denominator(_MAX_DENOMINATOR), Fraction(1, _MAX_DENOMINATOR))
-        return cls(step, tuple(slices_s))
+        return cls(step, times)

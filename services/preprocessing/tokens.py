@@ -6,7 +6,8 @@
     user's text put back:     plain pieces alone, tokenised by a tokenizer that knows no control tokens
 
 The template never sees the user's text, and what it or a family joins with that text is still tokenised as one piece:
-ordinary text gives the ids that transformers gives. It knows no model family, and uses `tokenizers` and jinja2 alone.
+ordinary text gives the ids that transformers gives, unless the template looks into it (some cut earlier answers at
+`</think>`; here they stay whole). It knows no model family, and uses `tokenizers` and jinja2 alone.
 Source: `apply_chat_template` and `get_text_with_replacements` of transformers 5.23, whose environment it rebuilds.
 """
 
@@ -32,6 +33,7 @@ from common.plan import Int32Array, Modality
 from services.preprocessing.layout import Expansion, GridTokens
 from services.preprocessing.positions import GridSpan
 
+_SHOWN_CHARACTERS = 80
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -77,9 +79,15 @@ class ChatTokens:
         """Ids (int32 [n]) of the rendered conversation, and between them the grids of its media.
 
         expansions: what each media item becomes, in the order of the turns; no text in them may spell a placeholder.
-        Raises InvalidRequest if the template refuses the turns or has no place for some of their media.
+        Raises InvalidRequest if the template refuses the turns or has no place for some of what they hold.
         """
         rendered, texts = self._render(turns)
+        missing = next((text for stand_in, text in texts.items() if stand_in not in rendered), None)
+        if missing:
+            raise InvalidRequest(
+                f"prompt.messages hold text that the checkpoint's chat template leaves out (some take a system message "
+                f"only as the first): {missing[:_SHOWN_CHARACTERS]!r}"
+            )
         asked = [part for turn in turns for part in turn.parts if isinstance(part, Modality)]
         placed = [self._media[token] for token in self._control_pattern.findall(rendered) if token in self._media]
         if placed != asked:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
+from common.errors import PromptTooLong
 from common.plan import Grid
 from services.preprocessing.positions import GridSpan, TextSpan, positions_of
 
@@ -82,6 +84,14 @@ def test_text_after_media_stands_behind_everything_before_it(spans: list[TextSpa
         if offset:
             assert here.min() == before.max() + 1
         offset += tokens
+
+
+def test_videos_that_last_too_long_together_are_refused() -> None:
+    """A week each at two positions a second: an int32 holds the positions of 1,775 of them."""
+    week = GridSpan(Grid(2, 1, 1), Fraction(2 * 7 * 24 * 3600))
+    assert positions_of([week] * 1775).max() == 1775 * (week.time_step + 1) - 1
+    with pytest.raises(PromptTooLong, match="at most 2147483647"):
+        positions_of([week] * 1776)
 
 
 def test_no_spans_have_no_positions() -> None:

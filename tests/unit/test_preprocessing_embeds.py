@@ -154,6 +154,17 @@ def test_any_increasing_times_give_a_step_that_travels_and_is_theirs(times_s: li
     assert base.slices_s == tuple(times_s)
 
 
+def test_a_frame_that_stands_still_gives_slices_of_one_time(tiny: Planner) -> None:
+    """As a recorded screen does on which nothing happens for a while."""
+    item = item_of(tiny, video=embeds(3, 1, 1, timestamps_s=[0.5, 0.5, 0.5]))
+    assert item.seconds_per_grid is not None
+    assert item.seconds_per_grid > 0
+
+
+def test_no_time_is_shown_as_less_than_nothing() -> None:
+    assert [str(time) for time in TimeBase.of_slices([-0.0, 1.0]).slices_s] == ["0.0", "1.0"]
+
+
 def test_positions_scale_with_the_mean_step_where_time_is_in_positions(tiny_checkpoint: Path) -> None:
     plan = planned(Planner(Checkpoint(tiny_checkpoint), None), video=embeds(3, 1, 1, timestamps_s=[0.5, 2.0, 4.5]))
     (run,) = plan.media[0].runs
@@ -241,8 +252,8 @@ def with_frame_sampling() -> prompt_pb2.Media:
             r"video\.embeds\.timestamps_s must hold one time for each of 2 slices, got 3",
         ),
         (
-            {"video": embeds(2, 2, 2, timestamps_s=[1.0, 1.0])},
-            r"video\.embeds\.timestamps_s\[1\] must be above the one before, 1\.0, got 1\.0",
+            {"video": embeds(2, 2, 2, timestamps_s=[1.0, 0.5])},
+            r"video\.embeds\.timestamps_s\[1\] must not be below the one before, 1\.0, got 0\.5",
         ),
         (
             {"video": embeds(2, 2, 2, timestamps_s=[-0.5, 1.0])},

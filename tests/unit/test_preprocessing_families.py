@@ -73,7 +73,7 @@ def test_a_video_of_one_frame_shows_it(loaded: Any) -> None:
     high=st.sampled_from([112 * 112, 32 * 32 * 768, 12845056, 25165824]),
     max_tokens=st.none() | st.sampled_from([16, 768, 4000, 128_000]),
 )
-@example(frames=5, height=720, width=1280, low=4096, high=25165824, max_tokens=None)  # 5 frames count as 4
+@example(frames=5, height=720, width=1280, low=4096, high=4_000_000, max_tokens=None)  # 5 frames count as 4
 @example(frames=1, height=720, width=1280, low=4096, high=25165824, max_tokens=768)
 @example(frames=9, height=5, width=900, low=4096, high=25165824, max_tokens=None)  # thinner than a token
 def test_sizes_of_videos_are_those_of_transformers(
@@ -161,14 +161,17 @@ def test_a_capped_checkpoint_caps_by_the_tokens_that_transformers_class_says(
     assert loaded.max_video_tokens == transformers_video_processor(family).max_video_tokens
 
 
-def test_budgets_named_the_old_way_are_read_and_videos_fall_back_to_the_images(
-    tmp_path: Path, tiny_checkpoint: Path
+def test_budgets_named_the_old_way_are_read_where_transformers_reads_them(
+    family: str, tmp_path: Path, family_checkpoint: Path
 ) -> None:
+    """Of images always; of videos by Qwen2-VL's processor alone. Videos without settings take the images'."""
     old = {"min_pixels": 3136, "max_pixels": 12845056}
-    checkpoint = checkpoint_with(tmp_path, tiny_checkpoint, preprocessor_config=old, video_preprocessor_config=None)
+    checkpoint = checkpoint_with(tmp_path, family_checkpoint, preprocessor_config=old, video_preprocessor_config=None)
     loaded: Any = load_family(checkpoint)
-    for budget in (loaded.image_budget, loaded.video_budget):
-        assert (budget.min_px, budget.max_px) == (3136, 12845056)
+    assert (loaded.image_budget.min_px, loaded.image_budget.max_px) == (3136, 12845056)
+    size = json.loads((family_checkpoint / "preprocessor_config.json").read_text())["size"]
+    expected = (3136, 12845056) if family == "qwen2_5_vl" else (size["shortest_edge"], size["longest_edge"])
+    assert (loaded.video_budget.min_px, loaded.video_budget.max_px) == expected
     assert (loaded.frame_bounds.fps, loaded.frame_bounds.min_frames, loaded.frame_bounds.max_frames) == (2, 4, 768)
 
 

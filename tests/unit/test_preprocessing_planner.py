@@ -240,6 +240,14 @@ def test_the_same_look_at_the_same_bytes_has_the_same_hash_and_any_other_another
     assert [item.content_hash for item in again.media] == [hashes[5], hashes[0]]
 
 
+def test_the_same_frames_at_other_times_have_another_hash(tiny: Planner) -> None:
+    """What is cut off at the end changes the time between slices, and for Qwen2.5-VL here no frame that is seen."""
+    data = clip(102, rate=10)
+    shorter, longer = (planned(tiny, video(data, fps=0.1, end_s=end_s)).plan.media[0] for end_s in (10.0, 10.1))
+    assert (shorter.seconds_per_grid, longer.seconds_per_grid) == (Fraction(5), Fraction(101, 20))
+    assert shorter.content_hash != longer.content_hash
+
+
 def test_a_picture_read_as_a_video_has_another_hash_than_as_an_image(tiny: Planner) -> None:
     png = picture(60, 90)
     as_image, as_video = (planned(tiny, look).plan.media[0] for look in (image(png), video(png)))

@@ -185,6 +185,20 @@ def test_a_template_that_refuses_the_turns_refuses_the_request(tmp_path: Path, t
         tokens.conversation([Turn("user", ("hello",))], [])
 
 
+def test_text_that_the_template_leaves_out_is_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    first = "{{ messages[0]['content'][0]['text'] }}"
+    tokens = template(tmp_path, tiny_checkpoint, first)
+    assert ids_of(tokens, [Turn("user", ("hello",))])
+    with pytest.raises(InvalidRequest, match=r"template leaves out .*: 'never say so'"):
+        tokens.conversation([Turn("user", ("hello",)), Turn("system", ("never say so",))], [])
+
+
+def test_media_that_the_template_places_in_another_order_are_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    tokens = template(tmp_path, tiny_checkpoint, "<|video_pad|><|image_pad|>")
+    with pytest.raises(InvalidRequest, match="chat template places"):
+        tokens.conversation([Turn("user", (Modality.IMAGE, Modality.VIDEO))], [(ONE,), (ONE,)])
+
+
 def test_media_that_the_template_leaves_out_are_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
     tokens = template(tmp_path, tiny_checkpoint, "{% for message in messages %}{{ message['role'] }}{% endfor %}")
     with pytest.raises(InvalidRequest, match="hold 1 media, the checkpoint's chat template places 0"):

@@ -18,10 +18,11 @@ from torch import Tensor
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
 from services.encoder.families import load_tower
-from services.encoder.patches import PatchShape, patchify
+from services.encoder.patches import PatchShape, patchify, read_normalisation
 from services.encoder.tower import Tower
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
 
+PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
 CPU = torch.device("cpu")
 
 
@@ -228,6 +229,21 @@ def test_both_prefixes_that_checkpoints_have_are_read(copy: Path, tower: Tower, 
     renamed = load_tower(Checkpoint(copy), "auto", CPU)
     frames = random_frames(shape.temporal_patch, 2 * shape.token_px, 2 * shape.token_px)
     assert torch.equal(renamed.encode([frames])[0], tower.encode([frames])[0])
+
+
+def test_one_file_for_all_processors_comes_before_a_file_each(copy: Path) -> None:
+    """transformers 5 saves the one, published checkpoints have the others."""
+    image, video = (processor_of(copy, name) for name in PROCESSOR_FILES)
+    mean = {"image_mean": [0.1, 0.2, 0.3]}
+    both = {"image_processor": image | mean, "video_processor": video | mean}
+    (copy / "processor_config.json").write_text(json.dumps(both))
+    assert read_normalisation(Checkpoint(copy)).mean == (0.1, 0.2, 0.3)
+    for name in PROCESSOR_FILES:
+        (copy / name).unlink()
+    assert read_normalisation(Checkpoint(copy)).mean == (0.1, 0.2, 0.3)
+    (copy / "processor_config.json").unlink()
+    with pytest.raises(StartupError, match=r"neither preprocessor_config\.json nor processor_config\.json"):
+        read_normalisation(Checkpoint(copy))
 
 
 @pytest.mark.parametrize(

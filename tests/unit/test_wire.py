@@ -126,6 +126,27 @@ def too_many_levels(message: prompt_pb2.PromptPlan) -> None:
     message.embed_levels = 17
 
 
+def time_missing(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].timestamps_s.pop()
+
+
+def time_falls(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].timestamps_s[1] = -1
+
+
+def time_is_no_number(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].timestamps_s[1] = float("nan")
+
+
+def too_few_frames(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].frames = 1
+    del message.media[0].timestamps_s[:]
+
+
+def frames_without_size(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].frame_width_px = 0
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -143,6 +164,11 @@ def too_many_levels(message: prompt_pb2.PromptPlan) -> None:
         too_many_tokens,
         floats,
         too_many_levels,
+        time_missing,
+        time_falls,
+        time_is_no_number,
+        too_few_frames,
+        frames_without_size,
     ],
 )
 def test_a_plan_that_contradicts_itself_is_a_broken_contract(spoil: Callable[[prompt_pb2.PromptPlan], None]) -> None:
@@ -185,3 +211,10 @@ def test_an_items_own_pruning_overrides_the_requests() -> None:
 def test_a_pruning_outside_its_range_names_field_value_and_limit(pruning: prompt_pb2.Pruning, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         wire.pruning_of(pruning)
+
+
+def test_an_items_own_pruning_outside_its_range_is_named_with_its_place() -> None:
+    own = prompt_pb2.Part(video=prompt_pb2.Media(pruning=prompt_pb2.Pruning(rate=1.5)))
+    prompt = prompt_pb2.Prompt(messages=[prompt_pb2.Message(parts=[prompt_pb2.Part(text="this"), own])])
+    with pytest.raises(InvalidRequest, match=r"^prompt\.messages\[0\]\.parts\[1\]\.video\.pruning\.rate .* got 1\.5"):
+        wire.prunings_of(prompt, prompt_pb2.Pruning())

@@ -61,8 +61,8 @@ class QwenVL:
         vision = checkpoint.config.get("vision_config", {})
         patch, merge = int(vision.get("patch_size", defaults.patch_px)), int(vision.get("spatial_merge_size", 2))
         temporal = int(vision.get("temporal_patch_size", 2))
-        image = _processor(checkpoint, "image_processor", "preprocessor_config.json")
-        video = _processor(checkpoint, "video_processor", "video_preprocessor_config.json") or image
+        image = checkpoint.processor("image")
+        video = checkpoint.processor("video") or image
         for name, settings in (("image", image), ("video", video)):
             _check(name, settings, {"patch_size": patch, "merge_size": merge, "temporal_patch_size": temporal})
         return cls(
@@ -103,12 +103,6 @@ class QwenVL:
 def at_most(budget: PixelBudget, max_px: int) -> PixelBudget:
     """The budget with another maximum, to which its minimum gives way."""
     return replace(budget, min_px=min(budget.min_px, max_px), max_px=max_px)
-
-
-def _processor(checkpoint: Checkpoint, nested: str, file: str) -> Mapping[str, Any]:
-    """A processor's settings, where transformers looks for them, in its order."""
-    own: Mapping[str, Any] = checkpoint.read_json("processor_config.json").get(nested) or checkpoint.read_json(file)
-    return own
 
 
 def _budget(settings: Mapping[str, Any], factor_px: int, defaults: Mapping[str, int], old_names: bool) -> PixelBudget:
