@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from client.prompt import Image, Video
 from common import errors
 from tests import media
 from tests.integration.conftest import metric, settles
-from tests.unit.loopback import Server, head, ok, redirect, serving
+from tests.unit.loopback import Server, fetched_files, head, ok, redirect, serving
 
 MAX_BYTES = 1_000_000
 CLIP = media.clip(16, fps=4)
@@ -56,10 +57,9 @@ def by_url(port: int, path: str = "/clip.mp4") -> Video:
     return Video(url=f"http://localhost:{port}{path}")
 
 
-def fetched_files(stack: LocalStack) -> int:
-    """How many files without a name preprocessing has open, beside its log."""
-    folder = Path(f"/proc/{stack.processes['preprocessing'].pid}/fd")
-    return sum("(deleted)" in str(path.readlink()) for path in folder.iterdir() if path.is_symlink())
+def open_files(stack: LocalStack) -> int:
+    """How many files preprocessing has open that it fetches or fetched into."""
+    return fetched_files(Path(tempfile.gettempdir()), stack.processes["preprocessing"].pid)
 
 
 async def is_left(stack: LocalStack, server: Server) -> bool:
@@ -68,7 +68,7 @@ async def is_left(stack: LocalStack, server: Server) -> bool:
     def connected() -> float:
         return sum(not task.done() for task in server.serving)
 
-    return await settles(connected, 0) and await settles(partial(fetched_files, stack), 0)
+    return await settles(connected, 0) and await settles(partial(open_files, stack), 0)
 
 
 async def test_by_default_this_machine_is_reached_under_none_of_its_names(stack: LocalStack, port: int) -> None:
@@ -164,7 +164,7 @@ async def test_a_client_that_leaves_during_a_slow_download_ends_it(
         timeout_s = 2.0 if leaves == "by its deadline" else 60.0
         asking = asyncio.create_task(client.ask(by_url(port), "What moves?", timeout_s=timeout_s))
         assert await settles(partial(_connections, server), 1)
-        assert await settles(partial(fetched_files, opened), 1)
+        assert await settles(partial(open_files, opened), 1)
         if leaves == "by cancelling":
             asking.cancel()
         with pytest.raises((asyncio.CancelledError, errors.DeadlinePassed)):

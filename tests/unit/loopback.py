@@ -6,8 +6,9 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 
@@ -59,6 +60,15 @@ async def serving(
         for task in server.serving:
             task.cancel()
         await asyncio.gather(*server.serving, return_exceptions=True)
+
+
+def fetched_files(folder: Path, process: int | str = "self") -> int:
+    """How many files without a name a process has open in that folder."""
+    names = []
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            names.append(str(descriptor.readlink()))
+    return sum(name.startswith(f"{folder}/") and name.endswith("(deleted)") for name in names)
 
 
 class Resolver:

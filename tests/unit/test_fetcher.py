@@ -548,6 +548,14 @@ async def test_a_disk_that_is_full_is_no_fault_of_the_media(monkeypatch: pytest.
             await fetched(server)
 
 
+async def test_a_look_up_that_finds_no_free_descriptor_says_nothing_of_the_host() -> None:
+    async def lacking(host: str) -> Sequence[str]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with pytest.raises(Overloaded, match=r"^video\.url cannot be opened now: Too many open files"):
+        await Fetcher(policy(80), lacking).fetch("video", "http://clip.test/")
+
+
 @pytest.mark.parametrize("at", ["its file", "its connection"])
 async def test_a_service_without_a_free_descriptor_is_overloaded(at: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -35,7 +35,7 @@ from services.preprocessing.fetch.policy import FetchPolicy
 from services.preprocessing.planner import Planner
 from services.preprocessing.servicer import PreprocessingServicer
 from services.preprocessing.workers import LOOKAHEAD, Workers
-from tests.unit.loopback import Resolver, Server, head, ok, policy
+from tests.unit.loopback import Resolver, Server, fetched_files, head, ok, policy
 from tests.unit.loopback import serving as web_server
 from tests.unit.preprocessing_media import clip, sound, transformers_indices, without_packets
 
@@ -436,12 +436,6 @@ async def fetching_from(server: Server, checkpoint: Path, folder: Path, **limits
     async with serving(checkpoint, None, folder, fetcher) as made:
         yield made
         assert await settled(lambda: fetched_files(folder) == 0)
-
-
-def fetched_files(folder: Path) -> int:
-    """How many files without a name are open in the folder that is fetched into."""
-    links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return sum(str(link).startswith(f"{folder}/") and str(link).endswith("(deleted)") for link in links)
 
 
 async def settled(reached: Callable[[], bool]) -> bool:
