@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument(
         "--cache", type=Path, default=Path("/tmp/framesieve-demo"), help="where rendered clips are kept"
     )
-    parser.add_argument("--minutes", type=float, default=80)
+    parser.add_argument("--minutes", type=float, default=100)
     parser.add_argument("--clips", type=int, default=3000)
     parser.add_argument("--from", dest="start_from", type=Path, help="a checkpoint to go on from")
     parser.add_argument("--seed", type=int, default=0)
