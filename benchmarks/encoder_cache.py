@@ -10,10 +10,14 @@ import argparse
 import asyncio
 import datetime
 import statistics
+import struct
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from benchmarks.media_clips import clip
 from benchmarks.timing import machine
 from client.answer import Delta, Finished, Timings
 from client.client import FramesieveClient
@@ -23,6 +27,7 @@ from client.prompt import Video
 from demo.scenes import encode, random_scene
 
 VIDEOS = 8
+LARGE_PX = 224 * 224
 FIRST_SEED = 9_100_000
 QUESTIONS = (("What happens in the video?", 0.75), ("Which shape moves?", 0.5))
 
@@ -31,12 +36,12 @@ async def at_once_and_in_turn(address: str, rounds: int) -> list[str]:
     """Videos per second through preprocessing and encoder, all at once against one after another."""
     in_turn, at_once = list[float](), list[float]()
     for index in range(rounds + 1):
-        clips = [encode(random_scene(FIRST_SEED + index * VIDEOS + place)) for place in range(VIDEOS)]
+        videos = [encode(random_scene(FIRST_SEED + index * VIDEOS + place)) for place in range(VIDEOS)]
         start = time.perf_counter()
-        for clip in clips:
-            await encode_media(address, Video(data=clip))
+        for video in videos:
+            await encode_media(address, Video(data=video))
         middle = time.perf_counter()
-        await asyncio.gather(*(encode_media(address, Video(data=clip)) for clip in clips))
+        await asyncio.gather(*(encode_media(address, Video(data=video)) for video in videos))
         end = time.perf_counter()
         print(f"encode: round {index} of {rounds}{' (warm-up)' * (index == 0)}", file=sys.stderr)
         if index:
@@ -51,10 +56,10 @@ async def at_once_and_in_turn(address: str, rounds: int) -> list[str]:
     ]
 
 
-async def first_token(client: FramesieveClient, clip: bytes, question: str, rate: float) -> tuple[float, Timings]:
+async def first_token(client: FramesieveClient, video: Video, question: str, rate: float) -> tuple[float, Timings]:
     start = time.perf_counter()
     seconds = 0.0
-    async for event in client.stream(Video(data=clip), question, pruning_rate=rate, max_new_tokens=2, temperature=0):
+    async for event in client.stream(video, question, pruning_rate=rate, max_new_tokens=2, temperature=0):
         if isinstance(event, Delta) and not seconds:
             seconds = time.perf_counter() - start
         if isinstance(event, Finished):
@@ -62,21 +67,34 @@ async def first_token(client: FramesieveClient, clip: bytes, question: str, rate
     raise AssertionError("an answer ends with what it cost")
 
 
-async def second_question(client: FramesieveClient, rounds: int) -> list[str]:
+async def second_question(client: FramesieveClient, name: str, videos: Sequence[Video]) -> list[str]:
     """Time to first token of a second question, at another rate, about a video that has been asked about once."""
     found: list[list[tuple[float, Timings]]] = []
-    for index in range(rounds + 1):
-        clip = encode(random_scene(FIRST_SEED + 1_000_000 + index))
-        found.append([await first_token(client, clip, *each) for each in QUESTIONS])
+    rounds = len(videos) - 1
+    for index, video in enumerate(videos):
+        found.append([await first_token(client, video, *each) for each in QUESTIONS])
         print(f"questions: round {index} of {rounds}{' (warm-up)' * (index == 0)}", file=sys.stderr)
     first, second = ([each[place] for each in found[1:]] for place in (0, 1))
     ratio = median(second) / median(first)
     return [
-        "| question | time to first token | stages, medians in ms |",
+        f"| {name} | time to first token | stages, medians in ms |",
         "|---|---|---|",
         f"| first, rate {QUESTIONS[0][1]} | {median(first) * 1e3:.1f} ms | {stages(first)} |",
         f"| second, rate {QUESTIONS[1][1]} | {median(second) * 1e3:.1f} ms ({ratio:.0%}) | {stages(second)} |",
+        "",
     ]
+
+
+def demo_clips(count: int) -> list[Video]:
+    return [Video(data=encode(random_scene(FIRST_SEED + 1_000_000 + index))) for index in range(count)]
+
+
+def large_clips(folder: Path, count: int) -> list[Video]:
+    """Files of one clip with other bytes each time: a box at its end that every reader skips."""
+    frames = clip(240, 720, 1280, keyframe_every=60)
+    for index in range(count):
+        (folder / f"{index}.mp4").write_bytes(frames + struct.pack(">I4sI", 12, b"free", index))
+    return [Video(server_path=f"{index}.mp4", max_pixels=LARGE_PX) for index in range(count)]
 
 
 def median(found: Sequence[tuple[float, Timings]]) -> float:
@@ -98,8 +116,14 @@ async def main() -> None:
     async with LocalStack(services=("preprocessing", "encoder"), flags=flags) as stack:
         print(*await at_once_and_in_turn(stack.addresses["encoder"], rounds), sep="\n")
     print()
-    async with LocalStack() as stack, FramesieveClient(stack.address) as client:
-        print(*await second_question(client, rounds), sep="\n")
+    with tempfile.TemporaryDirectory() as folder:
+        await questions(Path(folder), rounds)
+
+
+async def questions(folder: Path, rounds: int) -> None:
+    async with LocalStack(media_root=folder) as stack, FramesieveClient(stack.address) as client:
+        print(*await second_question(client, "the demo's clip", demo_clips(rounds + 1)), sep="\n")
+        print(*await second_question(client, "8 s of 720p", large_clips(folder, rounds + 1)), sep="\n")
 
 
 if __name__ == "__main__":
