@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Iterator
+from functools import cache
 
 from PIL import Image
 
@@ -26,6 +27,7 @@ EXACT = {"fflags": "+bitexact"}
 PICTURES = ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "AVIF")
 
 
+@cache  # encoders need not make the same bytes twice
 def originals() -> list[tuple[str, bytes]]:
     """Name and bytes of each file; a video's name starts with "video", a picture's with "picture"."""
     found = []
