@@ -169,7 +169,8 @@ async def test_callers_leave_while_they_wait_for_room_to_send(stack: Stack) -> N
 
 async def test_callers_leave_while_they_wait_for_room_to_encode(stack: Stack) -> None:
     await stack.room.reserve(stack.room.size_bytes)
-    await leave(stack, lambda: in_use(stack)["cache_waiters"] == 3, lambda: stack.room.release(2**24))
+    # Two or three: whoever came first waits for room with its first item and has not begun its second.
+    await leave(stack, lambda: in_use(stack)["cache_waiters"] >= 2, lambda: stack.room.release(2**24))
     assert stack.preprocessing.selected == [0]
 
 
