@@ -14,7 +14,7 @@ from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.planner import Planner
 from services.preprocessing.servicer import SERVICE, PreprocessingServicer
 from services.preprocessing.settings import PreprocessingSettings
-from services.preprocessing.workers import Workers
+from services.preprocessing.threads import Workers
 
 _PLANNING_WORKERS = 4
 

@@ -6,7 +6,7 @@ It owns seeking and the repair of damage. It decodes from keyframe to keyframe o
     wanted         ^     ^                     ^
     decoded    ───────────     (nothing)       ─        one seek: a later keyframe lay before the third
 
-Resizing and slicing are `slices`' business, threads are `workers`'.
+Resizing and slicing are `slices`' business.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.messages import conversation_of, frames_responses
 from services.preprocessing.planner import Conversation, PlannedPrompt, Planner
 from services.preprocessing.slices import PlannedMedia, Slice
-from services.preprocessing.workers import Workers
+from services.preprocessing.threads import Workers
 
 FRAMES = Counter("framesieve_preprocessing_frames_total", "Frames sent, by what became of them", ["outcome"])
 

@@ -1,6 +1,6 @@
 """Planned media as what is sent: temporal slices of resized frames, made one at a time.
 
-It joins decoding and resizing, and measures how long each took. Who runs it, and how far ahead, is `workers`'.
+It joins decoding and resizing, and measures how long each took. Who runs it, and how far ahead, is told in `workers`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,12 @@ import pytest
 from PIL import Image
 
 from common.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract
-from services.preprocessing.jobs import (
+from services.preprocessing.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex, read_packets
+from services.preprocessing.pictures import decode_picture, read_picture
+from services.preprocessing.resize import UInt8Array, resize
+from services.preprocessing.slices import PlannedPicture, PlannedVideo, Slice
+from services.preprocessing.sources import Source, bytes_source, path_source
+from services.preprocessing.workers.jobs import (
     IndexPicture,
     IndexVideo,
     Order,
@@ -24,15 +29,10 @@ from services.preprocessing.jobs import (
     index_facts,
     index_of,
 )
-from services.preprocessing.limits import Limits
-from services.preprocessing.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex, read_packets
-from services.preprocessing.pictures import decode_picture, read_picture
-from services.preprocessing.pool import Pool
-from services.preprocessing.process import Fault
-from services.preprocessing.protocol import Facts
-from services.preprocessing.resize import UInt8Array, resize
-from services.preprocessing.slices import PlannedPicture, PlannedVideo, Slice
-from services.preprocessing.sources import Source, bytes_source, path_source
+from services.preprocessing.workers.limits import Limits
+from services.preprocessing.workers.pool import Pool
+from services.preprocessing.workers.process import Fault
+from services.preprocessing.workers.protocol import Facts
 from tests.unit.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, number_of, without_packets
 
 MIB = 2**20

@@ -34,7 +34,7 @@ from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.fetch.policy import FetchPolicy
 from services.preprocessing.planner import Planner
 from services.preprocessing.servicer import PreprocessingServicer
-from services.preprocessing.workers import LOOKAHEAD, Workers
+from services.preprocessing.threads import LOOKAHEAD, Workers
 from tests.unit.loopback import Resolver, Server, fetched_files, head, ok, policy
 from tests.unit.loopback import serving as web_server
 from tests.unit.preprocessing_media import clip, sound, transformers_indices, without_packets

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from common.errors import PeerContract
 from services.preprocessing.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex
 from services.preprocessing.pictures import Picture
-from services.preprocessing.protocol import Facts
 from services.preprocessing.resize import UInt8Array
 from services.preprocessing.sampling import FrameTimes
 from services.preprocessing.slices import PlannedPicture, PlannedVideo, Slice
 from services.preprocessing.sources import Source
 from services.preprocessing.timing import MAX_LENGTH_S
+from services.preprocessing.workers.protocol import Facts
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Generator
 
 import pytest
 
-from services.preprocessing.workers import LOOKAHEAD, Workers
+from services.preprocessing.threads import LOOKAHEAD, Workers
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ import numpy as np
 import structlog
 
 from common.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract, StartupError, Unavailable
-from services.preprocessing.inflight import InFlight, Share
-from services.preprocessing.jobs import Job
-from services.preprocessing.limits import Limits
-from services.preprocessing.process import Fault, WorkerFault, WorkerProcess
-from services.preprocessing.protocol import Facts, Kind, close_all, mapped, sealed
 from services.preprocessing.sources import Source
+from services.preprocessing.workers.inflight import InFlight, Share
+from services.preprocessing.workers.jobs import Job
+from services.preprocessing.workers.limits import Limits
+from services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
+from services.preprocessing.workers.protocol import Facts, Kind, close_all, mapped, sealed
 
 T = TypeVar("T")
 Made: TypeAlias = asyncio.Queue[T | BaseException | None]
@@ -56,7 +56,7 @@ class Pool:
         limits: Limits,
         inflight_bytes: int,
         on_replaced: Callable[[Fault], None],
-        entry: str = "services.preprocessing.worker",
+        entry: str = "services.preprocessing.workers.worker",
     ) -> None:
         """inflight_bytes: of pieces that are made and wait for their readers. entry: the module that workers run."""
         self._size = size
