@@ -64,6 +64,12 @@ class PreprocessingSettings(ServiceSettings):
         ge=2**26,
         description="most memory that one media item may take; then it is refused and its process replaced",
     )
+    decode_max_pixels: int = Field(
+        2**38,
+        ge=1,
+        description="most pixels of one video's frames that are decoded; above, it is refused. The default is an hour "
+        "of 1920×1080 at 36 frames a second",
+    )
     media_max_bytes: int = Field(2**34, ge=1, description="most bytes of a media file; a larger one is refused")
     media_max_s: int = Field(
         6 * 3600, ge=1, le=MAX_LENGTH_S, description="most seconds that a video may last; a longer one is refused"
@@ -103,4 +109,5 @@ class PreprocessingSettings(ServiceSettings):
             file_bytes=self.media_max_bytes,
             frames=_MAX_FRAMES,
             length_s=self.media_max_s,
+            pixels=self.decode_max_pixels,
         )

@@ -30,7 +30,7 @@ from services.preprocessing.workers.protocol import Facts
 
 ENTRY = "tests.unit.pool_jobs"
 MIB = 2**20
-LIMITS = Limits(wall_s=20, memory_bytes=256 * MIB, file_bytes=MIB, frames=1000, length_s=1000)
+LIMITS = Limits(wall_s=20, memory_bytes=256 * MIB, file_bytes=MIB, frames=1000, length_s=1000, pixels=2**40)
 
 
 @dataclass(frozen=True, slots=True)

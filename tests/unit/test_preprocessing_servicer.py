@@ -69,7 +69,7 @@ class Pools:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pools() -> AsyncIterator[Pools]:
-    limits = Limits(wall_s=60, memory_bytes=2**31, file_bytes=2**30, frames=2**20, length_s=10_000)
+    limits = Limits(wall_s=60, memory_bytes=2**31, file_bytes=2**30, frames=2**20, length_s=10_000, pixels=2**40)
     replaced: list[Fault] = []
     async with (
         Pool(1, limits, 2**20, replaced.append) as reading,

@@ -39,6 +39,7 @@ class Limits:
     wall_s: seconds that its worker works, waiting for the reader not counted.
     memory_bytes: address space beyond what an idle worker has.
     file_bytes, frames, length_s: of the media; how many bytes and frames it has, how many seconds it lasts.
+    pixels: of all frames of a video that are decoded, also of those that are not wanted.
     """
 
     wall_s: float
@@ -46,6 +47,7 @@ class Limits:
     file_bytes: int
     frames: int
     length_s: int
+    pixels: int
 
 
 def confine(memory_bytes: int, parent: int) -> None:

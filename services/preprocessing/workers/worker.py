@@ -80,7 +80,7 @@ def video_slices(task: Task) -> Generator[Answer, None, None]:
         height_px=task.facts.integer("sent_height_px", 1, _MAX_SIDE_PX),
         width_px=task.facts.integer("sent_width_px", 1, _MAX_SIDE_PX),
     )
-    return _answers(video.slices())
+    return _answers(video.slices(task.limits.pixels))
 
 
 def picture_slices(task: Task) -> Generator[Answer, None, None]:
