@@ -13,7 +13,7 @@ import signal
 import struct
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +57,8 @@ def confine(memory_bytes: int, parent: int) -> None:
     descriptors; it opens no file but those of Python's libraries, reaches no network, traces and signals nobody
     outside, and dumps no core.
     """
-    Path("/proc/self/oom_score_adj").write_text("1000")
+    with suppress(OSError):  # where /proc is read-only
+        Path("/proc/self/oom_score_adj").write_text("1000")
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for limit, value in (
         (resource.RLIMIT_AS, used_bytes + memory_bytes),
