@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -26,6 +27,18 @@ Behaviour = Callable[[Any, Any], AsyncIterator[Any]]
 class RequestInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every streaming method of framesieve.v1; health and reflection pass untouched."""
 
+    def __init__(self) -> None:
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new requests and waits until those that run have ended, `grace_s` at most."""
+        self._draining = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
@@ -39,10 +52,26 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         wrap = grpc.stream_stream_rpc_method_handler if streamed else grpc.unary_stream_rpc_method_handler
         behaviour: Any = handler.stream_stream if streamed else handler.unary_stream
         return wrap(
-            _guarded(behaviour, method.rsplit("/", 1)[-1]),
+            self._counted(_guarded(behaviour, method.rsplit("/", 1)[-1])),
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
+
+    def _counted(self, behaviour: Behaviour) -> Behaviour:
+        async def counted(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            if self._draining:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
+            self._running += 1
+            self._idle.clear()
+            try:
+                async for response in behaviour(request, context):
+                    yield response
+            finally:
+                self._running -= 1
+                if not self._running:
+                    self._idle.set()
+
+        return counted
 
 
 def _guarded(behaviour: Behaviour, method: str) -> Behaviour:

@@ -20,6 +20,8 @@ from common.interceptors import RequestInterceptor
 from common.settings import ServiceSettings
 from common.telemetry import serve_metrics
 
+_LINGER_S = 0.25
+
 log = structlog.get_logger()
 
 
@@ -39,8 +41,9 @@ async def serve(service: str, settings: ServiceSettings, register: Callable[[grp
     register: adds the servicer to the server.
     Raises StartupError if the address cannot be listened on.
     """
+    requests = RequestInterceptor()
     server = grpc.aio.server(
-        interceptors=[RequestInterceptor()],
+        interceptors=[requests],
         options=[
             ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
             ("grpc.so_reuseport", 0),
@@ -72,7 +75,10 @@ async def serve(service: str, settings: ServiceSettings, register: Callable[[grp
     await stopping.wait()
     log.info("draining", grace_s=settings.drain_s)
     await health.enter_graceful_shutdown()
-    await server.stop(settings.drain_s)
+    await requests.drain(settings.drain_s)
+    # A client that still writes (flow control does) into a closed connection loses what it has not read from it.
+    await asyncio.sleep(_LINGER_S)
+    await server.stop(0)
     log.info("stopped")
 
 

@@ -140,7 +140,7 @@ def check_inline_bytes(size_bytes: int) -> None:
     if size_bytes > MAX_INLINE_BYTES:
         raise InvalidRequest(
             f"prompt.messages hold {size_bytes} bytes of inline media, at most {MAX_INLINE_BYTES} are allowed in sum; "
-            f"larger files come by path"
+            f"larger files come by path or URL"
         )
 
 

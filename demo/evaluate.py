@@ -37,6 +37,7 @@ from demo.scenes import encode, random_scene
 
 RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
 CLIPS_IN_FLIGHT = 4
+_Z = 1.96
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ def table_of(found: dict[Pruning, Counts]) -> Table:
     """Rates by methods; a rate of 0 is the same for all of them."""
     asked = sum(total for _, total in next(iter(found.values())).values())
     methods = list(dict.fromkeys(pruning.method for pruning in found if pruning.rate)) or [NONE]
-    table = Table(title=f"Exact match, {asked} questions (± is half the 95 % interval)")
+    table = Table(title=f"Exact match, {asked} questions (95 % interval)")
     for heading in ("pruning rate", *methods):
         table.add_column(heading, justify="right")
     for rate in dict.fromkeys(pruning.rate for pruning in found):
@@ -155,8 +156,12 @@ def report(found: dict[Pruning, Counts]) -> list[dict[str, object]]:
 
 
 def _share(counts: Counts) -> str:
+    """The share, and Wilson's 95 % interval, which holds for shares near 100 % too."""
     share, asked = share_right(counts), sum(total for _, total in counts.values())
-    return f"{share:.1%} ± {1.96 * math.sqrt(share * (1 - share) / asked):.1%}"
+    spread = _Z**2 / asked
+    middle = (share + spread / 2) / (1 + spread)
+    half = _Z / (1 + spread) * math.sqrt(share * (1 - share) / asked + spread / (4 * asked))
+    return f"{share:.1%} ({middle - half:.1%} to {middle + half:.1%})"
 
 
 def _batches(seeds: Sequence[int], size: int) -> Iterator[Sequence[int]]:

@@ -33,6 +33,7 @@ class FamilyUnderTest:
     model: transformers' class for the whole of it.
     levels: tensors that a media token carries beside its embedding.
     slices_stand_alone: each temporal slice is a grid of its own, with text before and after it.
+    text_prefix: of the names that the text model's weights have in the checkpoint that `write` makes.
     """
 
     write: Callable[[Path, int], Path]
@@ -43,6 +44,7 @@ class FamilyUnderTest:
     hidden: int
     levels: int
     slices_stand_alone: bool
+    text_prefix: str
 
     @property
     def token_px(self) -> int:
@@ -80,7 +82,6 @@ QWEN3_VL = {
     },
 }
 EXPERTS = {
-    "moe_intermediate_size": 48,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "decoder_sparse_step": 1,
@@ -96,8 +97,10 @@ def _write_qwen3_vl(folder: Path, seed: int) -> Path:
     return _write_qwen3(folder, seed, Qwen3VLConfig, Qwen3VLForConditionalGeneration, {})
 
 
-def _write_qwen3_vl_moe(folder: Path, seed: int) -> Path:
-    return _write_qwen3(folder, seed, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, EXPERTS)
+def write_qwen3_vl_moe(folder: Path, seed: int, moe_intermediate: int = 48) -> Path:
+    """A family's `write` with another width of its experts."""
+    experts = {**EXPERTS, "moe_intermediate_size": moe_intermediate}
+    return _write_qwen3(folder, seed, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, experts)
 
 
 def _write_qwen3(folder: Path, seed: int, config_class: Any, model_class: Any, experts: Mapping[str, Any]) -> Path:
@@ -135,7 +138,15 @@ def _write_qwen3(folder: Path, seed: int, config_class: Any, model_class: Any, e
     return folder
 
 
-_QWEN3 = {"patch_px": 16, "merge": 2, "temporal_patch": 2, "hidden": 64, "levels": 2, "slices_stand_alone": True}
+_QWEN3 = {
+    "patch_px": 16,
+    "merge": 2,
+    "temporal_patch": 2,
+    "hidden": 64,
+    "levels": 2,
+    "slices_stand_alone": True,
+    "text_prefix": "model.language_model.",
+}
 FAMILIES: Mapping[str, FamilyUnderTest] = {
     "qwen2_5_vl": FamilyUnderTest(
         write=_write_qwen2_5_vl,
@@ -146,9 +157,10 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
         hidden=TINY.hidden,
         levels=0,
         slices_stand_alone=False,
+        text_prefix="model.",
     ),
     "qwen3_vl": FamilyUnderTest(_write_qwen3_vl, Qwen3VLForConditionalGeneration, **_QWEN3),
-    "qwen3_vl_moe": FamilyUnderTest(_write_qwen3_vl_moe, Qwen3VLMoeForConditionalGeneration, **_QWEN3),
+    "qwen3_vl_moe": FamilyUnderTest(write_qwen3_vl_moe, Qwen3VLMoeForConditionalGeneration, **_QWEN3),
 }
 
 

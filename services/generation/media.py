@@ -17,10 +17,10 @@ import grpc
 
 from common.channels import upstream_errors
 from common.errors import InvalidRequest, PeerContract
-from common.plan import Modality, PromptPlan
+from common.plan import PromptPlan
 from common.retention import Pruning, retained_count
 from common.room import Room
-from common.wire import PlanReceiver, modalities_of, prunings_of
+from common.wire import PlanReceiver, modalities_of, named_media, prunings_of
 from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
@@ -62,7 +62,7 @@ class MediaClient:
         try:
             with upstream_errors(stage):
                 plan = await _receive_plan(stream)
-            _check_plan(plan, modalities, self._model)
+            _check_plan(plan, prompt, self._model)
             clock.finish(Stage.PLAN if modalities else Stage.TRANSFER)
             async with AsyncExitStack() as held:
                 yield MediaSession(plan, prunings, stream, selected, self._model, self._room, held)
@@ -167,14 +167,19 @@ async def _receive_plan(stream: Call) -> PromptPlan:
             return plan
 
 
-def _check_plan(plan: PromptPlan, modalities: Sequence[Modality], model: ModelInput) -> None:
+def _check_plan(plan: PromptPlan, prompt: prompt_pb2.Prompt, model: ModelInput) -> None:
     if plan.fingerprint != model.fingerprint:
         raise PeerContract(
             f"the plan was made with checkpoint {plan.fingerprint.hex()[:12]}, this is {model.fingerprint.hex()[:12]}: "
             f"all three services need the same --model"
         )
-    if [item.modality for item in plan.media] != list(modalities):
-        raise PeerContract(f"the prompt's media are {modalities}, the plan's {[item.modality for item in plan.media]}")
+    modalities, planned = modalities_of(prompt), [item.modality for item in plan.media]
+    if planned != modalities:
+        raise PeerContract(f"the prompt's media are {modalities}, the plan's {planned}")
+    for (name, _, media), item in zip(named_media(prompt), plan.media, strict=True):
+        source = media.WhichOneof("source")
+        if item.brings_embeds != (source == "embeds"):
+            raise PeerContract(f"{name} brings its {source}, the plan has {item.frames} frames of it")
     if plan.embed_levels != model.embed_levels:
         raise PeerContract(f"the plan has {plan.embed_levels} embed_levels, the model {model.embed_levels}")
     if (largest := int(plan.input_ids.max())) >= model.vocab_size:

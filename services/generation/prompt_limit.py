@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from common.errors import PromptTooLong
 from common.plan import Grid, MediaPlan, PromptPlan
@@ -32,8 +33,10 @@ class PromptLimit:
         Raises PromptTooLong if that does not fit, naming the frame_sampling that would.
         """
         answer = max_new_tokens or 1
-        text = plan.tokens - sum(item.grid.tokens for item in plan.media)
-        prompt = text + sum(kept_counts)
+        # What stands between the slices of a video comes and goes with them: it is the media's, not the caller's text.
+        between = sum(_between(item, item.grid.t) for item in plan.media)
+        text = plan.tokens - between - sum(item.grid.tokens for item in plan.media)
+        prompt = text + between + sum(kept_counts)
         if prompt + answer <= self.tokens:
             return self.tokens - prompt
         wanted = f"max_new_tokens of {answer}" if max_new_tokens else "an answer"
@@ -54,19 +57,33 @@ def _advice(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) 
     return f"; a frame_sampling of {', or '.join(ways)}, would fit" if ways else ""
 
 
+def _tokens(item: MediaPlan, pruning: Pruning, slices: int, slice_tokens: int) -> int:
+    """What an item would take of the prompt after pruning, had it so many slices of so many tokens."""
+    return retained_count(Grid(slices, 1, slice_tokens), pruning, item.modality) + _between(item, slices)
+
+
+def _between(item: MediaPlan, slices: int) -> int:
+    """Tokens of text between so many of an item's slices, at most: as many of its gaps, the longest ones.
+
+    That is one gap to spare where they are fewer than now: their last may be shown later, at a time of a digit more.
+    """
+    gaps = sorted((after.offset - before.end for before, after in pairwise(item.runs)), reverse=True)
+    return sum(gaps[:slices])
+
+
 def _max_pixels(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -> int | None:
     """The most pixels a frame with which all items fit together. Frames are rounded down to whole tokens."""
 
-    def kept(pixels: int) -> int:
+    def tokens(pixels: int) -> int:
         return sum(
-            retained_count(Grid(item.grid.t, 1, _slice_tokens(item, pixels)), how, item.modality)
+            _tokens(item, how, item.grid.t, _slice_tokens(item, pixels))
             for item, how in zip(media, prunings, strict=True)
         )
 
     # Below one token a frame nothing gets smaller.
     least = max((_token_px(item) for item in media), default=1)
     most = max((item.frame_height_px * item.frame_width_px for item in media), default=0)
-    return _largest(least, most, lambda pixels: kept(pixels) <= room)
+    return _largest(least, most, lambda pixels: tokens(pixels) <= room)
 
 
 def _slice_tokens(item: MediaPlan, pixels: int) -> int:
@@ -83,14 +100,14 @@ def _token_px(item: MediaPlan) -> int:
 def _fps(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -> float | None:
     """The most frames a second, in hundredths, with which all items fit at the size that their frames have."""
 
-    def kept(hundredths: int) -> int:
+    def tokens(hundredths: int) -> int:
         return sum(
-            retained_count(Grid(_slices(item, hundredths), item.grid.h, item.grid.w), how, item.modality)
+            _tokens(item, how, _slices(item, hundredths), item.grid.slice_tokens)
             for item, how in zip(media, prunings, strict=True)
         )
 
     rates = [_frames_per_slice(item) / item.seconds_per_grid for item in media if item.seconds_per_grid]
-    found = _largest(1, math.floor(100 * max(rates, default=0)), lambda hundredths: kept(hundredths) <= room)
+    found = _largest(1, math.floor(100 * max(rates, default=0)), lambda hundredths: tokens(hundredths) <= room)
     return found and found / 100
 
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 
 import av
 import numpy as np
-from av.container import InputContainer
+from av.packet import Packet
 from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
@@ -122,31 +122,29 @@ class _Frames:
         self._container, self._stream = self._stack.enter_context(open_video(self._source))
         self._stream.thread_type = "FRAME"
         self._stream.codec_context.thread_count = _CODEC_THREADS
-        self._decoded = self._decode(self._container, self._stream)
+        self._decoded = self._decode(self._stream, packets_of(self._container, self._stream))
 
     def _seek(self, keyframe: int) -> None:
         """Goes on from `keyframe`, or, in a container whose own index leads past it, from the start."""
         self._behind = self._ahead = None
         try:
             self._container.seek(keyframe, stream=self._stream)
-            first = next(packets_of(self._container, self._stream), None)
-            arrived = first is not None and first.pts is not None and first.pts <= keyframe
-            if arrived:
-                self._container.seek(keyframe, stream=self._stream)
+            packets = packets_of(self._container, self._stream)
+            first = next(packets, None)
         except av.FFmpegError:
-            arrived = False
-        if arrived:
+            first = None
+        if first is not None and first.pts is not None and first.pts <= keyframe:
             self._ahead_key = keyframe
-            self._decoded = self._decode(self._container, self._stream)
+            self._decoded = self._decode(self._stream, chain((first,), packets))
         else:
             self._keyframes = ()
             self._stack.close()
             self._open()
 
-    def _decode(self, container: InputContainer, stream: VideoStream) -> Iterator[tuple[int, VideoFrame]]:
+    def _decode(self, stream: VideoStream, packets: Iterable[Packet[VideoStream]]) -> Iterator[tuple[int, VideoFrame]]:
         """(presentation time or ordinal, frame); what cannot be decoded is left out."""
         order = 0
-        for packet in chain(packets_of(container, stream), (None,)):
+        for packet in chain(packets, (None,)):
             try:
                 frames = stream.decode(packet)
             except av.FFmpegError as error:

@@ -20,6 +20,8 @@ from services.preprocessing.sampling import FrameSampling
 from services.preprocessing.slices import Slice
 from services.preprocessing.tokens import Turn
 
+# Each may hold a file open until the answer's end.
+MAX_MEDIA = 512
 # A family may put text around each slice, and far more of them cost a planner minutes.
 MAX_EMBEDS_SLICES = 2**15
 # One prompt must not become a flood at somebody else's server.
@@ -74,7 +76,9 @@ def _part(part: prompt_pb2.Part, name: str) -> str | MediaRequest:
 
 
 def _check_sums(media: Sequence[MediaRequest]) -> None:
-    """Raises InvalidRequest for more inline media, URLs, or slices of embeddings, than a prompt may have."""
+    """Raises InvalidRequest for more media, bytes of them, URLs, or slices of embeddings, than a prompt may have."""
+    if len(media) > MAX_MEDIA:
+        raise InvalidRequest(f"prompt.messages hold {len(media)} media, at most {MAX_MEDIA} are allowed")
     embeds = [item.location for item in media if isinstance(item.location, Embeds)]
     files = [item.location for item in media if isinstance(item.location, bytes)]
     check_inline_bytes(sum(map(len, files)) + sum(each.size_bytes for each in embeds))

@@ -54,10 +54,12 @@ def prompt_plan(fingerprint: bytes, *parts: int | tuple[Modality, Grid]) -> Prom
 
 
 def prompt_message(plan: PromptPlan) -> prompt_pb2.Prompt:
-    """A prompt that has the plan's media."""
+    """A prompt that has the plan's media, and brings embeddings where the plan says so."""
     parts = [prompt_pb2.Part(text="What moves?")]
     for item in plan.media:
         media = prompt_pb2.Media(path="clip.mp4")
+        if item.brings_embeds:
+            media = prompt_pb2.Media(embeds=prompt_pb2.MediaEmbeds())
         parts.append(prompt_pb2.Part(**{item.modality.value: media}))
     return prompt_pb2.Prompt(messages=[prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=parts)])
 

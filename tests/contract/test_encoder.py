@@ -75,6 +75,13 @@ async def test_all_levels_are_gathered_from_the_unpruned_by_what_the_embedding_k
     assert received[1].shape == [1 + stack.tower.embed_levels, 6, stack.tower.embed_dim]
 
 
+async def test_a_second_question_is_answered_from_all_levels_as_they_were_kept(stack: Stack) -> None:
+    unpruned = embeds_in(await encode(stack, first_request([VIDEO]), SELECT_ALL))[0].embeds
+    pruned = embeds_in(await encode(stack, first_request([VIDEO], 0.5), SELECT_ALL))[0]
+    assert stack.preprocessing.selected == [0]
+    np.testing.assert_array_equal(pruned.embeds, unpruned[:, pruned.kept])
+
+
 async def test_an_items_own_pruning_overrides_the_requests(stack: Stack) -> None:
     own = {1: prompt_pb2.Pruning(rate=0.25), 2: prompt_pb2.Pruning(rate=0.5, method="random", seed=3)}
     own[3] = prompt_pb2.Pruning(rate=0.5, method="none")

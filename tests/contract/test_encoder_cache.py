@@ -43,9 +43,9 @@ LOOKUPS = "framesieve_encoder_cache_lookups_total"
 
 
 @pytest.fixture(scope="module")
-def tower(family_checkpoint: Path) -> Tower:
+def tower(tiny_checkpoint: Path) -> Tower:
     torch.set_num_threads(1)
-    return load_tower(Checkpoint(family_checkpoint), "auto", torch.device("cpu"))
+    return load_tower(Checkpoint(tiny_checkpoint), "auto", torch.device("cpu"))
 
 
 @pytest.fixture

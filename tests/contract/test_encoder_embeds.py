@@ -35,6 +35,7 @@ from tests.contract.encoder_peers import (
     Media,
     Received,
     Stack,
+    check_idle,
     check_served,
     embeds_in,
     encode,
@@ -101,6 +102,13 @@ async def test_what_was_sent_comes_back_as_if_it_were_the_media_itself(stack: St
     from_embeds = embeds_in(await encode(stack, first_request(again, rate, method), SELECT_ALL))
     assert from_embeds == from_pixels
     assert stack.held_bytes == 0
+
+
+async def test_what_was_brought_is_not_kept(stack: Stack) -> None:
+    media = [brought(random_embeds(stack.tower, 1))]
+    assert embeds_in(await encode(stack, first_request(media), SELECT_ALL))
+    assert stack.cache.held_bytes == 0
+    await check_idle(stack)
 
 
 async def test_preprocessing_gets_the_digest_and_everything_else_but_the_tensor(stack: Stack) -> None:
@@ -304,7 +312,7 @@ async def test_a_caller_that_leaves_frees_the_room_of_what_it_brought(stack: Sta
     media = [VIDEO, brought(embeds)]
     call = stack.stub.Encode(iter([first_request(media), SELECT_ALL]), timeout=TIMEOUT_S)
     assert (await call.read()).HasField("plan")
-    while stack.room.held_bytes < 2 * embeds.nbytes:
+    while stack.outputs.held_bytes < 2 * embeds.nbytes:
         await asyncio.sleep(0.01)
     call.cancel()
     await asyncio.wait_for(stack.preprocessing.cancelled.wait(), TIMEOUT_S)

@@ -136,9 +136,10 @@ def brought(plan: PromptPlan, *indices: int) -> PromptPlan:
 
 async def test_embeddings_that_came_with_the_prompt_have_no_frames_to_repair(tmp_path: Path) -> None:
     messages = embeds_messages(0, VIDEO_EMBEDS, KEPT, repaired=1) + embeds_messages(1, IMAGE_EMBEDS, None)
-    async with client_of(tmp_path, Encoder(brought(PLAN, 0, 1), messages)) as (client, _):
+    plan = brought(PLAN, 0, 1)
+    async with client_of(tmp_path, Encoder(plan, messages)) as (client, _):
         with pytest.raises(errors.PeerContract, match="1 of 0 frames cannot be repaired"):
-            await ask(client)
+            await ask(client, plan)
 
 
 # Changes to the messages of `items`, of which 2, 3, 4 are the video's and 6, 7 the image's.
@@ -249,6 +250,22 @@ async def test_a_plan_that_does_not_fit_prompt_and_model_breaks_off(tmp_path: Pa
     async with client_of(tmp_path, Encoder(plan)) as (client, _):
         with pytest.raises(errors.PeerContract, match=message):
             async with client.open(prompt_message(PLAN), PRUNING, StageClock()):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("asked", "planned", "message"),
+    [
+        (PLAN, brought(PLAN, 1), r"parts\[2\].image brings its path, the plan has 0 frames"),
+        (brought(PLAN, 0), PLAN, r"parts\[1\].video brings its embeds, the plan has 4 frames"),
+    ],
+)
+async def test_a_plan_that_takes_files_for_embeddings_or_embeddings_for_files_breaks_off(
+    tmp_path: Path, asked: PromptPlan, planned: PromptPlan, message: str
+) -> None:
+    async with client_of(tmp_path, Encoder(planned, items())) as (client, _):
+        with pytest.raises(errors.PeerContract, match=message):
+            async with client.open(prompt_message(asked), PRUNING, StageClock()):
                 pass
 
 

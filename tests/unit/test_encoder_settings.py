@@ -14,10 +14,10 @@ from services.encoder.settings import EncoderSettings
 
 def test_flags_are_named_as_the_design_names_them() -> None:
     settings = EncoderSettings.load(
-        ["--listen", "unix:/e", "--preprocessing", "unix:/p", "--output-buffer-bytes", "5", "--dtype", "bfloat16"]
+        ["--listen", "unix:/e", "--preprocessing", "unix:/p", "--output-buffer-bytes", "5", "--cache-bytes", "0"]
     )
     assert (settings.listen, settings.preprocessing) == ("unix:/e", "unix:/p")
-    assert (settings.output_buffer_bytes, settings.dtype) == (5, "bfloat16")
+    assert (settings.output_buffer_bytes, settings.cache_bytes, settings.dtype) == (5, 0, "auto")
 
 
 def test_a_wrong_value_is_refused_by_its_flag() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -21,32 +21,50 @@ TEXT = 10
 TOKEN_SIDE_PX = 28
 
 
-def plan_of(*media: tuple[Modality, Grid], brought: Sequence[tuple[Modality, Grid]] = ()) -> PromptPlan:
-    """`TEXT` tokens of text, then media: two frames a slice, one slice a second, 28 × 28 pixels a token.
+def none(_: int) -> int:
+    return 0
 
-    brought: media after them whose embeddings came with the prompt.
+
+def plan_of(
+    *media: tuple[Modality, Grid],
+    brought: Sequence[tuple[Modality, Grid]] = (),
+    gap: Callable[[int], int] = none,
+    step: Fraction = Fraction(1),
+) -> PromptPlan:
+    """`TEXT` tokens of text, then media: two frames a slice, 28 × 28 pixels a token.
+
+    brought: media after them whose embeddings came with the prompt. gap: tokens of text before slice i, from 1 on.
+    step: seconds from slice to slice.
     """
     items, offset = [], TEXT
+
+    def runs_of(grid: Grid) -> tuple[Run, ...]:
+        nonlocal offset
+        runs: list[Run] = []
+        for i in range(grid.t):
+            offset += gap(i) if i else 0
+            runs.append(Run(offset, grid.h * grid.w))
+            offset += grid.h * grid.w
+        return tuple(runs)
+
     for modality, grid in media:
         video = modality is Modality.VIDEO
         items.append(
             MediaPlan(
                 modality=modality,
                 grid=grid,
-                runs=(Run(offset, grid.tokens),),
+                runs=runs_of(grid),
                 frames=2 * grid.t if video else 1,
                 frame_height_px=TOKEN_SIDE_PX * grid.h,
                 frame_width_px=TOKEN_SIDE_PX * grid.w,
-                seconds_per_grid=Fraction(1) if video else None,
+                seconds_per_grid=step if video else None,
                 timestamps_s=(0.0,) * (2 * grid.t) if video else (),
                 content_hash=bytes(32),
             )
         )
-        offset += grid.tokens
     for modality, grid in brought:
-        step = Fraction(1) if modality is Modality.VIDEO else None
-        items.append(MediaPlan(modality, grid, (Run(offset, grid.tokens),), 0, 0, 0, step, (), bytes(32)))
-        offset += grid.tokens
+        base = step if modality is Modality.VIDEO else None
+        items.append(MediaPlan(modality, grid, runs_of(grid), 0, 0, 0, base, (), bytes(32)))
     ids = np.zeros(offset, np.int32)
     return PromptPlan(ids, np.tile(ids, (3, 1)), tuple(items), 0, bytes(32))
 
@@ -87,6 +105,7 @@ brought = st.lists(st.tuples(st.just(Modality.VIDEO), grids), max_size=1)
     brought=brought,
     rate=st.sampled_from([0.0, 0.3, 0.75, 0.9]),
     method=st.sampled_from([EVS, VIDCOM2]),
+    between=st.integers(0, 20),
     limit=st.integers(1, 3000),
 )
 def test_what_is_advised_would_fit_and_a_little_more_would_not(
@@ -95,20 +114,22 @@ def test_what_is_advised_would_fit_and_a_little_more_would_not(
     brought: list[tuple[Modality, Grid]],
     rate: float,
     method: str,
+    between: int,
     limit: int,
 ) -> None:
     media = [*videos, *images]
-    plan, pruning = plan_of(*media, brought=brought), Pruning(rate, method)
+    plan, pruning = plan_of(*media, brought=brought, gap=lambda _: between), Pruning(rate, method)
 
     def tokens(max_pixels: int, fps: float) -> int:
         # What the prompt brought is as large as it is.
-        total = TEXT + sum(kept(grid, rate, modality, method) for modality, grid in brought)
+        total = TEXT + sum(kept(grid, rate, modality, method) + between * (grid.t - 1) for modality, grid in brought)
         for modality, grid in media:
             # A frame of so many pixels at most has that many tokens at most, and one at least.
             area = max(1, min(grid.h * grid.w, max_pixels // TOKEN_SIDE_PX**2))
             frames = max(4, math.ceil(Fraction(str(fps)) * grid.t))
             t = min(grid.t, math.ceil(frames / 2)) if modality is Modality.VIDEO else 1
-            total += kept(Grid(t, 1, area), rate, modality, method)
+            # Fewer slices are given a gap to spare.
+            total += kept(Grid(t, 1, area), rate, modality, method) + between * min(t, grid.t - 1)
         return total
 
     present = max(grid.h * grid.w for _, grid in media) * TOKEN_SIDE_PX**2
@@ -131,6 +152,42 @@ def test_what_is_advised_would_fit_and_a_little_more_would_not(
         assert tokens(present, round(float(fps[1]) + 0.01, 2)) >= limit
     else:
         assert tokens(present, 0.01) >= limit
+
+
+def gaps_of(total_frames: int, frames: int) -> list[int]:
+    """Tokens before each slice but the first where Qwen3-VL takes so many frames of a video of 24 a second.
+
+    Evenly from the first frame to the last, which is repeated if they are odd. A slice is shown at the mean of its two
+    frames' times; before it stand five tokens and that time, each of whose characters is one.
+    """
+    shown_s = np.linspace(0, total_frames - 1, frames).round() / 24
+    slices_s = np.pad(shown_s, (0, frames % 2), mode="edge").reshape(-1, 2).mean(axis=1)
+    return [5 + len(f"{time:.1f}") for time in slices_s[1:]]
+
+
+# At two frames a second all slices of 242 frames are shown before 10.0 s; if the last frame is alone in its slice, not.
+@pytest.mark.parametrize("total_frames", [242, 1440])
+def test_text_between_slices_goes_where_slices_go(total_frames: int) -> None:
+    seconds = Fraction(total_frames, 24)
+    sampled = int(2 * seconds)
+    present = gaps_of(total_frames, sampled)
+    grid = Grid(sampled // 2, 1, 1)
+    plan = plan_of((Modality.VIDEO, grid), gap=lambda i: present[i - 1], step=seconds / grid.t)
+    assert plan.tokens == TEXT + grid.t + sum(present)
+
+    def tokens(frames: int) -> int:
+        gaps = gaps_of(total_frames, frames)
+        return TEXT + len(gaps) + 1 + sum(gaps)
+
+    for limit in range(TEXT + 1, plan.tokens + 1):
+        with pytest.raises(PromptTooLong, match=rf"has {plan.tokens} tokens .*, {TEXT} of them text") as info:
+            room(limit, plan, Pruning())
+        assert "of max_pixels" not in str(info.value)
+        fps = re.search(r"fps=([\d.]+) and max_pixels", str(info.value))
+        if fps:
+            assert tokens(max(4, int(seconds * Fraction(fps[1])))) < limit
+        else:
+            assert tokens(4) + max(present) >= limit
 
 
 def test_text_that_is_too_long_by_itself_comes_without_advice() -> None:

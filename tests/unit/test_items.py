@@ -199,11 +199,11 @@ async def test_what_waits_for_a_slow_tower_gives_up_once_it_is_closed(batcher: B
     await encoding.reserve()
     for index in (0, 1):
         await encoding.add(slice_of(1 + index, index))
+    assert await asyncio.to_thread(gated.started.acquire, timeout=TIMEOUT_S)
     third = asyncio.create_task(encoding.add(slice_of(3, 2)))
     await asyncio.sleep(0)
     encoding.close()
     await asyncio.wait_for(third, TIMEOUT_S)
-    assert await asyncio.to_thread(gated.started.acquire, timeout=TIMEOUT_S)
     gated.gate.release()
     await asyncio.to_thread(batcher.close)
     assert gated.encoded == [1]  # which was running already

@@ -68,7 +68,16 @@ def open_descriptors() -> int:
 
 
 def children() -> set[int]:
-    return {int(each) for each in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+    """The workers of this process, which may have other children."""
+    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {int(each) for each in found if _runs_isolated(Path(f"/proc/{each}/cmdline"))}
+
+
+def _runs_isolated(command: Path) -> bool:
+    try:
+        return b"\0-I\0-c\0" in command.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,11 @@ from common.errors import StartupError
 from services.generation.families import load_language_model
 from services.generation.families.language_model import LanguageModel
 from services.generation.sampler import SamplingParams
-from tests.families import FAMILIES, load_reference
+from tests.families import FAMILIES, load_reference, write_qwen3_vl_moe
 from tests.oracle import Item, Text
 from tests.tiny import TinyEngine
 
 CPU = torch.device("cpu")
-# What the text model's weights are called in the checkpoints that `family_checkpoint` makes.
-PREFIXES = {"qwen2_5_vl": "model."}
 EXPERTS = [f"model.language_model.layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
 PROMPT = Text((10, 11, 12, 13, 14))
 
@@ -52,7 +52,7 @@ def configure(folder: Path, to: Path, **text_config: Any) -> Path:
 
 
 def name_in(family: str, name: str) -> str:
-    return PREFIXES.get(family, "model.language_model.") + name
+    return FAMILIES[family].text_prefix + name
 
 
 def answer_of_transformers(family: str, folder: Path) -> list[int]:
@@ -96,8 +96,12 @@ def test_both_spellings_of_key_names_load(tiny_checkpoint: Path, tmp_path: Path)
     assert answer(load(renamed)) == answer(load(tiny_checkpoint))
 
 
-def test_experts_load_as_transformers_writes_them_and_with_their_axes_swapped_as_published(tmp_path: Path) -> None:
-    written = FAMILIES["qwen3_vl_moe"].write(tmp_path / "written", 1)
+# Of the two matrices of an expert the first is square at 32, the second at 64: what is square cannot be told apart.
+@pytest.mark.parametrize("moe_intermediate", [48, 32, 64])
+def test_experts_load_as_transformers_writes_them_and_with_their_axes_swapped_as_published(
+    tmp_path: Path, moe_intermediate: int
+) -> None:
+    written = write_qwen3_vl_moe(tmp_path / "written", 1, moe_intermediate)
 
     def swap(weights: dict[str, Tensor]) -> None:
         for name in [each for each in weights if each.endswith(("gate_up_proj", "down_proj")) and "experts" in each]:
@@ -110,6 +114,21 @@ def test_experts_load_as_transformers_writes_them_and_with_their_axes_swapped_as
     assert shapes[0] != shapes[1]
     for folder in (written, swapped):
         assert answer(load(folder)) == answer_of_transformers("qwen3_vl_moe", folder)
+
+
+def test_experts_run_as_transformers_runs_them_in_a_process_that_has_none_of_its_models(tmp_path: Path) -> None:
+    folder = FAMILIES["qwen3_vl_moe"].write(tmp_path, 1)
+    program = f"""
+import torch
+from pathlib import Path
+from common.checkpoint import Checkpoint
+from services.generation.families import load_language_model
+model = load_language_model(Checkpoint(Path({str(folder)!r})), torch.float32, torch.device("cpu"))
+print(model.text.config._experts_implementation)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    expected = load_reference("qwen3_vl_moe", folder).config.text_config._experts_implementation
+    assert found.stdout.strip() == expected, found.stderr
 
 
 @pytest.mark.parametrize("axes", [(3,), (4, 5, 6)])

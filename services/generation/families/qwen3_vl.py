@@ -33,7 +33,11 @@ class _Text(_Deepstack, Qwen3VLTextModel):
 
 
 class _MoeText(_Deepstack, Qwen3VLMoeTextModel):
-    pass
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # transformers looks for a decorator in the file of the class, and would run expert after expert for want of it.
+        can_set: bool = Qwen3VLMoeTextModel._can_set_experts_implementation()
+        return can_set
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LanguageModel:

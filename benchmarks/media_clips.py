@@ -1,0 +1,47 @@
+"""Clips for the media benchmarks, encoded on the spot: textured, moving, with keyframes where they are wanted."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import av
+import numpy as np
+from numpy.typing import NDArray
+
+RATE = 30
+
+
+def clip(frames: int, height_px: int, width_px: int, keyframe_every: int) -> bytes:
+    """An H.264 mp4 with B-frames and no keyframe but those that are due."""
+    options: dict[str, object] = {
+        "preset": "veryfast",
+        "g": str(keyframe_every),
+        "keyint_min": str(keyframe_every),
+        "sc_threshold": "0",
+        "bf": "2",
+    }
+    with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
+        with av.open(file.name, "w", options={"movflags": "faststart"}) as container:
+            stream = container.add_stream("libx264", rate=RATE)
+            stream.height, stream.width, stream.pix_fmt, stream.options = height_px, width_px, "yuv420p", options
+            for picture in pictures(frames, height_px, width_px):
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            container.mux(stream.encode())
+        return Path(file.name).read_bytes()
+
+
+def pictures(frames: int, height_px: int, width_px: int) -> Iterator[NDArray[np.uint8]]:
+    """uint8 [height_px, width_px, 3]: blocks that pan, squares that move across them, a little noise."""
+    random = np.random.default_rng(0)
+    ground = random.integers(30, 200, (height_px // 16 + 1, width_px // 16 + 1, 3), np.uint8)
+    ground = ground.repeat(16, 0).repeat(16, 1)[:height_px, :width_px]
+    noise = random.integers(0, 24, (4, height_px, width_px, 1), np.uint8)
+    side = height_px // 6
+    for index in range(frames):
+        picture = np.roll(ground, 2 * index, 1) + noise[index % 4]
+        for square in range(4):
+            left = (square * 97 + (3 + square) * index) % (width_px - side)
+            picture[square * side : (square + 1) * side, left : left + side] = (250, 60 * square, 30)
+        yield picture

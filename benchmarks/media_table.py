@@ -1,0 +1,61 @@
+"""What the media benchmarks measure, as rows: this system's figure, the other's, their ratio and the goal for it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_SCALES = {"s": (1e3, "ms"), "bytes": (2**-20, "MiB")}
+
+
+class Timings:
+    """Measurements by contender, taken round by round."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, contender: str, value: float) -> None:
+        self._taken[contender].append(value)
+
+    def median(self, contender: str) -> float:
+        return statistics.median(self._taken[contender])
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Medians of one run, in `unit`: "s", "bytes" or "1/s". at_least, at_most: the goal for ours / theirs, if any."""
+
+    what: str
+    against: str
+    ours: float
+    theirs: float
+    unit: str
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.theirs
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is reached; None without one."""
+        if self.at_least is None and self.at_most is None:
+            return None
+        return (self.at_least or 0) <= self.ratio <= (self.at_most or float("inf"))
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Markdown."""
+    lines = ["| what | ours | against | theirs | ours / theirs | goal | met |", "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        scale, unit = _SCALES.get(row.unit, (1, row.unit))
+        goal = f"≥ {row.at_least:g}" if row.at_least is not None else f"≤ {row.at_most:.3g}" if row.at_most else ""
+        met = {True: "yes", False: "no", None: ""}[row.met]
+        lines.append(
+            f"| {row.what} | {row.ours * scale:.4g} {unit} | {row.against} | {row.theirs * scale:.4g} {unit} | "
+            f"{row.ratio:.3g} | {goal} | {met} |"
+        )
+    return lines
