@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 
 from common.checkpoint import Checkpoint
@@ -11,12 +10,17 @@ from common.server import run, serve
 from common.telemetry import configure_logging
 from framesieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer_to_server
 from services.preprocessing.fetch.fetcher import Fetcher
+from services.preprocessing.metrics import count_replaced, watch
 from services.preprocessing.planner import Planner
 from services.preprocessing.servicer import SERVICE, PreprocessingServicer
 from services.preprocessing.settings import PreprocessingSettings
-from services.preprocessing.workers import Workers
+from services.preprocessing.threads import Threads
+from services.preprocessing.workers.jobs import IndexPicture, IndexVideo
+from services.preprocessing.workers.pool import Pool
 
-_PLANNING_WORKERS = 4
+_PLANNING_THREADS = 4
+# Media are read within milliseconds; the second is for when the first meets one that takes its time.
+_READING_WORKERS = 2
 
 
 async def main() -> None:
@@ -24,14 +28,19 @@ async def main() -> None:
     configure_logging("preprocessing", settings.log_format)
     if settings.media_root is not None and not settings.media_root.is_dir():
         raise StartupError(f"--media-root {settings.media_root} is no folder")
-    planner = Planner(Checkpoint(settings.model), settings.media_root)
-    planning, decoding = Workers(_PLANNING_WORKERS), Workers(os.cpu_count() or 1)
-    servicer = PreprocessingServicer(planner, Fetcher(settings.fetch_policy), planning, decoding)
-    try:
+    reading = Pool(_READING_WORKERS, settings.limits, settings.inflight_bytes, count_replaced)
+    decoding = Pool(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced)
+    planner = Planner(
+        Checkpoint(settings.model),
+        settings.media_root,
+        read_packets=lambda source: reading.wait(IndexVideo(source)),
+        read_picture=lambda source: reading.wait(IndexPicture(source)),
+    )
+    watch(reading, decoding)
+    # Left from the right: a plan that still waits for a worker is told at once that there is none any more.
+    async with Threads(_PLANNING_THREADS) as planning, reading, decoding:
+        servicer = PreprocessingServicer(planner, Fetcher(settings.fetch_policy), planning, decoding)
         await serve(SERVICE, settings, partial(add_PreprocessingServiceServicer_to_server, servicer))
-    finally:
-        planning.shut_down()
-        decoding.shut_down()
 
 
 if __name__ == "__main__":

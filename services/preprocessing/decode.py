@@ -6,12 +6,13 @@ It owns seeking and the repair of damage. It decodes from keyframe to keyframe o
     wanted         ^     ^                     ^
     decoded    ───────────     (nothing)       ─        one seek: a later keyframe lay before the third
 
-Resizing and slicing are `slices`' business, threads are `workers`'.
+Resizing and slicing are `slices`' business.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -44,15 +45,19 @@ class DecodedFrame:
     repaired: bool
 
 
-def decode_frames(source: Source, index: PacketIndex, places: Sequence[int]) -> Generator[DecodedFrame, None, None]:
+def decode_frames(
+    source: Source, index: PacketIndex, places: Sequence[int], max_pixels: float = math.inf
+) -> Generator[DecodedFrame, None, None]:
     """The frames at `places` of the index, which must not decrease; one for each.
 
-    Raises MediaDamaged once more than a tenth of them cannot be decoded, MediaRejected if they grow past the limit.
+    max_pixels: of all frames that are decoded, also those between the ones that were asked for.
+    Raises MediaDamaged once more than a tenth of them cannot be decoded, MemoryError if FFmpeg lacked memory for one
+    meanwhile; MediaRejected if they grow past a limit.
     """
     allowed = MAX_REPAIRED_SHARE * len(places)
     repaired = 0
     with ExitStack() as stack:
-        frames = _Frames(source, index, stack)
+        frames = _Frames(source, index, max_pixels, stack)
         last: DecodedFrame | None = None
         last_place: int | None = None
         for place in places:
@@ -60,18 +65,18 @@ def decode_frames(source: Source, index: PacketIndex, places: Sequence[int]) -> 
                 last, last_place = frames.at(place, last), place
             repaired += last.repaired
             if repaired > allowed:
-                raise MediaDamaged(
-                    f"{source.name} is damaged: {repaired} of its {len(places)} frames cannot be decoded, "
-                    f"at most a tenth may be"
-                )
+                raise frames.damage(f"{repaired} of its {len(places)} frames cannot be decoded, at most a tenth may be")
             yield last
 
 
 class _Frames:
     """A video's decoded frames by presentation time, forwards only: `behind` is shown before `ahead`."""
 
-    def __init__(self, source: Source, index: PacketIndex, stack: ExitStack) -> None:
+    def __init__(self, source: Source, index: PacketIndex, max_pixels: float, stack: ExitStack) -> None:
         self._source = source
+        self._max_pixels = max_pixels
+        self._pixels = 0
+        self._lacked_memory = False
         self._stack = stack
         # By itself a frame starts threads of its own for this, for each frame anew: ten times as slow on shared cores.
         self._reformatter = VideoReformatter()
@@ -105,7 +110,13 @@ class _Frames:
             return DecodedFrame(last.pixels, repaired=True)
         if self._ahead is not None:  # nothing came before the damage: the first frame that can be seen
             return DecodedFrame(self._rgb(self._ahead), repaired=True)
-        raise MediaDamaged(f"{self._source.name} is damaged: none of its frames can be decoded")
+        raise self.damage("none of its frames can be decoded")
+
+    def damage(self, text: str) -> Exception:
+        """What is to be raised for it. A lack of memory counts as damage first: damage may make FFmpeg ask for much."""
+        if self._lacked_memory:
+            return MemoryError(text)
+        return MediaDamaged(f"{self._source.name} is damaged: {text}")
 
     def _open(self) -> None:
         self._container, self._stream = self._stack.enter_context(open_video(self._source))
@@ -136,18 +147,29 @@ class _Frames:
         for packet in chain(packets, (None,)):
             try:
                 frames = stream.decode(packet)
-            except av.FFmpegError:
+            except av.FFmpegError as error:
+                self._lacked_memory |= isinstance(error, MemoryError)
                 frames = []
             for frame in frames:
+                self._count(frame)
                 key = order if self._by_order else frame.pts
                 order += 1
                 if key is not None and not frame.is_corrupt:
                     yield key, frame
 
+    def _count(self, frame: VideoFrame) -> None:
+        self._pixels += frame.height * frame.width
+        if self._pixels > self._max_pixels:
+            raise MediaRejected(
+                f"{self._source.name} has more than {self._max_pixels} pixels up to its last frame that is wanted"
+            )
+
     def _rgb(self, frame: VideoFrame) -> UInt8Array:
         check_frame_size(self._source.name, frame.height, frame.width)
         try:
             pixels = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+        except MemoryError:
+            raise
         except (av.FFmpegError, ValueError) as error:
             raise MediaRejected(f"{self._source.name} has frames in a format that cannot be shown: {error}") from error
         return upright(pixels.astype(np.uint8, copy=False), self._orientation)

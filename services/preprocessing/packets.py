@@ -61,6 +61,8 @@ def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
     with source.open() as file:
         try:
             container = av.open(file, mode="r", options=_OPEN_OPTIONS)
+        except MemoryError:
+            raise
         except (av.FFmpegError, ValueError) as error:
             raise MediaRejected(f"{source.name} is no video that can be read: {_reason(error)}") from error
         with container:

@@ -12,7 +12,7 @@ from PIL import ExifTags, Image
 
 from common.errors import MediaDamaged, MediaRejected
 from services.preprocessing.orientation import ON_ITS_SIDE, UPRIGHT, upright
-from services.preprocessing.packets import check_frame_size
+from services.preprocessing.packets import MAX_FRAME_PX, check_frame_size
 from services.preprocessing.resize import UInt8Array
 from services.preprocessing.sources import Source
 
@@ -38,6 +38,10 @@ def read_picture(source: Source) -> Picture:
             with Image.open(file, formats=_FORMATS) as image:
                 width, height = image.size
                 orientation = _orientation(image)
+        except Image.DecompressionBombError as error:
+            raise MediaRejected(
+                f"{source.name} has far more pixels than the {MAX_FRAME_PX} that are allowed"
+            ) from error
         except _UNREADABLE as error:
             raise MediaRejected(f"{source.name} is no image that can be read") from error
     check_frame_size(source.name, height, width)

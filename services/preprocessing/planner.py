@@ -1,6 +1,6 @@
 """A prompt's plan: media opened and indexed, frames chosen, the prompt laid out. Nothing is decoded.
 
-It runs on a worker and knows neither grpc nor protobuf nor metrics.
+It runs on a thread and knows neither grpc nor protobuf nor metrics.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +19,8 @@ from common.plan import MAX_FRAME_SIDE_PX, MAX_PROMPT_TOKENS, Grid, MediaPlan, M
 from services.preprocessing.embeds import Embeds
 from services.preprocessing.families import Family, load_family
 from services.preprocessing.layout import lay_out
-from services.preprocessing.packets import read_packets
-from services.preprocessing.pictures import read_picture
+from services.preprocessing.packets import PacketIndex, read_packets
+from services.preprocessing.pictures import Picture, read_picture
 from services.preprocessing.resize import shrink_to
 from services.preprocessing.sampling import FrameSampling, sample
 from services.preprocessing.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
@@ -92,13 +92,24 @@ class _Item:
 
 
 class Planner:
-    """Plans prompts for one checkpoint. Raises StartupError for one that it cannot serve."""
+    """Plans prompts for one checkpoint. Raises StartupError for one that it cannot serve.
 
-    def __init__(self, checkpoint: Checkpoint, media_root: Path | None) -> None:
+    read_packets, read_picture: what they are named after, wherever strangers' files may be read.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        media_root: Path | None,
+        read_packets: Callable[[Source], PacketIndex] = read_packets,
+        read_picture: Callable[[Source], Picture] = read_picture,
+    ) -> None:
         self._family: Family = load_family(checkpoint)
         self._tokens = ChatTokens(checkpoint, self._family.placeholders)
         self._fingerprint = checkpoint.fingerprint
         self._media_root = media_root
+        self._read_packets = read_packets
+        self._read_picture = read_picture
 
     def plan(self, conversation: Conversation) -> PlannedPrompt:
         """Opens the media and lays the prompt out. The caller closes its files.
@@ -147,7 +158,7 @@ class Planner:
         return _Item(embeds.modality, PlannedEmbeds(), 0, embeds.grid, base, (), content)
 
     def _image(self, source: Source, request: MediaRequest) -> _Item:
-        picture = read_picture(source)
+        picture = self._read_picture(source)
         size = self._family.image_size(picture.height_px, picture.width_px, request.sampling)
         height, width = self._within(size, request.sampling.max_pixels)
         return _Item(
@@ -161,7 +172,7 @@ class Planner:
         )
 
     def _video(self, source: Source, request: MediaRequest) -> _Item:
-        index = read_packets(source)
+        index = self._read_packets(source)
         bounds = self._family.frame_bounds
         sampled = sample(index.times, bounds, request.sampling, self._family.sample_indices)
         size = self._family.video_size(index.height_px, index.width_px, sampled.frames, request.sampling)

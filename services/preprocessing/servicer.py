@@ -1,6 +1,6 @@
 """PreprocessingService: the plan first, then the frames of what is selected, as they are decoded.
 
-It owns the order of a stream's messages and the metrics. What is planned and how it is decoded is told by others.
+It owns the order of a stream's messages. What is planned and how it is decoded is told by others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from functools import partial
 from typing import TypeAlias
 
 import grpc
-from prometheus_client import Counter
 
 from common.errors import InvalidRequest
 from common.selection import selections
@@ -22,20 +21,21 @@ from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.messages import conversation_of, frames_responses
+from services.preprocessing.metrics import count_frames
 from services.preprocessing.planner import Conversation, PlannedPrompt, Planner
-from services.preprocessing.slices import PlannedMedia, Slice
-from services.preprocessing.workers import Workers
-
-FRAMES = Counter("framesieve_preprocessing_frames_total", "Frames sent, by what became of them", ["outcome"])
+from services.preprocessing.slices import PlannedMedia
+from services.preprocessing.threads import Threads
+from services.preprocessing.workers.jobs import slices_job
+from services.preprocessing.workers.pool import Pool
 
 Requests: TypeAlias = AsyncIterator[PreprocessRequest]
 Context: TypeAlias = grpc.aio.ServicerContext[PreprocessRequest, PreprocessResponse]
 
 
 class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer):
-    """planning and decoding have workers of their own, so that a new prompt's plan does not wait behind frames."""
+    """Prompts are planned on threads, frames decoded by a pool that does nothing else: no plan waits behind them."""
 
-    def __init__(self, planner: Planner, fetcher: Fetcher, planning: Workers, decoding: Workers) -> None:
+    def __init__(self, planner: Planner, fetcher: Fetcher, planning: Threads, decoding: Pool) -> None:
         self._planner = planner
         self._fetcher = fetcher
         self._planning = planning
@@ -61,7 +61,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         try:
             planned = await asyncio.shield(job)
         except asyncio.CancelledError:
-            job.add_done_callback(_close_files)  # the worker runs on, and nobody else sees what it opened
+            job.add_done_callback(_close_files)  # the thread runs on, and nobody else sees what it opened
             raise
         STAGE_BUSY_SECONDS.labels("open").observe(planned.open_s)
         STAGE_BUSY_SECONDS.labels("plan").observe(planned.plan_s)
@@ -75,13 +75,17 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
             return conversation.with_fetched(await self._fetcher.fetch_all(conversation.links))
 
     async def _frames(self, media_index: int, media: PlannedMedia) -> AsyncGenerator[PreprocessResponse, None]:
+        job = slices_job(media)
+        if job is None:
+            return
         decode_s = resize_s = 0.0
         try:
-            async with self._decoding.ahead(media.slices()) as slices:
+            async with self._decoding.ahead(job) as slices:
                 async for each in slices:
                     decode_s += each.decode_s
                     resize_s += each.resize_s
-                    _count(each)
+                    count_frames(each)
+                    STREAMED_BYTES.labels("sent", "frames").inc(each.pixels.nbytes)
                     for response in frames_responses(media_index, each):
                         yield response
         finally:
@@ -92,12 +96,6 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
 def _close_files(job: asyncio.Future[PlannedPrompt]) -> None:
     if not job.cancelled() and job.exception() is None:
         job.result().files.close()
-
-
-def _count(sent: Slice) -> None:
-    FRAMES.labels("decoded").inc(len(sent.pixels) - sent.repaired_frames)
-    FRAMES.labels("repaired").inc(sent.repaired_frames)
-    STREAMED_BYTES.labels("sent", "frames").inc(sent.pixels.nbytes)
 
 
 SERVICE = preprocessing_pb2.DESCRIPTOR.services_by_name["PreprocessingService"].full_name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -11,6 +12,11 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from common.errors import StartupError
 from common.settings import ServiceSettings
 from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
+from services.preprocessing.timing import MAX_LENGTH_S
+from services.preprocessing.workers.limits import Limits
+
+# Six hours at 48 frames a second, or one at 240.
+_MAX_FRAMES = 2**20
 
 Domain = Annotated[AllowedDomain, PlainValidator(AllowedDomain.parse)]
 
@@ -42,6 +48,33 @@ class PreprocessingSettings(ServiceSettings):
     )
     fetch_timeout_s: float = Field(60.0, gt=0, description="most seconds that a URL may take, from name to last byte")
 
+    decode_workers: int = Field(
+        default_factory=lambda: len(os.sched_getaffinity(0)),
+        ge=1,
+        description="processes that decode, one media item each at a time; unset: one a core",
+    )
+    inflight_bytes: int = Field(
+        2**28, ge=1, description="most bytes of decoded slices that wait for readers; decoding waits when they are full"
+    )
+    decode_timeout_s: float = Field(
+        120.0, gt=0, description="most seconds of work on one media item; then it is refused and its process replaced"
+    )
+    decode_memory_bytes: int = Field(
+        2**31,
+        ge=2**26,
+        description="most memory that one media item may take; then it is refused and its process replaced",
+    )
+    decode_max_pixels: int = Field(
+        2**38,
+        ge=1,
+        description="most pixels of one video's frames that are decoded; above, it is refused. The default is an hour "
+        "of 1920×1080 at 36 frames a second",
+    )
+    media_max_bytes: int = Field(2**34, ge=1, description="most bytes of a media file; a larger one is refused")
+    media_max_s: int = Field(
+        6 * 3600, ge=1, le=MAX_LENGTH_S, description="most seconds that a video may last; a longer one is refused"
+    )
+
     @field_validator("allow_media_domain", "fetch_schemes", "fetch_ports", mode="before")
     @classmethod
     def _parted(cls, value: object) -> object:
@@ -65,4 +98,16 @@ class PreprocessingSettings(ServiceSettings):
             max_bytes=self.fetch_max_bytes,
             disk_bytes=self.fetch_disk_bytes,
             total_s=self.fetch_timeout_s,
+        )
+
+    @property
+    def limits(self) -> Limits:
+        """What one media item may cost."""
+        return Limits(
+            wall_s=self.decode_timeout_s,
+            memory_bytes=self.decode_memory_bytes,
+            file_bytes=self.media_max_bytes,
+            frames=_MAX_FRAMES,
+            length_s=self.media_max_s,
+            pixels=self.decode_max_pixels,
         )

@@ -1,10 +1,11 @@
 """Planned media as what is sent: temporal slices of resized frames, made one at a time.
 
-It joins decoding and resizing, and measures how long each took. Who runs it, and how far ahead, is `workers`'.
+It joins decoding and resizing, and measures how long each took. Who runs it, and how far ahead, is told in `workers`.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -63,9 +64,9 @@ class PlannedVideo:
     height_px: int
     width_px: int
 
-    def slices(self) -> Generator[Slice, None, None]:
-        """Slices in order. Raises MediaDamaged and MediaRejected, as `decode_frames` does."""
-        with closing(decode_frames(self.source, self.index, self.places)) as frames:
+    def slices(self, max_pixels: float = math.inf) -> Generator[Slice, None, None]:
+        """Slices in order. max_pixels, and what it raises: as `decode_frames` has them."""
+        with closing(decode_frames(self.source, self.index, self.places, max_pixels)) as frames:
             for first in range(0, len(self.places), self.slice_frames):
                 yield self._slice(first, frames)
 

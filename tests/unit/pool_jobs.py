@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from services.preprocessing import worker
-from services.preprocessing.protocol import sealed
-from services.preprocessing.worker import Answer, Task
+from services.preprocessing.workers import worker
+from services.preprocessing.workers.protocol import sealed
+from services.preprocessing.workers.worker import Answer, Task
 
 MIB = 2**20
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.preprocessing.inflight import InFlight, Share
+from services.preprocessing.workers.inflight import InFlight, Share
 
 MIB = 2**20
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,17 @@ from typing import Any
 import pytest
 
 from common.errors import FramesieveError, MediaRejected, PeerContract, StartupError
-from services.preprocessing.jobs import Order
-from services.preprocessing.limits import Limits
-from services.preprocessing.pool import Pool
-from services.preprocessing.process import Fault
-from services.preprocessing.protocol import Facts
 from services.preprocessing.resize import UInt8Array
 from services.preprocessing.sources import Source, bytes_source
+from services.preprocessing.workers.jobs import Order
+from services.preprocessing.workers.limits import Limits
+from services.preprocessing.workers.pool import Pool
+from services.preprocessing.workers.process import Fault
+from services.preprocessing.workers.protocol import Facts
 
 ENTRY = "tests.unit.pool_jobs"
 MIB = 2**20
-LIMITS = Limits(wall_s=3, memory_bytes=256 * MIB, file_bytes=MIB, frames=1000, length_s=1000)
+LIMITS = Limits(wall_s=20, memory_bytes=256 * MIB, file_bytes=MIB, frames=1000, length_s=1000, pixels=2**40)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +115,18 @@ async def test_pieces_come_in_order_with_what_they_hold(pool_of: Callable[..., P
 
 
 @pytest.mark.parametrize(
-    ("job", "told", "reason"),
+    ("job", "wall_s", "told", "reason"),
     [
-        ("crash", r"its decoder crashed \(signal 11\)", Fault.CRASHED),
-        ("end", "its decoder ended with status 3", Fault.CRASHED),
-        ("hang", "it took more than 2 s", Fault.SLOW),
-        ("grow", "it needed more than 256 MiB", Fault.MEMORY),
+        ("crash", 20, r"its decoder crashed \(signal 11\)", Fault.CRASHED),
+        ("end", 20, "its decoder ended with status 3", Fault.CRASHED),
+        ("hang", 1, "it took more than 1 s", Fault.SLOW),
+        ("grow", 20, "it needed more than 256 MiB", Fault.MEMORY),
     ],
 )
 async def test_a_decoder_that_fails_costs_one_job_and_is_replaced(
-    pool_of: Callable[..., Pool], replaced: list[Fault], job: str, told: str, reason: Fault
+    pool_of: Callable[..., Pool], replaced: list[Fault], job: str, wall_s: float, told: str, reason: Fault
 ) -> None:
-    limits = Limits(wall_s=2, memory_bytes=256 * MIB, file_bytes=MIB, frames=1, length_s=1)
-    async with pool_of(limits=limits) as pool:
+    async with pool_of(limits=replace(LIMITS, wall_s=wall_s)) as pool:
         with pytest.raises(MediaRejected, match=rf"^video cannot be decoded: {told}$"):
             await pool.call(Ask(job))
         assert replaced == [reason]
@@ -216,7 +215,7 @@ async def test_a_worker_that_dies_idle_costs_nobody_anything(
 async def test_time_is_counted_while_the_worker_works_and_not_while_the_reader_does(
     pool_of: Callable[..., Pool],
 ) -> None:
-    limits = Limits(wall_s=0.6, memory_bytes=256 * MIB, file_bytes=MIB, frames=1, length_s=1)
+    limits = replace(LIMITS, wall_s=0.6)
     async with pool_of(inflight_bytes=MIB, limits=limits) as pool:
         async with pool.ahead(counting(5, piece_s=0.02)) as pieces:
             read = []
@@ -310,7 +309,7 @@ async def test_a_reader_that_leaves_frees_its_worker_at_the_next_piece(
 async def test_a_worker_that_does_not_stop_is_replaced(
     pool_of: Callable[..., Pool], replaced: list[Fault], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.preprocessing.pool._STOP_S", 0.2)
+    monkeypatch.setattr("services.preprocessing.workers.pool._STOP_S", 0.2)
     async with pool_of() as pool:
         asked = asyncio.create_task(pool.call(Ask("hang")))
         await asyncio.sleep(0.2)
@@ -358,7 +357,7 @@ async def test_leaving_kills_the_workers_and_tells_who_still_reads(pool_of: Call
 async def test_workers_die_with_their_service_whatever_they_do() -> None:
     program = """
 import asyncio, os
-from services.preprocessing.pool import Pool
+from services.preprocessing.workers.pool import Pool
 from tests.unit.test_pool import ENTRY, LIMITS, Ask
 async def main():
     async with Pool(2, LIMITS, 1, print, ENTRY) as pool:
@@ -410,4 +409,4 @@ async def test_a_worker_sees_its_media_and_nothing_else(
 
 
 def _has_landlock() -> bool:
-    return ctypes.CDLL(None).syscall(444, None, 0, 1) >= 1  # landlock_create_ruleset, asked for its version
+    return bool(ctypes.CDLL(None).syscall(444, None, 0, 1) >= 1)  # landlock_create_ruleset, asked for its version

@@ -15,7 +15,12 @@ import pytest
 from PIL import Image
 
 from common.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract
-from services.preprocessing.jobs import (
+from services.preprocessing.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex, read_packets
+from services.preprocessing.pictures import decode_picture, read_picture
+from services.preprocessing.resize import UInt8Array, resize
+from services.preprocessing.slices import PlannedPicture, PlannedVideo, Slice
+from services.preprocessing.sources import Source, bytes_source, path_source
+from services.preprocessing.workers.jobs import (
     IndexPicture,
     IndexVideo,
     Order,
@@ -24,19 +29,14 @@ from services.preprocessing.jobs import (
     index_facts,
     index_of,
 )
-from services.preprocessing.limits import Limits
-from services.preprocessing.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex, read_packets
-from services.preprocessing.pictures import decode_picture, read_picture
-from services.preprocessing.pool import Pool
-from services.preprocessing.process import Fault
-from services.preprocessing.protocol import Facts
-from services.preprocessing.resize import UInt8Array, resize
-from services.preprocessing.slices import PlannedPicture, PlannedVideo, Slice
-from services.preprocessing.sources import Source, bytes_source, path_source
+from services.preprocessing.workers.limits import Limits
+from services.preprocessing.workers.pool import Pool
+from services.preprocessing.workers.process import Fault
+from services.preprocessing.workers.protocol import Facts
 from tests.unit.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, number_of, without_packets
 
 MIB = 2**20
-LIMITS = Limits(wall_s=20, memory_bytes=1024 * MIB, file_bytes=16 * MIB, frames=10_000, length_s=10_000)
+LIMITS = Limits(wall_s=20, memory_bytes=1024 * MIB, file_bytes=16 * MIB, frames=10_000, length_s=10_000, pixels=2**40)
 MUTATIONS = 2000
 
 
@@ -183,6 +183,19 @@ async def test_a_picture_that_needs_too_much_memory_costs_a_worker_and_one_reque
                 await anext(slices)
         assert replaced == [Fault.MEMORY]
         assert (await pool.call(IndexPicture(source))).height_px == 6000
+
+
+async def test_a_video_of_too_many_pixels_is_rejected_though_few_frames_are_wanted(replaced: list[Fault]) -> None:
+    source = bytes_source("video", clip(60, options={"g": "60"}))
+    index = read_packets(source)
+    pixels = 50 * HEIGHT_PX * WIDTH_PX
+    async with Pool(1, replace(LIMITS, pixels=pixels), MIB, replaced.append) as pool:
+        async with pool.ahead(VideoSlices(planned(source, index, (0, 30)))) as slices:
+            assert numbers_of([each async for each in slices]) == [0, 30]
+        async with pool.ahead(VideoSlices(planned(source, index, (0, 59)))) as slices:
+            with pytest.raises(MediaRejected, match=f"video has more than {pixels} pixels"):
+                await anext(slices)
+    assert replaced == []
 
 
 async def test_damage_is_told_as_it_is_in_process(pool: Pool, replaced: list[Fault]) -> None:

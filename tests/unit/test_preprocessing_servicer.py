@@ -8,8 +8,9 @@ import io
 import re
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ import av
 import grpc
 import numpy as np
 import pytest
+import pytest_asyncio
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from prometheus_client import REGISTRY
@@ -29,49 +31,88 @@ from common.tensors import DType, TensorBuffer
 from common.wire import PlanReceiver, add_chunk, buffer_for
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
-from services.preprocessing import decode, slices
+from services.preprocessing import servicer
 from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.fetch.policy import FetchPolicy
 from services.preprocessing.planner import Planner
+from services.preprocessing.resize import UInt8Array
 from services.preprocessing.servicer import PreprocessingServicer
-from services.preprocessing.workers import LOOKAHEAD, Workers
+from services.preprocessing.slices import PlannedMedia, PlannedVideo, Slice
+from services.preprocessing.threads import Threads
+from services.preprocessing.workers.jobs import IndexPicture, IndexVideo, Job, VideoSlices, slices_job
+from services.preprocessing.workers.limits import Limits
+from services.preprocessing.workers.pool import Pool
+from services.preprocessing.workers.process import Fault
+from services.preprocessing.workers.protocol import Facts
 from tests.unit.loopback import Resolver, Server, fetched_files, head, ok, policy
 from tests.unit.loopback import serving as web_server
 from tests.unit.preprocessing_media import clip, sound, transformers_indices, without_packets
 
 Stub = preprocessing_pb2_grpc.PreprocessingServiceStub
 USER = prompt_pb2.ROLE_USER
+INFLIGHT_SLICES = 4
+SLICE_BYTES = 2 * 1024 * 1024 * 3
+
+
+# One event loop for all, to which the workers belong: starting them takes longer than most tests.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Of one worker each, which must all be there in the end."""
+
+    reading: Pool
+    decoding: Pool
+    replaced: list[Fault]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pools() -> AsyncIterator[Pools]:
+    limits = Limits(wall_s=60, memory_bytes=2**31, file_bytes=2**30, frames=2**20, length_s=10_000, pixels=2**40)
+    replaced: list[Fault] = []
+    async with (
+        Pool(1, limits, 2**20, replaced.append) as reading,
+        Pool(1, limits, INFLIGHT_SLICES * SLICE_BYTES, replaced.append) as decoding,
+    ):
+        yield Pools(reading, decoding, replaced)
+        assert replaced == []
 
 
 @asynccontextmanager
 async def serving(
-    checkpoint: Path, root: Path | None, folder: Path, fetcher: Fetcher | None = None
+    checkpoint: Path, root: Path | None, folder: Path, pools: Pools, fetcher: Fetcher | None = None
 ) -> AsyncIterator[Any]:
     """A real server on a unix socket, and a stub to it."""
-    planning, decoding = Workers(1), Workers(1)
+    planner = Planner(
+        Checkpoint(checkpoint),
+        root,
+        lambda source: pools.reading.wait(IndexVideo(source)),
+        lambda source: pools.reading.wait(IndexPicture(source)),
+    )
     server = grpc.aio.server(
         interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", 20 * 2**20)]
     )
     fetcher = fetcher or Fetcher(FetchPolicy())
-    servicer = PreprocessingServicer(Planner(Checkpoint(checkpoint), root), fetcher, planning, decoding)
-    preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(servicer, server)
-    address = f"unix:{folder}/socket"
-    server.add_insecure_port(address)
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(address) as channel:
-            yield Stub(channel)
-    finally:
-        await server.stop(1)
-        planning.shut_down()
-        decoding.shut_down()
+    async with Threads(1) as planning:
+        made = PreprocessingServicer(planner, fetcher, planning, pools.decoding)
+        preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(made, server)
+        address = f"unix:{folder}/socket"
+        server.add_insecure_port(address)
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(address) as channel:
+                yield Stub(channel)
+        finally:
+            await server.stop(1)
 
 
-@pytest.fixture
-async def stub(tiny_checkpoint: Path, tmp_path: Path) -> AsyncIterator[Any]:
+@pytest_asyncio.fixture(loop_scope="module")
+async def stub(tiny_checkpoint: Path, tmp_path: Path, pools: Pools) -> AsyncIterator[Any]:
     (tmp_path / "media").mkdir()
-    async with serving(tiny_checkpoint, tmp_path / "media", tmp_path) as made:
+    async with serving(tiny_checkpoint, tmp_path / "media", tmp_path, pools) as made:
         yield made
+    assert (pools.reading.jobs, pools.decoding.jobs, pools.decoding.inflight_bytes) == (0, 0, 0)
 
 
 def prompt_of(*parts: prompt_pb2.Part) -> PreprocessRequest:
@@ -205,13 +246,13 @@ async def test_items_come_in_the_order_of_their_selection_and_no_others(stub: An
 
 
 async def test_embeddings_have_a_place_in_the_plan_and_selecting_them_sends_nothing(
-    family_checkpoint: Path, tmp_path: Path
+    family_checkpoint: Path, tmp_path: Path, pools: Pools
 ) -> None:
     brought = prompt_pb2.MediaEmbeds(
         grid=prompt_pb2.Grid(t=3, h=2, w=2), seconds_per_grid=prompt_pb2.Rational(numerator=1, denominator=2)
     )
     parts = [video(clip(30)), prompt_pb2.Part(video=prompt_pb2.Media(embeds=brought)), video(clip(30))]
-    async with serving(family_checkpoint, None, tmp_path) as made:
+    async with serving(family_checkpoint, None, tmp_path, pools) as made:
         for selects, expected in (([EVERYTHING], [0, 2]), ([select(1), select(2)], [2]), ([select(1)], [])):
             call = await asked(made, prompt_of(*parts), *selects)
             plan = await plan_of(call)
@@ -221,17 +262,21 @@ async def test_embeddings_have_a_place_in_the_plan_and_selecting_them_sends_noth
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with every frame that is decoded."""
-    made: list[int] = []
-    original: Callable[..., Iterator[Any]] = decode.decode_frames
+    """Grows with every frame that comes out of a worker."""
+    frames: list[int] = []
 
-    def counted(*arguments: Any) -> Iterator[Any]:
-        for frame in original(*arguments):
-            made.append(len(made))
-            yield frame
+    @dataclass(frozen=True, slots=True)
+    class Watched(VideoSlices):
+        def piece(self, number: int, facts: Facts, data: UInt8Array) -> Slice:
+            made = VideoSlices.piece(self, number, facts, data)
+            frames.extend(range(made.first_frame, made.first_frame + len(made.pixels)))
+            return made
 
-    monkeypatch.setattr(slices, "decode_frames", counted)
-    return made
+    def watched(media: PlannedMedia) -> Job[Slice] | None:
+        return Watched(media) if isinstance(media, PlannedVideo) else slices_job(media)
+
+    monkeypatch.setattr(servicer, "slices_job", watched)
+    return frames
 
 
 async def test_nothing_is_decoded_before_it_is_selected(stub: Any, decoded: list[int]) -> None:
@@ -255,10 +300,10 @@ async def test_a_slow_reader_stops_the_decoder_and_one_that_leaves_ends_it(stub:
     await call.read()
     while True:
         count = len(decoded)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1)
         if len(decoded) == count:
             break
-    assert 2 * LOOKAHEAD <= count < plan.media[0].frames / 2
+    assert 2 * INFLIGHT_SLICES <= count < plan.media[0].frames / 2
     call.cancel()
     await asyncio.sleep(0.3)
     assert len(decoded) <= count + 2
@@ -411,7 +456,7 @@ async def test_media_by_path_are_as_media_by_bytes(stub: Any, tmp_path: Path) ->
     first, second = await plan_of(by_path), await plan_of(by_bytes)
     assert first.media == second.media
     frames = [(await frames_of(call, first))[1][0] for call in (by_path, by_bytes)]
-    assert np.array_equal(*frames)
+    assert np.array_equal(frames[0], frames[1])
 
 
 async def test_a_request_that_leaves_while_it_is_planned_leaves_no_file_open(stub: Any, tmp_path: Path) -> None:
@@ -429,11 +474,13 @@ async def test_a_request_that_leaves_while_it_is_planned_leaves_no_file_open(stu
 
 
 @asynccontextmanager
-async def fetching_from(server: Server, checkpoint: Path, folder: Path, **limits: float) -> AsyncIterator[Any]:
+async def fetching_from(
+    server: Server, checkpoint: Path, folder: Path, pools: Pools, **limits: float
+) -> AsyncIterator[Any]:
     """A stub whose service may reach that server as clip.test, and whose sources are all closed again at the end."""
     with mock.patch.object(tempfile, "tempdir", str(folder)):
         fetcher = Fetcher(policy(server.port, **limits), Resolver(clip_test=[["127.0.0.1"]]))
-    async with serving(checkpoint, None, folder, fetcher) as made:
+    async with serving(checkpoint, None, folder, pools, fetcher) as made:
         yield made
         assert await settled(lambda: fetched_files(folder) == 0)
 
@@ -459,11 +506,11 @@ async def drip(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_media_by_url_are_as_media_by_bytes(tiny_checkpoint: Path, tmp_path: Path) -> None:
+async def test_media_by_url_are_as_media_by_bytes(tiny_checkpoint: Path, tmp_path: Path, pools: Pools) -> None:
     data = clip(30)
     stage = {"stage": "fetch"}
     count = REGISTRY.get_sample_value("framesieve_stage_busy_seconds_count", stage) or 0.0
-    async with web_server(ok(data)) as server, fetching_from(server, tiny_checkpoint, tmp_path) as stub:
+    async with web_server(ok(data)) as server, fetching_from(server, tiny_checkpoint, tmp_path, pools) as stub:
         call = await sent(stub, prompt_of(by_url(server), text("and"), video(data), by_url(server)))
         plan = await plan_of(call)
         assert fetched_files(tmp_path) == 2
@@ -484,14 +531,21 @@ async def test_a_data_uri_is_as_its_bytes(stub: Any) -> None:
     assert first.content_hash == second.content_hash
 
 
-async def test_what_is_fetched_and_is_no_media_is_told_by_its_field(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    async with web_server(ok(b"garbage" * 99)) as server, fetching_from(server, tiny_checkpoint, tmp_path) as stub:
+async def test_what_is_fetched_and_is_no_media_is_told_by_its_field(
+    tiny_checkpoint: Path, tmp_path: Path, pools: Pools
+) -> None:
+    async with (
+        web_server(ok(b"garbage" * 99)) as server,
+        fetching_from(server, tiny_checkpoint, tmp_path, pools) as stub,
+    ):
         code, reason, message = await refused(await sent(stub, prompt_of(video(CLIP), by_url(server))))
     assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MEDIA_REJECTED")
     assert message.startswith("prompt.messages[0].parts[1].video")
 
 
-async def test_one_url_that_fails_closes_the_sources_of_the_others(tiny_checkpoint: Path, tmp_path: Path) -> None:
+async def test_one_url_that_fails_closes_the_sources_of_the_others(
+    tiny_checkpoint: Path, tmp_path: Path, pools: Pools
+) -> None:
     async def gone_once_the_clip_is_there(writer: asyncio.StreamWriter) -> None:
         if "clip.mp4" in server.requests[-1]:
             return writer.write(ok(CLIP))
@@ -501,16 +555,21 @@ async def test_one_url_that_fails_closes_the_sources_of_the_others(tiny_checkpoi
 
     async with (
         web_server(gone_once_the_clip_is_there) as server,
-        fetching_from(server, tiny_checkpoint, tmp_path) as stub,
+        fetching_from(server, tiny_checkpoint, tmp_path, pools) as stub,
     ):
         code, _, message = await refused(await sent(stub, prompt_of(by_url(server), by_url(server, "/gone"))))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert message.startswith("prompt.messages[0].parts[1].video.url was answered with status 404")
 
 
-async def test_a_full_disk_is_refused_with_resource_exhausted(tiny_checkpoint: Path, tmp_path: Path) -> None:
+async def test_a_full_disk_is_refused_with_resource_exhausted(
+    tiny_checkpoint: Path, tmp_path: Path, pools: Pools
+) -> None:
     limits = {"max_bytes": len(CLIP), "disk_bytes": 2 * len(CLIP) - 1}
-    async with web_server(ok(CLIP)) as server, fetching_from(server, tiny_checkpoint, tmp_path, **limits) as stub:
+    async with (
+        web_server(ok(CLIP)) as server,
+        fetching_from(server, tiny_checkpoint, tmp_path, pools, **limits) as stub,
+    ):
         first = await sent(stub, prompt_of(by_url(server)))
         await plan_of(first)
         code, reason, _ = await refused(await sent(stub, prompt_of(by_url(server))))
@@ -524,8 +583,10 @@ async def test_a_full_disk_is_refused_with_resource_exhausted(tiny_checkpoint: P
 
 
 @pytest.mark.parametrize("leaves", ["by cancelling", "by its deadline"])
-async def test_a_caller_that_leaves_ends_its_fetches(tiny_checkpoint: Path, tmp_path: Path, leaves: str) -> None:
-    async with web_server(drip) as server, fetching_from(server, tiny_checkpoint, tmp_path) as stub:
+async def test_a_caller_that_leaves_ends_its_fetches(
+    tiny_checkpoint: Path, tmp_path: Path, pools: Pools, leaves: str
+) -> None:
+    async with web_server(drip) as server, fetching_from(server, tiny_checkpoint, tmp_path, pools) as stub:
         call = stub.Preprocess(timeout=0.5 if leaves == "by its deadline" else 30)
         await call.write(prompt_of(by_url(server), by_url(server)))
         assert await settled(lambda: server.connections == 2 and fetched_files(tmp_path) == 2)
@@ -537,7 +598,7 @@ async def test_a_caller_that_leaves_ends_its_fetches(tiny_checkpoint: Path, tmp_
 
 @pytest.mark.parametrize("planned", ["well", "and fails"])
 async def test_a_caller_that_leaves_while_it_is_planned_leaves_no_source_open(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: str
+    tiny_checkpoint: Path, tmp_path: Path, pools: Pools, monkeypatch: pytest.MonkeyPatch, planned: str
 ) -> None:
     planning, left = threading.Event(), threading.Event()
     plan = Planner.plan
@@ -549,7 +610,7 @@ async def test_a_caller_that_leaves_while_it_is_planned_leaves_no_source_open(
 
     monkeypatch.setattr(Planner, "plan", late)
     body = clip(4) if planned == "well" else b"garbage"
-    async with web_server(ok(body)) as server, fetching_from(server, tiny_checkpoint, tmp_path) as stub:
+    async with web_server(ok(body)) as server, fetching_from(server, tiny_checkpoint, tmp_path, pools) as stub:
         call = stub.Preprocess()
         await call.write(prompt_of(by_url(server)))
         assert await settled(planning.is_set)

@@ -1,12 +1,15 @@
-"""What preprocessing is told about fetching: flags and variables become a policy, wrong ones keep it from starting."""
+"""What preprocessing is told about fetching and decoding: flags become a policy and limits, wrong ones are refused."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
 from common.errors import StartupError
 from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from services.preprocessing.settings import PreprocessingSettings
+from services.preprocessing.workers.limits import Limits
 
 
 def domains(*texts: str) -> tuple[AllowedDomain, ...]:
@@ -33,6 +36,17 @@ def test_every_flag_reaches_the_policy() -> None:
     )
 
 
+def test_every_flag_reaches_the_limits_of_a_job() -> None:
+    cost = ["--decode-timeout-s", "1.5", "--decode-memory-bytes", str(2**27), "--decode-max-pixels", "7"]
+    limits = PreprocessingSettings.load([*cost, "--media-max-bytes", "8", "--media-max-s", "9"]).limits
+    assert limits == Limits(wall_s=1.5, memory_bytes=2**27, file_bytes=8, frames=limits.frames, length_s=9, pixels=7)
+
+
+def test_one_worker_a_core_decodes_unless_it_is_told() -> None:
+    assert PreprocessingSettings.load([]).decode_workers == len(os.sched_getaffinity(0))
+    assert PreprocessingSettings.load(["--decode-workers", "3"]).decode_workers == 3
+
+
 def test_domains_come_in_several_flags_or_parted_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = domains("a.test", "*.b.test", "minio=10.20.0.0/16", "here=fd00::/8")
     texts = ["a.test", "*.b.test,minio=10.20.0.0/16", "here=fd00::/8"]
@@ -56,6 +70,9 @@ def test_no_scheme_fetches_nothing() -> None:
         (["--allow-media-domain", "a.test="], r"--allow-media-domain.*got 'a\.test='"),
         (["--fetch-schemes", "ftp"], "--fetch-schemes.*got 'ftp'"),
         (["--fetch-ports", "80,0"], "--fetch-ports.*got '0'"),
+        (["--decode-workers", "0"], "--decode-workers.*got '0'"),
+        (["--decode-memory-bytes", "1000"], "--decode-memory-bytes.*got '1000'"),
+        (["--inflight-bytes", "0"], "--inflight-bytes.*got '0'"),
         (["--fetch-timeout-s", "0"], "--fetch-timeout-s.*got '0'"),
         (
             ["--fetch-max-bytes", "10", "--fetch-disk-bytes", "9"],

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from common.errors import PeerContract
 from services.preprocessing.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex
 from services.preprocessing.pictures import Picture
-from services.preprocessing.protocol import Facts
 from services.preprocessing.resize import UInt8Array
 from services.preprocessing.sampling import FrameTimes
-from services.preprocessing.slices import PlannedPicture, PlannedVideo, Slice
+from services.preprocessing.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo, Slice
 from services.preprocessing.sources import Source
 from services.preprocessing.timing import MAX_LENGTH_S
+from services.preprocessing.workers.protocol import Facts
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -150,6 +150,17 @@ class PictureSlices:
 
     def piece(self, number: int, facts: Facts, data: UInt8Array) -> Slice:
         return _slice(0, (1, self.picture.height_px, self.picture.width_px, 3), facts, data)
+
+
+def slices_job(media: PlannedMedia) -> Job[Slice] | None:
+    """What sends these media; None where nothing is sent."""
+    match media:
+        case PlannedVideo():
+            return VideoSlices(media)
+        case PlannedPicture():
+            return PictureSlices(media)
+        case PlannedEmbeds():
+            return None
 
 
 def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:

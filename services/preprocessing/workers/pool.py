@@ -17,12 +17,12 @@ import numpy as np
 import structlog
 
 from common.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract, StartupError, Unavailable
-from services.preprocessing.inflight import InFlight, Share
-from services.preprocessing.jobs import Job
-from services.preprocessing.limits import Limits
-from services.preprocessing.process import Fault, WorkerFault, WorkerProcess
-from services.preprocessing.protocol import Facts, Kind, close_all, mapped, sealed
 from services.preprocessing.sources import Source
+from services.preprocessing.workers.inflight import InFlight, Share
+from services.preprocessing.workers.jobs import Job
+from services.preprocessing.workers.limits import Limits
+from services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
+from services.preprocessing.workers.protocol import Facts, Kind, close_all, mapped, sealed
 
 T = TypeVar("T")
 Made: TypeAlias = asyncio.Queue[T | BaseException | None]
@@ -56,7 +56,7 @@ class Pool:
         limits: Limits,
         inflight_bytes: int,
         on_replaced: Callable[[Fault], None],
-        entry: str = "services.preprocessing.worker",
+        entry: str = "services.preprocessing.workers.worker",
     ) -> None:
         """inflight_bytes: of pieces that are made and wait for their readers. entry: the module that workers run."""
         self._size = size
@@ -68,8 +68,10 @@ class Pool:
         self._idle: asyncio.Queue[WorkerProcess] = asyncio.Queue()
         self._waiting = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
         try:
             await asyncio.gather(*(self._background(self._start()) for _ in range(self._size)))
         except BaseException as error:
@@ -83,6 +85,7 @@ class Pool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._loop = None
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
@@ -90,10 +93,26 @@ class Pool:
         for worker in tuple(self._workers):
             await self._end(worker)
 
+    @property
+    def jobs(self) -> int:
+        """How many have been asked for and not left."""
+        return self._inflight.shares
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Of pieces that are made, or may be, and are not read."""
+        return self._inflight.held_bytes
+
     async def call(self, job: Job[T]) -> T:
         """The only piece of a job that has one."""
         async with self._running(job, piece_bytes=0) as pieces:
             return await anext(pieces)
+
+    def wait(self, job: Job[T]) -> T:
+        """The same for another thread, which stands still meanwhile."""
+        if self._loop is None:
+            raise _stopping()
+        return asyncio.run_coroutine_threadsafe(self.call(job), self._loop).result()
 
     @asynccontextmanager
     async def ahead(self, job: Job[T]) -> AsyncIterator[AsyncGenerator[T, None]]:
@@ -107,6 +126,8 @@ class Pool:
 
     @asynccontextmanager
     async def _running(self, job: Job[T], piece_bytes: int) -> AsyncIterator[AsyncGenerator[T, None]]:
+        if self._loop is None:
+            raise _stopping()
         run = _Run(job, self._inflight.share(piece_bytes), self._limits.wall_s)
         task = self._background(self._make(run))
         try:
@@ -125,7 +146,7 @@ class Pool:
                     await self._make_some(run, worker)
             run.made.put_nowait(None)
         except asyncio.CancelledError:
-            run.made.put_nowait(Unavailable("preprocessing is stopping", "preprocessing"))
+            run.made.put_nowait(_stopping())
             raise
         except Exception as error:
             run.made.put_nowait(error)
@@ -251,6 +272,10 @@ class Pool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("preprocessing is stopping", "preprocessing")
 
 
 def _begin(worker: WorkerProcess, job: Job[T], done: int) -> None:

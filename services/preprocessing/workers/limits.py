@@ -13,7 +13,7 @@ import signal
 import struct
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,7 @@ class Limits:
     wall_s: seconds that its worker works, waiting for the reader not counted.
     memory_bytes: address space beyond what an idle worker has.
     file_bytes, frames, length_s: of the media; how many bytes and frames it has, how many seconds it lasts.
+    pixels: of all frames of a video that are decoded, also of those that are not wanted.
     """
 
     wall_s: float
@@ -46,6 +47,7 @@ class Limits:
     file_bytes: int
     frames: int
     length_s: int
+    pixels: int
 
 
 def confine(memory_bytes: int, parent: int) -> None:
@@ -55,7 +57,8 @@ def confine(memory_bytes: int, parent: int) -> None:
     descriptors; it opens no file but those of Python's libraries, reaches no network, traces and signals nobody
     outside, and dumps no core.
     """
-    Path("/proc/self/oom_score_adj").write_text("1000")
+    with suppress(OSError):  # where /proc is read-only
+        Path("/proc/self/oom_score_adj").write_text("1000")
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for limit, value in (
         (resource.RLIMIT_AS, used_bytes + memory_bytes),

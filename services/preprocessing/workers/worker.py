@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import FramesieveError, MediaRejected
-from services.preprocessing.jobs import index_facts, index_of
-from services.preprocessing.limits import Limits, confine
 from services.preprocessing.packets import read_packets
 from services.preprocessing.pictures import Picture, read_picture
-from services.preprocessing.protocol import MAX_TEXT_CHARACTERS, Facts, Kind, Message, receive, sealed, send
 from services.preprocessing.slices import PlannedPicture, PlannedVideo, Slice
 from services.preprocessing.sources import Source
+from services.preprocessing.workers.jobs import index_facts, index_of
+from services.preprocessing.workers.limits import Limits, confine
+from services.preprocessing.workers.protocol import MAX_TEXT_CHARACTERS, Facts, Kind, Message, receive, sealed, send
 
 _MAX_SIDE_PX = 2**16
 
@@ -80,7 +80,7 @@ def video_slices(task: Task) -> Generator[Answer, None, None]:
         height_px=task.facts.integer("sent_height_px", 1, _MAX_SIDE_PX),
         width_px=task.facts.integer("sent_width_px", 1, _MAX_SIDE_PX),
     )
-    return _answers(video.slices())
+    return _answers(video.slices(task.limits.pixels))
 
 
 def picture_slices(task: Task) -> Generator[Answer, None, None]:

@@ -1,0 +1,43 @@
+"""Functions run beside the event loop, a bounded number at once, and leaving waits for them without stopping it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from services.preprocessing.threads import Threads
+
+
+async def test_what_a_function_returns_or_raises_reaches_its_caller() -> None:
+    async with Threads(1) as threads:
+        assert await threads.call(threading.current_thread) is not threading.current_thread()
+        with pytest.raises(ZeroDivisionError):
+            await threads.call(lambda: 1 // 0)
+
+
+async def test_no_more_run_at_once_than_there_are_threads() -> None:
+    async with Threads(2) as threads:
+        both = threading.Barrier(2)
+        async with asyncio.timeout(5):
+            await asyncio.gather(*(threads.call(both.wait) for _ in range(2)))
+        everyone = await asyncio.gather(*(threads.call(threading.current_thread) for _ in range(20)))
+        assert len(set(everyone)) <= 2
+
+
+async def test_leaving_lets_what_runs_use_the_event_loop() -> None:
+    loop = asyncio.get_running_loop()
+    started = threading.Event()
+
+    async def answer() -> int:
+        return 42
+
+    def ask() -> int:
+        started.set()
+        return asyncio.run_coroutine_threadsafe(answer(), loop).result(5)
+
+    async with Threads(1) as threads:
+        asked = asyncio.create_task(threads.call(ask))
+        await asyncio.to_thread(started.wait, 5)
+    assert await asked == 42
