@@ -65,7 +65,7 @@ class OneProcess:
         media = MediaRequest("video", Modality.VIDEO, clip, FrameSampling())
         planned = self._planner.plan(Conversation((turn,), (media,)))
         events: SimpleQueue[Event] = SimpleQueue()
-        sampling = SamplingRequest(max_new_tokens=max_new_tokens).resolve(self._defaults, max_new_tokens)
+        [sampling] = SamplingRequest(max_new_tokens=max_new_tokens).resolve(self._defaults, max_new_tokens)
         detokeniser = Detokeniser(self._tokenizer, sampling.stop)
         kept_counts = [retained_count(planned.plan.media[0].grid, pruning)]
         request = Request("bench", planned.plan, kept_counts, sampling, detokeniser, events.put)

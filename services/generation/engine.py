@@ -19,7 +19,7 @@ from common.plan import Int32Array
 from services.generation.blocks import BlockAllocator
 from services.generation.request import Event, Failed, Finished, FinishReason, PrefillStarted, Request, Status, Tokens
 from services.generation.runner import Runner
-from services.generation.sampler import SamplingState, sample
+from services.generation.sampler import Chosen, SamplingState, sample
 from services.generation.scheduler import Scheduler
 from services.generation.windows import Window
 
@@ -204,12 +204,12 @@ class Engine:
         if not sampled:
             return
         states = [_sampling_state(window.request) for window in sampled]
-        tokens, logprobs = sample(logits, states)
-        for window, token, logprob in zip(sampled, tokens, logprobs, strict=True):
-            self._append(window.request, token, logprob)
+        for window, chosen in zip(sampled, sample(logits, states), strict=True):
+            self._append(window.request, chosen)
 
-    def _append(self, request: Request, token: int, logprob: float | None) -> None:
+    def _append(self, request: Request, chosen: Chosen) -> None:
         """Adds a token to the answer, and ends it where an end token, a stop string or the limit says so."""
+        token = chosen.token_id
         request.output_ids.append(token)
         ended = token in request.sampling.eos_ids
         full = len(request.output_ids) >= request.sampling.max_new_tokens
@@ -217,7 +217,8 @@ class Engine:
         if (ended or full) and not stopped:
             text += request.detokeniser.flush()
         stopped = stopped or ended
-        self._send(request, Tokens(text, (token,), () if logprob is None else (logprob,)))
+        logprobs = () if chosen.logprob is None else (chosen.logprob,)
+        self._send(request, Tokens(text, (token,), logprobs, (chosen.top,) if chosen.top else ()))
         if stopped or full:
             self._forget(request)
             reason = FinishReason.STOP if stopped else FinishReason.LENGTH

@@ -44,11 +44,13 @@ class Tokens:
     text: ends at a whole character; may be empty while a stop string may have begun.
     token_ids: since the last event, the one that ended the answer included.
     logprobs: one a token, of raw logits; empty unless asked for.
+    top_logprobs: one a token, the likeliest tokens there with theirs; empty unless asked for.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,20 @@ class SamplingParams:
         return self.repetition_penalty != 1
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """One token of an answer.
+
+    logprob: its log-probability, natural and of raw logits; None unless wanted.
+    top: the likeliest tokens of the same logits with theirs, the likeliest first, of equals the lower id; empty unless
+        wanted.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class SamplingState:
     """What one answer's choices depend on besides the logits: its generator and the tokens that it has seen."""
 
@@ -80,11 +94,11 @@ class SamplingState:
             self._seen[token_id] = True
 
 
-def sample(logits: Tensor, states: Sequence[SamplingState]) -> tuple[list[int], list[float | None]]:
+def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Chosen]:
     """Chooses one token for each row and notes it in the row's state.
 
     logits: [B, V], any float dtype, one row a state; not changed.
-    Returns the token ids, and the log-probabilities of raw logits where the state wants them, else None.
+    Returns one a row.
     """
     scores = logits.float()
     penalised = [row for row, state in enumerate(states) if state.params.penalised]
@@ -96,7 +110,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> tuple[list[int], 
     token_ids: list[int] = chosen.tolist()
     for row in penalised:
         states[row].add(token_ids[row])
-    return token_ids, _logprobs(scores, chosen, states)
+    return [Chosen(*each) for each in zip(token_ids, _logprobs(scores, chosen, states), strict=True)]
 
 
 def truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.errors import InvalidRequest
 from services.generation.generation_config import SamplingDefaults
@@ -13,6 +13,8 @@ DEFAULT_MAX_NEW_TOKENS = 1024
 MAX_TEMPERATURE = 100
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_ANSWERS = 16
+SEEDS = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class SamplingRequest:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: bool = False
+    n: int = 1
 
     def __post_init__(self) -> None:
         _check(
@@ -43,15 +46,19 @@ class SamplingRequest:
         _check("top_p", self.top_p, "above 0 and at most 1", self.top_p is None or 0 < self.top_p <= 1)
         _check("top_k", self.top_k, "at least 0", self.top_k is None or self.top_k >= 0)
         _check("seed", self.seed, "at least 0", self.seed is None or self.seed >= 0)
+        _check("n", self.n, f"between 1 and {MAX_ANSWERS}", 1 <= self.n <= MAX_ANSWERS)
         _check("stop", f"{len(self.stop)} strings", f"at most {MAX_STOPS} strings", len(self.stop) <= MAX_STOPS)
         for index, stop in enumerate(self.stop):
             limit = f"1 to {MAX_STOP_CHARACTERS} characters"
             _check(f"stop[{index}]", f"{len(stop)} characters", limit, 1 <= len(stop) <= MAX_STOP_CHARACTERS)
 
-    def resolve(self, defaults: SamplingDefaults, room_tokens: int) -> SamplingParams:
-        """What this request gets. `room_tokens`, at least 1, is how long its answer may become at most."""
+    def resolve(self, defaults: SamplingDefaults, room_tokens: int) -> tuple[SamplingParams, ...]:
+        """What each of this request's answers gets; answer i draws by seed + i.
+
+        room_tokens: at least 1, how long an answer may become at most.
+        """
         unset = min(DEFAULT_MAX_NEW_TOKENS, defaults.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, room_tokens)
-        return SamplingParams(
+        first = SamplingParams(
             max_new_tokens=unset if self.max_new_tokens is None else self.max_new_tokens,
             temperature=defaults.temperature if self.temperature is None else self.temperature,
             top_p=defaults.top_p if self.top_p is None else self.top_p,
@@ -63,6 +70,7 @@ class SamplingRequest:
             logprobs=self.logprobs,
             eos_ids=defaults.eos_ids,
         )
+        return tuple(replace(first, seed=(first.seed + index) % SEEDS) for index in range(self.n))
 
 
 def _check(field: str, value: object, limit: str, fits: bool) -> None:

@@ -61,7 +61,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with self._media.open(request.prompt, request.pruning, clock, **passed_on(context)) as session:
             plan, prunings, kept_counts = session.plan, session.prunings, session.kept_counts
             room = self._limit.room(plan, prunings, kept_counts, wanted.max_new_tokens)
-            sampling = wanted.resolve(self._defaults, room)
+            sampling = wanted.resolve(self._defaults, room)[0]
             usage = usage_message(plan, prunings, kept_counts)
             events = Events()
             detokeniser = Detokeniser(self._tokenizer, sampling.stop)

@@ -163,22 +163,22 @@ def test_a_value_outside_its_range_refuses_to_start(tmp_path: Path, field: str, 
 
 def test_what_a_request_says_stands_above_the_checkpoint() -> None:
     defaults = SamplingDefaults(0.7, 0.8, 20, 0.1, 1.05, max_new_tokens=50, eos_ids=(3,))
-    unset = SamplingRequest().resolve(defaults, room_tokens=5000)
+    [unset] = SamplingRequest().resolve(defaults, room_tokens=5000)
     assert (unset.temperature, unset.top_p, unset.top_k, unset.min_p) == (0.7, 0.8, 20, 0.1)
     assert (unset.repetition_penalty, unset.eos_ids, unset.max_new_tokens) == (1.05, (3,), 50)
     given = SamplingRequest(60, temperature=0.0, top_p=1.0, top_k=0, seed=9, stop=("x",), logprobs=True)
-    asked = given.resolve(defaults, room_tokens=5000)
+    [asked] = given.resolve(defaults, room_tokens=5000)
     assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p) == (0.0, 1.0, 0, 0.1)
     assert (asked.max_new_tokens, asked.seed, asked.stop, asked.logprobs) == (60, 9, ("x",), True)
 
 
 @pytest.mark.parametrize(("room_tokens", "expected"), [(5000, 1024), (1024, 1024), (10, 10)])
 def test_an_answer_of_unset_length_is_what_fits_and_at_most_1024(room_tokens: int, expected: int) -> None:
-    assert SamplingRequest().resolve(SamplingDefaults(), room_tokens).max_new_tokens == expected
+    assert SamplingRequest().resolve(SamplingDefaults(), room_tokens)[0].max_new_tokens == expected
 
 
 def test_seeds_are_drawn_where_none_is_given() -> None:
-    seeds = {SamplingRequest().resolve(SamplingDefaults(), 1).seed for _ in range(8)}
+    seeds = {SamplingRequest().resolve(SamplingDefaults(), 1)[0].seed for _ in range(8)}
     assert len(seeds) == 8
     assert all(0 <= seed < 2**63 for seed in seeds)
 

@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from services.generation.sampler import SamplingParams, SamplingState, sample, truncate
+from services.generation.sampler import Chosen, SamplingParams, SamplingState, sample, truncate
 
 VOCABULARY = 61
 GREEDY = SamplingParams(max_new_tokens=8)
@@ -44,6 +44,10 @@ def logits_of(seed: int, rows: int = 1) -> torch.Tensor:
 
 def state_of(params: SamplingParams, prompt: list[int]) -> SamplingState:
     return SamplingState(params, np.array(prompt, np.int32))
+
+
+def ids(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
+    return [chosen.token_id for chosen in sample(logits, states)]
 
 
 def by_transformers(logits: torch.Tensor, history: list[int], params: SamplingParams) -> torch.Tensor:
@@ -80,7 +84,7 @@ def test_drawn_answers_are_those_that_transformers_odds_give_for_the_same_number
     history = list(prompt)
     for step in range(4):
         logits = logits_of(seed + step)
-        [token], _ = sample(logits, [state])
+        [token] = ids(logits, [state])
         odds = by_transformers(logits, history, params).double().softmax(-1)[0]
         number = float(torch.rand((), dtype=torch.float64, generator=numbers))
         below, through = float(odds[:token].sum()), float(odds[: token + 1].sum())
@@ -95,7 +99,7 @@ def test_greedy_answers_are_penalised_for_prompt_and_answer(penalty: float, prom
     state, history = state_of(params, prompt), list(prompt)
     for step in range(4):
         logits = logits_of(seed + step)
-        [token], _ = sample(logits, [state])
+        [token] = ids(logits, [state])
         assert token == int(by_transformers(logits, history, params).argmax())
         history.append(token)
 
@@ -110,15 +114,15 @@ def test_an_answer_depends_on_no_neighbour(
     states = [*others[:place], together, *others[place:]]
     for step in range(4):
         logits = logits_of(seed + step, len(states))
-        [expected], _ = sample(logits[place : place + 1], [alone])
-        tokens, _ = sample(logits, states)
+        [expected] = ids(logits[place : place + 1], [alone])
+        tokens = ids(logits, states)
         assert tokens[place] == expected
 
 
 def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
     def answer(seed: int) -> list[int]:
         state = state_of(replace(DRAWN, seed=seed), [0])
-        return [sample(torch.zeros(1, VOCABULARY), [state])[0][0] for _ in range(32)]
+        return [ids(torch.zeros(1, VOCABULARY), [state])[0] for _ in range(32)]
 
     assert answer(7) == answer(7)
     assert answer(7) != answer(8)
@@ -127,7 +131,7 @@ def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     odds = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
     state, draws = state_of(DRAWN, [0]), 4000
-    tokens = [sample(odds.log()[None], [state])[0][0] for _ in range(draws)]
+    tokens = [ids(odds.log()[None], [state])[0] for _ in range(draws)]
     for token, chance in enumerate(odds.tolist()):
         # Five standard deviations of a binomial.
         assert abs(tokens.count(token) - draws * chance) <= 5 * math.sqrt(draws * chance * (1 - chance))
@@ -139,37 +143,36 @@ def test_a_token_without_probability_is_not_drawn_even_at_the_edges(
 ) -> None:
     monkeypatch.setattr(SamplingState, "draw", lambda state: number)
     odds = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0])
-    [token], _ = sample(odds.log()[None], [state_of(DRAWN, [0])])
+    [token] = ids(odds.log()[None], [state_of(DRAWN, [0])])
     assert token == (1 if number < 0.5 else 3)
 
 
 def test_a_greedy_batch_takes_the_likeliest_and_leaves_logits_alone() -> None:
     logits = logits_of(1, 3)
     before = logits.clone()
-    tokens, logprobs = sample(logits, [state_of(GREEDY, [0])] * 3)
-    assert tokens == before.argmax(-1).tolist()
-    assert logprobs == [None] * 3
+    chosen = sample(logits, [state_of(GREEDY, [0])] * 3)
+    assert chosen == [Chosen(token) for token in before.argmax(-1).tolist()]
     assert torch.equal(logits, before)
 
 
 def test_log_probabilities_are_of_raw_logits_whatever_was_done_to_choose() -> None:
     chosen_otherwise = replace(DRAWN, temperature=3.0, top_k=4, repetition_penalty=1.5, logprobs=True)
     logits = logits_of(2, 2)
-    tokens, logprobs = sample(logits, [state_of(chosen_otherwise, [1, 2]), state_of(GREEDY, [0])])
-    expected = float(logits[0, tokens[0]].double() - logits[0].double().logsumexp(-1))
-    assert logprobs[0] == pytest.approx(expected, abs=1e-5)
-    assert logprobs[1] is None
+    first, second = sample(logits, [state_of(chosen_otherwise, [1, 2]), state_of(GREEDY, [0])])
+    expected = float(logits[0, first.token_id].double() - logits[0].double().logsumexp(-1))
+    assert first.logprob == pytest.approx(expected, abs=1e-5)
+    assert second.logprob is None
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-300])
 def test_a_temperature_near_zero_takes_the_likeliest(temperature: float) -> None:
     logits = logits_of(3, 1) * 1000
-    [token], _ = sample(logits, [state_of(replace(DRAWN, temperature=temperature), [0])])
+    [token] = ids(logits, [state_of(replace(DRAWN, temperature=temperature), [0])])
     assert token == int(logits.argmax())
 
 
 def test_half_precision_logits_are_chosen_from_in_single_precision() -> None:
     logits = logits_of(4, 1).bfloat16()
-    [token], [logprob] = sample(logits, [state_of(replace(GREEDY, logprobs=True), [0])])
+    [chosen] = sample(logits, [state_of(replace(GREEDY, logprobs=True), [0])])
     expected = logits[0].double()
-    assert logprob == pytest.approx(float(expected[token] - expected.logsumexp(-1)), abs=1e-5)
+    assert chosen.logprob == pytest.approx(float(expected[chosen.token_id] - expected.logsumexp(-1)), abs=1e-5)
