@@ -5,6 +5,7 @@ No gRPC, no protobuf, no other process; decoding, tower, pruning and engine are 
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,6 +21,7 @@ from common.plan import MediaPlan, Modality
 from common.retention import Pruning, retained_count
 from services.encoder.families import load_tower
 from services.encoder.pruning import keep_tokens
+from services.generation.answers import MediaItem
 from services.generation.blocks import BlockAllocator
 from services.generation.detokenise import Detokeniser, load_tokenizer
 from services.generation.engine import Engine
@@ -68,11 +70,12 @@ class OneProcess:
         [sampling] = SamplingRequest(max_new_tokens=max_new_tokens).resolve(self._defaults, max_new_tokens)
         detokeniser = Detokeniser(self._tokenizer, sampling.stop)
         kept_counts = [retained_count(planned.plan.media[0].grid, pruning)]
-        request = Request("bench", planned.plan, kept_counts, sampling, detokeniser, events.put)
+        key = os.urandom(32)  # every question costs what it costs the first time
+        request = Request("bench", planned.plan, kept_counts, [key], sampling, detokeniser, events.put)
         self._engine.submit(request)
         with planned.files:
             kept, embeds = self._encode(planned.media[0], planned.plan.media[0], pruning)
-        self._engine.deliver(request, 0, kept.numpy(), embeds)
+        self._engine.deliver(request, MediaItem(0, kept.numpy(), embeds, 0, key))
         times: list[float] = []
         while not isinstance(event := events.get(), Finished):
             if isinstance(event, Failed):

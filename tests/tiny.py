@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoint
 from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from services.generation.answers import MediaItem
 from services.generation.blocks import BlockAllocator
 from services.generation.engine import Engine
 from services.generation.families import load_language_model
@@ -114,9 +116,9 @@ class TinyEngine:
         return asked
 
     def deliver(self, asked: Asked, index: int, item: Item, kept: Sequence[int]) -> None:
-        levels = np.stack([item.embeds, *item.deepstack])
-        rows = torch.from_numpy(levels[:, list(kept)])
-        self.engine.deliver(asked.request, index, np.array(kept, np.int32), rows)
+        """One item, unless the engine has it in its cache."""
+        if index in asked.request.wanted_media:
+            self.engine.deliver(asked.request, media_item(index, item, kept))
 
     def drain(self) -> None:
         while self.engine.step():
@@ -124,10 +126,24 @@ class TinyEngine:
 
 
 def make_request(name: str, parts: Sequence[Text | Item], params: SamplingParams) -> Asked:
-    kept_counts = [part.kept_count for part in parts if isinstance(part, Item)]
+    items = [part for part in parts if isinstance(part, Item)]
     events: list[Event] = []
-    request = Request(name, make_plan(parts), kept_counts, params, WholeWords(), events.append)
+    kept_counts, keys = [item.kept_count for item in items], [key_of(item) for item in items]
+    request = Request(name, make_plan(parts), kept_counts, keys, params, WholeWords(), events.append)
     return Asked(request, events)
+
+
+def key_of(item: Item) -> bytes:
+    """What the engine remembers an item's answer by: what it is, and how it is pruned."""
+    said = repr((item.t, item.h, item.w, item.time_step, item.rate, item.method))
+    return hashlib.sha256(said.encode() + item.embeds.tobytes()).digest()
+
+
+def media_item(index: int, item: Item, kept: Sequence[int]) -> MediaItem:
+    """An item as it comes from the encoder."""
+    rows = np.stack([item.embeds, *item.deepstack])[:, list(kept)]
+    digest = hashlib.sha256(repr(list(kept)).encode() + rows.tobytes()).digest()
+    return MediaItem(index, np.array(kept, np.int32), torch.from_numpy(rows), 0, digest)
 
 
 def make_plan(parts: Sequence[Text | Item]) -> PromptPlan:

@@ -5,12 +5,11 @@ Where its tokens stand in a prompt, how it is pruned and who asks take no part.
 
 from __future__ import annotations
 
-import hashlib
 import struct
-from collections.abc import Sequence
 
 import torch
 
+from common.digest import tagged_digest
 from common.plan import MediaPlan
 
 _DOMAIN = b"framesieve embeddings v1"
@@ -31,11 +30,3 @@ def cache_key(item: MediaPlan, dtype: torch.dtype, embed_levels: int) -> bytes:
             struct.pack("<q", embed_levels),
         ),
     )
-
-
-def tagged_digest(domain: bytes, parts: Sequence[bytes]) -> bytes:
-    """sha256 of a domain and parts, how many there are and each behind its length: none can pass for two others."""
-    digest = hashlib.sha256()
-    for part in (domain, struct.pack("<q", len(parts)), *parts):
-        digest.update(struct.pack("<q", len(part)) + part)
-    return digest.digest()

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from common.digest import tagged_digest
 from common.errors import PeerContract
 from common.plan import Int32Array, MediaPlan
 from common.telemetry import STREAMED_BYTES, busy
 from common.tensors import DType, TensorBuffer
 from common.wire import add_chunk, buffer_for, int32_array
 from framesieve.v1 import encoder_pb2
+from services.generation.answers import MediaItem
 
 TORCH_DTYPES = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16, DType.FLOAT32: torch.float32}
+_DOMAIN = b"framesieve media item v1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +44,6 @@ class Progress:
     media_index: int
     decoded_slices: int
     encoded_slices: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MediaItem:
-    """One item's embeddings.
-
-    kept: int32 [K], strictly increasing; None if all tokens were.
-    embeds: [1 + embed_levels, K, hidden_size] in the model's dtype, finite.
-    """
-
-    media_index: int
-    kept: Int32Array | None
-    embeds: Tensor
-    repaired_frames: int
 
 
 class Arrival:
@@ -113,9 +101,10 @@ class Arrival:
             sent = torch.frombuffer(self._buffer.data, dtype=TORCH_DTYPES[self._buffer.dtype]).view(self._shape)
             # Checked after converting: what is finite in float32 may be too large for float16.
             embeds = sent.to(self._dtype)
+            digest = tagged_digest(_DOMAIN, (b"" if self._kept is None else self._kept.tobytes(), self._buffer.data))
             if not bool(embeds.isfinite().all()):
                 raise PeerContract(f"the embeddings of item {self._index} are not finite in {self._dtype}")
-        return MediaItem(self._index, self._kept, embeds, self._repaired_frames)
+        return MediaItem(self._index, self._kept, embeds, self._repaired_frames, digest)
 
     def _checked_kept(self, message: encoder_pb2.EmbedsChunk) -> Int32Array | None:
         count, tokens = self._shape[1], self._plan.grid.tokens

@@ -1,21 +1,23 @@
 """The step loop: schedule, run, hand out tokens, in one thread.
 
-It owns the requests between `submit` and their last event. Other threads reach it through commands, which it takes
-between steps; it sleeps while there is nothing to run. It knows neither grpc, asyncio, settings nor metrics.
+It owns the requests between `submit` and their last event. A request is added at once, under a lock that is free while
+the model computes, for what the cache holds of it decides which media are fetched; other commands are taken between
+steps. It sleeps while there is nothing to run. It knows neither grpc, asyncio, settings nor metrics.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from queue import Empty, SimpleQueue
 
 import structlog
 from torch import Tensor
 
 from common.errors import FramesieveError, Overloaded, PeerContract, PromptTooLong, Unavailable
-from common.plan import Int32Array
+from services.generation.answers import Answers, MediaItem
 from services.generation.blocks import BlockAllocator
 from services.generation.request import Event, Failed, Finished, FinishReason, PrefillStarted, Request, Status, Tokens
 from services.generation.runner import Runner
@@ -36,6 +38,7 @@ class EngineStats:
     waiting: int = 0
     awaiting_media: int = 0
     blocks_used: int = 0
+    blocks_idle: int = 0
     blocks_total: int = 0
     steps_total: int = 0
     tokens_computed_total: int = 0
@@ -61,8 +64,9 @@ class Engine:
         self._scheduler = Scheduler(allocator, chunk_tokens, max_running)
         self._capacity_tokens = allocator.total * allocator.block_tokens
         self._max_requests = max_running + max_waiting
+        self._answers = Answers(allocator.block_tokens - 1)
         self._commands: SimpleQueue[tuple[Request | None, Callable[[], None]]] = SimpleQueue()
-        self._lock = threading.Lock()  # guards the three below, which submit needs at once
+        self._lock = threading.RLock()  # guards everything but the runner, and is free while that computes
         self._in_flight = 0
         self._arrivals = 0
         self._stopping = False
@@ -87,7 +91,7 @@ class Engine:
         self._thread.join(STOP_WAIT_S)
 
     def submit(self, request: Request) -> None:
-        """Takes a request over.
+        """Takes a request over, and its followers. Its `wanted_media` then says which items are to be delivered.
 
         Raises PromptTooLong if it can never fit, Overloaded if the queue is full, Unavailable once stopping.
         """
@@ -99,19 +103,23 @@ class Engine:
         with self._lock:
             if self._stopping:
                 raise Unavailable("generation is draining", "generation")
-            if self._in_flight >= self._max_requests:
-                raise Overloaded(f"{self._in_flight} requests are running or waiting, which is the limit")
-            self._in_flight += 1
-            request.arrival = self._arrivals
-            self._arrivals += 1
-            self._commands.put((request, lambda: self._scheduler.add(request)))
+            everyone = (request, *request.followers)
+            if self._in_flight + len(everyone) > self._max_requests:
+                raise Overloaded(
+                    f"{self._in_flight} answers are running or waiting, {len(everyone)} more are wanted, the limit is "
+                    f"{self._max_requests}"
+                )
+            self._in_flight += len(everyone)
+            for each in everyone:
+                each.arrival = self._arrivals
+                self._arrivals += 1
+            known = map(self._answers.find, request.answer_keys)
+            self._scheduler.add(request, [answer for answer in takewhile(bool, known) if answer])
+        self._commands.put((None, lambda: None))
 
-    def deliver(self, request: Request, media_index: int, kept: Int32Array | None, embeds: Tensor) -> None:
-        """Hands over one media item: kept int32 [K], None for all tokens; embeds [1 + levels, K, D].
-
-        What does not fit the plan fails the request with PeerContract.
-        """
-        self._commands.put((request, lambda: self._deliver(request, media_index, kept, embeds)))
+    def deliver(self, request: Request, item: MediaItem) -> None:
+        """Hands over one media item. What does not fit the plan fails the request with PeerContract."""
+        self._commands.put((request, lambda: self._deliver(request, item)))
 
     def cancel(self, request: Request) -> None:
         """Frees what the request holds before the next step. It gets no further event once that is done."""
@@ -127,14 +135,18 @@ class Engine:
         self._take_commands()
         windows: list[Window] = []
         try:
-            windows = self._scheduler.schedule()
+            with self._lock:
+                windows = self._scheduler.schedule()
+                self._announce(windows)
             if windows:
-                self._run(windows)
+                sampled, logits = self._runner.run(windows)
+                with self._lock:
+                    self._finish(windows, sampled, logits)
         except Exception as error:
             log.exception("step failed", error=repr(error), windows=len(windows))
             # A schedule that failed says nothing about who is to blame, and leaves nothing to go on with.
-            blamed = [window.request for window in windows] or list(self._scheduler.requests())
-            self._fail(blamed, _as_failure(error))
+            with self._lock:
+                self._fail([window.request for window in windows] or self._scheduler.requests(), _as_failure(error))
         self._publish(windows)
         return bool(windows)
 
@@ -148,7 +160,8 @@ class Engine:
                 if not self.step():
                     self._do(*self._commands.get())
             self._take_commands()
-            self._fail(list(self._scheduler.requests()), Unavailable("generation was stopped", "generation"))
+            with self._lock:
+                self._fail(self._scheduler.requests(), Unavailable("generation was stopped", "generation"))
         except Exception as error:
             log.exception("the engine ended by a bug", error=repr(error))
             self._give_up()
@@ -157,14 +170,9 @@ class Engine:
         """Nobody may queue behind a thread that ends, nor wait for it. The scheduler itself may be what is broken."""
         with self._lock:
             self._stopping = True
-        left = list(self._scheduler.requests())
-        while not self._commands.empty():
-            request, _ = self._commands.get()
-            if request:
-                left.append(request)
-        for request in dict.fromkeys(left):
-            if request.status is not Status.DONE:
-                self._send(request, Failed(Unavailable("the engine of generation has failed", "generation")))
+            left = list(self._scheduler.requests())
+        for request in left:
+            self._send(request, Failed(Unavailable("the engine of generation has failed", "generation")))
 
     def _take_commands(self) -> None:
         while True:
@@ -175,32 +183,37 @@ class Engine:
             self._do(request, act)
 
     def _do(self, request: Request | None, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except Exception as error:
-            log.exception("command failed", error=repr(error), request_id=request and request.id)
-            if request:
-                self._fail([request], _as_failure(error))
+        with self._lock:
+            try:
+                act()
+            except Exception as error:
+                log.exception("command failed", error=repr(error), request_id=request and request.id)
+                if request:
+                    self._fail([request], _as_failure(error))
 
-    def _deliver(self, request: Request, media_index: int, kept: Int32Array | None, embeds: Tensor) -> None:
+    def _deliver(self, request: Request, item: MediaItem) -> None:
         if request.status is not Status.AWAITING_MEDIA:  # finished, failed or cancelled meanwhile
             return
-        request.rope.deliver(media_index, kept)
-        expected = (1 + request.embed_levels, request.kept_counts[media_index], self._runner.model.hidden_size)
+        index, embeds = item.media_index, item.embeds
+        if index not in request.wanted_media:
+            raise PeerContract(f"media item {index} does not exist or was delivered twice")
+        expected = (1 + request.plan.embed_levels, request.kept_counts[index], self._runner.model.hidden_size)
         if embeds.shape != expected:
-            raise PeerContract(f"embeds of item {media_index} are {list(embeds.shape)}, not {list(expected)}")
-        request.embeds[media_index] = embeds.to(self._runner.model.device)
+            raise PeerContract(f"embeds of item {index} are {list(embeds.shape)}, not {list(expected)}")
+        item = replace(item, embeds=embeds.to(self._runner.model.device))
+        request.take(index, self._answers.note(request.answer_keys[index], item), item.embeds)
         if request.rope.complete:
             self._scheduler.media_complete(request)
 
-    def _run(self, windows: list[Window]) -> None:
+    def _announce(self, windows: Sequence[Window]) -> None:
+        for request in (window.request for window in windows):
+            if request.rope.complete and not request.prefill_announced:
+                request.prefill_announced = True
+                self._send(request, PrefillStarted())
+
+    def _finish(self, windows: Sequence[Window], sampled: Sequence[Window], logits: Tensor) -> None:
         for window in windows:
-            if window.request.rope.complete and not window.request.prefill_announced:
-                window.request.prefill_announced = True
-                self._send(window.request, PrefillStarted())
-        sampled, logits = self._runner.run(windows)
-        for window in windows:
-            window.request.computed = window.end
+            self._scheduler.computed(window)
         if not sampled:
             return
         states = [_sampling_state(window.request) for window in sampled]
@@ -211,6 +224,8 @@ class Engine:
         """Adds a token to the answer, and ends it where an end token, a stop string or the limit says so."""
         token = chosen.token_id
         request.output_ids.append(token)
+        if request.followers:
+            self._scheduler.start_followers(request)
         ended = token in request.sampling.eos_ids
         full = len(request.output_ids) >= request.sampling.max_new_tokens
         text, stopped = ("", False) if ended else request.detokeniser.add(token)
@@ -233,7 +248,7 @@ class Engine:
             self.cancel(request)
 
     def _fail(self, requests: Iterable[Request], error: FramesieveError) -> None:
-        for request in requests:
+        for request in list(requests):
             self._forget(request)
             self._send(request, Failed(error))
 
@@ -242,8 +257,7 @@ class Engine:
             return
         self._scheduler.remove(request)
         request.embeds = []
-        with self._lock:
-            self._in_flight -= 1
+        self._in_flight -= 1
 
     def _publish(self, windows: list[Window]) -> None:
         scheduler, before = self._scheduler, self._stats
@@ -252,6 +266,7 @@ class Engine:
             waiting=len(scheduler.waiting),
             awaiting_media=len(scheduler.awaiting_media),
             blocks_used=scheduler.allocator.used,
+            blocks_idle=scheduler.allocator.idle,
             blocks_total=scheduler.allocator.total,
             steps_total=before.steps_total + bool(windows),
             tokens_computed_total=before.tokens_computed_total + sum(window.tokens for window in windows),

@@ -1,6 +1,6 @@
 """The encoder's client: a prompt's plan, then its media, item by item, into room that is reserved first.
 
-    open ─▶ plan, checked ─▶ room for all items ─▶ select all ─▶ pieces ─▶ item, checked ─▶ the engine
+    open ─▶ plan, checked ─▶ room for all that the cache lacks ─▶ select ─▶ pieces ─▶ item, checked ─▶ the engine
 
 Prompts without media have no use for the encoder: preprocessing is asked for their plan itself. Everything that a peer
 sends is checked here and breaks off with PeerContract. It knows no engine.
@@ -9,7 +9,7 @@ sends is checked here and breaks off with PeerContract. It knows no engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeAlias
 
@@ -24,7 +24,8 @@ from common.wire import PlanReceiver, modalities_of, named_media, prunings_of
 from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
-from services.generation.arrivals import Arrival, MediaItem, ModelInput, Progress
+from services.generation.answers import MediaItem, answer_key
+from services.generation.arrivals import Arrival, ModelInput, Progress
 from services.generation.timing import Stage, StageClock
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
@@ -52,7 +53,7 @@ class MediaClient:
         """
         prunings = prunings_of(prompt, pruning)
         modalities = modalities_of(prompt)
-        selected: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        selected: asyncio.Future[Sequence[int]] = asyncio.get_running_loop().create_future()
         stage = "encoder" if modalities else "preprocessing"
         stream: Call
         if modalities:
@@ -74,9 +75,8 @@ class MediaClient:
 class MediaSession:
     """One request's plan and media.
 
-    prunings, kept_counts: one for each item of the plan.
-    size_bytes: of the embeddings of all items, as the model holds them.
-    Raises InvalidRequest if they can never be held together.
+    prunings, kept_counts, answer_keys: one for each item of the plan; the last is what its answer is remembered by.
+    Raises InvalidRequest if the embeddings of all items can never be held together.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class MediaSession:
         plan: PromptPlan,
         prunings: tuple[Pruning, ...],
         stream: Call,
-        selected: asyncio.Future[int],
+        selected: asyncio.Future[Sequence[int]],
         model: ModelInput,
         room: Room,
         held: AsyncExitStack,
@@ -94,12 +94,16 @@ class MediaSession:
         self.kept_counts = tuple(
             retained_count(item.grid, how, item.modality) for item, how in zip(plan.media, prunings, strict=True)
         )
-        rows = (1 + model.embed_levels) * sum(self.kept_counts)
-        self.size_bytes = rows * model.hidden_size * model.dtype.itemsize
-        if self.size_bytes > room.size_bytes:
+        self.answer_keys = tuple(
+            answer_key(item, how, count, plan.fingerprint)
+            for item, how, count in zip(plan.media, prunings, self.kept_counts, strict=True)
+        )
+        self._row_bytes = (1 + model.embed_levels) * model.hidden_size * model.dtype.itemsize
+        size_bytes = sum(self.kept_counts) * self._row_bytes
+        if size_bytes > room.size_bytes:
             raise InvalidRequest(
                 f"the prompt's {len(plan.media)} media keep {sum(self.kept_counts)} tokens, whose embeddings take "
-                f"{self.size_bytes} bytes; --media-buffer-bytes holds {room.size_bytes}"
+                f"{size_bytes} bytes; --media-buffer-bytes holds {room.size_bytes}"
             )
         self._stream = stream
         self._selected = selected
@@ -111,47 +115,50 @@ class MediaSession:
         """Once the media are no longer needed; else leaving the session does it."""
         await self._held.aclose()
 
-    async def receive(self, clock: StageClock) -> AsyncIterator[Progress | MediaItem]:
-        """Waits for room, then yields every item as it completes, and progress before. The room is the session's.
+    async def receive(self, wanted: Sequence[int], clock: StageClock) -> AsyncIterator[Progress | MediaItem]:
+        """Waits for room, then yields the items that are wanted as they complete, and progress before.
 
-        Raises PeerContract for what does not fit the plan, and what upstream raises.
+        The room is the session's. Raises PeerContract for what does not fit the plan, and what upstream raises.
         """
-        await self._held.enter_async_context(self._room.reserved(self.size_bytes))
-        self._selected.set_result(len(self.plan.media))
-        arrivals = [
-            Arrival(index, item, count, self._model)
-            for index, (item, count) in enumerate(zip(self.plan.media, self.kept_counts, strict=True))
-        ]
-        if all(arrival.decoded for arrival in arrivals):
-            clock.finish(Stage.DECODE)
-        while not all(arrival.complete for arrival in arrivals):
+        size_bytes = sum(self.kept_counts[index] for index in wanted) * self._row_bytes
+        await self._held.enter_async_context(self._room.reserved(size_bytes))
+        self._selected.set_result(wanted)
+        arrivals = {
+            index: Arrival(index, self.plan.media[index], self.kept_counts[index], self._model) for index in wanted
+        }
+        self._note_progress(arrivals.values(), clock)
+        while not all(arrival.complete for arrival in arrivals.values()):
             with upstream_errors("encoder"):
                 response: Any = await self._stream.read()
             if response is grpc.aio.EOF:
                 raise PeerContract("the encoder's stream ended before every media item was sent")
+            event: Progress | MediaItem | None = None
             match response.WhichOneof("response"):
                 case "progress":
-                    progress = _arrival(arrivals, response.progress.media_index).progress(response.progress)
-                    if all(arrival.decoded for arrival in arrivals):
-                        clock.finish(Stage.DECODE)
-                    yield progress
+                    event = _arrival(arrivals, response.progress.media_index).progress(response.progress)
                 case "embeds":
                     arrival = _arrival(arrivals, response.embeds.media_index)
                     arrival.add(response.embeds)
-                    if all(each.begun for each in arrivals):
-                        clock.finish(Stage.ENCODE)
                     if arrival.complete:
-                        item = await asyncio.to_thread(arrival.item)
-                        if all(each.complete for each in arrivals):
-                            clock.finish(Stage.TRANSFER)
-                        yield item
+                        event = await asyncio.to_thread(arrival.item)
                 case other:
                     raise PeerContract(f"the encoder sent {other} where progress or embeddings were due")
+            self._note_progress(arrivals.values(), clock)
+            if event:
+                yield event
+
+    def _note_progress(self, arrivals: Collection[Arrival], clock: StageClock) -> None:
+        if all(arrival.decoded for arrival in arrivals):
+            clock.finish(Stage.DECODE)
+        if all(arrival.begun for arrival in arrivals):
+            clock.finish(Stage.ENCODE)
+        if all(arrival.complete for arrival in arrivals):
+            clock.finish(Stage.TRANSFER)
 
 
-def _arrival(arrivals: Sequence[Arrival], index: int) -> Arrival:
-    if not 0 <= index < len(arrivals):
-        raise PeerContract(f"the encoder sent item {index} of {len(arrivals)}")
+def _arrival(arrivals: Mapping[int, Arrival], index: int) -> Arrival:
+    if index not in arrivals:
+        raise PeerContract(f"the encoder sent item {index}, {sorted(arrivals)} are selected")
     return arrivals[index]
 
 
@@ -187,11 +194,11 @@ def _check_plan(plan: PromptPlan, prompt: prompt_pb2.Prompt, model: ModelInput) 
 
 
 async def _encode_requests(
-    prompt: prompt_pb2.Prompt, pruning: prompt_pb2.Pruning, selected: asyncio.Future[int]
+    prompt: prompt_pb2.Prompt, pruning: prompt_pb2.Pruning, selected: asyncio.Future[Sequence[int]]
 ) -> AsyncIterator[encoder_pb2.EncodeRequest]:
-    """The prompt; then, once there is room, every item."""
+    """The prompt; then, once there is room, the items that are wanted."""
     yield encoder_pb2.EncodeRequest(prompt=encoder_pb2.EncodePrompt(prompt=prompt, pruning=pruning))
-    for index in range(await selected):
+    for index in await selected:
         yield encoder_pb2.EncodeRequest(select=prompt_pb2.Select(media_index=index))
 
 

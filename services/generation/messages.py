@@ -66,17 +66,21 @@ def progress_response(progress: Progress) -> generation_pb2.GenerateResponse:
     )
 
 
-def delta_response(tokens: Tokens) -> generation_pb2.GenerateResponse:
+def delta_response(tokens: Tokens, choice_index: int) -> generation_pb2.GenerateResponse:
     return generation_pb2.GenerateResponse(
-        delta=generation_pb2.Delta(text=tokens.text, token_ids=tokens.token_ids, logprobs=tokens.logprobs)
+        delta=generation_pb2.Delta(
+            choice_index=choice_index, text=tokens.text, token_ids=tokens.token_ids, logprobs=tokens.logprobs
+        )
     )
 
 
 def finished_response(
-    reason: FinishReason, usage: generation_pb2.Usage, clock: StageClock
+    reason: FinishReason, usage: generation_pb2.Usage, clock: StageClock, choice_index: int
 ) -> generation_pb2.GenerateResponse:
     return generation_pb2.GenerateResponse(
-        finished=generation_pb2.Finished(reason=_REASONS[reason], usage=usage, timings=timings_message(clock))
+        finished=generation_pb2.Finished(
+            choice_index=choice_index, reason=_REASONS[reason], usage=usage, timings=timings_message(clock)
+        )
     )
 
 

@@ -28,9 +28,15 @@ PROMPT_TOKENS = Counter(f"{_PREFIX}prompt_tokens_total", "Prompt tokens, before 
 MEDIA_TOKENS = Counter(
     f"{_PREFIX}media_tokens_total", "Tokens of media items, before and after pruning", ["method", "pruning"]
 )
+CACHED_TOKENS = Counter(
+    f"{_PREFIX}cached_prompt_tokens_total", "Prompt tokens, after pruning, that earlier requests had computed"
+)
 GENERATED_TOKENS = Counter(f"{_PREFIX}generated_tokens_total", "Tokens generated")
 QUEUE = Gauge(f"{_PREFIX}engine_requests", "Requests in the engine, by what they do", ["state"])
 BLOCKS_USED = Gauge(f"{_PREFIX}kv_blocks_used", "Blocks of the KV cache that requests hold")
+BLOCKS_IDLE = Gauge(
+    f"{_PREFIX}kv_blocks_idle", "Blocks of the KV cache that nobody holds, kept for who begins the same"
+)
 BLOCKS = Gauge(f"{_PREFIX}kv_blocks", "Blocks of the KV cache")
 MEDIA_BYTES_USED = Gauge(f"{_PREFIX}media_buffer_used_bytes", "Bytes of --media-buffer-bytes that requests hold")
 MEDIA_BYTES = Gauge(f"{_PREFIX}media_buffer_bytes", "--media-buffer-bytes")
@@ -46,6 +52,7 @@ def watch(engine: Engine, room: Room) -> None:
     ask(QUEUE.labels("waiting"), lambda stats: stats.waiting)
     ask(QUEUE.labels("awaiting_media"), lambda stats: stats.awaiting_media)
     ask(BLOCKS_USED, lambda stats: stats.blocks_used)
+    ask(BLOCKS_IDLE, lambda stats: stats.blocks_idle)
     ask(BLOCKS, lambda stats: stats.blocks_total)
     MEDIA_BYTES_USED.set_function(lambda: room.held_bytes)
     MEDIA_BYTES.set(room.size_bytes)

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from common.errors import FramesieveError, PeerContract
 from common.plan import Int32Array, MediaPlan, PromptPlan
+from services.generation.answers import Answer
+from services.generation.blocks import ROOT
 
 if TYPE_CHECKING:  # the scheduler imports this module and does not know torch
     from torch import Tensor
@@ -68,6 +70,8 @@ Event: TypeAlias = PrefillStarted | Tokens | Finished | Failed
 
 
 class Status(Enum):
+    NEW = "new"
+    FOLLOWING = "following"
     AWAITING_MEDIA = "awaiting media"
     WAITING = "waiting"
     RUNNING = "running"
@@ -75,6 +79,8 @@ class Status(Enum):
 
 
 TRANSITIONS = {
+    Status.NEW: {Status.FOLLOWING, Status.AWAITING_MEDIA, Status.WAITING},
+    Status.FOLLOWING: {Status.WAITING, Status.DONE},  # until the request that it shares a prompt with has prefilled it
     Status.AWAITING_MEDIA: {Status.WAITING, Status.DONE},
     Status.WAITING: {Status.RUNNING, Status.DONE},
     Status.RUNNING: {Status.WAITING, Status.DONE},  # back to waiting: preempted
@@ -104,6 +110,7 @@ class RopeState:
     ready: tokens gathered so far, which is all that stands before the first item that has not arrived.
     delta: decoded token i sits at tokens + i + delta on all three axes.
     spans: where media rows stand, in order, within [0, ready).
+    identities: int64 [2, tokens], valid up to `ready`: 0 and a text token's id, or an answer's id and a media row.
     """
 
     def __init__(self, plan: PromptPlan, kept_counts: Sequence[int]) -> None:
@@ -111,6 +118,7 @@ class RopeState:
         self._kept_counts = tuple(kept_counts)
         self._mask = np.ones(plan.tokens, np.bool_)
         self._kept: list[Int32Array | None] = [None] * len(plan.media)
+        self._answer_ids = [0] * len(plan.media)
         self._next_item = 0
         self._cursor = 0
         dropped = sum(item.grid.tokens for item in plan.media) - sum(self._kept_counts)
@@ -118,6 +126,7 @@ class RopeState:
         self.delta = int(plan.positions.max()) + 1 - self.tokens
         self.ids = np.empty(self.tokens, np.int32)
         self.positions = np.empty((3, self.tokens), np.int32)
+        self.identities = np.empty((2, self.tokens), np.int64)
         self.ready = 0
         self.spans: list[Span] = []
         self._gather()
@@ -126,9 +135,10 @@ class RopeState:
     def complete(self) -> bool:
         return self.ready == self.tokens
 
-    def deliver(self, media_index: int, kept: Int32Array | None) -> None:
+    def deliver(self, media_index: int, kept: Int32Array | None, answer_id: int) -> None:
         """Takes which tokens of an item's grid were kept: int32 [K], strictly increasing; None for all of them.
 
+        answer_id: above 0; names what the encoder answered.
         Raises PeerContract for an item that does not exist or came before, or for other tokens than the plan allows.
         """
         if not 0 <= media_index < len(self._kept) or self._kept[media_index] is not None:
@@ -142,7 +152,17 @@ class RopeState:
         self._mask[at] = False
         self._mask[at[kept]] = True
         self._kept[media_index] = kept
+        self._answer_ids[media_index] = answer_id
         self._gather()
+
+    def content(self, first: int, end: int) -> bytes:
+        """What the keys and values of tokens [first, end) depend on, besides the tokens before them."""
+        return self.identities[:, first:end].tobytes() + self.positions[:, first:end].tobytes()
+
+    def rows_end(self, media_index: int, rows: int) -> int:
+        """Where the first `rows` rows of an item that was delivered end; 0 for none."""
+        spans = [span for span in self.spans if span.media_index == media_index and span.first_row < rows]
+        return spans[-1].offset + min(rows - spans[-1].first_row, spans[-1].length) if spans else 0
 
     def _gather(self) -> None:
         """Moves on to the first item that has not arrived, or to the prompt's end."""
@@ -155,6 +175,8 @@ class RopeState:
         end = self.ready + taken.size
         self.ids[self.ready : end] = self._plan.input_ids[taken]
         self.positions[:, self.ready : end] = self._plan.positions[:, taken]
+        self.identities[0, self.ready : end] = 0
+        self.identities[1, self.ready : end] = self.ids[self.ready : end]
         for index in range(first, self._next_item):
             self._add_spans(index, taken)
         self._cursor, self.ready = limit, end
@@ -164,14 +186,18 @@ class RopeState:
         for run in self._plan.media[index].runs:
             start, end = np.searchsorted(taken, (run.offset, run.end))
             if end > start:
-                self.spans.append(Span(self.ready + int(start), int(end - start), index, row))
-                row += int(end - start)
+                span = Span(self.ready + int(start), int(end - start), index, row)
+                self.identities[0, span.offset : span.end] = self._answer_ids[index]
+                self.identities[1, span.offset : span.end] = np.arange(row, row + span.length)
+                self.spans.append(span)
+                row += span.length
 
 
 class Request:
     """One question and its answer. After `Engine.submit`, the engine's thread alone touches it.
 
     kept_counts: how many tokens of each media item of the plan are kept.
+    answer_keys: what the encoder's answer about each media item is remembered by.
     on_event: called in the engine's thread, in order; `Finished` or `Failed` comes last. It must not block.
     """
 
@@ -180,24 +206,33 @@ class Request:
         id: str,  # noqa: A002
         plan: PromptPlan,
         kept_counts: Sequence[int],
+        answer_keys: Sequence[bytes],
         sampling: SamplingParams,
         detokeniser: Detokeniser,
         on_event: Callable[[Event], None],
     ) -> None:
         self.id = id
+        self.plan = plan
         self.kept_counts = tuple(kept_counts)
-        self.embed_levels = plan.embed_levels
+        self.answer_keys = tuple(answer_keys)
         self.rope = RopeState(plan, kept_counts)
         self.sampling = sampling
         self.detokeniser = detokeniser
         self.on_event = on_event
         self.sampling_state: SamplingState | None = None
+        # What is held of each item's embeddings, [1 + levels, R, D]: its last R rows, where the cache has the others.
         self.embeds: list[Tensor | None] = [None] * len(plan.media)
+        self.answers: list[Answer | None] = [None] * len(plan.media)
+        self.followers: list[Request] = []
         self.output_ids: list[int] = []
-        self.status = Status.WAITING if self.rope.complete else Status.AWAITING_MEDIA
+        self.status = Status.NEW
         self.arrival = -1  # the engine numbers requests as they come
         self.blocks: list[int] = []
+        self.pinned = 0  # of its first blocks: media rows in them are in the cache alone, so it never lets go of them
         self.computed = 0  # tokens whose keys and values are in the cache
+        self.chained = 0  # of its first blocks, which are remembered; `chain` is the last one's serial
+        self.chain = ROOT
+        self.cached_tokens = 0  # of the prompt, which others had computed
         self.reclaimed = False  # its blocks were taken while it awaited media
         self.prefill_announced = False
 
@@ -218,6 +253,50 @@ class Request:
     def ready_tokens(self) -> int:
         """How many of `tokens` are known by now."""
         return self.rope.ready + len(self.output_ids)
+
+    @property
+    def wanted_media(self) -> tuple[int, ...]:
+        """The items whose embeddings have yet to come."""
+        return tuple(index for index, answer in enumerate(self.answers) if answer is None)
+
+    def add_follower(
+        self,
+        id: str,  # noqa: A002
+        sampling: SamplingParams,
+        detokeniser: Detokeniser,
+        on_event: Callable[[Event], None],
+    ) -> Request:
+        """Another answer to the same prompt, which is computed once: its own starts when this one's has begun."""
+        follower = Request(id, self.plan, self.kept_counts, self.answer_keys, sampling, detokeniser, on_event)
+        self.followers.append(follower)
+        return follower
+
+    def take(self, media_index: int, answer: Answer, embeds: Tensor) -> None:
+        """Takes one media item. Raises PeerContract for an answer that does not fit the plan."""
+        self.rope.deliver(media_index, answer.kept, answer.id)
+        self.answers[media_index] = answer
+        self.embeds[media_index] = embeds
+
+    def share_prompt(self, other: Request) -> None:
+        """Takes over the complete prompt of another request for the same."""
+        self.rope, self.answers, self.embeds = other.rope, other.answers, other.embeds
+
+    def content(self, first: int, end: int) -> bytes:
+        """`RopeState.content`, for tokens of prompt and answer."""
+        prompt = self.rope.tokens
+        if end <= prompt:
+            return self.rope.content(first, end)
+        own = max(first, prompt)
+        ids = self.output_ids[own - prompt : end - prompt]
+        positions = np.arange(own, end, dtype=np.int32) + np.int32(self.rope.delta)
+        identities = np.concatenate([self.rope.identities[:, first:own], [[0] * len(ids), ids]], axis=1)
+        both = np.concatenate([self.rope.positions[:, first:own], np.broadcast_to(positions, (3, end - own))], axis=1)
+        return identities.tobytes() + both.tobytes()
+
+    def answers_within(self, first: int, end: int) -> tuple[Answer, ...]:
+        """Those whose media rows are among tokens [first, end)."""
+        ids = set(self.rope.identities[0, first:end].tolist()) - {0}
+        return tuple(answer for answer in self.answers if answer and answer.id in ids) if ids else ()
 
     def move_to(self, status: Status) -> None:
         assert status in TRANSITIONS[self.status], f"{self} cannot become {status.value}"

@@ -63,4 +63,6 @@ class Runner:
 def _features(media: MediaRows) -> Tensor:
     embeds = media.request.embeds[media.media_index]
     assert embeds is not None
-    return embeds[:, media.first_row : media.first_row + media.rows]
+    first = media.first_row - (media.request.kept_counts[media.media_index] - embeds.shape[1])
+    assert first >= 0, f"{media.request} lacks rows of item {media.media_index} that are not in the cache"
+    return embeds[:, first : first + media.rows]

@@ -8,6 +8,10 @@ admitted ones, first come first served; what is left goes to the text before med
     waiting (media arrived)       before any running one
     awaiting media                first of all, and it is not prefilled again until its media is there
 
+What earlier requests left in the cache is taken over where a request begins with the same (`prefixes`). Blocks of media
+rows that the request itself never received are pinned until it ends, for it could not compute them again. They are
+pinned only while the largest request fits beside all that are, so the oldest can always go on.
+
 A prompt is admitted only where it fits beside what the running ones still have to prefill, so that only answers
 growing can preempt. It knows neither the model nor torch.
 Source: continuous batching, Orca (OSDI 2022); chunked prefill, Sarathi-Serve, arXiv 2403.02310.
@@ -16,10 +20,13 @@ Source: continuous batching, Orca (OSDI 2022); chunked prefill, Sarathi-Serve, a
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
-from services.generation.blocks import BlockAllocator
+from services.generation.answers import Answer
+from services.generation.blocks import ROOT, BlockAllocator
+from services.generation.prefixes import Prefixes
 from services.generation.request import Request, Status
 from services.generation.windows import Window
 
@@ -35,32 +42,62 @@ class Scheduler:
 
     def __init__(self, allocator: BlockAllocator, budget_tokens: int, max_running: int) -> None:
         self.allocator = allocator
+        self._prefixes = Prefixes(allocator)
+        self._pins: Counter[int] = Counter()  # how many requests have pinned a block
         self._budget_tokens = budget_tokens
         self._max_running = max_running
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.awaiting_media: list[Request] = []
+        self.following: list[Request] = []
         self.preemptions = 0
         self._lists = {
             Status.RUNNING: self.running,
             Status.WAITING: self.waiting,
             Status.AWAITING_MEDIA: self.awaiting_media,
+            Status.FOLLOWING: self.following,
         }
 
-    def add(self, request: Request) -> None:
-        """Takes a new request, whose `max_tokens` must fit into the whole cache."""
+    def add(self, request: Request, answers: Sequence[Answer]) -> None:
+        """Takes a new request, whose `max_tokens` must fit into the whole cache, and which media it need not wait for.
+
+        answers: what is known of its first media items.
+        """
         assert self.allocator.blocks_for(request.max_tokens) <= self.allocator.total, f"{request} can never fit"
-        insort(self._lists[request.status], request, key=BY_ARRIVAL)
+        items, blocks = self._prefixes.recall(request, answers) if answers else (0, [])
+        if items and self._can_pin(request, blocks):
+            for index, answer in enumerate(answers[:items]):
+                request.take(index, answer, answer.last_rows)
+            self._pin(request, blocks)
+        self._prefixes.reuse(request)
+        self._enter(request, Status.WAITING if request.rope.complete else Status.AWAITING_MEDIA)
+        for follower in request.followers:
+            self._enter(follower, Status.FOLLOWING)
+
+    def start_followers(self, request: Request) -> None:
+        """Has those that share a request's prompt begin, now that it is computed. It still holds its blocks."""
+        for follower in request.followers:
+            follower.share_prompt(request)
+            self._pin(follower, request.blocks[: request.pinned])
+            self.following.remove(follower)
+            self._enter(follower, Status.WAITING)
+        request.followers = []
 
     def media_complete(self, request: Request) -> None:
         """Puts a request whose last media item has arrived where its arrival places it."""
         self.awaiting_media.remove(request)
-        request.move_to(Status.WAITING)
-        insort(self.waiting, request, key=BY_ARRIVAL)
+        self._enter(request, Status.WAITING)
+
+    def computed(self, window: Window) -> None:
+        """Notes that the forward of a window is done."""
+        window.request.computed = window.end
+        self._prefixes.remember(window.request)
 
     def remove(self, request: Request) -> None:
         """Forgets a request, finished or not, and frees its blocks."""
         self._lists[request.status].remove(request)
+        self._pins -= Counter(request.blocks[: request.pinned])
+        request.pinned = 0
         self._release(request)
         request.move_to(Status.DONE)
 
@@ -68,20 +105,25 @@ class Scheduler:
         yield from self.running
         yield from self.waiting
         yield from self.awaiting_media
+        yield from self.following
 
     def check_integrity(self) -> None:
-        """Asserts that blocks are free or have one owner, and that no request holds more than it needs."""
+        """Asserts that every block is free or held as often as it counts, and no request holds more than it needs."""
         self.allocator.check_integrity(request.blocks for request in self.requests())
         for request in self.requests():
             assert len(request.blocks) >= self.allocator.blocks_for(request.computed), f"{request} lacks blocks"
             assert len(request.blocks) <= self.allocator.blocks_for(request.tokens), f"{request} hoards blocks"
+            assert request.pinned <= request.chained <= len(request.blocks), f"{request} pins what is not remembered"
+        pinned = Counter(block for request in self.requests() for block in request.blocks[: request.pinned])
+        assert pinned == self._pins, "pins were lost"
 
     def schedule(self) -> list[Window]:
         """The windows of the next step, with blocks for each; empty if nothing can run until something arrives."""
         windows = list(self._with_blocks(self._windows_in_budget()))
         # The oldest running request is always among them: it was admitted with budget left over, which no newer
-        # prompt gets before it; and whoever is oldest gets its blocks.
-        assert windows or not (self.running or self.waiting), "requests could run, and none does"
+        # prompt gets before it; and whoever is oldest gets its blocks, but for those that an older one, which awaits
+        # media, has pinned.
+        assert windows or not (self.running or self.waiting) or self._pins, "requests could run, and none does"
         return windows + self._early_windows(self._budget_tokens - sum(window.tokens for window in windows))
 
     # --- who gets tokens ---------------------------------------------------------------------------------------
@@ -106,16 +148,20 @@ class Scheduler:
         if not self.waiting or len(self.running) == self._max_running:
             return None
         request = self.waiting[0]
+        self._prefixes.reuse(request)
         promised = sum(self._missing_blocks(other, other.tokens) for other in self.running)
-        held_by_idle = sum(len(other.blocks) for other in (*self.waiting[1:], *self.awaiting_media))
+        held_by_idle = sum(len(other.blocks) - other.pinned for other in (*self.waiting[1:], *self.awaiting_media))
         # One block for each to grow into, or the next token of any of them throws the newcomer out again.
         room = self.allocator.free + held_by_idle - promised - len(self.running)
         if self.running and self._missing_blocks(request, request.tokens) > room:
             return None
         del self.waiting[0]
-        request.move_to(Status.RUNNING)
-        insort(self.running, request, key=BY_ARRIVAL)
+        self._enter(request, Status.RUNNING)
         return request
+
+    def _enter(self, request: Request, status: Status) -> None:
+        request.move_to(status)
+        insort(self._lists[status], request, key=BY_ARRIVAL)
 
     # --- who gets blocks ---------------------------------------------------------------------------------------
 
@@ -144,7 +190,7 @@ class Scheduler:
         """The newest request that holds blocks without running: one awaiting media before one that waits."""
         for others in (self.awaiting_media, self.waiting):
             for other in reversed(others):
-                if other.blocks:
+                if len(other.blocks) > other.pinned:
                     return other
         return None
 
@@ -156,13 +202,31 @@ class Scheduler:
         self.preemptions += 1
         self.running.remove(request)
         self._release(request)
-        request.move_to(Status.WAITING)
-        insort(self.waiting, request, key=BY_ARRIVAL)
+        self._enter(request, Status.WAITING)
 
     def _release(self, request: Request) -> None:
-        self.allocator.release(request.blocks)
-        request.blocks = []
-        request.computed = 0
+        """Lets go of all blocks but those that are pinned."""
+        kept = request.pinned
+        self.allocator.release(request.blocks[kept:])
+        del request.blocks[kept:]
+        request.computed = kept * self.allocator.block_tokens
+        request.chained, request.chain = kept, self.allocator.serial_of(request.blocks[-1]) if kept else ROOT
+
+    def _can_pin(self, request: Request, blocks: Sequence[int]) -> bool:
+        pinned = len(self._pins.keys() | set(blocks))
+        return all(
+            pinned + self.allocator.blocks_for(other.max_tokens) <= self.allocator.total
+            for other in (request, *self.requests())
+        )
+
+    def _pin(self, request: Request, blocks: Sequence[int]) -> None:
+        """Gives a request that holds nothing yet the first blocks of its prompt."""
+        for block in blocks:
+            self.allocator.hold(block)
+        request.blocks, request.pinned = list(blocks), len(blocks)
+        request.cached_tokens = len(blocks) * self.allocator.block_tokens
+        self._pins.update(blocks)
+        self._release(request)
 
     def _missing_blocks(self, request: Request, tokens: int) -> int:
         return max(0, self.allocator.blocks_for(tokens) - len(request.blocks))

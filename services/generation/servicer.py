@@ -7,7 +7,7 @@ runs and which tokens it gets is told by others: the media session, in this loop
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from time import monotonic_ns
 from typing import TypeAlias
 
@@ -19,7 +19,8 @@ from common.errors import InvalidRequest
 from common.interceptors import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
-from services.generation.arrivals import MediaItem, Progress
+from services.generation.answers import MediaItem
+from services.generation.arrivals import Progress
 from services.generation.detokenise import Detokeniser, Tokenizer
 from services.generation.engine import Engine
 from services.generation.generation_config import SamplingDefaults
@@ -32,9 +33,10 @@ from services.generation.messages import (
     sampling_request,
     usage_message,
 )
-from services.generation.metrics import GENERATED_TOKENS, count_prompt, observe_first_token
+from services.generation.metrics import CACHED_TOKENS, GENERATED_TOKENS, count_prompt, observe_first_token
 from services.generation.prompt_limit import PromptLimit
 from services.generation.request import Event, Failed, Finished, PrefillStarted, Request, Tokens
+from services.generation.sampler import SamplingParams
 from services.generation.timing import Stage, StageClock
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -61,19 +63,24 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with self._media.open(request.prompt, request.pruning, clock, **passed_on(context)) as session:
             plan, prunings, kept_counts = session.plan, session.prunings, session.kept_counts
             room = self._limit.room(plan, prunings, kept_counts, wanted.max_new_tokens)
-            sampling = wanted.resolve(self._defaults, room)[0]
             usage = usage_message(plan, prunings, kept_counts)
-            events = Events()
-            detokeniser = Detokeniser(self._tokenizer, sampling.stop)
-            question = Request(request_id, plan, kept_counts, sampling, detokeniser, events.put_from_engine)
+            first, *others = wanted.resolve(self._defaults, room)
+            events = Events(1 + len(others))
+            keys, listener = session.answer_keys, events.listener
+            question = Request(request_id, plan, kept_counts, keys, first, self._detokeniser(first), listener(0))
+            for index, each in enumerate(others, 1):
+                question.add_follower(f"{request_id}#{index}", each, self._detokeniser(each), listener(index))
+            answers = (question, *question.followers)
             # Submitted before its media is selected: the text before them is prefilled meanwhile.
             self._engine.submit(question)
+            _note_repairs(usage, question)
             fetching = asyncio.create_task(self._fetch(session, clock, question, usage, events))
             try:
                 count_prompt(usage.prompt_tokens_full, usage.prompt_tokens, plan.media, prunings, kept_counts)
                 yield accepted_response(request_id, usage)
-                while True:
-                    at_ns, event = await events.get()
+                unfinished = len(answers)
+                while unfinished:
+                    at_ns, index, event = await events.get()
                     match event:
                         case Progress():
                             yield progress_response(event)
@@ -82,30 +89,36 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         case Tokens():
                             if clock.token(at_ns):
                                 observe_first_token(clock)
+                                CACHED_TOKENS.inc(question.cached_tokens)
                             GENERATED_TOKENS.inc(len(event.token_ids))
-                            yield delta_response(event)
+                            yield delta_response(event, index)
                         case Finished():
+                            unfinished -= 1
                             usage.completion_tokens = event.completion_tokens
-                            yield finished_response(event.reason, usage, clock)
-                            return
+                            usage.cached_prompt_tokens = question.cached_tokens
+                            yield finished_response(event.reason, usage, clock, index)
                         case Failed():
                             raise event.error
                         case Exception():
                             raise event
             finally:
-                self._engine.cancel(question)
+                for answer in answers:
+                    self._engine.cancel(answer)
                 fetching.cancel()
                 await asyncio.wait([fetching])
+
+    def _detokeniser(self, sampling: SamplingParams) -> Detokeniser:
+        return Detokeniser(self._tokenizer, sampling.stop)
 
     async def _fetch(
         self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
     ) -> None:
-        """Brings the media to the engine; what goes wrong becomes an event."""
+        """Brings the media that the engine lacks; what goes wrong becomes an event."""
         try:
-            async for arrival in session.receive(clock):
+            async for arrival in session.receive(question.wanted_media, clock):
                 if isinstance(arrival, MediaItem):
                     usage.media[arrival.media_index].repaired_frames = arrival.repaired_frames
-                    self._engine.deliver(question, arrival.media_index, arrival.kept, arrival.embeds)
+                    self._engine.deliver(question, arrival)
                 else:
                     events.put(arrival)
             # A reader that is slow, or has stopped, must not keep room that the engine no longer needs.
@@ -116,30 +129,45 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 
 class Events:
-    """What happens to one request, in order, each with the time at which it did. It never makes the engine wait.
+    """What happens to the answers of one request, in order, each with the time at which it did and its answer's index.
 
-    ended: set once the engine is done with the request, whether or not anybody has read so far.
+    It never makes the engine wait.
+    ended: set once the engine is done with all of them, whether or not anybody has read so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answers: int) -> None:
         self.ended = asyncio.Event()
+        self._unfinished = answers
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, Event | Progress | Exception]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[int, int, Event | Progress | Exception]] = asyncio.Queue()
 
     def put(self, event: Progress | Exception) -> None:
-        self._queue.put_nowait((monotonic_ns(), event))
+        self._queue.put_nowait((monotonic_ns(), 0, event))
 
-    def put_from_engine(self, event: Event) -> None:
-        """From the engine's thread. The time is the engine's, not that of a loop that may be busy."""
-        self._loop.call_soon_threadsafe(self._take, monotonic_ns(), event)
+    def listener(self, index: int) -> Callable[[Event], None]:
+        """What takes an answer's events in the engine's thread. The time is the engine's, not a busy loop's."""
 
-    async def get(self) -> tuple[int, Event | Progress | Exception]:
+        def listen(event: Event) -> None:
+            self._loop.call_soon_threadsafe(self._take, monotonic_ns(), index, event)
+
+        return listen
+
+    async def get(self) -> tuple[int, int, Event | Progress | Exception]:
         return await self._queue.get()
 
-    def _take(self, at_ns: int, event: Event) -> None:
-        self._queue.put_nowait((at_ns, event))
+    def _take(self, at_ns: int, index: int, event: Event) -> None:
+        self._queue.put_nowait((at_ns, index, event))
         if isinstance(event, Finished | Failed):
-            self.ended.set()
+            self._unfinished -= 1
+            if not self._unfinished:
+                self.ended.set()
+
+
+def _note_repairs(usage: generation_pb2.Usage, question: Request) -> None:
+    """Of media that the cache holds, which do not come again."""
+    for media, answer in zip(usage.media, question.answers, strict=True):
+        if answer:
+            media.repaired_frames = answer.repaired_frames
 
 
 def _request_id(given: str) -> str:

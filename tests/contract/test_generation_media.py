@@ -19,7 +19,8 @@ from common.plan import Grid, Modality, PromptPlan
 from common.room import Room
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
-from services.generation.arrivals import MediaItem, ModelInput, Progress
+from services.generation.answers import MediaItem
+from services.generation.arrivals import ModelInput, Progress
 from services.generation.media import MediaClient, MediaSession
 from services.generation.timing import Stage, StageClock
 from tests.contract.generation_peers import (
@@ -64,7 +65,7 @@ async def client_of(folder: Path, *peers: Any, room_bytes: int = SIZE_BYTES, mod
 
 
 async def receive_all(session: MediaSession, clock: StageClock) -> list[Progress | MediaItem]:
-    return [arrival async for arrival in session.receive(clock)]
+    return [arrival async for arrival in session.receive(range(len(session.plan.media)), clock)]
 
 
 async def ask(client: MediaClient, plan: PromptPlan = PLAN) -> list[Progress | MediaItem]:
@@ -201,8 +202,8 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "another dtype halfway": (field(3, "embeds.chunk.dtype", tensor_pb2.DTYPE_FLOAT16), "was sent for an array"),
     "too long": (field(4, "embeds.chunk.data", b"1" * 17), "does not fit"),
     "an empty piece": (field(3, "embeds.chunk.data", b""), "does not fit"),
-    "an item that does not exist": (field(2, "embeds.media_index", 2), "item 2 of 2"),
-    "an item below 0": (field(2, "embeds.media_index", -1), "item -1 of 2"),
+    "an item that does not exist": (field(2, "embeds.media_index", 2), "item 2, "),
+    "an item below 0": (field(2, "embeds.media_index", -1), "item -1, "),
     "an item twice": (lambda m: m.insert(5, m[2]), "sent twice"),
     "an early end": (lambda m: m.pop(), "ended before"),
     "nothing at all": (lambda m: m.clear(), "ended before"),
@@ -211,7 +212,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "progress that falls": (lambda m: m.insert(2, progress_message(0, 1, 0)), "from 2 decoded"),
     "more slices than there are": (field(1, "progress.decoded_slices", 3), "to 3"),
     "encoded before decoded": (field(0, "progress.encoded_slices", 2), "1 and 2"),
-    "progress of no item": (field(0, "progress.media_index", 5), "item 5 of 2"),
+    "progress of no item": (field(0, "progress.media_index", 5), "item 5, "),
     "more repairs than frames": (field(2, "embeds.repaired_frames", 5), "5 of 4 frames"),
     "repairs below 0": (field(2, "embeds.repaired_frames", -1), "-1 of 4 frames"),
 }

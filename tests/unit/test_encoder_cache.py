@@ -11,11 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.digest import tagged_digest
 from common.plan import Grid, MediaPlan, Modality, Run
 from common.room import Room
 from services.encoder.batcher import Batcher
 from services.encoder.cache import EmbedsCache, Entry
-from services.encoder.cache_key import cache_key, tagged_digest
+from services.encoder.cache_key import cache_key
 from services.encoder.patches import PatchShape
 from services.encoder.tower import Tower
 

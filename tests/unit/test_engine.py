@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from common.errors import FramesieveError, Overloaded, PeerContract, PromptTooLong, Unavailable
+from services.generation.answers import MediaItem
 from services.generation.request import Event, Failed, Finished, FinishReason, PrefillStarted, Tokens
 from services.generation.sampler import SamplingParams
 from services.generation.windows import Window
@@ -168,7 +169,7 @@ def test_a_full_queue_refuses_until_somebody_leaves(models: Models) -> None:
     tiny = TinyEngine(models.engine, max_running=1, max_waiting=1)
     tiny.ask("a", PROMPT, SamplingParams(2))
     second = tiny.ask("b", ABOUT_VIDEO, SamplingParams(2))
-    with pytest.raises(Overloaded, match="2 requests are running or waiting"):
+    with pytest.raises(Overloaded, match="2 answers are running or waiting"):
         tiny.ask("c", PROMPT, SamplingParams(2))
     tiny.drain()
     assert tiny.ask("d", PROMPT, SamplingParams(2))
@@ -202,7 +203,7 @@ def test_a_cancelled_request_frees_its_blocks_at_the_next_step_and_is_not_heard_
 @pytest.mark.parametrize(
     ("kept", "embeds", "message"),
     [
-        ([0, 1, 2, 3, 5], torch.zeros(1, 5, 64), "must keep 6 tokens"),
+        ([0, 1, 2, 3, 5], torch.zeros(1, 6, 64), "must keep 6 tokens"),
         (KEPT, torch.zeros(1, 5, 64), r"are \[1, 5, 64\], not \[1, 6, 64\]"),
         (KEPT, torch.zeros(2, 6, 64), r"are \[2, 6, 64\]"),
         (KEPT, torch.zeros(1, 6, 32), r"are \[1, 6, 32\]"),
@@ -212,7 +213,7 @@ def test_media_that_contradict_the_plan_fail_their_request_alone(
     tiny: TinyEngine, kept: list[int], embeds: Tensor, message: str
 ) -> None:
     asked, neighbour = tiny.ask("a", ABOUT_VIDEO, SamplingParams(2)), tiny.ask("b", PROMPT, SamplingParams(2))
-    tiny.engine.deliver(asked.request, 0, np.array(kept, np.int32), embeds)
+    tiny.engine.deliver(asked.request, MediaItem(0, np.array(kept, np.int32), embeds, 0, bytes(32)))
     tiny.drain()
     assert asked.failed
     with pytest.raises(PeerContract, match=message):

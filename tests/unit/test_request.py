@@ -47,7 +47,7 @@ def test_gathering_in_any_order_gives_the_sequence_of_the_formulas(data: st.Data
         first_missing = min(set(range(len(kept))) - arrived)
         assert state.ready == before[first_missing]
         assert state.ids[: state.ready].tolist() == expected.ids[: state.ready]
-        state.deliver(index, np.array(kept[index], np.int32))
+        state.deliver(index, np.array(kept[index], np.int32), 1 + index)
         arrived.add(index)
     assert state.complete
     assert state.ids.tolist() == expected.ids
@@ -63,7 +63,7 @@ def test_text_between_the_runs_of_one_item_stays_where_it_is() -> None:
     ids = np.array([50, 0, 0, 51, 0, 0, 52, 0, 0, 53], np.int32)
     state = RopeState(PromptPlan(ids, places, (item,), 0, bytes(32)), [3])
     assert state.ready == 1
-    state.deliver(0, np.array([0, 1, 5], np.int32))
+    state.deliver(0, np.array([0, 1, 5], np.int32), 9)
     assert state.ids.tolist() == [50, 0, 0, 51, 52, 0, 53]
     assert state.positions[0].tolist() == [0, 1, 2, 3, 6, 8, 9]
     assert state.spans == [Span(1, 2, 0, 0), Span(5, 1, 0, 2)]
@@ -74,21 +74,22 @@ def test_text_between_the_runs_of_one_item_stays_where_it_is() -> None:
 def test_kept_tokens_that_the_plan_does_not_allow_are_refused(kept: list[int]) -> None:
     state = RopeState(make_plan([video(2, 2, 2)]), [4])
     with pytest.raises(PeerContract, match="must keep 4 tokens"):
-        state.deliver(0, np.array(kept, np.int32))
-    state.deliver(0, np.array([0, 1, 2, 7], np.int32))
+        state.deliver(0, np.array(kept, np.int32), 9)
+    state.deliver(0, np.array([0, 1, 2, 7], np.int32), 9)
     assert state.complete
 
 
 def test_an_item_is_delivered_once_and_only_if_it_exists() -> None:
     state = RopeState(make_plan([video(1, 1, 2), Text((5,))]), [2])
-    state.deliver(0, None)
+    state.deliver(0, None, 9)
     for index in (0, 1, -1):
         with pytest.raises(PeerContract, match="does not exist or was delivered twice"):
-            state.deliver(index, None)
+            state.deliver(index, None, 9)
 
 
 def test_a_finished_request_changes_no_more() -> None:
     request = make_request("a", [Text((5,))], SamplingParams(1)).request
+    request.move_to(Status.WAITING)
     request.move_to(Status.RUNNING)
     request.move_to(Status.DONE)
     with pytest.raises(AssertionError, match="cannot become waiting"):

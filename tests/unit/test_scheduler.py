@@ -34,11 +34,11 @@ class Desk:
         request = make_request(str(self.arrivals), parts, SamplingParams(new_tokens)).request
         request.arrival = self.arrivals
         self.arrivals += 1
-        self.scheduler.add(request)
+        self.scheduler.add(request, ())
         return request
 
     def deliver(self, request: Request) -> None:
-        request.rope.deliver(0, None)
+        request.rope.deliver(0, None, 1)
         self.scheduler.media_complete(request)
 
     def step(self) -> list[Window]:

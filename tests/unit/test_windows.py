@@ -38,7 +38,7 @@ EXPECTED = expected_sequence(PARTS, KEPT, PAD_ID)
 def gathered(name: str, blocks: list[int]) -> Asked:
     asked = make_request(name, PARTS, SamplingParams(8))
     for index, kept in enumerate(KEPT):
-        asked.request.rope.deliver(index, np.array(kept, np.int32))
+        asked.request.rope.deliver(index, np.array(kept, np.int32), 1 + index)
     asked.request.output_ids = list(ANSWER)
     asked.request.blocks = blocks
     return asked
