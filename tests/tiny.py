@@ -77,10 +77,12 @@ class RecordingRunner(Runner):
 
 @dataclass
 class Asked:
-    """A request, and what came of it."""
+    """A request, and what came of it. spared: media items that the engine did not want; others: further answers."""
 
     request: Request
     events: list[Event]
+    spared: tuple[int, ...] = ()
+    others: list[Asked] = field(default_factory=list)
 
     @property
     def answer(self) -> list[int]:
@@ -110,9 +112,16 @@ class TinyEngine:
         allocator = BlockAllocator(self.blocks, BLOCK_TOKENS)
         self.engine = Engine(self.runner, allocator, self.chunk_tokens, self.max_running, self.max_waiting)
 
-    def ask(self, name: str, parts: Sequence[Text | Item], params: SamplingParams) -> Asked:
+    def ask(
+        self, name: str, parts: Sequence[Text | Item], params: SamplingParams, others: Sequence[SamplingParams] = ()
+    ) -> Asked:
         asked = make_request(name, parts, params)
+        for number, each in enumerate(others, 1):
+            events: list[Event] = []
+            follower = asked.request.add_follower(f"{name}#{number}", each, WholeWords(), events.append)
+            asked.others.append(Asked(follower, events))
         self.engine.submit(asked.request)
+        asked.spared = tuple(set(range(len(asked.request.answers))) - set(asked.request.wanted_media))
         return asked
 
     def deliver(self, asked: Asked, index: int, item: Item, kept: Sequence[int]) -> None:

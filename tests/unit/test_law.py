@@ -4,7 +4,6 @@ forward of transformers' own text model over the gathered sequence."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,129 +13,15 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from services.generation.sampler import SamplingParams
-from tests.families import FamilyUnderTest
-from tests.oracle import Item, Text, expected_logprobs, expected_sequence, kept_tokens
-from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, Models, TinyEngine, load_models, random_item
-
-LOGPROB_TOLERANCE = 1e-4
-CLEAR_MARGIN = 2e-4
-# What one prompt may hold, in order: no media, one, several of different sizes, and media of earlier turns.
-MIXES = (
-    "text",
-    "text image text",
-    "text video text",
-    "video text",
-    "text video",
-    "text image text video text",
-    "text video image text",
-    "text video text video text",
-    "text video text image text text video text",
-)
+from tests.law import CLEAR_MARGIN, LOGPROB_TOLERANCE, Question, answer, assert_law, question
+from tests.oracle import Item, Text, expected_sequence
+from tests.tiny import BLOCK_TOKENS, PAD_ID, Models, TinyEngine, load_models, random_item
 
 
 @pytest.fixture(scope="module")
 def models(family: str, tmp_path_factory: pytest.TempPathFactory) -> Models:
     torch.set_num_threads(1)
     return load_models(family, tmp_path_factory.mktemp(family))
-
-
-@dataclass(frozen=True)
-class Question:
-    parts: tuple[Text | Item, ...]
-    new_tokens: int
-
-    @property
-    def items(self) -> list[Item]:
-        return [part for part in self.parts if isinstance(part, Item)]
-
-    @property
-    def kept(self) -> list[list[int]]:
-        return [kept_tokens(item, seed) for seed, item in enumerate(self.items)]
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Once it is pruned."""
-        texts = [part for part in self.parts if isinstance(part, Text)]
-        texts += [text for item in self.items for text in item.texts]
-        return sum(len(text.ids) for text in texts) + sum(item.kept_count for item in self.items)
-
-    @property
-    def most_blocks(self) -> int:
-        """Of the cache, at the answer's end, whose last token needs none."""
-        return -(-(self.prompt_tokens + self.new_tokens - 1) // BLOCK_TOKENS)
-
-
-def text(*, least: int = 1, most: int = 12) -> st.SearchStrategy[Text]:
-    return st.lists(st.integers(10, 300), min_size=least, max_size=most).map(lambda ids: Text(tuple(ids)))
-
-
-@st.composite
-def item(draw: st.DrawFn, family: FamilyUnderTest, video: bool) -> Item:
-    # 2/3 is what 1.5 fps gives; the odd one is 23.976 fps sampled every twelve frames, times two a second.
-    steps = (Fraction(1), Fraction(2, 3), Fraction(2 * 12 * 2002, 48000), Fraction(7))
-    return random_item(
-        family,
-        (draw(st.integers(1, 5)) if video else 1, draw(st.integers(1, 3)), draw(st.integers(1, 4))),
-        time_step=draw(st.sampled_from(steps)) if video else None,
-        seed=draw(st.integers(0, 2**32 - 1)),
-        rate=draw(st.sampled_from((0.0, 0.25, 0.5, 0.75, 0.9))),
-        method=draw(st.sampled_from(("evs", "vidcom2", "random", "none"))),
-    )
-
-
-@st.composite
-def question(draw: st.DrawFn, family: FamilyUnderTest) -> Question:
-    mix = draw(st.sampled_from(MIXES)).split()
-    most = 30 if mix == ["text"] else 12
-    parts = [draw(text(most=most) if kind == "text" else item(family, kind == "video")) for kind in mix]
-    return Question(tuple(parts), draw(st.integers(1, 24)))
-
-
-def answer(
-    engine: TinyEngine, questions: Sequence[Question], arrivals: Sequence[int] = (), deliveries: Sequence[int] = ()
-) -> list[Asked]:
-    """Asks question i before step arrivals[i] and delivers the n-th media item deliveries[n] steps after that."""
-    asked: list[Asked] = []
-    due: dict[int, list[tuple[Asked, int, Item, list[int]]]] = {}
-    delays = list(deliveries)
-    waiting = [(arrivals[i] if i < len(arrivals) else 0, i) for i in range(len(questions))]
-    step = 0
-    while waiting or due or any(not each.finished for each in asked):
-        for each in sorted(waiting):
-            if each[0] > step:
-                continue
-            waiting.remove(each)
-            asking = questions[each[1]]
-            asked.append(engine.ask(str(each[1]), asking.parts, SamplingParams(asking.new_tokens)))
-            for index, (media, kept) in enumerate(zip(asking.items, asking.kept, strict=True)):
-                due.setdefault(step + (delays.pop(0) if delays else 0), []).append((asked[-1], index, media, kept))
-        for delivery in due.pop(step, []):
-            engine.deliver(*delivery)
-        engine.engine.step()
-        engine.engine.check_integrity()
-        assert not any(each.failed for each in asked)
-        step += 1
-        assert step < 5000, "the engine stands still"
-    return asked
-
-
-def assert_law(models: Models, engine: TinyEngine, questions: Sequence[Question], asked: Sequence[Asked]) -> None:
-    text_model, lm_head = models.reference.model.language_model, models.reference.lm_head
-    for each in asked:
-        name = each.request.id
-        asking = questions[int(name)]
-        expected = expected_sequence(asking.parts, asking.kept, PAD_ID)
-        assert each.request.rope.tokens == len(expected.ids)
-        assert len(each.answer) == asking.new_tokens
-        reference = expected_logprobs(text_model, lm_head, expected, asking.items, each.answer)
-        computed = torch.stack(engine.runner.logits[name]).log_softmax(dim=-1)
-        assert computed.shape == reference.shape
-        worst = float((computed - reference).abs().max())
-        assert worst < LOGPROB_TOLERANCE, f"question {name} is {worst} off"
-        best, second = reference.topk(2, dim=-1).values.T
-        clear = best - second > CLEAR_MARGIN
-        assert torch.equal(torch.tensor(each.answer)[clear], reference.argmax(dim=-1)[clear])
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
