@@ -60,9 +60,11 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 class SamplingDefaults:
     """How tokens are chosen where a request does not say.
 
+    vocab_size: how many tokens there are to choose from.
     temperature: 0 is greedy. max_new_tokens: None if the checkpoint sets none.
     """
 
+    vocab_size: int
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -81,6 +83,7 @@ def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
     sampled = _value(given, "do_sample", False, lambda value: isinstance(value, bool), "true or false")
     temperature = _number(given, "temperature", 1.0, lambda value: value >= 0, "at least 0")
     return SamplingDefaults(
+        vocab_size=_vocab_size(checkpoint.config),
         temperature=temperature if sampled else 0.0,
         top_p=_number(given, "top_p", 1.0, lambda value: 0 < value <= 1, "above 0 and at most 1"),
         top_k=_whole(given, "top_k", 0, least=0) or 0,
@@ -89,6 +92,13 @@ def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
         max_new_tokens=_whole(given, "max_new_tokens", None, least=1),
         eos_ids=_eos_ids(given, checkpoint.config),
     )
+
+
+def _vocab_size(config: dict[str, Any]) -> int:
+    size = (config.get("text_config") or config).get("vocab_size")
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise StartupError(f"config.json: vocab_size must be at least 1, got {size!r}")
+    return size
 
 
 def _eos_ids(given: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:

@@ -27,9 +27,17 @@ def sampling_request(message: generation_pb2.Sampling) -> SamplingRequest:
         temperature=message.temperature if message.HasField("temperature") else None,
         top_p=message.top_p if message.HasField("top_p") else None,
         top_k=message.top_k if message.HasField("top_k") else None,
+        min_p=message.min_p if message.HasField("min_p") else None,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else None,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
         seed=message.seed if message.HasField("seed") else None,
         stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
         logprobs=message.logprobs,
+        top_logprobs=message.top_logprobs,
+        n=message.n if message.HasField("n") else 1,
     )
 
 
@@ -69,7 +77,14 @@ def progress_response(progress: Progress) -> generation_pb2.GenerateResponse:
 def delta_response(tokens: Tokens, choice_index: int) -> generation_pb2.GenerateResponse:
     return generation_pb2.GenerateResponse(
         delta=generation_pb2.Delta(
-            choice_index=choice_index, text=tokens.text, token_ids=tokens.token_ids, logprobs=tokens.logprobs
+            choice_index=choice_index,
+            text=tokens.text,
+            token_ids=tokens.token_ids,
+            logprobs=tokens.logprobs,
+            top_logprobs=[
+                generation_pb2.TopLogprobs(token_ids=[one for one, _ in top], logprobs=[value for _, value in top])
+                for top in tokens.top_logprobs
+            ],
         )
     )
 

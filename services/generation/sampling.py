@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from common.errors import InvalidRequest
@@ -13,6 +14,10 @@ DEFAULT_MAX_NEW_TOKENS = 1024
 MAX_TEMPERATURE = 100
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_REPETITION_PENALTY = 100
+MAX_PENALTY = 2
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_TOKENS = 64
 MAX_ANSWERS = 16
 SEEDS = 2**63
 
@@ -28,49 +33,73 @@ class SamplingRequest:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
     n: int = 1
 
     def __post_init__(self) -> None:
-        _check(
-            "max_new_tokens", self.max_new_tokens, "at least 1", self.max_new_tokens is None or self.max_new_tokens >= 1
-        )
-        _check(
-            "temperature",
-            self.temperature,
-            f"between 0 and {MAX_TEMPERATURE}",
-            self.temperature is None or 0 <= self.temperature <= MAX_TEMPERATURE,
-        )
-        _check("top_p", self.top_p, "above 0 and at most 1", self.top_p is None or 0 < self.top_p <= 1)
-        _check("top_k", self.top_k, "at least 0", self.top_k is None or self.top_k >= 0)
-        _check("seed", self.seed, "at least 0", self.seed is None or self.seed >= 0)
-        _check("n", self.n, f"between 1 and {MAX_ANSWERS}", 1 <= self.n <= MAX_ANSWERS)
-        _check("stop", f"{len(self.stop)} strings", f"at most {MAX_STOPS} strings", len(self.stop) <= MAX_STOPS)
+        self._check("max_new_tokens", "at least 1", lambda value: value >= 1)
+        self._check("temperature", f"between 0 and {MAX_TEMPERATURE}", lambda value: 0 <= value <= MAX_TEMPERATURE)
+        self._check("top_p", "above 0 and at most 1", lambda value: 0 < value <= 1)
+        self._check("top_k", "at least 0", lambda value: value >= 0)
+        self._check("min_p", "between 0 and 1", lambda value: 0 <= value <= 1)
+        limit = f"above 0 and at most {MAX_REPETITION_PENALTY}"
+        self._check("repetition_penalty", limit, lambda value: 0 < value <= MAX_REPETITION_PENALTY)
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._check(name, f"between -{MAX_PENALTY} and {MAX_PENALTY}", lambda value: abs(value) <= MAX_PENALTY)
+        self._check("seed", "at least 0", lambda value: value >= 0)
+        limit = f"between 0 and {MAX_TOP_LOGPROBS}"
+        self._check("top_logprobs", limit, lambda value: 0 <= value <= MAX_TOP_LOGPROBS)
+        self._check("top_logprobs", "0 without logprobs", lambda value: self.logprobs or value == 0)
+        self._check("n", f"between 1 and {MAX_ANSWERS}", lambda value: 1 <= value <= MAX_ANSWERS)
+        stops, stop_tokens = len(self.stop), len(self.stop_token_ids)
+        _check("stop", f"{stops} strings", f"at most {MAX_STOPS} strings", stops <= MAX_STOPS)
         for index, stop in enumerate(self.stop):
             limit = f"1 to {MAX_STOP_CHARACTERS} characters"
             _check(f"stop[{index}]", f"{len(stop)} characters", limit, 1 <= len(stop) <= MAX_STOP_CHARACTERS)
+        limit = f"at most {MAX_STOP_TOKENS} tokens"
+        _check("stop_token_ids", f"{stop_tokens} tokens", limit, stop_tokens <= MAX_STOP_TOKENS)
 
     def resolve(self, defaults: SamplingDefaults, room_tokens: int) -> tuple[SamplingParams, ...]:
         """What each of this request's answers gets; answer i draws by seed + i.
 
         room_tokens: at least 1, how long an answer may become at most.
+        Raises InvalidRequest for a stop token that the checkpoint does not have.
         """
+        for index, token_id in enumerate(self.stop_token_ids):
+            limit = f"at least 0 and below {defaults.vocab_size}"
+            _check(f"stop_token_ids[{index}]", token_id, limit, 0 <= token_id < defaults.vocab_size)
+        own_eos_ids = () if self.ignore_eos else defaults.eos_ids
         unset = min(DEFAULT_MAX_NEW_TOKENS, defaults.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, room_tokens)
+        repetition_penalty = self.repetition_penalty
         first = SamplingParams(
             max_new_tokens=unset if self.max_new_tokens is None else self.max_new_tokens,
             temperature=defaults.temperature if self.temperature is None else self.temperature,
             top_p=defaults.top_p if self.top_p is None else self.top_p,
             top_k=defaults.top_k if self.top_k is None else self.top_k,
-            min_p=defaults.min_p,
-            repetition_penalty=defaults.repetition_penalty,
+            min_p=defaults.min_p if self.min_p is None else self.min_p,
+            repetition_penalty=defaults.repetition_penalty if repetition_penalty is None else repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
             seed=secrets.randbits(63) if self.seed is None else self.seed,
             stop=self.stop,
             logprobs=self.logprobs,
-            eos_ids=defaults.eos_ids,
+            top_logprobs=self.top_logprobs,
+            eos_ids=(*own_eos_ids, *self.stop_token_ids),
         )
         return tuple(replace(first, seed=(first.seed + index) % SEEDS) for index in range(self.n))
+
+    def _check(self, name: str, limit: str, fits: Callable[[float], bool]) -> None:
+        value = getattr(self, name)
+        _check(name, value, limit, value is None or fits(value))
 
 
 def _check(field: str, value: object, limit: str, fits: bool) -> None:

@@ -4,136 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 import structlog
-import torch
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from common.channels import REQUEST_ID_KEY
-from common.checkpoint import Checkpoint
 from common.errors import MediaDamaged
-from common.plan import Grid, Modality, PromptPlan
-from common.room import Room
 from framesieve.v1 import generation_pb2, prompt_pb2
-from framesieve.v1.encoder_pb2 import EncodeResponse
-from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, Sampling
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
-from services.generation.arrivals import ModelInput
-from services.generation.blocks import BlockAllocator
-from services.generation.detokenise import load_tokenizer
-from services.generation.engine import Engine
-from services.generation.families import load_language_model
-from services.generation.generation_config import SamplingDefaults
-from services.generation.media import MediaClient
-from services.generation.prompt_limit import PromptLimit
-from services.generation.runner import Runner
-from services.generation.servicer import GenerationServicer
+from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
 from tests.contract.generation_peers import (
-    Encoder,
-    Preprocessing,
     embeds_messages,
     eventually,
-    progress_message,
     prompt_message,
-    prompt_plan,
-    serving,
 )
-
-HIDDEN, CACHE_TOKENS, ROOM_BYTES, LIMIT = 64, 512, 2**16, 256
-VIDEO = (Modality.VIDEO, Grid(4, 2, 3))
-TEXT_BEFORE, TEXT_AFTER = 7, 5
-KEPT = [*range(6), 9, 14, 15, 16, 20, 23]
-HALF = prompt_pb2.Pruning(rate=0.5)
-
-
-@dataclass
-class Service:
-    """A running generation service and what it holds."""
-
-    stub: GenerationServiceStub
-    servicer: GenerationServicer
-    engine: Engine
-    room: Room
-    encoder: Encoder
-    preprocessing: Preprocessing
-
-    def idle(self) -> bool:
-        stats = self.engine.stats()
-        held = (stats.blocks_used, stats.running, stats.waiting, stats.awaiting_media, self.room.held_bytes)
-        return held == (0, 0, 0, 0, 0)
-
-    def ask(self, plan: PromptPlan | None = None, **fields: Any) -> Any:
-        fields.setdefault("sampling", Sampling(max_new_tokens=5))
-        return self.stub.Generate(
-            GenerateRequest(prompt=prompt_message(plan or self.encoder.plan), pruning=HALF, **fields)
-        )
-
-    def ask_text(self, **fields: Any) -> Any:
-        return self.ask(self.preprocessing.plan, **fields)
-
-
-def video_items() -> list[EncodeResponse]:
-    embeds = np.random.default_rng(5).standard_normal((1, len(KEPT), HIDDEN), np.float32)
-    return [progress_message(0, 4, 4), *embeds_messages(0, embeds, KEPT, repaired=2)]
-
-
-@asynccontextmanager
-async def service_of(
-    folder: Path, checkpoint_folder: Path, max_requests: int = 8, **encoder: Any
-) -> AsyncIterator[Service]:
-    checkpoint = Checkpoint(checkpoint_folder)
-    model = load_language_model(checkpoint, torch.float32, torch.device("cpu"))
-    engine = Engine(
-        Runner(model, CACHE_TOKENS // 16, 16), BlockAllocator(CACHE_TOKENS // 16, 16), 64, 4, max_requests - 4
-    )
-    engine.start()
-    room = Room(ROOM_BYTES)
-    shape = ModelInput(checkpoint.fingerprint, model.embed_tokens.num_embeddings, HIDDEN, 0, torch.float32)
-    encoder.setdefault("items", video_items())
-    peers = (
-        Encoder(prompt_plan(checkpoint.fingerprint, TEXT_BEFORE, VIDEO, TEXT_AFTER), **encoder),
-        Preprocessing(prompt_plan(checkpoint.fingerprint, 9)),
-    )
-    try:
-        async with serving(f"unix:{folder}/peers", *peers) as upstream:
-            media = MediaClient(upstream, upstream, shape, room)
-            tokenizer = load_tokenizer(checkpoint_folder)
-            servicer = GenerationServicer(engine, media, tokenizer, SamplingDefaults(), PromptLimit(LIMIT))
-            async with serving(f"unix:{folder}/generation", servicer) as channel:
-                yield Service(GenerationServiceStub(channel), servicer, engine, room, *peers)
-    finally:
-        engine.stop()
-
-
-async def answers(call: Any) -> list[GenerateResponse]:
-    responses = []
-    while (response := await call.read()) is not grpc.aio.EOF:
-        responses.append(response)
-    return responses
-
-
-def token_ids(responses: list[GenerateResponse]) -> list[int]:
-    return [token for response in responses for token in response.delta.token_ids]
-
-
-async def refused(call: Any) -> tuple[grpc.StatusCode, str, str]:
-    """Status, reason and message of a call that fails."""
-    with pytest.raises(grpc.aio.AioRpcError) as info:
-        await answers(call)
-    status = rpc_status.from_call(info.value)
-    error = error_details_pb2.ErrorInfo()
-    assert status is not None
-    assert status.details[0].Unpack(error)
-    return info.value.code(), error.reason, str(info.value.details())
+from tests.contract.generation_service import (
+    HALF,
+    HIDDEN,
+    KEPT,
+    LIMIT,
+    ROOM_BYTES,
+    TEXT_AFTER,
+    TEXT_BEFORE,
+    VIDEO,
+    answers,
+    refused,
+    service_of,
+    token_ids,
+    video_items,
+)
 
 
 async def test_an_answer_is_accepted_then_its_media_read_then_its_tokens_then_finished(
@@ -189,49 +91,14 @@ async def test_text_before_a_video_is_prefilled_while_the_video_is_encoded(
         assert len(token_ids(await answers(call))) == 5
 
 
-async def test_the_same_seed_gives_the_same_answer_beside_others(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    async with service_of(tmp_path, tiny_checkpoint) as service:
-
-        async def answer(seed: int | None) -> list[int]:
-            sampling = Sampling(max_new_tokens=20, temperature=1.0, seed=seed)
-            return token_ids(await answers(service.ask(sampling=sampling)))
-
-        alone = await answer(7)
-        together = await asyncio.gather(answer(7), answer(8), answer(None))
-    assert together[0] == alone
-    assert together[1] != alone
-
-
-async def test_an_answer_ends_before_its_stop_string(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    async with service_of(tmp_path, tiny_checkpoint) as service:
-
-        async def text(*stop: str) -> tuple[str, int]:
-            sampling = Sampling(max_new_tokens=40, temperature=1.0, seed=3, stop=stop)
-            responses = await answers(service.ask_text(sampling=sampling))
-            return "".join(each.delta.text for each in responses), responses[-1].finished.reason
-
-        whole, reason = await text()
-        assert reason == generation_pb2.FINISH_REASON_LENGTH
-        stop = whole[len(whole) // 2 :][:3]
-        assert await text(stop) == (whole[: whole.find(stop)], generation_pb2.FINISH_REASON_STOP)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"sampling": Sampling(temperature=-1)}, "sampling.temperature must be between 0 and 100, got -1.0"),
-        ({"sampling": Sampling(max_new_tokens=0)}, "sampling.max_new_tokens must be at least 1, got 0"),
-        ({"request_id": "x" * 129}, "request_id must be at most 128 printable ASCII characters"),
-        ({"request_id": "a\nb"}, "request_id must be at most 128 printable ASCII characters"),
-    ],
-)
-async def test_a_value_outside_its_range_is_refused_before_anyone_else_is_asked(
-    tmp_path: Path, tiny_checkpoint: Path, fields: dict[str, Any], message: str
+@pytest.mark.parametrize("request_id", ["x" * 129, "a\nb"])
+async def test_a_request_id_that_no_log_should_hold_is_refused_before_anyone_else_is_asked(
+    tmp_path: Path, tiny_checkpoint: Path, request_id: str
 ) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
-        code, reason, said = await refused(service.ask(**fields))
+        code, reason, said = await refused(service.ask(request_id=request_id))
         assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
-        assert message in said
+        assert "request_id must be at most 128 printable ASCII characters" in said
         assert service.encoder.metadata == []
 
 

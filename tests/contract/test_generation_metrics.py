@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 from framesieve.v1.generation_pb2 import Sampling
 from services.generation.metrics import watch
 from services.generation.timing import Stage
-from tests.contract.test_generation import LIMIT, ROOM_BYTES, VIDEO, answers, refused, service_of
+from tests.contract.generation_service import LIMIT, ROOM_BYTES, VIDEO, answers, refused, service_of
 
 PREFIX = "framesieve_generation_"
 

@@ -1,9 +1,8 @@
-"""What the checkpoint says about choosing tokens is honoured or refused, and what a request says stands above it."""
+"""What the checkpoint says about choosing tokens is honoured or refused."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,10 @@ import pytest
 from transformers import GenerationConfig
 
 from common.checkpoint import Checkpoint
-from common.errors import InvalidRequest, StartupError
+from common.errors import StartupError
 from services.generation.generation_config import HONOURED, NEUTRAL, SamplingDefaults, sampling_defaults
-from services.generation.sampling import SamplingRequest
+
+VOCABULARY = 151936
 
 # Fields of transformers' own that say nothing about which tokens a plain `generate` chooses: names, formats, caches,
 # and drafts by another model that is not there.
@@ -57,7 +57,7 @@ SILENT = {
 
 
 def checkpoint_of(folder: Path, given: dict[str, Any] | None, config: dict[str, Any] | None = None) -> Checkpoint:
-    (folder / "config.json").write_text(json.dumps(config or {}))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, **(config or {})}))
     (folder / "model.safetensors").touch()
     if given is not None:
         (folder / "generation_config.json").write_text(json.dumps(given))
@@ -75,7 +75,7 @@ def test_every_field_of_transformers_is_honoured_refused_or_known_to_be_silent()
 def test_transformers_own_defaults_are_neutral(tmp_path: Path) -> None:
     written = GenerationConfig._get_default_generation_params()
     unsupported = {name: value for name, value in written.items() if name in NEUTRAL}
-    assert defaults_of(tmp_path, **unsupported) == SamplingDefaults()
+    assert defaults_of(tmp_path, **unsupported) == SamplingDefaults(VOCABULARY)
 
 
 def test_qwens_own_file_is_read(tmp_path: Path) -> None:
@@ -89,14 +89,14 @@ def test_qwens_own_file_is_read(tmp_path: Path) -> None:
         "temperature": 0.000001,
         "transformers_version": "4.49.0",
     }
-    expected = SamplingDefaults(temperature=1e-6, repetition_penalty=1.05, eos_ids=(151645, 151643))
+    expected = SamplingDefaults(VOCABULARY, temperature=1e-6, repetition_penalty=1.05, eos_ids=(151645, 151643))
     assert defaults_of(tmp_path, **given) == expected
 
 
 def test_without_do_sample_the_answer_is_greedy_whatever_the_temperature(tmp_path: Path) -> None:
     given = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1}
     assert defaults_of(tmp_path, **given).temperature == 0
-    expected = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, min_p=0.1)
+    expected = SamplingDefaults(VOCABULARY, temperature=0.7, top_p=0.8, top_k=20, min_p=0.1)
     assert defaults_of(tmp_path, do_sample=True, **given) == expected
 
 
@@ -111,7 +111,9 @@ def test_end_tokens_are_one_or_many(tmp_path: Path, eos: Any, ids: tuple[int, ..
 
 def test_end_tokens_come_from_the_models_config_where_the_file_has_none(tmp_path: Path) -> None:
     assert sampling_defaults(checkpoint_of(tmp_path, None, {"eos_token_id": 3})).eos_ids == (3,)
-    assert sampling_defaults(checkpoint_of(tmp_path, {}, {"text_config": {"eos_token_id": [4]}})).eos_ids == (4,)
+    assert sampling_defaults(
+        checkpoint_of(tmp_path, {}, {"text_config": {"vocab_size": 9, "eos_token_id": [4]}})
+    ).eos_ids == (4,)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_a_field_that_changes_answers_and_is_not_supported_refuses_to_start(
 ) -> None:
     with pytest.raises(StartupError, match=field):
         defaults_of(tmp_path, **{field: value})
-    assert defaults_of(tmp_path, **{field: None}) == SamplingDefaults()
+    assert defaults_of(tmp_path, **{field: None}) == SamplingDefaults(VOCABULARY)
 
 
 @pytest.mark.parametrize(
@@ -161,44 +163,13 @@ def test_a_value_outside_its_range_refuses_to_start(tmp_path: Path, field: str, 
         defaults_of(tmp_path, **{field: value})
 
 
-def test_what_a_request_says_stands_above_the_checkpoint() -> None:
-    defaults = SamplingDefaults(0.7, 0.8, 20, 0.1, 1.05, max_new_tokens=50, eos_ids=(3,))
-    [unset] = SamplingRequest().resolve(defaults, room_tokens=5000)
-    assert (unset.temperature, unset.top_p, unset.top_k, unset.min_p) == (0.7, 0.8, 20, 0.1)
-    assert (unset.repetition_penalty, unset.eos_ids, unset.max_new_tokens) == (1.05, (3,), 50)
-    given = SamplingRequest(60, temperature=0.0, top_p=1.0, top_k=0, seed=9, stop=("x",), logprobs=True)
-    [asked] = given.resolve(defaults, room_tokens=5000)
-    assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p) == (0.0, 1.0, 0, 0.1)
-    assert (asked.max_new_tokens, asked.seed, asked.stop, asked.logprobs) == (60, 9, ("x",), True)
+def test_the_vocabulary_is_the_language_models_own(tmp_path: Path) -> None:
+    assert defaults_of(tmp_path).vocab_size == VOCABULARY
+    config = {"text_config": {"vocab_size": 9}}
+    assert sampling_defaults(checkpoint_of(tmp_path, {}, config)).vocab_size == 9
 
 
-@pytest.mark.parametrize(("room_tokens", "expected"), [(5000, 1024), (1024, 1024), (10, 10)])
-def test_an_answer_of_unset_length_is_what_fits_and_at_most_1024(room_tokens: int, expected: int) -> None:
-    assert SamplingRequest().resolve(SamplingDefaults(), room_tokens)[0].max_new_tokens == expected
-
-
-def test_seeds_are_drawn_where_none_is_given() -> None:
-    seeds = {SamplingRequest().resolve(SamplingDefaults(), 1)[0].seed for _ in range(8)}
-    assert len(seeds) == 8
-    assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"max_new_tokens": 0}, "sampling.max_new_tokens must be at least 1, got 0"),
-        ({"temperature": -0.5}, "sampling.temperature must be between 0 and 100, got -0.5"),
-        ({"temperature": 101.0}, "sampling.temperature must be between 0 and 100, got 101.0"),
-        ({"temperature": math.nan}, "sampling.temperature must be between 0 and 100, got nan"),
-        ({"top_p": 0.0}, "sampling.top_p must be above 0 and at most 1, got 0.0"),
-        ({"top_p": math.nan}, "sampling.top_p must be above 0 and at most 1, got nan"),
-        ({"top_k": -1}, "sampling.top_k must be at least 0, got -1"),
-        ({"seed": -1}, "sampling.seed must be at least 0, got -1"),
-        ({"stop": ("x",) * 17}, "sampling.stop must be at most 16 strings, got 17 strings"),
-        ({"stop": ("x", "")}, r"sampling.stop\[1\] must be 1 to 256 characters, got 0 characters"),
-        ({"stop": ("x" * 257,)}, r"sampling.stop\[0\] must be 1 to 256 characters, got 257 characters"),
-    ],
-)
-def test_a_request_outside_its_range_is_refused_with_field_limit_and_value(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"^{message}$"):
-        SamplingRequest(**given)
+@pytest.mark.parametrize("size", [None, 0, "9", True])
+def test_a_model_without_a_vocabulary_refuses_to_start(tmp_path: Path, size: Any) -> None:
+    with pytest.raises(StartupError, match=f"vocab_size must be at least 1, got {size!r}"):
+        sampling_defaults(checkpoint_of(tmp_path, {}, {"vocab_size": size}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -28,11 +30,15 @@ DRAWN = SamplingParams(max_new_tokens=8, temperature=1.0)
 params = st.builds(
     SamplingParams,
     max_new_tokens=st.just(8),
-    temperature=st.sampled_from([0.25, 0.7, 1.0, 3.0]),
+    temperature=st.sampled_from([0.0, 0.25, 0.7, 1.0, 3.0]),
     top_k=st.sampled_from([0, 1, 2, 5, 60, 61, 500]),
     top_p=st.sampled_from([1e-9, 1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
     min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
     repetition_penalty=st.sampled_from([0.8, 1.0, 1.05, 2.0]),
+    presence_penalty=st.sampled_from([-1.0, 0.0, 0.0, 2.0]),
+    frequency_penalty=st.sampled_from([-0.5, 0.0, 0.0, 1.5]),
+    logprobs=st.booleans(),
+    top_logprobs=st.sampled_from([0, 1, 5, 20]),
     seed=st.integers(0, 2**63 - 1),
 )
 prompts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20)
@@ -46,15 +52,38 @@ def state_of(params: SamplingParams, prompt: list[int]) -> SamplingState:
     return SamplingState(params, np.array(prompt, np.int32))
 
 
+def answer_of(logits: torch.Tensor, how: SamplingParams | SamplingState, tokens: int) -> list[int]:
+    """As many tokens of one answer, with the same logits each time."""
+    state = state_of(how, [2]) if isinstance(how, SamplingParams) else how
+    return [ids(logits, [state])[0] for _ in range(tokens)]
+
+
 def ids(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
     return [chosen.token_id for chosen in sample(logits, states)]
 
 
-def by_transformers(logits: torch.Tensor, history: list[int], params: SamplingParams) -> torch.Tensor:
-    """Processed scores, put together as `generate` puts its processors together."""
+class CountingPenalties(LogitsProcessor):
+    """OpenAI's formula, token by token: mu[j] -= c[j] * frequency + float(c[j] > 0) * presence."""
+
+    def __init__(self, params: SamplingParams, prompt_tokens: int) -> None:
+        self.presence, self.frequency = params.presence_penalty, params.frequency_penalty
+        self.prompt_tokens = prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = Counter(input_ids[0, self.prompt_tokens :].tolist())
+        for token, count in counts.items():
+            scores[0, token] -= count * self.frequency + float(count > 0) * self.presence
+        return scores
+
+
+def by_transformers(
+    logits: torch.Tensor, history: list[int], params: SamplingParams, prompt_tokens: int
+) -> torch.Tensor:
+    """Processed scores, put together as `generate` puts its processors together, counting penalties second."""
     processors = LogitsProcessorList()
     if params.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    processors.append(CountingPenalties(params, prompt_tokens))
     if params.temperature:
         processors.append(TemperatureLogitsWarper(params.temperature))
         if params.top_k:
@@ -65,17 +94,20 @@ def by_transformers(logits: torch.Tensor, history: list[int], params: SamplingPa
     return processors(torch.tensor([history]), logits.clone())
 
 
-@given(batch=st.lists(params, min_size=1, max_size=5), seed=st.integers(0, 1000))
+drawn_params = params.filter(lambda each: not each.greedy)
+
+
+@given(batch=st.lists(drawn_params, min_size=1, max_size=5), seed=st.integers(0, 1000))
 def test_each_row_keeps_what_transformers_keeps_with_the_same_odds(batch: list[SamplingParams], seed: int) -> None:
     logits = logits_of(seed, len(batch))
     ours = truncate(logits, batch).softmax(-1)
     for row, each in enumerate(batch):
-        theirs = by_transformers(logits[row : row + 1], [0], replace(each, repetition_penalty=1.0)).softmax(-1)[0]
+        theirs = by_transformers(logits[row : row + 1], [0], replace(each, repetition_penalty=1.0), 1).softmax(-1)[0]
         assert torch.equal(ours[row] > 0, theirs > 0)
         assert torch.allclose(ours[row], theirs, atol=1e-6)
 
 
-@given(params=params, prompt=prompts, seed=st.integers(0, 1000))
+@given(params=drawn_params, prompt=prompts, seed=st.integers(0, 1000))
 def test_drawn_answers_are_those_that_transformers_odds_give_for_the_same_numbers(
     params: SamplingParams, prompt: list[int], seed: int
 ) -> None:
@@ -85,7 +117,7 @@ def test_drawn_answers_are_those_that_transformers_odds_give_for_the_same_number
     for step in range(4):
         logits = logits_of(seed + step)
         [token] = ids(logits, [state])
-        odds = by_transformers(logits, history, params).double().softmax(-1)[0]
+        odds = by_transformers(logits, history, params, len(prompt)).double().softmax(-1)[0]
         number = float(torch.rand((), dtype=torch.float64, generator=numbers))
         below, through = float(odds[:token].sum()), float(odds[: token + 1].sum())
         assert odds[token] > 0
@@ -93,19 +125,45 @@ def test_drawn_answers_are_those_that_transformers_odds_give_for_the_same_number
         history.append(token)
 
 
-@given(penalty=st.sampled_from([0.5, 1.05, 1.5, 5.0]), prompt=prompts, seed=st.integers(0, 1000))
-def test_greedy_answers_are_penalised_for_prompt_and_answer(penalty: float, prompt: list[int], seed: int) -> None:
-    params = replace(GREEDY, repetition_penalty=penalty)
+@given(params=params, prompt=prompts, seed=st.integers(0, 1000))
+def test_greedy_answers_are_penalised_for_prompt_and_answer(
+    params: SamplingParams, prompt: list[int], seed: int
+) -> None:
+    params = replace(params, temperature=0.0)
     state, history = state_of(params, prompt), list(prompt)
-    for step in range(4):
-        logits = logits_of(seed + step)
+    logits = logits_of(seed)  # the same each time, so that tokens come again
+    for _ in range(6):
         [token] = ids(logits, [state])
-        assert token == int(by_transformers(logits, history, params).argmax())
+        assert token == int(by_transformers(logits, history, params, len(prompt)).argmax())
         history.append(token)
 
 
+def test_presence_counts_once_and_frequency_every_time() -> None:
+    logits = torch.tensor([[3.0, 2.0, 0.0]])
+    # 3 − presence stays ahead of 2 for ever; 3 − 2 · 0.75 falls behind it.
+    assert answer_of(logits, replace(GREEDY, presence_penalty=0.75), 4) == [0, 0, 0, 0]
+    assert answer_of(logits, replace(GREEDY, frequency_penalty=0.75), 4) == [0, 0, 1, 0]
+    assert answer_of(logits, replace(GREEDY, presence_penalty=0.75, frequency_penalty=0.75), 4) == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("penalty", [{"presence_penalty": 2.0}, {"frequency_penalty": 2.0}])
+def test_tokens_of_the_prompt_alone_cost_neither_presence_nor_frequency(penalty: dict[str, float]) -> None:
+    state = state_of(replace(GREEDY, **penalty), [0, 0, 0])  # type: ignore[arg-type]
+    assert ids(torch.tensor([[3.0, 2.0, 0.0]]), [state]) == [0]
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-30, 100.0])
+def test_a_repetition_penalty_at_its_limits_still_chooses_a_token_with_odds(penalty: float) -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, -torch.inf]])
+    for base in (GREEDY, DRAWN):
+        state = state_of(replace(base, repetition_penalty=penalty), [1])
+        # Near zero the token that was seen takes all. At 100 it has hardly more than a logit of 0, the last still none.
+        tokens = answer_of(logits, state, 3)
+        assert set(tokens) == {1} if penalty < 1 else 3 not in tokens
+
+
 @given(mine=params, neighbours=st.lists(params, max_size=4), place=st.integers(0, 4), seed=st.integers(0, 99))
-def test_an_answer_depends_on_no_neighbour(
+def test_an_answer_depends_on_no_neighbour_and_on_none_of_its_options(
     mine: SamplingParams, neighbours: list[SamplingParams], place: int, seed: int
 ) -> None:
     place = min(place, len(neighbours))
@@ -113,16 +171,13 @@ def test_an_answer_depends_on_no_neighbour(
     others = [state_of(each, [5]) for each in neighbours]
     states = [*others[:place], together, *others[place:]]
     for step in range(4):
-        logits = logits_of(seed + step, len(states))
-        [expected] = ids(logits[place : place + 1], [alone])
-        tokens = ids(logits, states)
-        assert tokens[place] == expected
+        logits = logits_of(seed + step, len(states)).round()  # with equals among them
+        assert sample(logits[place : place + 1], [alone]) == [sample(logits, states)[place]]
 
 
 def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
     def answer(seed: int) -> list[int]:
-        state = state_of(replace(DRAWN, seed=seed), [0])
-        return [ids(torch.zeros(1, VOCABULARY), [state])[0] for _ in range(32)]
+        return answer_of(torch.zeros(1, VOCABULARY), replace(DRAWN, seed=seed), 32)
 
     assert answer(7) == answer(7)
     assert answer(7) != answer(8)
@@ -130,8 +185,8 @@ def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     odds = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
-    state, draws = state_of(DRAWN, [0]), 4000
-    tokens = [ids(odds.log()[None], [state])[0] for _ in range(draws)]
+    draws = 4000
+    tokens = answer_of(odds.log()[None], DRAWN, draws)
     for token, chance in enumerate(odds.tolist()):
         # Five standard deviations of a binomial.
         assert abs(tokens.count(token) - draws * chance) <= 5 * math.sqrt(draws * chance * (1 - chance))
@@ -176,3 +231,62 @@ def test_half_precision_logits_are_chosen_from_in_single_precision() -> None:
     [chosen] = sample(logits, [state_of(replace(GREEDY, logprobs=True), [0])])
     expected = logits[0].double()
     assert chosen.logprob == pytest.approx(float(expected[chosen.token_id] - expected.logsumexp(-1)), abs=1e-5)
+
+
+@given(
+    values=st.lists(st.integers(-3, 3), min_size=25, max_size=40),
+    wanted=st.lists(st.sampled_from([0, 1, 2, 5, 20]), min_size=1, max_size=4),
+    penalty=st.sampled_from([1.0, 1.5]),
+)
+def test_the_likeliest_are_in_order_and_of_equals_the_lower_id(
+    values: list[int], wanted: list[int], penalty: float
+) -> None:
+    logits = torch.tensor([values] * len(wanted), dtype=torch.float32)
+    asked = replace(GREEDY, logprobs=True, repetition_penalty=penalty)
+    states = [state_of(replace(asked, top_logprobs=each), [0, 1]) for each in wanted]
+    logprobs = [value - math.log(sum(math.exp(each) for each in values)) for value in values]
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))
+    for each, chosen in zip(wanted, sample(logits, states), strict=True):
+        assert [token for token, _ in chosen.top] == order[:each]
+        assert [value for _, value in chosen.top] == pytest.approx(
+            [logprobs[token] for token in order[:each]], abs=1e-5
+        )
+        assert chosen.logprob == pytest.approx(logprobs[chosen.token_id], abs=1e-5)
+
+
+def test_more_of_the_likeliest_than_there_are_tokens_are_all_of_them() -> None:
+    [chosen] = sample(torch.tensor([[1.0, 2.0, 3.0]]), [state_of(replace(GREEDY, logprobs=True, top_logprobs=20), [0])])
+    assert [token for token, _ in chosen.top] == [2, 1, 0]
+
+
+def test_logits_that_are_not_numbers_cost_no_neighbour_its_answer() -> None:
+    logits = logits_of(5, 6)
+    logits[::2] = torch.nan
+    asked = [
+        replace(GREEDY, logprobs=True, top_logprobs=3),
+        replace(DRAWN, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2, presence_penalty=0.3),
+    ]
+    for params in asked:
+        together = sample(logits, [state_of(params, [0]) for _ in range(6)])
+        alone = [sample(logits[row : row + 1], [state_of(params, [0])])[0] for row in (1, 3, 5)]
+        assert together[1::2] == alone
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.999])
+def test_a_nucleus_of_very_many_tokens_is_found_whole(top_p: float) -> None:
+    # A flat distribution over more tokens than are looked at first, and beside it one whose nucleus is a single token.
+    vocabulary = 20000
+    flat = torch.linspace(0, -1, vocabulary, dtype=torch.float64)
+    peaked = torch.full((vocabulary,), -50.0, dtype=torch.float64).index_fill(0, torch.tensor(7), 0)
+    each = replace(DRAWN, top_p=top_p)
+    kept = truncate(torch.stack([flat, peaked]).float(), [each, each]) > -torch.inf
+    before = (flat.exp().cumsum(0) - flat.exp()) / flat.exp().sum()  # the share of all that are likelier
+    assert abs(int(kept[0].sum()) - int((before < top_p).sum())) <= 1
+    assert bool(kept[0, : int(kept[0].sum())].all())
+    assert kept[1].nonzero().tolist() == [[7]]
+
+
+def test_truncation_keeps_all_of_equals_or_none() -> None:
+    scores = torch.tensor([[5.0, 1.0, 5.0, 1.0, 1.0, 0.0]])
+    for each, kept in ((replace(DRAWN, top_k=3), [0, 1, 2, 3, 4]), (replace(DRAWN, top_p=0.3), [0, 2])):
+        assert (truncate(scores, [each])[0] > -torch.inf).nonzero()[:, 0].tolist() == kept
