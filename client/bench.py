@@ -1,0 +1,248 @@
+"""The command `framesieve bench`: its flags, the run that they ask for, and its report.
+
+How a run goes is `client.bench_run`'s. This module alone prints: a table or JSON on stdout, the rest on stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shlex
+import socket
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from client.bench_load import Extent
+from client.bench_plot import check_plotting, plot
+from client.bench_report import Report, record_json, report_json
+from client.bench_run import Run, measure
+from client.bench_table import table
+from client.bench_workload import Entry, Workload, read_workload, synthesised
+from client.client import DEFAULT_ADDRESS
+from client.launcher import SIGTERM_STATUS, LocalStack, unwind_on_sigterm
+from client.terminal import errors_told, stderr
+from client.wire import Options
+from common.errors import InvalidRequest
+from common.retention import EVS, METHODS, Pruning
+
+_CLIENTS = 8
+_REQUESTS = 100
+_LOOK_S = 1.0
+
+
+def bench(
+    context: typer.Context,
+    *,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Where generation listens. Default: {DEFAULT_ADDRESS} if anything listens there (framesieve serve), "
+            "else as with --start."
+        ),
+    ] = None,
+    start: Annotated[
+        bool, typer.Option("--start", help="Start the three services for this run and stop them again.")
+    ] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="Their checkpoint folder; implies --start. Default: the embedded demo model.")
+    ] = None,
+    clients: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Closed loop: so many clients, each asking on when answered. Default: {_CLIENTS}."),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Open loop: Poisson arrivals, so many a second on average, answered or not."),
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help=f"How many to ask. Default: {_REQUESTS}.")] = None,
+    duration_s: Annotated[
+        float | None, typer.Option(help="Or: begin none after so many seconds; what runs is waited for.")
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="How many to ask beforehand, uncounted.")] = 8,
+    workload: Annotated[
+        Path | None,
+        typer.Option(
+            help="What to ask, as JSON lines: question; video or image (paths, from the file's folder) or url; and "
+            "pruning_rate, method, max_new_tokens, weight, where they are a line's own. Default: synthesised clips."
+        ),
+    ] = None,
+    on_server: Annotated[
+        bool, typer.Option("--on-server", help="The workload's paths are below the server's --media-root.")
+    ] = False,
+    unique: Annotated[
+        bool | None,
+        typer.Option(
+            "--unique/--repeat",
+            help="Whether each synthesised clip is new to caches, or a few come again and again. Default: new.",
+        ),
+    ] = None,
+    pruning_rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Share of each video's tokens to drop. Several take turns, so one load compares them."),
+    ] = None,
+    method: Annotated[str, typer.Option(help=f"Which tokens are kept: {', '.join(METHODS)}.")] = EVS,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most this many tokens of each answer.")] = 64,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Let every answer have --max-new-tokens, ended or not.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and of synthesised clips.")] = 0,
+    timeout_s: Annotated[float, typer.Option(help="A question unanswered for so long has failed.")] = 300.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    with_records: Annotated[bool, typer.Option("--records", help="With --json: every question too.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--plot", help="Write distributions and throughput as a PNG; needs the extra 'plot'."),
+    ] = None,
+) -> None:
+    """Measure a server under load: latencies, throughput, what pruning saves.
+
+    Without flags: 8 clients ask 100 questions about synthesised clips, of the framesieve that runs on this machine or,
+    where none does, of one that is started for it with the embedded model.
+
+    Latencies are seen from here. With --rate they count from when a question was due, not from when it was sent, so a
+    server that falls behind shows it. What a server refuses counts as failed and is not asked again. Ctrl-C ends early
+    and still reports. Exit status 1 if every question failed.
+
+    Example: framesieve bench --pruning-rate 0 --pruning-rate 0.75 --plot load.png
+
+    Example: framesieve bench --server gpu-1:50053 --rate 4 --duration-s 60 --workload questions.jsonl --json
+    """
+    _check_flags(
+        {"--clients": clients, "--rate": rate},
+        {"--requests": requests, "--duration-s": duration_s},
+        {"--server": server, "--start": start or None},
+        {"--server": server, "--model": model},
+        {"--workload": workload, "--unique/--repeat": unique},
+        positive={"--rate": rate, "--duration-s": duration_s, "--timeout-s": timeout_s},
+    )
+    if output is not None and not output.parent.is_dir():
+        raise typer.BadParameter(f"--plot needs a folder that exists, {output.parent} is none")
+    if on_server and workload is None:
+        raise typer.BadParameter("--on-server needs --workload")
+    if with_records and not as_json:
+        raise typer.BadParameter("--records needs --json")
+    with errors_told(server or DEFAULT_ADDRESS):
+        if output is not None:
+            check_plotting()
+        prunings = [_pruning(each, method) for each in pruning_rate or [0.0]]
+        entries = _entries(workload, on_server) if workload else synthesised(seed)
+        asked = Workload(entries, prunings, unique=workload is None and unique is not False)
+        extent = Extent(None if duration_s else requests or _REQUESTS, duration_s)
+        options = cast(Options, {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos, "timeout_s": timeout_s})
+        began = datetime.now(UTC).isoformat(timespec="seconds")
+        with _served(server, start, model) as (address, served):
+            run = Run(address, asked, clients or (None if rate else _CLIENTS), rate, extent, warmup, seed, options)
+            outcome = asyncio.run(measure(run))
+        if output is not None:
+            plot(outcome.records, outcome.wall_s, f"{_command(context)}  ·  {began}", output)
+    report = Report.of(outcome.records, outcome.wall_s)
+    about = {
+        "command": _command(context),
+        "began": began,
+        "server": served,
+        "load": run.load,
+        "media": _media_told(workload, unique),
+        "warmup": f"{warmup} requests, uncounted, of which {outcome.warmup_failed} failed" if warmup else "none",
+    }
+    if as_json:
+        told = {"run": about, "interrupted": outcome.interrupted, "abandoned": outcome.abandoned, **report_json(report)}
+        if with_records:
+            told["records"] = [record_json(record) for record in outcome.records]
+        typer.echo(json.dumps(told, ensure_ascii=False))
+    else:
+        typer.echo("\n".join([about.pop("command"), *(f"{name + ':':<9}{value}" for name, value in about.items()), ""]))
+        if outcome.interrupted:
+            typer.echo(f"interrupted: {outcome.abandoned} requests under way were given up")
+        typer.echo(table(report))
+    if outcome.interrupted:
+        raise typer.Exit(130)
+    if not report.all.answered:
+        raise typer.Exit(1)
+
+
+# --- flags ------------------------------------------------------------------------------------------------------
+
+
+def _check_flags(*exclusive: dict[str, object], positive: dict[str, float | None]) -> None:
+    """Raises BadParameter where more than one of a group is set, or a number is not above 0."""
+    for group in exclusive:
+        given = [name for name, value in group.items() if value is not None]
+        if len(given) > 1:
+            raise typer.BadParameter(f"{' and '.join(given)} exclude each other")
+    for name, number in positive.items():
+        if number is not None and not 0 < number < float("inf"):
+            raise typer.BadParameter(f"{name} must be above 0 and finite, got {number:g}")
+
+
+def _pruning(rate: float, method: str) -> Pruning:
+    try:
+        return Pruning(rate, method)
+    except InvalidRequest as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _entries(workload: Path, on_server: bool) -> list[Entry]:
+    try:
+        return read_workload(workload, on_server=on_server)
+    except InvalidRequest as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+# --- whom it asks -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _served(server: str | None, start: bool, model: Path | None) -> Iterator[tuple[str, str]]:
+    """The address to ask, and what the report says of it. Raises StartupError."""
+    if server is not None or not (start or model is not None or not _listens()):
+        address = server or DEFAULT_ADDRESS
+        yield address, address
+        return
+    unwind_on_sigterm(SIGTERM_STATUS)
+    stack = LocalStack(model)
+    with stderr.status("starting three services …"):
+        stack.start()
+    try:
+        yield stack.address, f"three services started for this run, {model or 'the embedded model'}"
+    finally:
+        stack.stop()
+
+
+def _listens() -> bool:
+    """Whether anything listens where `framesieve serve` does."""
+    host, _, port = DEFAULT_ADDRESS.rpartition(":")
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), _LOOK_S):
+        return True
+    return False
+
+
+# --- what the report says of the run ----------------------------------------------------------------------------
+
+
+def _command(context: typer.Context) -> str:
+    """The command with the flags that were given, as a shell reads it."""
+    words = ["framesieve", "bench"]
+    for flag in context.command.params:
+        source = context.get_parameter_source(flag.name or "")
+        if flag.name is None or source is None or source.name != "COMMANDLINE":
+            continue
+        value = context.params[flag.name]
+        if isinstance(value, bool):
+            words.append(flag.opts[0] if value else (flag.secondary_opts or flag.opts)[0])
+            continue
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            words += [flag.opts[0], f"{each:g}" if isinstance(each, float) else str(each)]
+    return shlex.join(words)
+
+
+def _media_told(workload: Path | None, unique: bool | None) -> str:
+    if workload is not None:
+        return f"{workload}; what comes again there may come from caches"
+    if unique is False:
+        return "synthesised clips that come again and again: caches answer"
+    return "synthesised clips, each new to every cache"

@@ -1,0 +1,75 @@
+"""Clips that a load generator asks about where it is given none: moving shapes, encoded as real H.264.
+
+Each clip is a still, textured ground with two squares that move now and then, so that pruning finds what it finds in
+real video: mostly repetition. It knows nothing of questions or of servers.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Pixels: TypeAlias = NDArray[np.uint8]
+
+# Seconds, width and height in pixels.
+KINDS = ((4, 320, 240), (8, 224, 224), (16, 224, 224), (8, 448, 336))
+FPS = 8
+_SHAPES = 2
+_STAMP_BYTES = 16
+
+
+def clips(seed: int) -> list[bytes]:
+    """One mp4 file of each of KINDS; the seed decides every pixel that is drawn, the encoder the bytes."""
+    return [_encoded(*kind, np.random.default_rng((seed, index))) for index, kind in enumerate(KINDS)]
+
+
+def stamped(clip: bytes) -> bytes:
+    """The same film with other bytes: a `free` box that players skip, with 16 random bytes, stands at its end.
+
+    Caches know media by their content, so every stamped clip is a new one to them, in this run and the next.
+    """
+    return clip + struct.pack(">I4s", 8 + _STAMP_BYTES, b"free") + os.urandom(_STAMP_BYTES)
+
+
+def draw(seconds: int, width: int, height: int, rng: np.random.Generator) -> Iterator[Pixels]:
+    """A clip's frames in order: uint8 [height, width, 3]."""
+    ground = _ground(width, height, rng)
+    side = min(width, height) // 5
+    colours = rng.integers(0, 256, (_SHAPES, 3), np.uint8)
+    starts, ends = rng.uniform(0, 1, (2, _SHAPES, 2))
+    begins_s = rng.uniform(0, 0.7 * seconds, _SHAPES)
+    for index in range(seconds * FPS):
+        picture = ground.copy()
+        for colour, start, end, begin_s in zip(colours, starts, ends, begins_s, strict=True):
+            gone = np.clip((index / FPS - begin_s) / (0.3 * seconds), 0, 1)
+            left, top = ((start + gone * (end - start)) * (width - side, height - side)).astype(int)
+            picture[top : top + side, left : left + side] = colour
+        yield picture
+
+
+def _encoded(seconds: int, width: int, height: int, rng: np.random.Generator) -> bytes:
+    import av  # here, so that no other command waits for it
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=Fraction(FPS))
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.options = {"preset": "veryfast"}
+        stream.codec_context.thread_count = 1
+        for picture in draw(seconds, width, height, rng):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def _ground(width: int, height: int, rng: np.random.Generator) -> Pixels:
+    """Squares of 16 pixels in muted colours: uint8 [height, width, 3]."""
+    squares = rng.integers(60, 140, (-(-height // 16), -(-width // 16), 3), np.uint8)
+    return squares.repeat(16, axis=0).repeat(16, axis=1)[:height, :width]

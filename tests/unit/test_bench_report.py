@@ -1,0 +1,151 @@
+"""What records come to: percentiles, throughput, groups, errors; and how it looks."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from client.answer import Timings, Usage
+from client.bench_measure import Failure, Record, token_gaps
+from client.bench_plot import plot
+from client.bench_report import Distribution, Report, record_json, report_json
+from client.bench_table import table
+from common.retention import Pruning
+
+PLAIN, PRUNED = Pruning(0.0), Pruning(0.75)
+TIMINGS = Timings(1.0, 0.1, 0.2, 0.3, 0.1, 0.1, 0.2, 0.5)
+
+
+def answered(number: int, pruning: Pruning, *, due_s: float, first_s: float, total_s: float, kept: int) -> Record:
+    usage = Usage(prompt_tokens_full=100, prompt_tokens=kept, completion_tokens=3, media=())
+    gap = (total_s - first_s) / 2
+    return Record(number, pruning, due_s, due_s + 0.01, due_s + total_s, first_s, (gap, gap), usage, TIMINGS)
+
+
+def failed(number: int, status: str, reason: str, message: str) -> Record:
+    return Record(number, PLAIN, 0.0, 0.0, 0.1, failure=Failure(status, reason, message))
+
+
+RECORDS = [
+    answered(0, PLAIN, due_s=0.0, first_s=1.0, total_s=2.0, kept=100),
+    answered(1, PRUNED, due_s=0.0, first_s=0.4, total_s=1.0, kept=28),
+    answered(2, PLAIN, due_s=1.0, first_s=3.0, total_s=4.0, kept=100),
+    answered(3, PRUNED, due_s=2.0, first_s=0.6, total_s=2.0, kept=32),
+    failed(4, "INVALID_ARGUMENT", "MEDIA_REJECTED", "no video"),
+    failed(5, "RESOURCE_EXHAUSTED", "OVERLOADED", "the queue is full"),
+    failed(6, "INVALID_ARGUMENT", "MEDIA_REJECTED", "no picture"),
+]
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))
+def test_percentiles_are_interpolated_linearly(values: list[float]) -> None:
+    found = Distribution.of(values)
+    assert found is not None
+    ordered = sorted(values)
+    for q, value in ((50, found.p50), (90, found.p90), (99, found.p99)):
+        at = q / 100 * (len(values) - 1)
+        low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
+        assert value == pytest.approx(low + (high - low) * (at - math.floor(at)), abs=1e-6)
+        assert value == pytest.approx(float(np.percentile(values, q)), abs=1e-6)
+    if len(values) > 1:
+        hundredths = statistics.quantiles(values, n=100, method="inclusive")
+        assert [found.p50, found.p90, found.p99] == pytest.approx([hundredths[q - 1] for q in (50, 90, 99)], abs=1e-6)
+    assert found.max == ordered[-1]
+    assert found.mean == pytest.approx(sum(values) / len(values))
+
+
+def test_nothing_has_no_distribution() -> None:
+    assert Distribution.of([]) is None
+
+
+def test_tokens_of_one_message_share_the_time_since_the_one_before() -> None:
+    assert token_gaps([(1.0, 2), (1.5, 1), (2.1, 3)]) == pytest.approx((0.5, 0.2, 0.2, 0.2))
+    assert token_gaps([(1.0, 4)]) == token_gaps([]) == ()
+
+
+def test_a_report_counts_the_answered_ones() -> None:
+    report = Report.of(RECORDS, wall_s=8.0)
+    assert (report.all.asked, report.all.answered) == (7, 4)
+    assert report.requests_per_s == 4 / 8
+    assert report.output_tokens_per_s == 4 * 3 / 8
+    assert report.prompt_tokens_per_s == (100 + 28 + 100 + 32) / 8
+    assert report.all.retained == pytest.approx(260 / 400)
+    assert report.all.stages_s == {
+        "plan": 0.1, "decode": 0.2, "encode": 0.3, "transfer": 0.1, "queue": 0.1, "prefill": 0.2
+    }  # fmt: skip
+
+
+def test_each_pruning_has_a_group_of_its_own() -> None:
+    groups = Report.of(RECORDS, wall_s=8.0).by_pruning
+    assert list(groups) == [PLAIN, PRUNED]
+    plain, pruned = groups[PLAIN], groups[PRUNED]
+    assert (plain.asked, plain.answered, pruned.asked, pruned.answered) == (5, 2, 2, 2)
+    assert plain.first_token_s is not None
+    assert pruned.first_token_s is not None
+    assert pruned.total_s is not None
+    assert pruned.token_gap_s is not None
+    assert (plain.first_token_s.mean, pruned.first_token_s.mean) == pytest.approx((2.0, 0.5))
+    assert (pruned.total_s.p50, pruned.total_s.max) == pytest.approx((1.5, 2.0))
+    assert pruned.token_gap_s.mean == pytest.approx((0.3 + 0.3 + 0.7 + 0.7) / 4)
+    assert pruned.retained == pytest.approx(0.3)
+
+
+def test_errors_are_counted_by_status_and_reason_with_the_first_ones_words() -> None:
+    told = report_json(Report.of(RECORDS, wall_s=8.0))["errors"]
+    assert told == [
+        {"status": "INVALID_ARGUMENT", "reason": "MEDIA_REJECTED", "count": 2, "example": "no video"},
+        {"status": "RESOURCE_EXHAUSTED", "reason": "OVERLOADED", "count": 1, "example": "the queue is full"},
+    ]
+
+
+def test_a_table_has_a_line_for_each_rate_below_the_others() -> None:
+    lines = table(Report.of(RECORDS, wall_s=8.0)).splitlines()
+    assert lines[0] == "4 answered, 3 failed in 8.00 s"
+    assert lines[1] == "0.50 requests/s · 1.5 output tokens/s · 32.5 prompt tokens/s"
+    assert "  2 × INVALID_ARGUMENT MEDIA_REJECTED: no video" in lines
+    at = lines.index("time to first token, s            mean       p50       p90       p99       max")
+    assert lines[at + 1].split() == ["rate", "0,", "evs", "2.000", "2.000", "2.800", "2.980", "3.000"]
+    assert lines[at + 2].split() == ["rate", "0.75,", "evs", "0.500", "0.500", "0.580", "0.598", "0.600"]
+    assert lines[at + 3].split()[0] == "all"
+    (tokens,) = [index for index, line in enumerate(lines) if line.startswith("tokens a request")]
+    assert lines[tokens + 2].split()[3:] == ["100.0", "30.0", "30.0%", "0.0", "3.0"]
+    assert max(map(len, lines)) <= 88
+
+
+def test_one_rate_needs_no_line_for_all() -> None:
+    assert "\n  all" not in table(Report.of(RECORDS[:1], wall_s=8.0))
+
+
+def test_nothing_but_errors_and_nothing_at_all_can_be_told() -> None:
+    only_errors = Report.of(RECORDS[4:], wall_s=1.0)
+    assert table(only_errors).splitlines()[0] == "0 answered, 3 failed in 1.00 s"
+    assert report_json(only_errors)["all"]["first_token_s"] is None
+    nothing = Report.of([], wall_s=0.0)
+    assert report_json(nothing)["requests_per_s"] == 0
+    assert table(nothing).startswith("0 answered, 0 failed")
+
+
+def test_a_record_tells_what_it_knows() -> None:
+    told = record_json(RECORDS[3])
+    assert (told["pruning_rate"], told["total_s"], told["prompt_tokens"]) == (0.75, 2.0, 32)
+    assert told["timings"]["decode_s"] == 0.2
+    assert told["error"] is None
+    assert record_json(RECORDS[4])["error"]["message"] == "no video"
+    assert record_json(RECORDS[4])["prompt_tokens"] is None
+
+
+@pytest.mark.parametrize("records", [RECORDS, RECORDS[4:], []], ids=["mixed", "failed", "none"])
+def test_a_picture_is_a_png_whatever_was_measured(records: list[Record], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot(records, 8.0, "framesieve bench", tmp_path / "load.picture")
+    with Image.open(tmp_path / "load.picture") as picture:
+        assert picture.format == "PNG"
+        assert picture.size[0] > picture.size[1] > 300
+        assert len(set(picture.convert("L").resize((64, 32)).tobytes())) > 2
