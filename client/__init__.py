@@ -1,6 +1,18 @@
 """The Python client. `from client import FramesieveClient` is all that most callers need."""
 
-from client.answer import Accepted, Answer, Delta, Event, Finished, FinishReason, MediaUsage, Progress, Timings, Usage
+from client.answer import (
+    Accepted,
+    Answer,
+    Choice,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    MediaUsage,
+    Progress,
+    Timings,
+    Usage,
+)
 from client.client import FramesieveClient
 from client.encoding import Encoded, encode
 from client.prompt import Embeds, Image, Message, Text, Video
@@ -11,6 +23,7 @@ from common.retention import Pruning
 __all__ = [
     "Accepted",
     "Answer",
+    "Choice",
     "Delta",
     "Embeds",
     "Encoded",

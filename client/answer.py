@@ -1,13 +1,15 @@
-"""What comes back: the events of one answer in their order, and the whole answer.
+"""What comes back: the events of a question in their order, and the whole answer.
 
-    Accepted  Progress* Delta* Finished
+    Accepted  Progress*  Delta* Finished                       of several answers (n) each has its own Delta* Finished,
+                                                               mixed with the others' and told apart by choice_index
 
-It knows nothing of protobuf (`client.wire`). Token counts are exact, times are seconds on the service's own clock.
+It knows nothing of protobuf (`client.events`). Token counts are exact, times are seconds on the service's own clock.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias
 
@@ -15,10 +17,14 @@ from common.plan import Grid, Modality
 
 
 class FinishReason(Enum):
-    """Why an answer ended: the model or a stop string ended it, or max_new_tokens were generated."""
+    """Why an answer ended: the model, a stop string or a stop token ended it, or max_new_tokens were generated."""
 
     STOP = "stop"
     LENGTH = "length"
+
+
+TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]
+"""The likeliest tokens at one place of an answer with their log-probabilities, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +45,16 @@ class MediaUsage:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of the prompt before and after pruning, of the answer, and of each media item in the prompt's order."""
+    """Tokens of the prompt before and after pruning, of the answer, and of each media item in the prompt's order.
+
+    cached_prompt_tokens: of prompt_tokens, how many an earlier question had computed; 0 until the answer is complete.
+    """
 
     prompt_tokens_full: int
     prompt_tokens: int
     completion_tokens: int
     media: tuple[MediaUsage, ...]
+    cached_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +100,21 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More of the answer: text that ends at a whole character, its tokens, and their log-probabilities if asked for."""
+    """More of an answer: text that ends at a whole character, its tokens, and their log-probabilities if asked for."""
 
     choice_index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The answer is complete."""
+    """One answer is complete.
+
+    Of usage and timings, completion_tokens and generate_s are its own; the rest is the question's.
+    """
 
     choice_index: int
     reason: FinishReason
@@ -112,16 +126,68 @@ Event: TypeAlias = Accepted | Progress | Delta | Finished
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A whole answer. logprobs is empty unless it was asked for."""
+class Choice:
+    """One of a question's answers. logprobs and top_logprobs, one a token, are empty unless they were asked for."""
 
-    request_id: str
+    index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...]
     reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Everything that a question brought: one choice unless `n` asked for more. What is said of one is the first's.
+
+    usage: completion_tokens are those of all choices together.
+    timings: generate_s ends with the last of them.
+    """
+
+    request_id: str
+    choices: tuple[Choice, ...]
     usage: Usage
     timings: Timings
 
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        return self.choices[0].logprobs
+
+    @property
+    def top_logprobs(self) -> tuple[TopLogprobs, ...]:
+        return self.choices[0].top_logprobs
+
+    @property
+    def reason(self) -> FinishReason:
+        return self.choices[0].reason
+
     def __str__(self) -> str:
         return self.text
+
+
+def choice_of(finished: Finished, deltas: Sequence[Delta]) -> Choice:
+    """The whole of one answer. deltas: of any; those of another are left out."""
+    own = [delta for delta in deltas if delta.choice_index == finished.choice_index]
+    return Choice(
+        index=finished.choice_index,
+        text="".join(delta.text for delta in own),
+        token_ids=tuple(token for delta in own for token in delta.token_ids),
+        logprobs=tuple(value for delta in own for value in delta.logprobs),
+        top_logprobs=tuple(top for delta in own for top in delta.top_logprobs),
+        reason=finished.reason,
+    )
+
+
+def cost_of(finished: Sequence[Finished]) -> tuple[Usage, Timings]:
+    """What all answers cost together. finished: at least one, in the order in which they came."""
+    tokens = sum(each.usage.completion_tokens for each in finished)
+    return replace(finished[-1].usage, completion_tokens=tokens), finished[-1].timings

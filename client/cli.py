@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from client import answer as answers
-from client.client import DEFAULT_ADDRESS, FramesieveClient
+from client.asking import ask
+from client.client import DEFAULT_ADDRESS
+from client.command_options import (
+    FpsOption,
+    JsonOption,
+    MaxFramesOption,
+    MethodOption,
+    OnServerOption,
+    RateOption,
+    media_part,
+    print_json,
+    pruning_of,
+)
 from client.contact_sheet import contact_sheet
 from client.inspection import Inspection, inspect
 from client.launcher import SERVICES, SIGTERM_STATUS, Endpoint, LocalStack, unwind_on_sigterm
-from client.prompt import Image, Video, file_name, is_url, names_image
-from client.terminal import MediaBars, errors_told, stderr, tell_cost
-from client.wire import Options
-from common.errors import InvalidRequest, PeerContract
+from client.prompt import file_name
+from client.terminal import errors_told, stderr
 from common.plan import Modality
 from common.retention import EVS, NONE, RANDOM, VIDCOM2, Pruning
 
@@ -34,22 +41,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-RateOption = Annotated[
-    float, typer.Option("--pruning-rate", help="Share of each video's tokens to drop, at least 0 and below 1.")
-]
-MethodOption = Annotated[
-    str,
-    typer.Option(
-        "--method",
-        help=f"Which tokens are kept. {EVS}: what changed since the slice before. {VIDCOM2}: what is least like the "
-        f"rest of its slice and video, some of each slice. {RANDOM}: any, by lot. {NONE}: all, whatever the rate.",
-    ),
-]
-FpsOption = Annotated[float | None, typer.Option(help="Frames a second to look at. Default: the model's own.")]
-MaxFramesOption = Annotated[int | None, typer.Option(help="At most this many frames. Default: the model's own.")]
-OnServerOption = Annotated[bool, typer.Option("--on-server", help="Media are paths below the server's --media-root.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 @app.command()
@@ -83,50 +74,7 @@ def serve(
         stack.watch()
 
 
-@app.command()
-def ask(
-    *,
-    media: Annotated[list[str] | None, typer.Argument(help="Videos and images, by suffix: files, URLs.")] = None,
-    question: Annotated[str, typer.Argument(help="What to ask about them.")],
-    pruning_rate: RateOption = 0.0,
-    method: MethodOption = EVS,
-    server: Annotated[str, typer.Option(help="Where generation listens.")] = DEFAULT_ADDRESS,
-    fps: FpsOption = None,
-    max_frames: MaxFramesOption = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="At most this many tokens of answer. Default: what fits, at most 1024.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the model's own.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")] = None,
-    timeout_s: Annotated[float | None, typer.Option(help="Give up after this many seconds.")] = None,
-    on_server: OnServerOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Ask a question about videos and images; the answer streams to stdout.
-
-    Images are never pruned. Every video has the same rate and method here; in Python, Video(pruning=...) sets its own.
-
-    What starts with http://, https:// or data: is a URL, which preprocessing fetches where its settings allow it.
-
-    Example: framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75
-
-    Example: framesieve ask https://example.org/clip.mp4 "What moves?"
-    """
-    pruning = _pruning(pruning_rate, method)
-    parts = [_media(each, fps, max_frames, on_server) for each in media or []]
-    options = Options(
-        pruning_rate=pruning.rate,
-        pruning_method=pruning.method,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        timeout_s=timeout_s,
-    )
-    with errors_told(server):
-        if as_json:
-            _print_json(_answer_json(asyncio.run(_ask(server, parts, question, options))))
-        else:
-            tell_cost(asyncio.run(_stream(server, parts, question, options)))
+app.command()(ask)
 
 
 @app.command("inspect")
@@ -149,8 +97,8 @@ def inspect_media(
 
     Example: framesieve inspect clip.mp4 --pruning-rate 0.75 -o kept.png
     """
-    pruning = _pruning(pruning_rate, method)
-    part = _media(media, fps, max_frames, on_server)
+    pruning = pruning_of(pruning_rate, method)
+    part = media_part(media, fps, max_frames, on_server)
     if (preprocessing is None) != (encoder is None):
         raise typer.BadParameter("--preprocessing and --encoder are given together or not at all")
     with errors_told():
@@ -164,52 +112,6 @@ def inspect_media(
         _draw(seen, pruning, file_name(media)).save(output, format="PNG")
     _tell_inspection(seen, pruning, output, as_json)
 
-
-# --- asking -----------------------------------------------------------------------------------------------------
-
-
-async def _ask(server: str, parts: list[Image | Video], question: str, options: Options) -> answers.Answer:
-    async with FramesieveClient(server) as client:
-        return await client.ask(parts, question, **options)
-
-
-async def _stream(server: str, parts: list[Image | Video], question: str, options: Options) -> answers.Finished:
-    """Prints the answer as it comes, with bars on stderr until it does."""
-    finished, printed = None, False
-    try:
-        async with FramesieveClient(server) as client:
-            with MediaBars() as bars:
-                async for event in client.stream(parts, question, **options):
-                    match event:
-                        case answers.Accepted():
-                            bars.accepted(event)
-                        case answers.Progress():
-                            bars.advanced(event)
-                        case answers.Delta():
-                            bars.stop()
-                            print(event.text, end="", flush=True)
-                            printed = True
-                        case answers.Finished():
-                            finished = event
-    finally:
-        if printed:
-            print()
-    if finished is None:
-        raise PeerContract(f"the stream from {server} ended before its answer did")
-    return finished
-
-
-def _answer_json(answer: answers.Answer) -> dict[str, Any]:
-    return {
-        "answer": answer.text,
-        "finish_reason": answer.reason,
-        "request_id": answer.request_id,
-        "usage": dataclasses.asdict(answer.usage),
-        "timings": dataclasses.asdict(answer.timings),
-    }
-
-
-# --- inspecting -------------------------------------------------------------------------------------------------
 
 _METHOD_NAMES = {EVS: "EVS", VIDCOM2: "VidCom2", RANDOM: "a random choice", NONE: "no pruning"}
 
@@ -228,7 +130,7 @@ def _tell_inspection(seen: Inspection, pruning: Pruning, output: Path, as_json: 
     grid, kept = seen.plan.grid, int(seen.kept.size)
     if as_json:
         by_slice = [int(((seen.kept // grid.slice_tokens) == index).sum()) for index in range(grid.t)]
-        _print_json(
+        print_json(
             {
                 "output": str(output),
                 "modality": seen.plan.modality,
@@ -248,30 +150,3 @@ def _moments(seen: Inspection) -> str:
     if seen.plan.modality is Modality.IMAGE:
         return "1 picture"
     return f"{seen.plan.grid.t} slice{'' if seen.plan.grid.t == 1 else 's'}"
-
-
-# --- shared -----------------------------------------------------------------------------------------------------
-
-
-def _pruning(rate: float, method: str) -> Pruning:
-    try:
-        return Pruning(rate, method)
-    except InvalidRequest as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-def _media(location: str, fps: float | None, max_frames: int | None, on_server: bool) -> Image | Video:
-    source: dict[str, Any] = {"url" if is_url(location) else "server_path" if on_server else "path": location}
-    if names_image(location):
-        return Image(**source)
-    return Video(**source, fps=fps, max_frames=max_frames)
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, default=_plain, ensure_ascii=False))
-
-
-def _plain(value: object) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    raise TypeError(f"{type(value).__name__} has no JSON form")

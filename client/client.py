@@ -5,7 +5,7 @@
         async for event in client.stream("clip.mp4", "What moves?", pruning_rate=0.75):
             ...
 
-It owns the call and its errors; what is said on the wire is `client.wire`'s.
+It owns the call and its errors; what is said on the wire is `client.wire`'s and `client.events`'.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
-from client.answer import Accepted, Answer, Delta, Event, Finished
+from client.answer import Accepted, Answer, Delta, Event, Finished, choice_of, cost_of
+from client.events import event_of
 from client.prompt import Message, PartLike, user_turn
-from client.wire import Options, event_of, generate_request
+from client.wire import Options, generate_request
 from common.channels import REQUEST_ID_KEY, open_channel, upstream_errors
 from common.errors import PeerContract
 from framesieve.v1 import generation_pb2_grpc
@@ -60,9 +61,9 @@ class FramesieveClient:
         history: Sequence[Message] = (),
         **options: Unpack[Options],
     ) -> Answer:
-        """The whole answer. Arguments and errors are those of `stream`."""
+        """The whole answer, `Answer.choices` where `n` asks for several. Arguments and errors are those of `stream`."""
         accepted: Accepted | None = None
-        finished: Finished | None = None
+        finished: list[Finished] = []
         deltas: list[Delta] = []
         async for event in self.stream(media, question, history=history, **options):
             match event:
@@ -71,18 +72,12 @@ class FramesieveClient:
                 case Delta():
                     deltas.append(event)
                 case Finished():
-                    finished = event
-        if accepted is None or finished is None:
+                    finished.append(event)
+        choices = sorted(finished, key=lambda event: event.choice_index)
+        if accepted is None or [each.choice_index for each in choices] != list(range(options.get("n") or 1)):
             raise PeerContract(f"the stream from {self.address} ended before its answer did")
-        return Answer(
-            request_id=accepted.request_id,
-            text="".join(delta.text for delta in deltas),
-            token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-            logprobs=tuple(value for delta in deltas for value in delta.logprobs),
-            reason=finished.reason,
-            usage=finished.usage,
-            timings=finished.timings,
-        )
+        usage, timings = cost_of(finished)
+        return Answer(accepted.request_id, tuple(choice_of(each, deltas) for each in choices), usage, timings)
 
     async def stream(
         self,

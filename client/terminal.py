@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from client.answer import Accepted, Finished, Progress
+from client.answer import Accepted, Progress, Timings, Usage
 from common.errors import FramesieveError, StartupError, Unavailable
 
 stderr = Console(stderr=True, highlight=False)
@@ -55,9 +55,9 @@ class MediaBars:
             self._progress.update(encoded, completed=sum(each.encoded_slices for each in self._seen.values()))
 
 
-def tell_cost(finished: Finished) -> None:
-    usage, first_s = finished.usage, finished.timings.time_to_first_token_s
-    total_s = first_s + finished.timings.generate_s
+def tell_cost(usage: Usage, timings: Timings) -> None:
+    first_s = timings.time_to_first_token_s
+    total_s = first_s + timings.generate_s
     pruned = f"{usage.prompt_tokens_full} → {usage.prompt_tokens} prompt tokens"
     spent = f"{usage.completion_tokens} tokens in {total_s:.2f} s, the first after {first_s:.2f} s"
     stderr.print(f"[dim]{pruned} · {spent}[/]", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The client's dataclasses to protobuf and back.
+"""What a caller asks, to protobuf; `client.events` has the way back.
 
 Files are read here, so `generate_request` blocks on the disk: call it in a thread.
 """
@@ -13,22 +13,10 @@ from typing import TypedDict
 
 import numpy as np
 
-from client.answer import (
-    Accepted,
-    Delta,
-    Event,
-    Finished,
-    FinishReason,
-    MediaUsage,
-    Progress,
-    Timings,
-    Usage,
-)
 from client.prompt import Embeds, Image, Message, Part, StrPath, Text, Video
-from common.errors import InvalidRequest, PeerContract
-from common.plan import Grid
+from common.errors import InvalidRequest
 from common.retention import Pruning
-from common.wire import MAX_INLINE_BYTES, grid_message, modality_of
+from common.wire import MAX_INLINE_BYTES, grid_message
 from framesieve.v1 import generation_pb2, prompt_pb2, tensor_pb2
 
 _ROLES = {
@@ -41,10 +29,6 @@ _DTYPES = {
     "bfloat16": tensor_pb2.DTYPE_BFLOAT16,
     "float32": tensor_pb2.DTYPE_FLOAT32,
 }
-_REASONS = {
-    generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-}
 
 
 class Options(TypedDict, total=False):
@@ -52,7 +36,12 @@ class Options(TypedDict, total=False):
 
     pruning_rate: the share of a video's tokens to drop, 0 ≤ rate < 1.
     pruning_method: "evs", "vidcom2", "random" or "none".
-    max_new_tokens, temperature (0 is greedy), top_p, top_k, seed, stop, logprobs: how tokens are chosen.
+    max_new_tokens, temperature (0 is greedy), top_p, top_k, min_p, repetition_penalty, presence_penalty,
+        frequency_penalty, seed: how tokens are chosen.
+    stop, stop_token_ids: an answer ends before the first of these strings, and with the first of these tokens.
+    ignore_eos: the model's own end tokens end nothing, for measuring.
+    logprobs: of each token; top_logprobs: of so many of the likeliest beside it, which needs logprobs.
+    n: how many answers; the prompt is computed once, and answer i is drawn by seed + i.
     request_id: names the request in logs and errors. timeout_s: seconds until DeadlinePassed.
     """
 
@@ -63,14 +52,19 @@ class Options(TypedDict, total=False):
     temperature: float | None
     top_p: float | None
     top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
     seed: int | None
     stop: Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
     logprobs: bool | None
+    top_logprobs: int | None
+    n: int | None
     request_id: str | None
     timeout_s: float | None
-
-
-# --- requests ---------------------------------------------------------------------------------------------------
 
 
 def generate_request(messages: Sequence[Message], options: Options) -> generation_pb2.GenerateRequest:
@@ -94,9 +88,17 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
             temperature=options.get("temperature"),
             top_p=options.get("top_p"),
             top_k=options.get("top_k"),
+            min_p=options.get("min_p"),
+            repetition_penalty=options.get("repetition_penalty"),
+            presence_penalty=options.get("presence_penalty"),
+            frequency_penalty=options.get("frequency_penalty"),
             seed=options.get("seed"),
             stop=stop,
+            stop_token_ids=options.get("stop_token_ids") or (),
+            ignore_eos=bool(options.get("ignore_eos")),
             logprobs=bool(options.get("logprobs")),
+            top_logprobs=options.get("top_logprobs") or 0,
+            n=options.get("n"),
         ),
         request_id=options.get("request_id") or "",
     )
@@ -201,62 +203,3 @@ def _rational(seconds: Fraction | float) -> prompt_pb2.Rational:
 
 def pruning_message(pruning: Pruning) -> prompt_pb2.Pruning:
     return prompt_pb2.Pruning(rate=pruning.rate, method=pruning.method, seed=pruning.seed)
-
-
-# --- answers ----------------------------------------------------------------------------------------------------
-
-
-def event_of(response: generation_pb2.GenerateResponse) -> Event:
-    """One event of an answer. Raises PeerContract for one that this client does not know."""
-    match response.WhichOneof("response"):
-        case "accepted":
-            return Accepted(response.accepted.request_id, _usage(response.accepted.usage))
-        case "progress":
-            progress = response.progress
-            return Progress(progress.media_index, progress.decoded_slices, progress.encoded_slices)
-        case "delta":
-            delta = response.delta
-            return Delta(delta.choice_index, delta.text, tuple(delta.token_ids), tuple(delta.logprobs))
-        case "finished":
-            return _finished(response.finished)
-        case _:
-            raise PeerContract("the service sent an event of a kind that this client does not know")
-
-
-def _finished(finished: generation_pb2.Finished) -> Finished:
-    if finished.reason not in _REASONS:
-        raise PeerContract(f"the service ended an answer for the unknown reason {finished.reason}")
-    return Finished(
-        finished.choice_index, _REASONS[finished.reason], _usage(finished.usage), _timings(finished.timings)
-    )
-
-
-def _usage(usage: generation_pb2.Usage) -> Usage:
-    return Usage(
-        prompt_tokens_full=usage.prompt_tokens_full,
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        media=tuple(
-            MediaUsage(
-                modality=modality_of(item.modality),
-                grid=Grid(item.grid.t, item.grid.h, item.grid.w),
-                kept_tokens=item.kept_tokens,
-                repaired_frames=item.repaired_frames,
-                first_slice_only=item.first_slice_only,
-            )
-            for item in usage.media
-        ),
-    )
-
-
-def _timings(timings: generation_pb2.Timings) -> Timings:
-    return Timings(
-        time_to_first_token_s=timings.time_to_first_token_s,
-        plan_s=timings.plan_s,
-        decode_s=timings.decode_s,
-        encode_s=timings.encode_s,
-        transfer_s=timings.transfer_s,
-        queue_s=timings.queue_s,
-        prefill_s=timings.prefill_s,
-        generate_s=timings.generate_s,
-    )
