@@ -69,12 +69,18 @@ SLICES_APART = PromptPlan(
 )
 
 
+ANSWERS = (("A red ", "ball ⚽"), ("Some", "thing"), ("", ""))
+
+
 class FakeServices(
     generation_pb2_grpc.GenerationServiceServicer,
     encoder_pb2_grpc.EncoderServiceServicer,
     preprocessing_pb2_grpc.PreprocessingServiceServicer,
 ):
-    """All three services at one address; `kept` is what the encoder answers."""
+    """All three services at one address; `kept` is what the encoder answers.
+
+    Answers come mixed, and the last of them ends first.
+    """
 
     def __init__(self) -> None:
         self.plan = PLAN
@@ -103,17 +109,31 @@ class FakeServices(
         yield generation_pb2.GenerateResponse(
             progress=encoder_pb2.MediaProgress(media_index=0, decoded_slices=2, encoded_slices=1)
         )
-        yield generation_pb2.GenerateResponse(delta=generation_pb2.Delta(text="A red ", token_ids=[1]))
+        answers = range(request.sampling.n or 1)
+        for index in answers:
+            yield self._delta(request.sampling, index, ANSWERS[index][0], 1)
         if self.hang.is_set():
             self.cancelled.wait(20)
-        yield generation_pb2.GenerateResponse(delta=generation_pb2.Delta(text="ball ⚽", token_ids=[2]))
-        yield generation_pb2.GenerateResponse(
-            finished=generation_pb2.Finished(
-                reason=generation_pb2.FINISH_REASON_STOP,
-                usage=generation_pb2.Usage(prompt_tokens_full=12, prompt_tokens=8, completion_tokens=2, media=[video]),
-                timings=generation_pb2.Timings(time_to_first_token_s=0.5, decode_s=0.5, generate_s=0.25),
+        for index in answers:
+            yield self._delta(request.sampling, index, ANSWERS[index][1], 2)
+        usage.completion_tokens = 2
+        for index in reversed(answers):
+            yield generation_pb2.GenerateResponse(
+                finished=generation_pb2.Finished(
+                    choice_index=index,
+                    reason=generation_pb2.FINISH_REASON_STOP,
+                    usage=usage,
+                    timings=generation_pb2.Timings(time_to_first_token_s=0.5, decode_s=0.5, generate_s=0.25),
+                )
             )
-        )
+
+    def _delta(self, sampling: Any, index: int, text: str, token_id: int) -> Any:
+        delta = generation_pb2.Delta(choice_index=index, text=text, token_ids=[token_id])
+        if sampling.logprobs:
+            delta.logprobs.append(-0.5)
+        if sampling.top_logprobs:
+            delta.top_logprobs.add(token_ids=[token_id, 9], logprobs=[-0.5, -1.5])
+        return generation_pb2.GenerateResponse(delta=delta)
 
     def Preprocess(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
         self.asked.append(next(requests).prompt)
