@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import shlex
 import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -24,11 +23,12 @@ from client.bench_run import Run, measure
 from client.bench_table import table
 from client.bench_workload import Entry, Workload, read_workload, synthesised
 from client.client import DEFAULT_ADDRESS
+from client.command_options import JsonOption, print_json, pruning_of
 from client.launcher import SIGTERM_STATUS, LocalStack, unwind_on_sigterm
 from client.terminal import errors_told, stderr
 from client.wire import Options
 from common.errors import InvalidRequest
-from common.retention import EVS, METHODS, Pruning
+from common.retention import EVS, METHODS
 
 _CLIENTS = 8
 _REQUESTS = 100
@@ -92,7 +92,7 @@ def bench(
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals and of synthesised clips.")] = 0,
     timeout_s: Annotated[float, typer.Option(help="A question unanswered for so long has failed.")] = 300.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: JsonOption = False,
     with_records: Annotated[bool, typer.Option("--records", help="With --json: every question too.")] = False,
     output: Annotated[
         Path | None,
@@ -107,6 +107,9 @@ def bench(
     Latencies are seen from here. With --rate they count from when a question was due, not from when it was sent, so a
     server that falls behind shows it. What a server refuses counts as failed and is not asked again. Ctrl-C ends early
     and still reports. Exit status 1 if every question failed.
+
+    Rates that take turns also share the server's batches, so each is slowed or helped by the others: for the throughput
+    of a rate, give it a run of its own.
 
     Example: framesieve bench --pruning-rate 0 --pruning-rate 0.75 --plot load.png
 
@@ -129,11 +132,11 @@ def bench(
     with errors_told(server or DEFAULT_ADDRESS):
         if output is not None:
             check_plotting()
-        prunings = [_pruning(each, method) for each in pruning_rate or [0.0]]
+        prunings = [pruning_of(each, method) for each in pruning_rate or [0.0]]
         entries = _entries(workload, on_server) if workload else synthesised(seed)
         asked = Workload(entries, prunings, unique=workload is None and unique is not False)
         extent = Extent(None if duration_s else requests or _REQUESTS, duration_s)
-        options = cast(Options, {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos, "timeout_s": timeout_s})
+        options = Options(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, timeout_s=timeout_s)
         began = datetime.now(UTC).isoformat(timespec="seconds")
         with _served(server, start, model) as (address, served):
             run = Run(address, asked, clients or (None if rate else _CLIENTS), rate, extent, warmup, seed, options)
@@ -153,7 +156,7 @@ def bench(
         told = {"run": about, "interrupted": outcome.interrupted, "abandoned": outcome.abandoned, **report_json(report)}
         if with_records:
             told["records"] = [record_json(record) for record in outcome.records]
-        typer.echo(json.dumps(told, ensure_ascii=False))
+        print_json(told)
     else:
         typer.echo("\n".join([about.pop("command"), *(f"{name + ':':<9}{value}" for name, value in about.items()), ""]))
         if outcome.interrupted:
@@ -177,13 +180,6 @@ def _check_flags(*exclusive: dict[str, object], positive: dict[str, float | None
     for name, number in positive.items():
         if number is not None and not 0 < number < float("inf"):
             raise typer.BadParameter(f"{name} must be above 0 and finite, got {number:g}")
-
-
-def _pruning(rate: float, method: str) -> Pruning:
-    try:
-        return Pruning(rate, method)
-    except InvalidRequest as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def _entries(workload: Path, on_server: bool) -> list[Entry]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from client.answer import Usage
 from client.bench_measure import Failure, Record
 from common.retention import Pruning
 
@@ -72,7 +71,7 @@ class Group:
             total_s=Distribution.of([each.total_s for each in answered]),
             prompt_tokens_full=sum(usage.prompt_tokens_full for usage in usages),
             prompt_tokens=sum(usage.prompt_tokens for usage in usages),
-            cached_prompt_tokens=sum(_cached(usage) for usage in usages),
+            cached_prompt_tokens=sum(usage.cached_prompt_tokens for usage in usages),
             completion_tokens=sum(usage.completion_tokens for usage in usages),
             stages_s={name: statistics.median(each[name] for each in stages) for name in (stages[0] if stages else ())},
         )
@@ -141,10 +140,6 @@ def _failures(records: Iterable[Record]) -> tuple[Failures, ...]:
     return tuple(sorted(found, key=lambda each: -each.count))
 
 
-def _cached(usage: Usage) -> int:
-    return getattr(usage, "cached_prompt_tokens", 0)
-
-
 # --- JSON -------------------------------------------------------------------------------------------------------
 
 
@@ -179,7 +174,7 @@ def record_json(record: Record) -> dict[str, Any]:
         "token_gaps_s": record.token_gaps_s,
         "prompt_tokens_full": record.usage and record.usage.prompt_tokens_full,
         "prompt_tokens": record.usage and record.usage.prompt_tokens,
-        "cached_prompt_tokens": record.usage and _cached(record.usage),
+        "cached_prompt_tokens": record.usage and record.usage.cached_prompt_tokens,
         "completion_tokens": record.usage and record.usage.completion_tokens,
         "timings": record.timings and dataclasses.asdict(record.timings),
         "error": record.failure and dataclasses.asdict(record.failure),

@@ -1,4 +1,4 @@
-"""The `framesieve` command: serve, ask, inspect.
+"""The `framesieve` command: serve, ask, inspect, bench.
 
 Answers and JSON go to stdout, everything else to stderr. Exit status: 0; 1 for an error, told in one line that begins
 with its reason; 2 for wrong usage; 130 after Ctrl-C.
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from client.asking import ask
+from client.bench import bench
 from client.client import DEFAULT_ADDRESS
 from client.command_options import (
     FpsOption,
@@ -111,6 +112,9 @@ def inspect_media(
                 seen = asyncio.run(inspect(stack.addresses["preprocessing"], stack.addresses["encoder"], part, pruning))
         _draw(seen, pruning, file_name(media)).save(output, format="PNG")
     _tell_inspection(seen, pruning, output, as_json)
+
+
+app.command()(bench)
 
 
 _METHOD_NAMES = {EVS: "EVS", VIDCOM2: "VidCom2", RANDOM: "a random choice", NONE: "no pruning"}
