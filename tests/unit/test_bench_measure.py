@@ -15,6 +15,7 @@ from client.client import FramesieveClient
 from client.wire import Options
 from common.errors import Overloaded
 from common.retention import Pruning
+from tests.unit.instant_loop import run
 
 USAGE = Usage(prompt_tokens_full=100, prompt_tokens=40, completion_tokens=3, media=())
 TIMINGS = Timings(0.1, 0.1, 0, 0, 0, 0, 0, 0.1)
@@ -59,23 +60,23 @@ async def measured(client: FakeClient, *, late_s: float = 0.0, began_ago_s: floa
     return await timed(cast(FramesieveClient, client), 4, asked, now_s - late_s, now_s - began_ago_s, options)
 
 
-async def test_times_count_from_when_a_question_was_due() -> None:
-    record = await measured(FakeClient(ANSWER), late_s=2.0)
+def test_times_count_from_when_a_question_was_due() -> None:
+    record = run(measured(FakeClient(ANSWER), late_s=2.0))
     assert (record.number, record.pruning, record.failure) == (4, Pruning(0.5, "random"), None)
-    assert (record.due_s, record.begun_s) == pytest.approx((8.0, 10.0), abs=0.03)
+    assert (record.due_s, record.begun_s) == pytest.approx((8.0, 10.0), abs=1e-6)
     # A message without tokens is no first token.
-    assert record.first_token_s == pytest.approx(2.15, abs=0.05)
-    assert record.token_gaps_s == pytest.approx((0.1, 0.1), abs=0.03)
-    assert record.total_s == pytest.approx(2.4, abs=0.08)
+    assert record.first_token_s == pytest.approx(2.15, abs=1e-6)
+    assert record.token_gaps_s == pytest.approx((0.1, 0.1), abs=1e-6)
+    assert record.total_s == pytest.approx(2.4, abs=1e-6)
     assert (record.usage, record.timings) == (USAGE, TIMINGS)
 
 
-async def test_a_questions_own_settings_come_over_the_runs() -> None:
+def test_a_questions_own_settings_come_over_the_runs() -> None:
     client = FakeClient(ANSWER[-1:])
-    await measured(client)
+    run(measured(client))
     told = {"pruning_rate": 0.5, "pruning_method": "random", "timeout_s": 9.0}
     assert client.options == {**told, "max_new_tokens": 64}
-    await measured(client, max_new_tokens=5)
+    run(measured(client, max_new_tokens=5))
     assert client.options == {**told, "max_new_tokens": 5}
 
 
@@ -88,8 +89,8 @@ async def test_a_questions_own_settings_come_over_the_runs() -> None:
     ],
     ids=["refused midway", "a file that is gone", "an answer without an end"],
 )
-async def test_what_fails_has_a_reason_and_no_times_of_tokens(script: list[Any], told: tuple[str, ...]) -> None:
-    record = await measured(FakeClient(script))
+def test_what_fails_has_a_reason_and_no_times_of_tokens(script: list[Any], told: tuple[str, ...]) -> None:
+    record = run(measured(FakeClient(script)))
     assert record.failure is not None
     assert (record.failure.status, record.failure.reason, record.failure.message) == told
     assert (record.first_token_s, record.token_gaps_s, record.usage, record.timings) == (None, (), None, None)
