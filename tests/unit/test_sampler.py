@@ -146,9 +146,13 @@ def test_presence_counts_once_and_frequency_every_time() -> None:
     assert answer_of(logits, replace(GREEDY, presence_penalty=0.75, frequency_penalty=0.75), 4) == [0, 1, 0, 0]
 
 
+@pytest.mark.parametrize("repetition_penalty", [1.0, 1.01])
 @pytest.mark.parametrize("penalty", [{"presence_penalty": 2.0}, {"frequency_penalty": 2.0}])
-def test_tokens_of_the_prompt_alone_cost_neither_presence_nor_frequency(penalty: dict[str, float]) -> None:
-    state = state_of(replace(GREEDY, **penalty), [0, 0, 0])  # type: ignore[arg-type]
+def test_tokens_of_the_prompt_alone_cost_neither_presence_nor_frequency(
+    penalty: dict[str, float], repetition_penalty: float
+) -> None:
+    params = replace(GREEDY, repetition_penalty=repetition_penalty, **penalty)  # type: ignore[arg-type]
+    state = state_of(params, [0, 0, 0])
     assert ids(torch.tensor([[3.0, 2.0, 0.0]]), [state]) == [0]
 
 
@@ -260,14 +264,14 @@ def test_more_of_the_likeliest_than_there_are_tokens_are_all_of_them() -> None:
 
 
 def test_logits_that_are_not_numbers_cost_no_neighbour_its_answer() -> None:
-    logits = logits_of(5, 6)
+    logits = logits_of(5, 7)
     logits[::2] = torch.nan
     asked = [
         replace(GREEDY, logprobs=True, top_logprobs=3),
         replace(DRAWN, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2, presence_penalty=0.3),
     ]
     for params in asked:
-        together = sample(logits, [state_of(params, [0]) for _ in range(6)])
+        together = sample(logits, [state_of(params, [0]) for _ in range(7)])
         alone = [sample(logits[row : row + 1], [state_of(params, [0])])[0] for row in (1, 3, 5)]
         assert together[1::2] == alone
 
