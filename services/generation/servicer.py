@@ -74,6 +74,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             # Submitted before its media is selected: the text before them is prefilled meanwhile.
             self._engine.submit(question)
             _note_repairs(usage, question)
+            if not question.wanted_media:
+                clock.finish(Stage.TRANSFER)
             fetching = asyncio.create_task(self._fetch(session, clock, question, usage, events))
             try:
                 count_prompt(usage.prompt_tokens_full, usage.prompt_tokens, plan.media, prunings, kept_counts)
