@@ -15,8 +15,7 @@ from services.preprocessing.planner import Planner
 from services.preprocessing.servicer import SERVICE, PreprocessingServicer
 from services.preprocessing.settings import PreprocessingSettings
 from services.preprocessing.threads import Threads
-from services.preprocessing.workers.jobs import IndexPicture, IndexVideo
-from services.preprocessing.workers.pool import Pool
+from services.preprocessing.workers.pool import Pool, started
 
 _PLANNING_THREADS = 4
 # Media are read within milliseconds; the second is for when the first meets one that takes its time.
@@ -30,16 +29,12 @@ async def main() -> None:
         raise StartupError(f"--media-root {settings.media_root} is no folder")
     reading = Pool(_READING_WORKERS, settings.limits, settings.inflight_bytes, count_replaced)
     decoding = Pool(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced)
-    planner = Planner(
-        Checkpoint(settings.model),
-        settings.media_root,
-        read_packets=lambda source: reading.wait(IndexVideo(source)),
-        read_picture=lambda source: reading.wait(IndexPicture(source)),
-    )
+    planner = Planner(Checkpoint(settings.model), settings.media_root)
     watch(reading, decoding)
     # Left from the right: a plan that still waits for a worker is told at once that there is none any more.
-    async with Threads(_PLANNING_THREADS) as planning, reading, decoding:
-        servicer = PreprocessingServicer(planner, Fetcher(settings.fetch_policy), planning, decoding)
+    async with Threads(_PLANNING_THREADS) as planning, started(reading, decoding):
+        fetcher = Fetcher(settings.fetch_policy)
+        servicer = PreprocessingServicer(planner, fetcher, planning, reading, decoding)
         await serve(SERVICE, settings, partial(add_PreprocessingServiceServicer_to_server, servicer))
 
 

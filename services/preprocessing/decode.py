@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import bisect
 import math
+import mmap
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
+from typing import Self
 
 import av
 import numpy as np
@@ -27,7 +29,7 @@ from av.video.stream import VideoStream
 
 from common.errors import MediaDamaged, MediaRejected
 from services.preprocessing.orientation import upright
-from services.preprocessing.packets import PacketIndex, check_frame_size, open_video, packets_of
+from services.preprocessing.packets import MAX_FRAME_PX, PacketIndex, check_frame_size, open_video, packets_of
 from services.preprocessing.resize import UInt8Array
 from services.preprocessing.sources import Source
 
@@ -35,6 +37,22 @@ MAX_REPAIRED_SHARE = 0.1
 
 # More threads than this a video buy little; without a bound, codecs take one a core in every worker.
 _CODEC_THREADS = 2
+
+# Of common formats: three channels in 16 bits.
+_LARGEST_PIXEL_BYTES = 6
+
+
+class Rest(tuple[int, ...]):
+    """What is left of an item's places: `whole` in all, and of those that are gone `repaired` were repaired."""
+
+    whole: int
+    repaired: int
+
+    @classmethod
+    def of(cls, places: Iterable[int], whole: int, repaired: int) -> Self:
+        rest = cls(places)
+        rest.whole, rest.repaired = whole, repaired
+        return rest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,11 +69,11 @@ def decode_frames(
     """The frames at `places` of the index, which must not decrease; one for each.
 
     max_pixels: of all frames that are decoded, also those between the ones that were asked for.
-    Raises MediaDamaged once more than a tenth of them cannot be decoded, MemoryError if FFmpeg lacked memory for one
-    meanwhile; MediaRejected if they grow past a limit.
+    Raises MediaDamaged once more than a tenth of them, or of the whole item where they are its `Rest`, cannot be
+    decoded, MemoryError if FFmpeg lacked memory for one meanwhile; MediaRejected if they grow past a limit.
     """
-    allowed = MAX_REPAIRED_SHARE * len(places)
-    repaired = 0
+    whole, repaired = (places.whole, places.repaired) if isinstance(places, Rest) else (len(places), 0)
+    allowed = MAX_REPAIRED_SHARE * whole
     with ExitStack() as stack:
         frames = _Frames(source, index, max_pixels, stack)
         last: DecodedFrame | None = None
@@ -65,7 +83,7 @@ def decode_frames(
                 last, last_place = frames.at(place, last), place
             repaired += last.repaired
             if repaired > allowed:
-                raise frames.damage(f"{repaired} of its {len(places)} frames cannot be decoded, at most a tenth may be")
+                raise frames.damage(f"{repaired} of its {whole} frames cannot be decoded, at most a tenth may be")
             yield last
 
 
@@ -113,10 +131,21 @@ class _Frames:
         raise self.damage("none of its frames can be decoded")
 
     def damage(self, text: str) -> Exception:
-        """What is to be raised for it. A lack of memory counts as damage first: damage may make FFmpeg ask for much."""
-        if self._lacked_memory:
+        """What is to be raised for it. A lack of memory counts as damage first: damage may make FFmpeg ask for much.
+
+        Some decoders, H.264's among them, keep it to themselves. Then no other frame would find room now either.
+        """
+        if self._lacked_memory or not self._room_for_a_frame():
             return MemoryError(text)
         return MediaDamaged(f"{self._source.name} is damaged: {text}")
+
+    def _room_for_a_frame(self) -> bool:
+        size = self._stream.codec_context
+        try:
+            mmap.mmap(-1, min(max(1, size.height * size.width), MAX_FRAME_PX) * _LARGEST_PIXEL_BYTES).close()
+        except OSError:
+            return False
+        return True
 
     def _open(self) -> None:
         self._container, self._stream = self._stack.enter_context(open_video(self._source))

@@ -91,50 +91,49 @@ class _Item:
     content: tuple[bytes, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """What reads a video's packets and a picture's header: in this process, unless strangers' files come."""
+
+    packets: Callable[[Source], PacketIndex] = read_packets
+    picture: Callable[[Source], Picture] = read_picture
+
+
 class Planner:
-    """Plans prompts for one checkpoint. Raises StartupError for one that it cannot serve.
+    """Plans prompts for one checkpoint. Raises StartupError for one that it cannot serve."""
 
-    read_packets, read_picture: what they are named after, wherever strangers' files may be read.
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        media_root: Path | None,
-        read_packets: Callable[[Source], PacketIndex] = read_packets,
-        read_picture: Callable[[Source], Picture] = read_picture,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, media_root: Path | None) -> None:
         self._family: Family = load_family(checkpoint)
         self._tokens = ChatTokens(checkpoint, self._family.placeholders)
         self._fingerprint = checkpoint.fingerprint
         self._media_root = media_root
-        self._read_packets = read_packets
-        self._read_picture = read_picture
 
-    def plan(self, conversation: Conversation) -> PlannedPrompt:
+    def plan(self, conversation: Conversation, read: Readers = Readers()) -> PlannedPrompt:
         """Opens the media and lays the prompt out. The caller closes its files.
 
         Sources in it are the planner's from here on, and closed whatever it raises.
-        Raises InvalidRequest, MediaRejected, MediaForbidden and Overloaded.
+        Raises InvalidRequest, MediaRejected, MediaForbidden and Overloaded, and what the readers raise.
         """
         start = time.perf_counter()
         with ExitStack() as files:
             for request in conversation.media:
                 if isinstance(request.location, Source):
                     files.callback(request.location.close)
-            items = [self._open(request, files) for request in conversation.media]
+            items = [self._open(request, files, read) for request in conversation.media]
             opened = time.perf_counter()
             plan = self._lay_out(conversation.turns, items)
             media = tuple(item.planned for item in items)
             return PlannedPrompt(plan, media, files.pop_all(), opened - start, time.perf_counter() - opened)
 
-    def _open(self, request: MediaRequest, files: ExitStack) -> _Item:
+    def _open(self, request: MediaRequest, files: ExitStack, read: Readers) -> _Item:
         if isinstance(request.location, Embeds):
             return self._embeds(request.location)
         source = self._source(request, files)
         try:
             self._check_max_pixels(request.sampling.max_pixels)
-            return self._image(source, request) if request.modality is Modality.IMAGE else self._video(source, request)
+            if request.modality is Modality.IMAGE:
+                return self._image(source, read.picture(source), request)
+            return self._video(source, read.packets(source), request)
         except InvalidRequest as error:
             if type(error) is InvalidRequest:  # about a field, whose place only the request knows
                 raise InvalidRequest(f"{request.name}.{error}") from error
@@ -145,20 +144,20 @@ class Planner:
             case Source() as fetched:
                 return fetched
             case bytes() as data:
-                return bytes_source(request.name, data)
+                source = bytes_source(request.name, data)
             case str() as path:
                 source = path_source(request.name, path, self._media_root)
-                files.callback(source.close)
-                return source
-        raise AssertionError(f"{request.name}.url was not fetched")
+            case _:
+                raise AssertionError(f"{request.name}.url was not fetched")
+        files.callback(source.close)
+        return source
 
     def _embeds(self, embeds: Embeds) -> _Item:
         base = embeds.time_base(self._family.frame_bounds.temporal_patch)
         content = (b"embeds", embeds.digest, str(embeds.grid).encode(), _packed(base))
         return _Item(embeds.modality, PlannedEmbeds(), 0, embeds.grid, base, (), content)
 
-    def _image(self, source: Source, request: MediaRequest) -> _Item:
-        picture = self._read_picture(source)
+    def _image(self, source: Source, picture: Picture, request: MediaRequest) -> _Item:
         size = self._family.image_size(picture.height_px, picture.width_px, request.sampling)
         height, width = self._within(size, request.sampling.max_pixels)
         return _Item(
@@ -171,8 +170,7 @@ class Planner:
             content=(b"image", source.digest, struct.pack("<2q", height, width)),
         )
 
-    def _video(self, source: Source, request: MediaRequest) -> _Item:
-        index = self._read_packets(source)
+    def _video(self, source: Source, index: PacketIndex, request: MediaRequest) -> _Item:
         bounds = self._family.frame_bounds
         sampled = sample(index.times, bounds, request.sampling, self._family.sample_indices)
         size = self._family.video_size(index.height_px, index.width_px, sampled.frames, request.sampling)

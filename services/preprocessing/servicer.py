@@ -22,11 +22,12 @@ from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessRespons
 from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.messages import conversation_of, frames_responses
 from services.preprocessing.metrics import count_frames
-from services.preprocessing.planner import Conversation, PlannedPrompt, Planner
+from services.preprocessing.planner import Conversation, PlannedPrompt, Planner, Readers
 from services.preprocessing.slices import PlannedMedia
 from services.preprocessing.threads import Threads
 from services.preprocessing.workers.jobs import slices_job
 from services.preprocessing.workers.pool import Pool
+from services.preprocessing.workers.reading import Reading
 
 Requests: TypeAlias = AsyncIterator[PreprocessRequest]
 Context: TypeAlias = grpc.aio.ServicerContext[PreprocessRequest, PreprocessResponse]
@@ -35,11 +36,14 @@ Context: TypeAlias = grpc.aio.ServicerContext[PreprocessRequest, PreprocessRespo
 class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer):
     """Prompts are planned on threads, frames decoded by a pool that does nothing else: no plan waits behind them."""
 
-    def __init__(self, planner: Planner, fetcher: Fetcher, planning: Threads, decoding: Pool) -> None:
+    def __init__(
+        self, planner: Planner, fetcher: Fetcher, planning: Threads, reading_workers: Pool, decoding_workers: Pool
+    ) -> None:
         self._planner = planner
         self._fetcher = fetcher
         self._planning = planning
-        self._decoding = decoding
+        self._reading_workers = reading_workers
+        self._decoding_workers = decoding_workers
 
     async def Preprocess(self, request_iterator: Requests, context: Context) -> AsyncIterator[PreprocessResponse]:
         requests = aiter(request_iterator)
@@ -57,10 +61,13 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         if request is None or not request.HasField("prompt"):
             raise InvalidRequest("the first request of a stream must be a prompt")
         conversation = await self._fetched(await self._planning.call(partial(conversation_of, request.prompt)))
-        job = asyncio.ensure_future(self._planning.call(partial(self._planner.plan, conversation)))
+        reading = Reading(self._reading_workers)
+        read = Readers(reading.packets, reading.picture)
+        job = asyncio.ensure_future(self._planning.call(partial(self._planner.plan, conversation, read)))
         try:
             planned = await asyncio.shield(job)
         except asyncio.CancelledError:
+            reading.leave()
             job.add_done_callback(_close_files)  # the thread runs on, and nobody else sees what it opened
             raise
         STAGE_BUSY_SECONDS.labels("open").observe(planned.open_s)
@@ -80,7 +87,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
             return
         decode_s = resize_s = 0.0
         try:
-            async with self._decoding.ahead(job) as slices:
+            async with self._decoding_workers.ahead(job) as slices:
                 async for each in slices:
                     decode_s += each.decode_s
                     resize_s += each.resize_s

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from common.errors import MediaForbidden, MediaRejected, Overloaded
+from services.preprocessing.memory import SealedMemory
 
 _READ_BYTES = 2**20
 
@@ -27,28 +28,25 @@ _OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, e
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Opened media: a name for messages, sha256 of its bytes, and either the bytes or a file descriptor.
+    """Opened media: a name for messages, sha256 of its bytes, and the descriptor of what holds them.
 
     on_close: gives the descriptor back, where more than closing it is to be done.
     """
 
     name: str
     digest: bytes
-    data: bytes | None = field(default=None, repr=False)
-    descriptor: int | None = None
+    descriptor: int
     on_close: Callable[[], None] | None = field(default=None, repr=False)
 
     def open(self) -> BinaryIO:
         """A reader of its own at the first byte; several may read at once."""
-        if self.descriptor is None:
-            return io.BytesIO(self.data or b"")
         return io.BufferedReader(_Pread(self.descriptor), _READ_BYTES)
 
     def close(self) -> None:
-        """Gives the file back. Readers must be done."""
+        """Gives the descriptor back. Readers must be done."""
         if self.on_close is not None:
             self.on_close()
-        elif self.descriptor is not None:
+        else:
             os.close(self.descriptor)
 
 
@@ -94,10 +92,15 @@ def own_lack_told(name: str) -> Iterator[None]:
 
 
 def bytes_source(name: str, data: bytes) -> Source:
-    """Media that came with the request. Raises MediaRejected if there are none."""
+    """Media that came with the request, in memory that workers share. It is given back with the source if not before.
+
+    Raises MediaRejected if there are none, Overloaded where descriptors or memory lack.
+    """
     if not data:
         raise MediaRejected(f"{name}.data is empty")
-    return Source(name, hashlib.sha256(data).digest(), data=data)
+    with own_lack_told(f"{name}.data"):
+        memory = SealedMemory(memoryview(data))
+    return Source(name, hashlib.sha256(data).digest(), memory.descriptor, memory.close)
 
 
 def path_source(name: str, path: str, media_root: Path | None) -> Source:
@@ -130,7 +133,7 @@ def _file_source(name: str, path: str, root: Path) -> Source:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise MediaRejected(f"{name}.path {path!r} is no file")
-        return Source(name, _digest(descriptor), descriptor=descriptor)
+        return Source(name, _digest(descriptor), descriptor)
     except BaseException:
         os.close(descriptor)
         raise

@@ -100,7 +100,7 @@ class Fetcher:
         file = FetchedFile(self._disk)
         try:
             digest = await self._follow(url, file)
-            return Source(name, digest, descriptor=file.descriptor, on_close=file.close)
+            return Source(name, digest, file.descriptor, file.close)
         except BaseException:
             file.close()
             raise

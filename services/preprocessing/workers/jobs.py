@@ -93,9 +93,19 @@ class IndexPicture:
 
 @dataclass(frozen=True, slots=True)
 class VideoSlices:
-    """Decodes and resizes what is sent of a video, a temporal slice a piece."""
+    """Decodes and resizes what is sent of a video, a temporal slice a piece.
+
+    Whoever goes on makes the last slice that was whole again, which is what stands in for damage after it:
+
+        made      0   1   2   3        2 and 3 hold frames that had to be repaired
+        again         1   2   3   4 ...
+        sent                      4 ...
+
+    repaired: frames of each slice that was made; so a job is run but once.
+    """
 
     video: PlannedVideo
+    repaired: list[int] = field(default_factory=list)
 
     @property
     def source(self) -> Source:
@@ -111,10 +121,14 @@ class VideoSlices:
 
     def order(self, done: int) -> Order:
         video = self.video
-        places = np.array(video.places[done * video.slice_frames :], np.int64)
+        begin = max((number for number in range(done) if not self.repaired[number]), default=0)
+        places = np.array(video.places[begin * video.slice_frames :], np.int64)
         facts, numbers = index_facts(video.index)
         sent = {
             "places": places.size,
+            "whole": len(video.places),
+            "repaired": sum(self.repaired[:begin]),
+            "again": done - begin,
             "slice_frames": video.slice_frames,
             "sent_height_px": video.height_px,
             "sent_width_px": video.width_px,
@@ -124,7 +138,9 @@ class VideoSlices:
     def piece(self, number: int, facts: Facts, data: UInt8Array) -> Slice:
         video = self.video
         shape = (video.slice_frames, video.height_px, video.width_px, 3)
-        return _slice(number * video.slice_frames, shape, facts, data)
+        made = _slice(number * video.slice_frames, shape, facts, data)
+        self.repaired.append(made.repaired_frames)
+        return made
 
 
 @dataclass(frozen=True, slots=True)

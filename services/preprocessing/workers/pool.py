@@ -7,8 +7,9 @@ job, and the worker is replaced. `jobs` says what can be asked of it, `inflight`
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Self, TypeAlias, TypeVar
@@ -17,19 +18,20 @@ import numpy as np
 import structlog
 
 from common.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract, StartupError, Unavailable
-from services.preprocessing.sources import Source
+from services.preprocessing.memory import mapped, sealed
 from services.preprocessing.workers.inflight import InFlight, Share
 from services.preprocessing.workers.jobs import Job
 from services.preprocessing.workers.limits import Limits
 from services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
-from services.preprocessing.workers.protocol import Facts, Kind, close_all, mapped, sealed
+from services.preprocessing.workers.protocol import Facts, Kind
 
 T = TypeVar("T")
 Made: TypeAlias = asyncio.Queue[T | BaseException | None]
 
 # A worker that was told to make the next piece before it sent the last never waits for the event loop.
 _GRANTS = 2
-_STOP_S = 5.0
+# A worker that does not stop so soon is replaced: starting one costs less than waiting for it.
+_STOP_S = 0.5
 _RESTART_S = 1.0
 _REFUSALS = {each.reason: each for each in (InvalidRequest, MediaRejected, MediaDamaged)}
 
@@ -107,12 +109,6 @@ class Pool:
         """The only piece of a job that has one."""
         async with self._running(job, piece_bytes=0) as pieces:
             return await anext(pieces)
-
-    def wait(self, job: Job[T]) -> T:
-        """The same for another thread, which stands still meanwhile."""
-        if self._loop is None:
-            raise _stopping()
-        return asyncio.run_coroutine_threadsafe(self.call(job), self._loop).result()
 
     @asynccontextmanager
     async def ahead(self, job: Job[T]) -> AsyncIterator[AsyncGenerator[T, None]]:
@@ -232,7 +228,7 @@ class Pool:
                     message.close()
                 message.close()
         except TimeoutError:
-            await self._replace(worker, Fault.SLOW)
+            await self._replace(worker, Fault.ABANDONED)
         except WorkerFault as error:
             await self._replace(worker, error.fault)
         except PeerContract:
@@ -274,6 +270,19 @@ class Pool:
         return task
 
 
+@asynccontextmanager
+async def started(*pools: Pool) -> AsyncIterator[None]:
+    """Pools that start side by side. Raises StartupError if any cannot be started; then the others have stopped too."""
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.TaskGroup() as starting:
+                for pool in pools:
+                    starting.create_task(stack.enter_async_context(pool))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        yield
+
+
 def _stopping() -> Unavailable:
     return Unavailable("preprocessing is stopping", "preprocessing")
 
@@ -281,20 +290,11 @@ def _stopping() -> Unavailable:
 def _begin(worker: WorkerProcess, job: Job[T], done: int) -> None:
     order = job.order(done)
     facts = Facts({"job": order.name, "media": job.source.name, "pieces": job.pieces - done, **order.facts})
-    opened = [sealed(order.numbers.data)]
+    numbers = sealed(order.numbers.data)
     try:
-        media = _media(job.source, opened)
-        worker.tell(Kind.JOB, facts, (media, opened[0]))
+        worker.tell(Kind.JOB, facts, (job.source.descriptor, numbers))
     finally:
-        close_all(tuple(opened))
-
-
-def _media(source: Source, opened: list[int]) -> int:
-    """The source's open file, or one made of its bytes, which is added to `opened`."""
-    if source.descriptor is not None:
-        return source.descriptor
-    opened.append(sealed(memoryview(source.data or b"")))
-    return opened[-1]
+        os.close(numbers)
 
 
 async def _taken(run: _Run[T]) -> AsyncGenerator[T, None]:

@@ -28,12 +28,13 @@ _EXIT_S = 1.0
 
 
 class Fault(StrEnum):
-    """Why a worker is replaced."""
+    """Why a worker is replaced. ABANDONED: whoever asked has left, and it would not stop."""
 
     CRASHED = "crashed"
     SLOW = "slow"
     MEMORY = "memory"
     CONTRACT = "contract"
+    ABANDONED = "abandoned"
 
 
 class WorkerFault(Exception):

@@ -1,4 +1,4 @@
-"""What the service and its worker processes tell each other, and the memory in which arrays change hands.
+"""What the service and its worker processes tell each other; `memory` is where arrays change hands.
 
 A worker may have been taken over by the file that it decodes, so nothing here can run code on arrival: each message is
 one datagram of JSON with fixed keys, arrays come in sealed memory, and whatever else arrives is PeerContract.
@@ -12,9 +12,7 @@ STOP ends a job before its next piece. A worker without a job ignores NEXT and S
 from __future__ import annotations
 
 import array
-import fcntl
 import json
-import mmap
 import os
 import socket
 from collections.abc import Mapping
@@ -22,16 +20,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
-
 from common.errors import PeerContract
-from services.preprocessing.resize import UInt8Array
 
 MAX_TEXT_CHARACTERS = 4096
 
 _MAX_MESSAGE_BYTES = 2**16
 _MAX_DESCRIPTORS = 2
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class Kind(StrEnum):
@@ -130,41 +124,6 @@ def _parsed(data: bytes) -> tuple[Kind, Facts]:
         return Kind(content["kind"]), Facts(content["facts"])
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise PeerContract(f"a worker sent what is no message: {error!r}") from error
-
-
-def sealed(data: memoryview) -> int:
-    """A descriptor of memory that holds the bytes and can never change. The caller closes it."""
-    descriptor = os.memfd_create("framesieve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        rest = data.cast("B") if data.nbytes else memoryview(b"")
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def mapped(descriptor: int, max_bytes: int) -> UInt8Array:
-    """The bytes of sealed memory, uint8 [size], freed with the array. Closes the descriptor.
-
-    Raises PeerContract if they could still change, or there are none or too many. Without the seals a worker could
-    shrink the memory under whoever reads it, which the kernel answers by SIGBUS.
-    """
-    try:
-        try:
-            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        except OSError:
-            seals = 0  # no memory but a file or a socket
-        size_bytes = os.fstat(descriptor).st_size
-        if seals & _SEALS != _SEALS or not 0 < size_bytes <= max_bytes:
-            raise PeerContract(f"a worker's memory has {size_bytes} bytes of at most {max_bytes}, seals {seals:#x}")
-        # Private: kernels before 6.7 refuse to share what is sealed against writing.
-        memory = mmap.mmap(descriptor, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_POPULATE, mmap.PROT_READ)
-        return np.frombuffer(memory, np.uint8)
-    finally:
-        os.close(descriptor)
 
 
 def close_all(descriptors: tuple[int, ...] | array.array[int]) -> None:
