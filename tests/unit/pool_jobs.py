@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from services.preprocessing.memory import sealed
 from services.preprocessing.workers import worker
-from services.preprocessing.workers.protocol import sealed
 from services.preprocessing.workers.worker import Answer, Task
 
 MIB = 2**20

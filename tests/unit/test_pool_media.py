@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import random
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from services.preprocessing.pictures import decode_picture, read_picture
 from services.preprocessing.resize import UInt8Array, resize
 from services.preprocessing.slices import PlannedPicture, PlannedVideo, Slice
 from services.preprocessing.sources import Source, bytes_source, path_source
+from services.preprocessing.workers import process, protocol
 from services.preprocessing.workers.jobs import (
     IndexPicture,
     IndexVideo,
@@ -156,6 +159,84 @@ async def test_a_video_that_made_way_goes_on_with_the_same_frames(container: str
     assert replaced == []
 
 
+MANY_KEYFRAMES = {"container": "matroska", "codec": "mjpeg"}
+
+
+async def made_way_at(slices_before: int, data: bytes, places: tuple[int, ...], replaced: list[Fault]) -> list[Slice]:
+    """What comes of a video whose only worker goes to somebody else after so many slices and comes back."""
+    source = bytes_source("video", data)
+    job = Watched(planned(source, read_packets(source), places))
+    async with Pool(1, LIMITS, MIB, replaced.append) as pool, pool.ahead(job) as slices:
+        before = [await anext(slices) for _ in range(slices_before)]
+        await pool.call(IndexVideo(source))
+        whole = before + [each async for each in slices]
+    assert job.begun == [0, slices_before]
+    return whole
+
+
+@pytest.mark.parametrize("damaged", [[50, 54], [18, 20, 22], [14, 16], [18, 20]])
+async def test_a_tenth_of_the_whole_video_may_be_damaged_wherever_it_made_way(
+    damaged: list[int], replaced: list[Fault]
+) -> None:
+    places = tuple(range(0, 60, 2))
+    data = without_packets(clip(60, **MANY_KEYFRAMES), damaged)
+    source = bytes_source("video", data)
+    whole = list(planned(source, read_packets(source), places).slices())
+    assert sum(each.repaired_frames for each in whole) == len(damaged)
+    ours = await made_way_at(10 if damaged[-1] < 50 else 12, data, places, replaced)
+    assert same(ours, whole)
+    assert replaced == []
+
+
+async def test_more_than_a_tenth_of_the_whole_video_is_damage_wherever_it_made_way(replaced: list[Fault]) -> None:
+    data = without_packets(clip(60, **MANY_KEYFRAMES), [4, 8, 44, 48])
+    with pytest.raises(MediaDamaged, match="4 of its 30 frames cannot be decoded, at most a tenth may be"):
+        await made_way_at(10, data, tuple(range(0, 60, 2)), replaced)
+    assert replaced == []
+
+
+async def test_bytes_are_put_into_shared_memory_once_however_many_jobs_read_them(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files: list[int] = []
+    send = protocol.send
+
+    def noted(connection: socket.socket, message: protocol.Message) -> None:
+        if message.kind is protocol.Kind.JOB:
+            files.append(os.fstat(message.descriptors[0]).st_ino)
+        send(connection, message)
+
+    monkeypatch.setattr(process, "send", noted)
+    source = bytes_source("video", clip(10))
+    video = planned(source, await pool.call(IndexVideo(source)), (0, 9))
+    async with pool.ahead(VideoSlices(video)) as slices:
+        assert numbers_of([each async for each in slices]) == [0, 9]
+    assert len(files) == 2
+    assert len(set(files)) == 1
+
+
+async def test_a_lack_of_memory_is_told_as_such_though_the_decoder_speaks_of_damage() -> None:
+    reference = {"preset": "ultrafast", "g": "12", "x264-params": "ref=8:bframes=3:b-pyramid=normal"}
+    source = bytes_source("video", clip(12, size=(1920, 1920), options=reference))
+    video = planned(source, read_packets(source), tuple(range(12)))
+    # The decoder holds up to a dozen frames of 5.5 MB: it has room for some of them, for most, for all.
+    ends = {memory_mib: await _end(video, memory_mib) for memory_mib in (80, 100, 108, 116, 180)}
+    told = {each: f"video cannot be decoded: it needed more than {each} MiB" for each in ends}
+    assert {each: end for each, end in ends.items() if end not in (None, told[each])} == {}
+    assert (ends[80], ends[180]) == (told[80], None)
+
+
+async def _end(video: PlannedVideo, memory_mib: int) -> str | None:
+    """How a video with so much memory is refused, if it is."""
+    limits = replace(LIMITS, memory_bytes=memory_mib * MIB)
+    try:
+        async with Pool(1, limits, MIB, lambda _: None) as pool, pool.ahead(VideoSlices(video)) as slices:
+            _ = [each async for each in slices]
+    except InvalidRequest as error:
+        return str(error)
+    return None
+
+
 @pytest.mark.parametrize(
     ("limits", "told"),
     [
@@ -226,6 +307,7 @@ async def test_mutated_files_end_no_worker_and_leak_nothing(pool: Pool, replaced
                 decoded += len([each async for each in slices])
         except InvalidRequest:
             pass
+        source.close()
     assert decoded > MUTATIONS
     assert replaced == []
     assert open_descriptors() == descriptors

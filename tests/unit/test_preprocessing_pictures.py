@@ -94,7 +94,9 @@ def test_what_is_no_picture_is_rejected(data: bytes) -> None:
 
 def test_a_picture_cut_off_is_damaged() -> None:
     whole = source_of(scene().resize((400, 240)), "JPEG")
-    source = bytes_source("image", (whole.data or b"")[: len(whole.data or b"") // 2])
+    with whole.open() as file:
+        data = file.read()
+    source = bytes_source("image", data[: len(data) // 2])
     with pytest.raises(MediaDamaged, match="cannot be decoded"):
         decode_picture(source, read_picture(source))
 
