@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
 from services.generation.attention import ATTENTION
+from services.generation.linears import pack_linears, packed
 
 LM_HEAD_PREFIX = "lm_head."
 
@@ -33,7 +34,7 @@ class LanguageModel:
 
     text: nn.Module
     embed_tokens: nn.Embedding
-    lm_head: nn.Linear
+    lm_head: nn.Module
     layers: int
     kv_heads: int
     head_dim: int
@@ -84,10 +85,11 @@ def with_output_layer(checkpoint: Checkpoint, config: Any, text: Any, embed_leve
     else:
         weights = read_weights(checkpoint, LM_HEAD_PREFIX, embed_tokens.weight.dtype, embed_tokens.weight.device)
         fill(lm_head, weights, LM_HEAD_PREFIX)
+    pack_linears(text)
     return LanguageModel(
         text=text.train(False).requires_grad_(False),
         embed_tokens=embed_tokens,
-        lm_head=lm_head.requires_grad_(False),
+        lm_head=packed(lm_head).requires_grad_(False),
         layers=sizes.num_hidden_layers,
         kv_heads=sizes.num_key_value_heads,
         head_dim=text.layers[0].self_attn.head_dim,

@@ -1,0 +1,43 @@
+"""Linear layers laid out for the processor compute what torch's own do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from services.generation.linears import PackedLinear, pack_linears, packed
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 8, 65, 300])
+def test_a_packed_layer_computes_what_the_layer_does(dtype: torch.dtype, rows: int) -> None:
+    torch.manual_seed(rows)
+    for bias in (False, True):
+        linear = nn.Linear(96, 40, bias=bias, dtype=dtype).requires_grad_(False)
+        layer = packed(linear)
+        if dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            assert isinstance(layer, PackedLinear)
+        states = torch.randn(1, rows, 96).to(dtype)
+        expected = linear.float()(states.float())
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(layer(states).float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_what_cannot_be_packed_stays_as_it_is() -> None:
+    linear = nn.Linear(8, 8, dtype=torch.float64)
+    assert packed(linear) is linear
+
+
+def test_layers_within_layers_are_packed_and_others_left() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4))).requires_grad_(False)
+    states = torch.randn(1, 3, 8)
+    expected = model(states)
+    pack_linears(model)
+    assert [type(each) for each in model.modules() if not isinstance(each, nn.Sequential)] == [
+        PackedLinear,
+        nn.LayerNorm,
+        PackedLinear,
+    ]
+    torch.testing.assert_close(model(states), expected, atol=1e-5, rtol=1e-5)
