@@ -54,7 +54,7 @@ format: setup  ## Put the code into the house's format
 bench: setup  ## Measure against transformers' generate, and what the split into processes costs
 	$(BIN)/python -m benchmarks.run
 
-bench-media: setup  ## Measure the path from a file to tensors against other ways to do the same
+bench-media: setup  ## Measure the path from a file to pruned embeddings against other ways to do the same
 	$(BIN)/python -m benchmarks.media
 
 fuzz: setup  ## Put thousands of broken media files through planning and decoding

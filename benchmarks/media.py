@@ -1,4 +1,4 @@
-"""`make bench-media`: the media path, from a file to what the tower reads, against other ways to do the same.
+"""`make bench-media`: the media path, from a file to pruned embeddings, against other ways to do the same.
 
 Contenders take turns round by round, so that what else the machine does is shared by all; medians over rounds, ratios
 within one run. Prints Markdown, or JSON, to stdout and progress to stderr. A measurement is a function in a file of its
@@ -14,14 +14,28 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
+from benchmarks.media_hop import hop
+from benchmarks.media_memory import memory
+from benchmarks.media_overlap import overlap
+from benchmarks.media_pruning import pruning
+from benchmarks.media_second_question import second_question
 from benchmarks.media_seeking import seeking
+from benchmarks.media_sharing import sharing
 from benchmarks.media_table import Row, table
 from benchmarks.media_tensors import tensors
+from benchmarks.media_throughput import throughput
 from benchmarks.timing import machine
 
 MEASUREMENTS: Mapping[str, Callable[[int], list[Row]]] = {
     "tensors": tensors,
     "seeking": seeking,
+    "throughput": throughput,
+    "sharing": sharing,
+    "overlap": overlap,
+    "second-question": second_question,
+    "hop": hop,
+    "pruning": pruning,
+    "memory": memory,
 }
 
 

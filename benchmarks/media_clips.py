@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 RATE = 30
+_FILES = itertools.count()
 
 
 def clip(frames: int, height_px: int, width_px: int, keyframe_every: int) -> bytes:
@@ -30,6 +33,18 @@ def clip(frames: int, height_px: int, width_px: int, keyframe_every: int) -> byt
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
             container.mux(stream.encode())
         return Path(file.name).read_bytes()
+
+
+def another_file(data: bytes) -> bytes:
+    """The same clip in other bytes, which no cache knows: with a box at its end that every reader skips."""
+    return data + struct.pack(">I4sQ", 16, b"free", next(_FILES))
+
+
+def another_path(folder: Path, data: bytes) -> str:
+    """The name of a new file in `folder`: the same clip in other bytes."""
+    name = f"{next(_FILES)}.mp4"
+    (folder / name).write_bytes(another_file(data))
+    return name
 
 
 def pictures(frames: int, height_px: int, width_px: int) -> Iterator[NDArray[np.uint8]]:

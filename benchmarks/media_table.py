@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_SCALES = {"s": (1e3, "ms"), "bytes": (2**-20, "MiB")}
+_SCALES = {"s": (1e3, "ms"), "bytes": (2**-20, "MiB"), "bytes/s": (2**-20, "MiB/s")}
 
 
 class Timings:
@@ -25,7 +25,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians of one run, in `unit`: "s", "bytes" or "1/s". at_least, at_most: the goal for ours / theirs, if any."""
+    """Medians of one run, in `unit`: "s", "bytes", "1/s" or "bytes/s".
+
+    at_least, at_most: the goal for ours / theirs, if any. note: what else was seen, for whoever wants to know why.
+    """
 
     what: str
     against: str
@@ -34,6 +37,7 @@ class Row:
     unit: str
     at_least: float | None = None
     at_most: float | None = None
+    note: str = ""
 
     @property
     def ratio(self) -> float:
@@ -48,7 +52,7 @@ class Row:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Markdown."""
+    """Markdown: the table, and below it the rows' notes."""
     lines = ["| what | ours | against | theirs | ours / theirs | goal | met |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         scale, unit = _SCALES.get(row.unit, (1, row.unit))
@@ -58,4 +62,5 @@ def table(rows: Sequence[Row]) -> list[str]:
             f"| {row.what} | {row.ours * scale:.4g} {unit} | {row.against} | {row.theirs * scale:.4g} {unit} | "
             f"{row.ratio:.3g} | {goal} | {met} |"
         )
-    return lines
+    notes = [f"- {row.what}: {row.note}" for row in rows if row.note]
+    return [*lines, "", *notes] if notes else lines

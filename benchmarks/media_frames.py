@@ -1,0 +1,26 @@
+"""A Preprocess call of the media benchmarks: one video, selected at once, read to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from client.prompt import Video, user_turn
+from client.wire import prompt_message
+from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
+
+
+async def responses(channel: grpc.aio.Channel, video: Video) -> AsyncIterator[PreprocessResponse]:
+    prompt = await asyncio.to_thread(prompt_message, [user_turn(video, "")])
+    requests = [PreprocessRequest(prompt=prompt), PreprocessRequest(select=prompt_pb2.Select(all=True))]
+    stub = preprocessing_pb2_grpc.PreprocessingServiceStub(channel)
+    async for response in stub.Preprocess(iter(requests)):
+        yield response
+
+
+async def read_frames(channel: grpc.aio.Channel, video: Video) -> int:
+    """Reads all, and returns the bytes of its frames."""
+    return sum([len(each.frames.chunk.data) async for each in responses(channel, video)])

@@ -1,0 +1,100 @@
+"""Resident memory of the three services over 200 requests of mixed size, four at a time.
+
+A service counts with the workers that it has started. What is meant to fill up is made small enough to be full before
+the measuring begins: the encoder's cache (CACHE_BYTES) and the KV cache, whose blocks keep what they hold until they
+are needed again (KV_TOKENS). Every second request asks again about what an earlier one
+showed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import statistics
+from collections.abc import Iterator, Sequence
+from random import Random
+
+import numpy as np
+from PIL import Image as Picture
+
+from benchmarks.media_clips import RATE, another_file, clip
+from benchmarks.media_processes import resident_bytes
+from benchmarks.media_table import Row
+from client.client import FramesieveClient
+from client.launcher import SERVICES, LocalStack
+from client.prompt import Image, PartLike, Video
+from demo.scenes import encode, random_scene
+
+REQUESTS, WARM_UP, AT_ONCE = 200, 50, 4
+CACHE_BYTES, KV_TOKENS = 4 * 2**20, 4096
+FIRST_SEED = 11_100_000
+AT_MOST = 1.05
+
+
+def memory(_: int) -> list[Row]:
+    """One run, whatever the rounds: medians of the last 50 requests against those after the warm-up."""
+    samples = asyncio.run(_memory())
+    return [_row(service, samples[service]) for service in SERVICES]
+
+
+def _row(service: str, bytes_by_request: Sequence[int]) -> Row:
+    before, after = early_and_late(bytes_by_request)
+    note = f"{min(bytes_by_request) >> 20} to {max(bytes_by_request) >> 20} MiB over all requests"
+    what = f"memory of {service}, the last {WARM_UP} of {REQUESTS} requests"
+    against = f"requests {WARM_UP} to {2 * WARM_UP}"
+    return Row(what, against, after, before, "bytes", at_most=AT_MOST, note=note)
+
+
+def early_and_late(samples: Sequence[int]) -> tuple[float, float]:
+    """Medians of as many samples as the warm-up has: those that follow it, and the last."""
+    return statistics.median(samples[WARM_UP : 2 * WARM_UP]), statistics.median(samples[-WARM_UP:])
+
+
+async def _memory() -> dict[str, list[int]]:
+    """By service, after each request."""
+    flags = {
+        "encoder": ["--cache-bytes", str(CACHE_BYTES)],
+        "generation": ["--kv-cache-tokens", str(KV_TOKENS)],
+    }
+    found: dict[str, list[int]] = {service: [] for service in SERVICES}
+    waiting = requests()
+    async with LocalStack(flags=flags) as stack, FramesieveClient(stack.address) as client:
+
+        async def ask_on() -> None:
+            for media, rate in waiting:
+                await client.ask(media, "What happens?", pruning_rate=rate, max_new_tokens=4, temperature=0)
+                for service, process in stack.processes.items():
+                    found[service].append(resident_bytes(process.pid))
+
+        await asyncio.gather(*(ask_on() for _ in range(AT_ONCE)))
+    return found
+
+
+def requests() -> Iterator[tuple[PartLike, float]]:
+    """Media and pruning rates: the demo's clips, 720p clips, pictures, and every second time one that came before."""
+    random = Random(0)
+    large = clip(3 * RATE, 720, 1280, keyframe_every=60)
+    seen: list[PartLike] = []
+    for number in range(REQUESTS):
+        media = random.choice(seen) if number % 2 else _new_media(number, random, large)
+        seen.append(media)
+        yield media, random.choice((0.0, 0.5, 0.75, 0.9))
+
+
+def _new_media(number: int, random: Random, large: bytes) -> PartLike:
+    kind = random.choice(("demo", "demo", "large", "picture"))
+    if kind == "picture":
+        return Image(data=_picture(random), max_pixels=random.choice((112, 224, 448)) ** 2)
+    if kind == "large":
+        side_px = random.choice((112, 224, 336))
+        return Video(data=another_file(large), fps=random.choice((1.0, 2.0)), max_pixels=side_px**2)
+    return Video(data=encode(random_scene(FIRST_SEED + number)))
+
+
+def _picture(random: Random) -> bytes:
+    """A PNG of noise of some size."""
+    shape = (random.randrange(200, 1200), random.randrange(200, 1200), 3)
+    pixels = np.random.default_rng(random.getrandbits(32)).integers(0, 256, shape, np.uint8)
+    file = io.BytesIO()
+    Picture.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()

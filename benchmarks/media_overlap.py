@@ -1,0 +1,135 @@
+"""The first token on a long clip: stages that overlap, as they do, against the same stages one after another.
+
+The clip is 60 s of 640×360, of which 120 frames at 2 a second are looked at, sized so that decoding and encoding cost
+about alike. One after another is the sum of
+
+    decoding   Preprocess by itself, plan and frames, read to the end
+    encoding   Encode by itself, plan to the last embedding, by another encoder with the same flags, whose preprocessing
+               is a server in this process that has every frame at hand
+    prefill    the stages `queue` and `prefill` of the answer of ours: nothing overlaps them
+    less       those frames from that server, read by themselves: frames cross the wire in the first two, once is due
+
+which is fair: each stage is the services' own, has the machine to itself and its input ready, and nothing but the order
+differs. The plan counts once, with decoding; the transfer of embeddings counts with encoding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from benchmarks.media_clips import RATE, another_path, clip
+from benchmarks.media_frames import read_frames, responses
+from benchmarks.media_second_question import first_token
+from benchmarks.media_table import Row, Timings
+from client.client import FramesieveClient
+from client.encoding import encode
+from client.launcher import Endpoint, LocalStack
+from client.prompt import Video
+from common.channels import open_channel
+from common.retention import Pruning
+from framesieve.v1 import preprocessing_pb2_grpc
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
+
+FRAMES, SECONDS = 120, 60
+MAX_PX = 400 * 400
+QUESTION, PRUNING_RATE = "What happens in the video?", 0.75
+AT_MOST = 0.75
+# Every request is to cost what it costs the first time. With one thread a stage, two stages have a core each.
+FLAGS = {
+    "one thread for the tower": ["--cache-bytes", "0", "--threads", "1"],
+    "torch's threads": ["--cache-bytes", "0"],
+}
+
+
+def overlap(rounds: int) -> list[Row]:
+    """Seconds to the first token, with one thread for the tower and with as many as torch would choose."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, data = Path(name), clip(SECONDS * RATE, 360, 640, keyframe_every=60)
+        return [asyncio.run(_overlap(rounds, folder, data, each)) for each in FLAGS]
+
+
+async def _overlap(rounds: int, folder: Path, data: bytes, flags_name: str) -> Row:
+    flags = {"encoder": FLAGS[flags_name]}
+    taken = Timings()
+    async with (
+        LocalStack(media_root=folder, flags=flags) as stack,
+        FramesieveClient(stack.address) as client,
+        open_channel(stack.addresses["preprocessing"]) as preprocessing,
+        replaying(folder, [each async for each in responses(preprocessing, video(folder, data))]) as address,
+        LocalStack(services=("encoder",), endpoints=endpoints(folder, address), flags=flags) as encoder_alone,
+        open_channel(address) as replay,
+    ):
+        for number in range(rounds + 1):
+            asked = [video(folder, data) for _ in range(3)]
+            ours_s, stages_s = await first_token(client, asked[0], QUESTION, PRUNING_RATE)
+            decode_s = await timed(read_frames(preprocessing, asked[1]))
+            encoder = encoder_alone.addresses["encoder"]
+            encode_s = await timed(encode(encoder, asked[2], Pruning(PRUNING_RATE)))
+            wire_s = await timed(read_frames(replay, asked[2]))
+            if not number:  # the first warms up
+                continue
+            prefill_s = stages_s["queue"] + stages_s["prefill"]
+            found = {"decoding": decode_s, "encoding": encode_s, "prefill": prefill_s, "the wire": wire_s}
+            for name, seconds in found.items():
+                taken.add(name, seconds)
+            taken.add("ours", ours_s)
+            taken.add("theirs", decode_s + encode_s - wire_s + prefill_s)
+    note = ", ".join(f"{name} {taken.median(name):.2f} s" for name in found)
+    what = f"first token on {FRAMES} frames of a {SECONDS} s clip, {flags_name}"
+    ours, theirs = taken.median("ours"), taken.median("theirs")
+    return Row(what, "decode, encode, prefill in turn", ours, theirs, "s", at_most=AT_MOST, note=f"alone, {note}")
+
+
+def video(folder: Path, data: bytes) -> Video:
+    """Another file each time, so that no cache knows it."""
+    return Video(server_path=another_path(folder, data), fps=FRAMES / SECONDS, max_pixels=MAX_PX)
+
+
+async def timed(work: Awaitable[Any]) -> float:
+    start = time.perf_counter()
+    await work
+    return time.perf_counter() - start
+
+
+def endpoints(folder: Path, preprocessing: str) -> dict[str, Endpoint]:
+    return {"preprocessing": Endpoint(preprocessing, 0), "encoder": Endpoint(f"unix:{folder}/encoder.sock", 0)}
+
+
+class _Replay(preprocessing_pb2_grpc.PreprocessingServiceServicer):
+    """Answers every prompt with the same plan and, once they are selected, the same frames."""
+
+    def __init__(self, recorded: Sequence[PreprocessResponse]) -> None:
+        self._recorded = recorded
+
+    async def Preprocess(
+        self, requests: AsyncIterator[PreprocessRequest], context: Any
+    ) -> AsyncIterator[PreprocessResponse]:
+        await anext(requests)
+        for each in self._recorded:
+            if each.HasField("plan"):
+                yield each
+        await anext(requests)
+        for each in self._recorded:
+            if each.HasField("frames"):
+                yield each
+
+
+@asynccontextmanager
+async def replaying(folder: Path, recorded: Sequence[PreprocessResponse]) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(_Replay(recorded), server)
+    address = f"unix:{folder}/replay.sock"
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(0)

@@ -1,0 +1,61 @@
+"""Efficient Video Sampling, from embeddings to those that are kept, against the tower's forwards for the same tokens.
+
+Both in this process with the same threads, on the demo's tower in float32, in forwards as large as the encoder's.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from benchmarks.media_clips import pictures
+from benchmarks.media_table import Row, Timings
+from common.checkpoint import DEMO_MODEL, Checkpoint
+from common.plan import Grid
+from common.retention import Pruning
+from services.encoder.families import load_tower
+from services.encoder.pruning import keep_tokens
+from services.encoder.tower import Tower
+
+# The demo's clips become the first; the second is two minutes of 448×448.
+GRIDS = (Grid(16, 4, 4), Grid(60, 16, 16))
+BATCH_TOKENS = 2048
+RATE = 0.75
+AT_MOST = 0.02
+
+
+def pruning(rounds: int) -> list[Row]:
+    """Scoring, choosing and gathering at rate 0.75; whole towers are measured, none is scaled."""
+    tower = load_tower(Checkpoint(DEMO_MODEL), "float32", torch.device("cpu"))
+    return [_row(tower, grid, rounds) for grid in GRIDS]
+
+
+def _row(tower: Tower, grid: Grid, rounds: int) -> Row:
+    slices = _slices(tower, grid)
+    at_once = max(1, BATCH_TOKENS // grid.slice_tokens)
+    taken = Timings()
+    with torch.inference_mode():
+        for number in range(rounds + 1):
+            start = time.perf_counter()
+            batches = [slices[first : first + at_once] for first in range(0, grid.t, at_once)]
+            encoded = [piece for batch in batches for piece in tower.encode(batch)]
+            encoded_at = time.perf_counter()
+            embeds = torch.cat(encoded, dim=1)
+            joined_at = time.perf_counter()
+            kept = keep_tokens(embeds[0], grid, Pruning(RATE))
+            gathered = embeds[:, kept.long()]
+            end = time.perf_counter()
+            assert gathered.shape[1] == kept.numel() < grid.tokens
+            if number:  # not the first: it warms up
+                taken.add("tower", encoded_at - start)
+                taken.add("pruning", end - joined_at)
+    what = f"EVS of {grid.t} slices of {grid.h}×{grid.w} tokens, scored, chosen and gathered"
+    return Row(what, "the tower", taken.median("pruning"), taken.median("tower"), "s", at_most=AT_MOST)
+
+
+def _slices(tower: Tower, grid: Grid) -> list[torch.Tensor]:
+    """uint8 (F, H, W, 3) each."""
+    frames, token_px = tower.patches.temporal_patch, tower.patches.token_px
+    moving = [torch.from_numpy(each) for each in pictures(frames * grid.t, grid.h * token_px, grid.w * token_px)]
+    return [torch.stack(moving[first : first + frames]) for first in range(0, len(moving), frames)]

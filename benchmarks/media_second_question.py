@@ -1,0 +1,80 @@
+"""A second question, at another rate, about a video that has been asked about: its time to the first token."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.media_clips import RATE, another_path, clip
+from benchmarks.media_table import Row, Timings
+from client.answer import Delta, Finished
+from client.client import FramesieveClient
+from client.launcher import LocalStack
+from client.prompt import Video
+from demo.scenes import encode, random_scene
+
+LARGE_PX = 224 * 224
+FIRST_SEED = 10_100_000
+QUESTIONS = {"first": ("What happens in the video?", 0.75), "second": ("Which shape moves?", 0.5)}
+AT_MOST = 0.15
+
+
+def second_question(rounds: int) -> list[Row]:
+    """A video of some size, and the demo's, where fixed costs are most of either question."""
+    return asyncio.run(_second_question(rounds))
+
+
+async def _second_question(rounds: int) -> list[Row]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        async with LocalStack(media_root=folder) as stack, FramesieveClient(stack.address) as client:
+            large = await _row(client, "8 s of 720p", large_videos(folder, rounds + 1))
+            return [large, await _row(client, "the demo's clip", demo_videos(rounds + 1))]
+
+
+async def _row(client: FramesieveClient, name: str, videos: Sequence[Video]) -> Row:
+    taken, stages = Timings(), {which: Timings() for which in QUESTIONS}
+    names: tuple[str, ...] = ()
+    for number, video in enumerate(videos):
+        for which, (question, rate) in QUESTIONS.items():
+            seconds, stages_s = await first_token(client, video, question, rate)
+            names = tuple(stages_s)
+            if not number:  # the first warms up
+                continue
+            taken.add(which, seconds)
+            for stage, stage_s in stages_s.items():
+                stages[which].add(stage, stage_s)
+    note = "; ".join(
+        f"{which} at rate {QUESTIONS[which][1]:g}: "
+        + ", ".join(f"{stage} {found.median(stage) * 1e3:.1f}" for stage in names)
+        for which, found in stages.items()
+    )
+    what = f"{name}, first token of a second question at another rate"
+    ours, theirs = taken.median("second"), taken.median("first")
+    return Row(what, "the first question", ours, theirs, "s", at_most=AT_MOST, note=f"stages in ms, {note}")
+
+
+async def first_token(
+    client: FramesieveClient, video: Video, question: str, rate: float
+) -> tuple[float, dict[str, float]]:
+    """Seconds on this side's clock, and the service's stages."""
+    start = time.perf_counter()
+    seconds = 0.0
+    async for event in client.stream(video, question, pruning_rate=rate, max_new_tokens=2, temperature=0):
+        if isinstance(event, Delta) and not seconds:
+            seconds = time.perf_counter() - start
+        if isinstance(event, Finished):
+            return seconds, dict(event.timings.stages_s)
+    raise AssertionError("an answer ends with what it cost")
+
+
+def demo_videos(count: int) -> list[Video]:
+    return [Video(data=encode(random_scene(FIRST_SEED + number))) for number in range(count)]
+
+
+def large_videos(folder: Path, count: int) -> list[Video]:
+    data = clip(8 * RATE, 720, 1280, keyframe_every=60)
+    return [Video(server_path=another_path(folder, data), max_pixels=LARGE_PX) for _ in range(count)]

@@ -1,0 +1,41 @@
+"""Short videos through preprocessing and encoder: many at once, whose slices share forwards, against one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from benchmarks.media_table import Row, Timings
+from client.encoding import encode as encode_media
+from client.launcher import LocalStack
+from client.prompt import Video
+from demo.scenes import encode, random_scene
+
+VIDEOS = 8
+FIRST_SEED = 9_100_000
+AT_LEAST = 1.5
+
+
+def sharing(rounds: int) -> list[Row]:
+    """Videos per second on the demo's tower; the cache is off, and every video is another."""
+    return [asyncio.run(_sharing(rounds))]
+
+
+async def _sharing(rounds: int) -> Row:
+    taken = Timings()
+    flags = {"encoder": ["--cache-bytes", "0"]}
+    async with LocalStack(services=("preprocessing", "encoder"), flags=flags) as stack:
+        address = stack.addresses["encoder"]
+        for number in range(rounds + 1):
+            videos = [Video(data=encode(random_scene(FIRST_SEED + number * VIDEOS + each))) for each in range(VIDEOS)]
+            start = time.perf_counter()
+            for video in videos:
+                await encode_media(address, video)
+            middle = time.perf_counter()
+            await asyncio.gather(*(encode_media(address, video) for video in videos))
+            end = time.perf_counter()
+            if number:  # not the first: it warms up
+                taken.add("at once", VIDEOS / (end - middle))
+                taken.add("in turn", VIDEOS / (middle - start))
+    what = f"{VIDEOS} of the demo's clips encoded at once, videos per second"
+    return Row(what, "one after another", taken.median("at once"), taken.median("in turn"), "1/s", at_least=AT_LEAST)
