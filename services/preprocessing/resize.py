@@ -157,7 +157,6 @@ def _products(before: int, after: int, step: int, channels: int) -> tuple[tuple[
     # At the far edge some would read past it: they begin earlier, with weights of zero.
     pixels = np.minimum(first, before - taps)[:, None] + np.arange(taps)
     weights = _cubic((pixels + 0.5 - centres[:, None]) / stretch)
-    weights *= (pixels >= first[:, None]) & (pixels < end[:, None])
     weights /= weights.sum(1, keepdims=True)
 
     number, place = np.divmod(np.arange(after), step)

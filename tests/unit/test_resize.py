@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -107,3 +110,18 @@ def test_pixels_are_those_of_pillow_across_and_then_down(
 def test_a_frame_of_the_right_size_is_not_touched() -> None:
     pixels = scene(56, 84, seed=2)
     assert resize(pixels, 56, 84) is pixels
+
+
+def test_little_memory_is_enough_once_the_module_is_loaded() -> None:
+    lines = (
+        "import resource, numpy as np",
+        "from pathlib import Path",
+        "from services.preprocessing.resize import resize",
+        "frame = np.zeros((720, 1280, 3), np.uint8)",
+        "used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()",
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, used + 2**24))",
+        "resize(frame, 28, 28)",
+    )
+    environment = {"OPENBLAS_NUM_THREADS": "1"}  # as workers have it
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr
