@@ -6,7 +6,7 @@ PROTOS := $(wildcard protos/framesieve/v1/*.proto)
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos demo test test-gpu lint format bench bench-media fuzz demo-model demo-eval up down clean
+.PHONY: help setup protos demo test test-gpu lint format bench bench-engine bench-media fuzz demo-model demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ format: setup  ## Put the code into the house's format
 
 bench: setup  ## Measure against transformers' generate, and what the split into processes costs
 	$(BIN)/python -m benchmarks.run
+
+bench-engine: setup  ## Measure the engine against transformers' generate, and pruning against none
+	$(BIN)/python -m benchmarks.engine
 
 bench-media: setup  ## Measure the path from a file to pruned embeddings against other ways to do the same
 	$(BIN)/python -m benchmarks.media

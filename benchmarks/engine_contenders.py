@@ -1,0 +1,142 @@
+"""Who answers the engine's questions: the engine, in this process and by itself, and transformers' `generate`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from benchmarks.engine_models import GRID, Question
+from benchmarks.timing import Timed
+from common.checkpoint import Checkpoint
+from services.generation.answers import MediaItem
+from services.generation.blocks import BlockAllocator
+from services.generation.detokenise import Detokeniser, load_tokenizer
+from services.generation.engine import Engine
+from services.generation.families import load_language_model
+from services.generation.malloc import keep_freed_memory
+from services.generation.request import Event, Failed, Finished, Request, Tokens
+from services.generation.runner import Runner
+from services.generation.sampler import SamplingParams
+
+NEW_TOKENS = 64
+BLOCK_TOKENS, BLOCKS = 16, 2048  # as many as the service has by default
+CHUNK_TOKENS = 2048
+MAX_RUNNING = 64
+
+
+class EngineContender:
+    """The engine over one checkpoint. A context manager; greedy, end tokens ignored."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        keep_freed_memory()  # as the service does
+        model = load_language_model(Checkpoint(folder), dtype, torch.device("cpu"))
+        self.runner = Runner(model, BLOCKS, BLOCK_TOKENS)
+        self.engine = Engine(self.runner, BlockAllocator(BLOCKS, BLOCK_TOKENS), CHUNK_TOKENS, MAX_RUNNING, 64)
+        self._dtype = dtype
+        self._tokenizer = load_tokenizer(folder)
+
+    def __enter__(self) -> Self:
+        self.engine.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.engine.stop()
+
+    def answer(self, questions: Sequence[Question], clients: int) -> tuple[list[Timed], list[tuple[int, ...]]]:
+        """Answers all, `clients` of them in flight at a time, in a closed loop. Times and tokens, as they finish."""
+        events: SimpleQueue[tuple[int, Event]] = SimpleQueue()
+        left = iter(enumerate(questions))
+        started: dict[int, float] = {}
+        tokens: dict[int, list[int]] = {}
+        first: dict[int, float] = {}
+        timed: list[Timed] = []
+        answers: list[tuple[int, ...]] = []
+
+        def ask_next() -> None:
+            if (found := next(left, None)) is not None:
+                index, question = found
+                started[index], tokens[index] = time.perf_counter(), []
+                self.submit(question, lambda event: events.put((index, event)))
+
+        for _ in range(clients):
+            ask_next()
+        while len(timed) < len(questions):
+            index, event = events.get()
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Tokens):
+                first.setdefault(index, time.perf_counter() - started[index])
+                tokens[index] += event.token_ids
+            if isinstance(event, Finished):
+                timed.append(Timed(first[index], time.perf_counter() - started[index], len(tokens[index])))
+                answers.append(tuple(tokens[index]))
+                ask_next()
+        return timed, answers
+
+    def submit(self, question: Question, on_event: Callable[[Event], None]) -> None:
+        """Asks one question; its media is there at once."""
+        count = question.embeds.shape[1]
+        detokeniser = Detokeniser(self._tokenizer)
+        key = os.urandom(32)  # no question finds what another left in the cache
+        request = Request("bench", question.plan, [count], [key], SamplingParams(NEW_TOKENS), detokeniser, on_event)
+        self.engine.submit(request)
+        self.engine.deliver(request, MediaItem(0, question.kept, question.embeds.to(self._dtype), 0, key))
+
+
+class Generate:
+    """transformers' `generate` over the same checkpoint and the same embeddings, one question after another."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self._model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=dtype)
+        self._model.eval()
+
+    def answer(self, question: Question) -> tuple[Timed, tuple[int, ...]]:
+        assert question.kept is None, "transformers knows no pruning"
+        ids = torch.from_numpy(question.plan.input_ids).long()[None]
+        encoded: Any = BaseModelOutputWithPooling()
+        encoded.pooler_output = (question.embeds[0],)  # one tensor a video
+        streamer = _Clock()
+        start = time.perf_counter()
+        with torch.inference_mode():
+            generated: Tensor = self._model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                mm_token_type_ids=(ids == self._model.config.video_token_id).int() * 2,
+                # In patches, of which two by two are one token.
+                video_grid_thw=torch.tensor([(GRID.t, 2 * GRID.h, 2 * GRID.w)]),
+                second_per_grid_ts=torch.tensor([0.5]),  # times the checkpoint's two positions a second
+                mm_encoder_outputs={"video": encoded},
+                max_new_tokens=NEW_TOKENS,
+                eos_token_id=None,
+                do_sample=False,
+                streamer=streamer,
+            )
+        total = time.perf_counter() - start
+        answer = tuple(generated[0, ids.shape[1] :].tolist())
+        return Timed(streamer.times[1] - start, total, len(answer)), answer
+
+
+class _Clock(BaseStreamer):
+    """When each token came; `generate` hands over the prompt first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,127 @@
+"""The checkpoints that the engine is measured on, and the prompts: a video's embeddings between two pieces of text.
+
+The embeddings are random and no two prompts share any, so nothing is found in a cache; transformers gets the same ones.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from common.checkpoint import DEMO_MODEL, Checkpoint
+from common.plan import Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
+from common.retention import Pruning, retained_count
+from demo.checkpoint import Shape, make_config, make_tokenizer, randomise, save_checkpoint
+from services.preprocessing.positions import GridSpan, TextSpan, positions_of
+
+GRID = Grid(8, 10, 10)
+BEFORE_TOKENS, AFTER_TOKENS = 14, 16  # of text; 830 tokens in all
+TIME_STEP = Fraction(1)  # transformers' positions are these as long as a clip is no longer than it is wide
+MERGED_PX = 28
+
+# Qwen2.5's proportions (0.5B: 896 wide, 5.4 times that in its MLP, 64 a head, tied) at a smaller size.
+RANDOM = Shape(
+    merges=320,
+    hidden=512,
+    layers=9,
+    heads=8,
+    kv_heads=2,
+    intermediate=2752,
+    mrope_section=(8, 12, 12),
+    rope_theta=1e6,
+    tie_word_embeddings=True,
+    tower_hidden=64,
+    tower_depth=1,
+    tower_heads=2,
+    tower_intermediate=128,
+    window_px=56,
+    full_attention_blocks=(0,),
+    min_pixels=56 * 56,
+    max_pixels=280 * 280,
+    init_range=0.04,
+)
+RANDOM_VOCABULARY = 32_000
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A checkpoint to measure on. parameters: of the language model, tied ones once; small: goals are for the other."""
+
+    name: str
+    folder: Path
+    parameters: int
+    small: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One prompt. embeds: float32 [1, K, D]; kept: int32 [K], None where nothing is pruned."""
+
+    plan: PromptPlan
+    kept: Int32Array | None
+    embeds: Tensor
+
+
+@contextmanager
+def models() -> Iterator[list[Model]]:
+    """The demo's checkpoint, and a random one of about 60 M parameters, which is written for as long as it is used."""
+    with tempfile.TemporaryDirectory() as folder:
+        parameters = _write_random(Path(folder))
+        yield [
+            Model("demo", DEMO_MODEL, _count(Qwen2_5_VLForConditionalGeneration.from_pretrained(DEMO_MODEL)), True),
+            Model("random", Path(folder), parameters, False),
+        ]
+
+
+def _write_random(folder: Path) -> int:
+    tokenizer = make_tokenizer(RANDOM)
+    config: Any = make_config(RANDOM, tokenizer)
+    config.text_config.vocab_size = RANDOM_VOCABULARY
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    randomise(model, RANDOM.init_range, seed=0)
+    save_checkpoint(folder, model, tokenizer, RANDOM)
+    return _count(model)
+
+
+def _count(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.model.language_model.parameters())
+
+
+def question(checkpoint: Checkpoint, rate: float, seed: int) -> Question:
+    """A prompt of 830 tokens before pruning. Which tokens are kept is drawn too: the engine cannot tell."""
+    random = np.random.default_rng(seed)
+    config = checkpoint.config
+    hidden = int((config.get("text_config") or config)["hidden_size"])
+    ids = np.concatenate(
+        [
+            random.integers(10, 300, BEFORE_TOKENS),
+            np.full(GRID.tokens, config["video_token_id"]),
+            random.integers(10, 300, AFTER_TOKENS),
+        ]
+    )
+    spans = (TextSpan(BEFORE_TOKENS), GridSpan(GRID, TIME_STEP), TextSpan(AFTER_TOKENS))
+    media = MediaPlan(
+        modality=Modality.VIDEO,
+        grid=GRID,
+        runs=(Run(BEFORE_TOKENS, GRID.tokens),),
+        frames=2 * GRID.t,
+        frame_height_px=MERGED_PX * GRID.h,
+        frame_width_px=MERGED_PX * GRID.w,
+        seconds_per_grid=TIME_STEP,
+        timestamps_s=(),
+        content_hash=random.bytes(32),
+    )
+    plan = PromptPlan(ids.astype(np.int32), positions_of(spans), (media,), 0, bytes(32))
+    count = retained_count(GRID, Pruning(rate))
+    kept = np.sort(random.choice(GRID.tokens, count, replace=False)).astype(np.int32) if rate else None
+    return Question(plan, kept, torch.from_numpy(random.normal(0, 0.05, (1, count, hidden)).astype(np.float32)))
