@@ -56,6 +56,12 @@ def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def open_memories() -> int:
+    """How many descriptors of sealed memory this process has open."""
+    links = [each.readlink() for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return sum(link.name.startswith("memfd:framesieve") for link in links)
+
+
 def children() -> set[int]:
     """The workers of this process, which may have other children."""
     found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

@@ -67,7 +67,7 @@ async def running_pools() -> AsyncIterator[Pools]:
 
 @asynccontextmanager
 async def serving(
-    checkpoint: Path, root: Path | None, folder: Path, pools: Pools, fetcher: Fetcher | None = None
+    checkpoint: Path, root: Path | None, folder: Path, pools: Pools, fetcher: Fetcher | None = None, threads: int = 1
 ) -> AsyncIterator[Any]:
     """A real server on a unix socket, and a stub to it."""
     planner = Planner(Checkpoint(checkpoint), root)
@@ -75,7 +75,7 @@ async def serving(
         interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", 20 * 2**20)]
     )
     fetcher = fetcher or Fetcher(FetchPolicy())
-    async with Threads(1) as planning:
+    async with Threads(threads) as planning:
         made = PreprocessingServicer(planner, fetcher, planning, pools.reading, pools.decoding)
         preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(made, server)
         address = f"unix:{folder}/socket"

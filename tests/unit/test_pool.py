@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import MediaRejected
-from services.preprocessing.workers.pool import Pool
-from services.preprocessing.workers.process import Fault
+from common.errors import MediaRejected, StartupError
+from services.preprocessing.workers.pool import Pool, started
+from services.preprocessing.workers.process import Fault, WorkerProcess
 from tests.unit.pool_asks import LIMITS, MIB, children, counting, open_descriptors, pieces_made, until
 
 pytest_plugins = ["tests.unit.preprocessing_fixtures"]
@@ -140,3 +140,28 @@ async def test_readers_cancelled_at_any_moment_leak_nothing(pool_of: Callable[..
             assert children() == processes
             del pieces
         assert open_descriptors() == descriptors
+
+
+async def test_pools_start_side_by_side_and_stop_together(
+    pool_of: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(_: WorkerProcess) -> None:
+        await asyncio.Event().wait()
+
+    async def start() -> None:
+        async with started(pool_of(), pool_of()):
+            pass
+
+    monkeypatch.setattr(WorkerProcess, "ready", never)
+    before = len(children())
+    starting = asyncio.create_task(start())
+    await until(lambda: len(children()) == before + 2)
+    starting.cancel()
+    await asyncio.wait([starting])
+    assert starting.cancelled()
+
+
+async def test_a_pool_that_does_not_start_takes_the_others_along(pool_of: Callable[..., Pool]) -> None:
+    with pytest.raises(StartupError, match="ended with status 1"):
+        async with started(pool_of(), Pool(1, LIMITS, MIB, lambda _: None, "no.such.module")):
+            pass

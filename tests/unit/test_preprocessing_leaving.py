@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from framesieve.v1 import prompt_pb2
 from services.preprocessing.planner import Planner
+from services.preprocessing.workers.pool import Pool
+from services.preprocessing.workers.process import Fault
 from tests.unit.loopback import fetched_files, head, ok
 from tests.unit.loopback import serving as web_server
+from tests.unit.pool_asks import open_memories, runs
 from tests.unit.preprocessing_media import clip
 from tests.unit.preprocessing_service import (
+    EVERYTHING,
     Pools,
+    asked,
     by_url,
     fetching_from,
+    frames_of,
     plan_of,
     prompt_of,
+    read_to_the_end,
+    running_pools,
+    serving,
     settled,
     video,
 )
@@ -27,6 +42,8 @@ from tests.unit.preprocessing_service import (
 pytest_plugins = ["tests.unit.preprocessing_fixtures"]
 # One event loop for all, to which the workers belong: starting them takes longer than most tests.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CLIP = clip(30)
 
 
 async def test_cancelling_after_the_plan_decodes_nothing(stub: Any, decoded: list[int]) -> None:
@@ -95,3 +112,72 @@ async def test_a_caller_that_leaves_while_it_is_planned_leaves_no_source_open(
         assert fetched_files(tmp_path) == 1
         left.set()
         assert await settled(lambda: fetched_files(tmp_path) == 0)
+
+
+# --- workers that are at it when a request leaves ---------------------------------------------------------------
+
+
+def requests_running() -> float:
+    return REGISTRY.get_sample_value("framesieve_requests_running", {"method": "Preprocess"}) or 0.0
+
+
+@contextmanager
+def stopped(pool: Pool) -> Iterator[int]:
+    """Its only worker does nothing inside, as if its decoder hung."""
+    (worker,) = pool._workers
+    os.kill(worker.pid, signal.SIGSTOP)
+    yield worker.pid
+
+
+@pytest.mark.parametrize("stage", ["reading", "decoding"])
+async def test_a_request_that_leaves_ends_the_worker_that_is_at_it_within_a_second(
+    tiny_checkpoint: Path, tmp_path: Path, stage: str
+) -> None:
+    async with running_pools() as pools, serving(tiny_checkpoint, None, tmp_path, pools) as stub:
+        memories = open_memories()
+        at_it = pools.reading if stage == "reading" else pools.decoding
+        with stopped(at_it) as pid:
+            call = stub.Preprocess()
+            await call.write(prompt_of(video(CLIP)))
+            if stage == "decoding":
+                await plan_of(call)
+                await call.write(EVERYTHING)
+            assert await settled(lambda: at_it.jobs == 1 and requests_running() == 1)
+            call.cancel()
+            left = time.perf_counter()
+            assert await settled(lambda: not runs(pid))
+            assert time.perf_counter() - left < 1
+        # Thread and worker are there for the next, which needs both.
+        again = await asked(stub, prompt_of(video(CLIP)))
+        assert (await frames_of(again, await plan_of(again)))[0] == [0]
+        assert await settled(lambda: pools.counters == (0, 0, 0) and requests_running() == 0)
+        assert await settled(lambda: open_memories() <= memories)
+        assert pools.replaced == [Fault.ABANDONED]
+
+
+@pytest.mark.parametrize("stage", ["for a thread", "for a worker that reads", "for a worker that decodes"])
+async def test_a_request_that_leaves_while_it_waits_is_forgotten(
+    tiny_checkpoint: Path, tmp_path: Path, stage: str
+) -> None:
+    threads = 1 if stage == "for a thread" else 2
+    async with running_pools() as pools, serving(tiny_checkpoint, None, tmp_path, pools, threads=threads) as stub:
+        memories = open_memories()
+        at_it = pools.decoding if stage == "for a worker that decodes" else pools.reading
+        with stopped(at_it) as pid:
+            calls = [stub.Preprocess() for _ in range(2)]
+            for number, call in enumerate(calls):
+                await call.write(prompt_of(video(CLIP)))
+                if at_it is pools.decoding:
+                    await plan_of(call)
+                    await call.write(EVERYTHING)
+                jobs = 1 if stage == "for a thread" else 1 + number
+                assert await settled(lambda jobs=jobs: at_it.jobs == jobs)  # type: ignore[misc]
+            await asyncio.sleep(0.1)
+            calls[1].cancel()
+            assert await settled(lambda: requests_running() == 1 and at_it.jobs == 1)
+            os.kill(pid, signal.SIGCONT)
+            await calls[0].done_writing()
+            await read_to_the_end(calls[0])
+        assert await settled(lambda: pools.counters == (0, 0, 0) and requests_running() == 0)
+        assert await settled(lambda: open_memories() <= memories)
+        assert pools.replaced == []
