@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +65,23 @@ class RecordingRunner(Runner):
 
     def __init__(self, model: LanguageModel, blocks: int, block_tokens: int) -> None:
         super().__init__(model, blocks, block_tokens)
-        self.logits: dict[str, list[Tensor]] = {}
+        self._requests: dict[str, Request] = {}
+        self._logits: dict[str, list[Tensor]] = {}
         self.steps: list[list[tuple[str, int, int]]] = []
+
+    @property
+    def logits(self) -> dict[str, list[Tensor]]:
+        """By request, one row for each token of its answer; what followed a wrong guess is not among them."""
+        return {name: rows[: len(self._requests[name].output_ids)] for name, rows in self._logits.items()}
 
     def run(self, windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
         self.steps.append([(window.request.id, window.start, window.end) for window in windows])
+        self._logits = self.logits
         sampled, logits = super().run(windows)
-        for window, row in zip(sampled, logits, strict=True):
-            self.logits.setdefault(window.request.id, []).append(row)
+        rows = iter(logits)
+        for window in sampled:
+            self._requests[window.request.id] = window.request
+            self._logits.setdefault(window.request.id, []).extend(islice(rows, 1 + window.guesses))
         return sampled, logits
 
 
@@ -104,13 +114,16 @@ class TinyEngine:
     chunk_tokens: int = 64
     max_running: int = 8
     max_waiting: int = 64
+    guess_tokens: int = 0
     runner: RecordingRunner = field(init=False)
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
         self.runner = RecordingRunner(self.model, self.blocks, BLOCK_TOKENS)
         allocator = BlockAllocator(self.blocks, BLOCK_TOKENS)
-        self.engine = Engine(self.runner, allocator, self.chunk_tokens, self.max_running, self.max_waiting)
+        self.engine = Engine(
+            self.runner, allocator, self.chunk_tokens, self.max_running, self.max_waiting, self.guess_tokens
+        )
 
     def ask(
         self, name: str, parts: Sequence[Text | Item], params: SamplingParams, others: Sequence[SamplingParams] = ()

@@ -62,6 +62,7 @@ def _engine(settings: GenerationSettings, model: LanguageModel) -> Engine:
         settings.prefill_chunk_tokens,
         settings.max_running_requests,
         settings.max_waiting_requests,
+        settings.speculative_tokens,
     )
 
 

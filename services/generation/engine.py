@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from queue import Empty, SimpleQueue
 
 import structlog
@@ -43,6 +43,8 @@ class EngineStats:
     steps_total: int = 0
     tokens_computed_total: int = 0
     preemptions_total: int = 0
+    guesses_total: int = 0
+    right_guesses_total: int = 0
 
 
 class Engine:
@@ -50,6 +52,7 @@ class Engine:
 
     chunk_tokens: at most this many tokens a step.
     max_running, max_waiting: requests that compute, and others that may queue behind them or await media.
+    guess_tokens: at most this many tokens of each answer are guessed a step.
     """
 
     def __init__(
@@ -59,9 +62,10 @@ class Engine:
         chunk_tokens: int,
         max_running: int,
         max_waiting: int,
+        guess_tokens: int = 0,
     ) -> None:
         self._runner = runner
-        self._scheduler = Scheduler(allocator, chunk_tokens, max_running)
+        self._scheduler = Scheduler(allocator, chunk_tokens, max_running, guess_tokens)
         self._capacity_tokens = allocator.total * allocator.block_tokens
         self._max_requests = max_running + max_waiting
         self._answers = Answers(allocator.block_tokens - 1)
@@ -69,6 +73,8 @@ class Engine:
         self._lock = threading.RLock()  # guards everything but the runner, and is free while that computes
         self._in_flight = 0
         self._arrivals = 0
+        self._guesses = 0
+        self._right_guesses = 0
         self._stopping = False
         self._stats = EngineStats(blocks_total=allocator.total)
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -213,12 +219,23 @@ class Engine:
 
     def _finish(self, windows: Sequence[Window], sampled: Sequence[Window], logits: Tensor) -> None:
         for window in windows:
-            self._scheduler.computed(window)
-        if not sampled:
-            return
-        states = [_sampling_state(window.request) for window in sampled]
-        for window, chosen in zip(sampled, sample(logits, states), strict=True):
-            self._append(window.request, chosen)
+            self._scheduler.computed(window.request, window.end - window.guesses)
+        self._guesses += sum(window.guesses for window in windows)
+        rows = dict(zip(sampled, accumulate((1 + window.guesses for window in sampled), initial=0), strict=False))
+        place = 0
+        while rows:
+            states = [_sampling_state(window.request) for window in rows]
+            right: dict[Window, int] = {}
+            for window, chosen in zip(list(rows), sample(logits[list(rows.values())], states), strict=True):
+                request = window.request
+                self._append(request, chosen)
+                if request.status is Status.DONE or place == window.guesses:
+                    continue
+                if chosen.token_id == request.guesses[place]:
+                    self._scheduler.computed(request, window.end - window.guesses + place + 1)
+                    right[window] = rows[window] + 1
+            self._right_guesses += len(right)
+            rows, place = right, place + 1
 
     def _append(self, request: Request, chosen: Chosen) -> None:
         """Adds a token to the answer, and ends it where an end token, a stop string or the limit says so."""
@@ -271,6 +288,8 @@ class Engine:
             steps_total=before.steps_total + bool(windows),
             tokens_computed_total=before.tokens_computed_total + sum(window.tokens for window in windows),
             preemptions_total=scheduler.preemptions,
+            guesses_total=self._guesses,
+            right_guesses_total=self._right_guesses,
         )
 
 

@@ -225,6 +225,7 @@ class Request:
         self.answers: list[Answer | None] = [None] * len(plan.media)
         self.followers: list[Request] = []
         self.output_ids: list[int] = []
+        self.guesses: tuple[int, ...] = ()  # tokens that may follow, of the window that is due
         self.status = Status.NEW
         self.arrival = -1  # the engine numbers requests as they come
         self.blocks: list[int] = []

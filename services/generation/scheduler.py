@@ -1,7 +1,8 @@
 """Who computes what in the next step, and who gives up cache blocks when they run out.
 
-One step's budget of tokens goes first to running requests that decode, then to prompts being prefilled, then to newly
-admitted ones, first come first served; what is left goes to the text before media that have not arrived.
+One step's budget of tokens goes first to running requests that decode, one each and then their guesses, then to prompts
+being prefilled, then to newly admitted ones, first come first served; what is left goes to the text before media that
+have not arrived.
 
     who holds blocks              how it loses them
     running                       newest first, and only to an older one: it waits and is computed again
@@ -28,6 +29,7 @@ from services.generation.answers import Answer
 from services.generation.blocks import ROOT, BlockAllocator
 from services.generation.prefixes import Prefixes
 from services.generation.request import Request, Status
+from services.generation.speculation import guess
 from services.generation.windows import Window
 
 BY_ARRIVAL = attrgetter("arrival")
@@ -38,14 +40,16 @@ class Scheduler:
 
     budget_tokens: at most this many tokens a step.
     max_running: at most this many requests decode or prefill at a time, those awaiting media not counted.
+    guess_tokens: at most this many tokens are guessed for each request that decodes.
     """
 
-    def __init__(self, allocator: BlockAllocator, budget_tokens: int, max_running: int) -> None:
+    def __init__(self, allocator: BlockAllocator, budget_tokens: int, max_running: int, guess_tokens: int = 0) -> None:
         self.allocator = allocator
         self._prefixes = Prefixes(allocator)
         self._pins: Counter[int] = Counter()  # how many requests have pinned a block
         self._budget_tokens = budget_tokens
         self._max_running = max_running
+        self._guess_tokens = guess_tokens
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.awaiting_media: list[Request] = []
@@ -88,10 +92,10 @@ class Scheduler:
         self.awaiting_media.remove(request)
         self._enter(request, Status.WAITING)
 
-    def computed(self, window: Window) -> None:
-        """Notes that the forward of a window is done."""
-        window.request.computed = window.end
-        self._prefixes.remember(window.request)
+    def computed(self, request: Request, tokens: int) -> None:
+        """Notes how many of a request's tokens are computed now."""
+        request.computed = tokens
+        self._prefixes.remember(request)
 
     def remove(self, request: Request) -> None:
         """Forgets a request, finished or not, and frees its blocks."""
@@ -112,7 +116,8 @@ class Scheduler:
         self.allocator.check_integrity(request.blocks for request in self.requests())
         for request in self.requests():
             assert len(request.blocks) >= self.allocator.blocks_for(request.computed), f"{request} lacks blocks"
-            assert len(request.blocks) <= self.allocator.blocks_for(request.tokens), f"{request} hoards blocks"
+            most = self.allocator.blocks_for(request.tokens + self._guess_tokens)
+            assert len(request.blocks) <= most, f"{request} hoards blocks"
             assert request.pinned <= request.chained <= len(request.blocks), f"{request} pins what is not remembered"
         pinned = Counter(block for request in self.requests() for block in request.blocks[: request.pinned])
         assert pinned == self._pins, "pins were lost"
@@ -133,7 +138,14 @@ class Scheduler:
         windows: list[Window] = []
         decoding = [request for request in self.running if request.tokens - request.computed == 1]
         prefilling = [request for request in self.running if request.tokens - request.computed > 1]
-        for request in decoding + prefilling:
+        spare = budget - len(decoding)
+        for request in decoding[:budget]:
+            most = min(self._guess_tokens, spare, request.max_tokens - request.tokens)
+            request.guesses = guess(request, most) if most > 0 else ()
+            windows.append(_window(request, 1 + len(request.guesses)))
+            budget -= windows[-1].tokens
+            spare -= len(request.guesses)
+        for request in prefilling:
             if not budget:
                 return windows
             windows.append(_window(request, budget))
@@ -160,6 +172,7 @@ class Scheduler:
         return request
 
     def _enter(self, request: Request, status: Status) -> None:
+        request.guesses = ()
         request.move_to(status)
         insort(self._lists[status], request, key=BY_ARRIVAL)
 
@@ -169,6 +182,10 @@ class Scheduler:
         """Those of `windows` that got their blocks. The oldest take first, so a window that has taken keeps."""
         for window in sorted(windows, key=lambda window: window.request.arrival):
             request = window.request
+            if window.guesses and self._missing_blocks(request, window.end) > self.allocator.free:
+                # Nobody gives up a block for a guess.
+                request.guesses = ()
+                window = _window(request, 1)
             if request.status is Status.RUNNING and self._make_room(request, window.end):
                 request.blocks += self.allocator.allocate(self._missing_blocks(request, window.end))
                 yield window
@@ -254,5 +271,6 @@ class Scheduler:
 
 
 def _window(request: Request, budget: int) -> Window:
-    end = min(request.computed + budget, request.tokens)
-    return Window(request, request.computed, end, samples=end == request.tokens)
+    end = min(request.computed + budget, request.tokens + len(request.guesses))
+    guesses = max(0, end - request.tokens)
+    return Window(request, request.computed, end, samples=end >= request.tokens, guesses=guesses)

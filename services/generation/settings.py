@@ -30,6 +30,13 @@ class GenerationSettings(ServiceSettings):
     media_buffer_bytes: int = Field(2**30, ge=1, description="most bytes of media embeddings, over all requests")
     max_running_requests: int = Field(64, ge=1, description="most requests that compute at a time")
     max_waiting_requests: int = Field(256, ge=0, description="most requests that wait; more are refused")
+    speculative_tokens: int = Field(
+        0,
+        ge=0,
+        le=16,
+        description="most tokens of an answer that are guessed in one step, from what stood in prompt and answer before; "
+        "answers stay the same; 0 guesses none",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of weights and cache; auto is the checkpoint's own"
     )

@@ -25,12 +25,17 @@ Int64Array: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Tokens [start, end) of a request's pruned sequence, whose forward is due. `samples`: a token follows them."""
+    """Tokens [start, end) of a request's pruned sequence, whose forward is due.
+
+    samples: a token follows them. guesses: the last of them, which the request's `guesses` say, and after each of which
+    a token may follow too.
+    """
 
     request: Request
     start: int
     end: int
     samples: bool
+    guesses: int = 0
 
     @property
     def tokens(self) -> int:
@@ -56,7 +61,7 @@ class Packed:
     positions: int64 [3, T].
     slots: int64 [T], where in the cache the keys and values go.
     media: what replaces the embeddings of `ids`.
-    last_rows: rows whose logits are wanted, in the order of `windows`.
+    last_rows: rows whose logits are wanted, in the order of `windows`: 1 + guesses of each that samples.
     """
 
     windows: tuple[Window, ...]
@@ -85,7 +90,7 @@ def pack(windows: Sequence[Window], block_tokens: int) -> Packed:
             slots[at:end] = slots_of(window.request.blocks, window.start, window.end, block_tokens)
         media.extend(media_rows(window, at))
         if window.samples:
-            last_rows.append(end - 1)
+            last_rows.extend(range(end - 1 - window.guesses, end))
         at = end
     singles = sum(window.tokens == 1 for window in ordered)
     return Packed(tuple(ordered), singles, ids, positions, slots, tuple(media), tuple(last_rows))
@@ -136,5 +141,6 @@ def _fill(window: Window, ids: Int64Array, positions: Int64Array) -> None:
     positions[:, :inside] = request.rope.positions[:, window.start : window.start + inside]
     if inside < window.tokens:
         first = max(window.start, prompt)
-        ids[inside:] = request.output_ids[first - prompt : window.end - prompt]
+        own = [*request.output_ids[first - prompt :], *request.guesses]
+        ids[inside:] = own[: window.end - first]
         positions[:, inside:] = np.arange(first, window.end) + request.rope.delta
