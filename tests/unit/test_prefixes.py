@@ -45,13 +45,15 @@ class SequenceRunner:
                 assert self.slots[slot] == tuple(sequence[: token + 1]), f"{window} reads another sequence at {token}"
         sampled = [window for window in windows if window.samples]
         # Two tokens, by turns: answers of different requests are as alike as their prompts.
-        return sampled, torch.tensor([[0.0, 1.0 - window.end % 2, 0.5] for window in sampled])
+        ends = [end for window in sampled for end in range(window.end - window.guesses, window.end + 1)]
+        return sampled, torch.tensor([[0.0, 1.0 - end % 2, 0.5] for end in ends])
 
 
 def row(request: Request, token: int) -> tuple[object, ...]:
     """What a token's own key depends on, from the request's item and what was kept of it."""
     if token >= request.rope.tokens:
-        return (request.output_ids[token - request.rope.tokens], (token + request.rope.delta,) * 3)
+        said = [*request.output_ids, *request.guesses]
+        return (said[token - request.rope.tokens], (token + request.rope.delta,) * 3)
     place = tuple(request.rope.positions[:, token].tolist())
     for span in request.rope.spans:
         if span.offset <= token < span.end:
@@ -131,7 +133,10 @@ def test_a_block_is_read_by_those_alone_whose_sequence_it_holds(data: st.DataObj
     ITEMS_OF.clear()
     runner: Any = SequenceRunner()
     blocks = data.draw(st.integers(8, 40))
-    engine = Engine(runner, BlockAllocator(blocks, BLOCK_TOKENS), data.draw(st.sampled_from((1, 4, 7, 64))), 3, 64)
+    guess = data.draw(st.integers(0, 2))
+    engine = Engine(
+        runner, BlockAllocator(blocks, BLOCK_TOKENS), data.draw(st.sampled_from((1, 4, 7, 64))), 3, 64, guess
+    )
     desk = Desk(engine)
     prompts: list[list[Text | Item]] = []
     pool = data.draw(twins())
@@ -164,3 +169,42 @@ def test_a_block_is_read_by_those_alone_whose_sequence_it_holds(data: st.DataObj
     event(f"media spared: {any(each.spared for each in desk.asked)}")
     event(f"preempted: {engine.stats().preemptions_total > 0}")
     assert engine.stats().blocks_used == 0
+
+
+def test_blocks_come_back_after_a_thousand_mixed_cancelled_and_preempted_requests() -> None:
+    ITEMS_OF.clear()
+    runner: Any = SequenceRunner()
+    engine = Engine(runner, BlockAllocator(24, BLOCK_TOKENS), 16, 4, 64, guess_tokens=2)
+    desk = Desk(engine)
+    random = np.random.default_rng(5)
+    item = Item(4, 1, 3, Fraction(1), np.zeros((12, 1), np.float32), 0.5, method="random")
+    prompts: list[list[Text | Item]] = [
+        [OPENING],
+        [OPENING, item],
+        [OPENING, replace(item, rate=0.0)],
+        [OPENING, replace(item, embeds=np.ones((12, 1), np.float32)), Text((2,)), item],
+    ]
+    spared = cancelled = 0
+    for number in range(1000):
+        parts = prompts[random.integers(len(prompts))]
+        end = Text(tuple(random.integers(1, 3, random.integers(1, 9)).tolist()))
+        desk.ask([*parts, end], int(random.integers(1, 60)), int(number % 10 == 0))
+        spared += bool(desk.asked[-1].spared)
+        while len(desk.waiting) > random.integers(0, 6):
+            desk.deliver(int(random.integers(len(desk.waiting))), int(random.integers(0, 8) == 0))
+        if random.integers(0, 5) == 0:
+            desk.leave(desk.asked.pop(int(random.integers(len(desk.asked)))))
+            cancelled += 1
+        for _ in range(random.integers(0, 20)):
+            desk.step()
+        while engine.stats().running + engine.stats().waiting > 12:
+            desk.step()
+        desk.asked = [each for each in desk.asked if not each.finished]
+    while desk.waiting:
+        desk.deliver(0, 0)
+    while desk.step():
+        pass
+    stats = engine.stats()
+    assert min(spared, cancelled, stats.preemptions_total, stats.right_guesses_total) > 50
+    assert stats.blocks_used == 0
+    engine.check_integrity()
