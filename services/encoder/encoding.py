@@ -24,7 +24,7 @@ from common.tensors import TensorBuffer
 from services.encoder.batcher import Batcher
 from services.encoder.tower import Tower
 
-RESERVED_BYTES = Gauge("framesieve_encoder_reserved_bytes", "Bytes of the output buffer that items being encoded hold")
+RESERVED_BYTES = Gauge("framesieve_encoder_reserved_bytes", "Bytes of room that items being encoded hold")
 
 # So many forwards' worth of an item's slices may wait for the tower; more wait with the decoder.
 _FORWARDS_AHEAD = 2
