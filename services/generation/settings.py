@@ -34,7 +34,7 @@ class GenerationSettings(ServiceSettings):
         0,
         ge=0,
         le=16,
-        description="most tokens of an answer that are guessed in one step, from what stood in prompt and answer before; "
+        description="most tokens of an answer guessed in one step, from what stood in prompt and answer before; "
         "answers stay the same; 0 guesses none",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
