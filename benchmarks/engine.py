@@ -4,7 +4,7 @@ Two checkpoints: the demo's, and a random one of about 60 M parameters. Prompts 
 no two alike; 64 new tokens, end tokens ignored; greedy; float32 unless said otherwise. Contenders take turns round by
 round, so that what else the machine does is shared by all; medians over rounds, ratios within one run. Prints Markdown,
 or JSON, to stdout and progress to stderr. A measurement is a function in `engine_measures.py` and a line in
-MEASUREMENTS.
+MEASUREMENTS; `engine_services.py` asks the three services.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import asdict
 import services.generation  # noqa: F401  (how OpenMP's threads wait is set before torch loads)
 from benchmarks.engine_measures import bfloat16, prefill, pruning, step, throughput
 from benchmarks.engine_models import Model, models
+from benchmarks.engine_services import through_services
 from benchmarks.media_table import Row, table
 from benchmarks.timing import machine
 
@@ -28,6 +29,7 @@ MEASUREMENTS: Mapping[str, Callable[[Model, int], list[Row]]] = {
     "prefill": prefill,
     "step": step,
     "bfloat16": bfloat16,
+    "services": through_services,
 }
 
 

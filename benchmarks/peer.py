@@ -58,12 +58,18 @@ class Peer:
         self._model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
         self._model.eval()
 
-    def ask(self, clip: bytes, question: str, max_new_tokens: int) -> PeerAnswer:
+    def ask(self, clip: bytes, question: str, max_new_tokens: int, min_new_tokens: int = 0) -> PeerAnswer:
         start = time.perf_counter()
         inputs = self._inputs(clip, question)
         streamer = _FirstToken()
         with torch.inference_mode():
-            ids = self._model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)
+            ids = self._model.generate(
+                **inputs,
+                max_new_tokens=max_new_tokens,
+                min_new_tokens=min_new_tokens,
+                do_sample=False,
+                streamer=streamer,
+            )
         answer = ids[0, inputs["input_ids"].shape[1] :].tolist()
         return PeerAnswer(
             first_token_s=streamer.times[1] - start,

@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
-import itertools
 import statistics
-import struct
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.media_clips import another_file
 from benchmarks.one_process import OneProcess
 from benchmarks.peer import Peer
 from benchmarks.timing import Summary, Timed, machine
@@ -35,7 +34,6 @@ QUESTION = "What happens in the video?"
 # encoder remembers nothing, and each time the file is another to generation (`another_file`).
 FLAGS = {"encoder": ["--dtype", "float32", "--cache-bytes", "0"], "generation": ["--dtype", "float32"]}
 FIRST_SEED = 9_000_000
-_FILES = itertools.count()
 
 
 async def ask(client: FramesieveClient, clip: bytes, rate: float, max_new_tokens: int) -> Timed:
@@ -48,11 +46,6 @@ async def ask(client: FramesieveClient, clip: bytes, rate: float, max_new_tokens
         if isinstance(event, Finished):
             tokens = event.usage.completion_tokens
     return Timed(first, time.perf_counter() - start, tokens)
-
-
-def another_file(clip: bytes) -> bytes:
-    """The same pictures in other bytes: with a box at the end that every reader skips."""
-    return clip + struct.pack(">I4sQ", 16, b"free", next(_FILES))
 
 
 async def latency(client: FramesieveClient, folder: Path, rounds: int, max_new_tokens: int) -> list[str]:
