@@ -19,12 +19,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from benchmarks.engine_models import GRID, Question
 from benchmarks.timing import Timed
 from common.checkpoint import Checkpoint
+from common.malloc import keep_freed_memory
 from services.generation.answers import MediaItem
 from services.generation.blocks import BlockAllocator
 from services.generation.detokenise import Detokeniser, load_tokenizer
 from services.generation.engine import Engine
 from services.generation.families import load_language_model
-from services.generation.malloc import keep_freed_memory
 from services.generation.request import Event, Failed, Finished, Request, Tokens
 from services.generation.runner import Runner
 from services.generation.sampler import SamplingParams

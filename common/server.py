@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from common.channels import MAX_RECEIVE_BYTES
 from common.errors import StartupError
 from common.interceptors import RequestInterceptor
+from common.malloc import keep_freed_memory
 from common.settings import ServiceSettings
 from common.telemetry import serve_metrics
 
@@ -27,6 +28,7 @@ log = structlog.get_logger()
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Runs a service's main coroutine; a StartupError is printed and ends the process with status 2."""
+    keep_freed_memory()
     try:
         asyncio.run(main())
     except StartupError as error:

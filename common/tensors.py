@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
+import numpy as np
+
 from common.errors import PeerContract
 
 PIECE_BYTES = 2**20
@@ -60,7 +62,8 @@ class TensorBuffer:
     def __init__(self, dtype: DType, shape: Sequence[int]) -> None:
         self.dtype = dtype
         self.shape = tuple(shape)
-        self.data = memoryview(bytearray(size_bytes(dtype, shape)))
+        # numpy asks for huge pages, and fills nothing with zeros: all of it is written before it is read.
+        self.data = np.empty(size_bytes(dtype, shape), np.uint8).data
         self.received_bytes = 0
 
     @property

@@ -50,7 +50,18 @@ def dtype_of(wire: tensor_pb2.DType) -> DType:
 def tensor_chunks(dtype: DType, shape: Sequence[int], data: memoryview) -> Iterator[tensor_pb2.TensorChunk]:
     """The pieces of an array, in order, at least one."""
     for offset, piece in pieces(data):
-        yield tensor_pb2.TensorChunk(dtype=_DTYPE_TO_WIRE[dtype], shape=shape, offset_bytes=offset, data=bytes(piece))
+        chunk = tensor_pb2.TensorChunk()
+        fill_chunk(chunk, dtype, shape, offset, piece)
+        yield chunk
+
+
+def fill_chunk(
+    chunk: tensor_pb2.TensorChunk, dtype: DType, shape: Sequence[int], offset_bytes: int, piece: memoryview
+) -> None:
+    """Makes an empty message a piece of an array. In its place in a larger message, so that nothing is copied twice."""
+    chunk.dtype, chunk.offset_bytes = _DTYPE_TO_WIRE[dtype], offset_bytes
+    chunk.shape.extend(shape)
+    chunk.data = bytes(piece)
 
 
 def buffer_for(chunk: tensor_pb2.TensorChunk, dtypes: Sequence[DType], shape: Sequence[int]) -> TensorBuffer:

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from common.telemetry import STREAMED_BYTES
-from common.wire import int32_tensor, tensor_chunks
+from common.tensors import pieces
+from common.wire import fill_chunk, int32_tensor
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, MediaProgress
 from services.encoder.items import Item
 
@@ -46,8 +47,10 @@ class Responses:
         extra: dict[str, Any] = {"repaired_frames": item.repaired_frames}
         if embeds.kept is not None:
             extra["kept"] = int32_tensor(embeds.kept)
-        for chunk in tensor_chunks(embeds.dtype, embeds.shape, embeds.data):
-            await self.put(EncodeResponse(embeds=EmbedsChunk(media_index=item.media_index, chunk=chunk, **extra)))
+        for offset, piece in pieces(embeds.data):
+            response = EncodeResponse(embeds=EmbedsChunk(media_index=item.media_index, **extra))
+            fill_chunk(response.embeds.chunk, embeds.dtype, embeds.shape, offset, piece)
+            await self.put(response)
             extra = {}
         STREAMED_BYTES.labels("sent", "embeds").inc(embeds.data.nbytes)
 

@@ -20,7 +20,6 @@ from services.generation.engine import Engine
 from services.generation.families import load_language_model
 from services.generation.families.language_model import LanguageModel
 from services.generation.generation_config import sampling_defaults
-from services.generation.malloc import keep_freed_memory
 from services.generation.media import MediaClient
 from services.generation.metrics import watch
 from services.generation.prompt_limit import PromptLimit
@@ -34,7 +33,6 @@ BLOCK_TOKENS = 16
 async def main() -> None:
     settings = GenerationSettings.load()
     configure_logging("generation", settings.log_format)
-    keep_freed_memory()
     if settings.threads:
         torch.set_num_threads(settings.threads)
     checkpoint = Checkpoint(settings.model)

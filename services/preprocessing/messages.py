@@ -10,8 +10,8 @@ from fractions import Fraction
 
 from common.errors import InvalidRequest, MediaRejected
 from common.plan import Grid, Modality
-from common.tensors import DType
-from common.wire import check_inline_bytes, tensor_chunks, tensor_digest
+from common.tensors import DType, pieces
+from common.wire import check_inline_bytes, fill_chunk, tensor_digest
 from framesieve.v1 import preprocessing_pb2, prompt_pb2
 from services.preprocessing.embeds import Embeds
 from services.preprocessing.fetch.data_uri import decode_data_uri
@@ -154,10 +154,12 @@ def _sampling(message: prompt_pb2.FrameSampling, modality: Modality, name: str) 
 def frames_responses(media_index: int, piece: Slice) -> Iterator[preprocessing_pb2.PreprocessResponse]:
     """One slice in pieces; what was repaired stands in the first."""
     repaired = piece.repaired_frames
-    for chunk in tensor_chunks(DType.UINT8, piece.pixels.shape, piece.pixels.data):
-        yield preprocessing_pb2.PreprocessResponse(
+    for offset, part in pieces(piece.pixels.data):
+        response = preprocessing_pb2.PreprocessResponse(
             frames=preprocessing_pb2.FramesChunk(
-                media_index=media_index, first_frame=piece.first_frame, chunk=chunk, repaired_frames=repaired
+                media_index=media_index, first_frame=piece.first_frame, repaired_frames=repaired
             )
         )
+        fill_chunk(response.frames.chunk, DType.UINT8, piece.pixels.shape, offset, part)
+        yield response
         repaired = 0

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import FramesieveError, MediaRejected
+from common.malloc import give_back_freed_memory
 from services.preprocessing.decode import Rest
 from services.preprocessing.memory import sealed
 from services.preprocessing.packets import read_packets
@@ -120,6 +121,7 @@ def main(jobs: Jobs = JOBS) -> None:
         message = _told(connection)
         if message.kind is Kind.JOB:
             _run(connection, message, limits, jobs)
+            give_back_freed_memory()
 
 
 def _use_blas() -> None:

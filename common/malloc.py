@@ -1,7 +1,8 @@
-"""What the C library does with memory that was freed: it keeps it, where it would give every large piece back.
+"""What the C library does with memory that was freed. Source: mallopt(3), malloc_trim(3).
 
-Prefill allocates and frees tens of MiB a layer. Given back to the kernel, they cost a page fault for every 4 KiB when
-they are wanted again. Source: mallopt(3).
+A service keeps it: tensors of megabytes come and go with every message and every layer, and each that is given back to
+the kernel costs a page fault for every 4 KiB when it is wanted again. A process that waits for its next file gives it
+back.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ _M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES = -1, 512 * 2**20
 _M_TOP_PAD, _TOP_PAD_BYTES = -2, 64 * 2**20
 
 
+_LIBC = ctypes.CDLL(None)
+
+
 def keep_freed_memory() -> bool:
     """For the whole process, as far as half a GiB. False where the C library is not glibc, which changes nothing."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(_LIBC, "mallopt", None)
     if mallopt is None:
         return False
     return all(
@@ -27,3 +31,9 @@ def keep_freed_memory() -> bool:
             (_M_TOP_PAD, _TOP_PAD_BYTES),
         )
     )
+
+
+def give_back_freed_memory() -> None:
+    """Once, whatever of it stands at whole pages; nothing where the C library is not glibc."""
+    if hasattr(_LIBC, "malloc_trim"):
+        _LIBC.malloc_trim(0)
