@@ -111,7 +111,7 @@ def answer(
                 due.setdefault(step + (delays.pop(0) if delays else 0), []).append((asked[number], index, media, kept))
         for delivery in due.pop(step, []):
             engine.deliver(*delivery)
-        engine.engine.step()
+        assert engine.engine.step() or not engine.engine.step(), "it would sleep though something can run"
         engine.engine.check_integrity()
         assert not any(each.failed for each in asked.values())
         step += 1
@@ -125,6 +125,7 @@ def assert_law(models: Models, engine: TinyEngine, questions: Sequence[Question]
         name = each.request.id
         expected = expected_sequence(asking.parts, asking.kept, PAD_ID)
         assert each.request.rope.tokens == len(expected.ids)
+        assert each.request.cached_tokens < len(expected.ids)
         assert len(each.answer) == asking.new_tokens
         reference = expected_logprobs(text_model, lm_head, expected, asking.items, each.answer)
         computed = torch.stack(engine.runner.logits[name]).log_softmax(dim=-1)

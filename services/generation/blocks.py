@@ -66,6 +66,10 @@ class BlockAllocator:
         """Blocks that are remembered and that nobody holds."""
         return len(self._idle)
 
+    def held_alone(self, blocks: Sequence[int]) -> int:
+        """How many of a request's blocks nobody else holds, which would be free without it."""
+        return sum(self._holders[block] == 1 for block in blocks)
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 

@@ -8,7 +8,7 @@ steps. It sleeps while there is nothing to run. It knows neither grpc, asyncio, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from queue import Empty, SimpleQueue
@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 import structlog
 from torch import Tensor
 
-from common.errors import FramesieveError, Overloaded, PeerContract, PromptTooLong, Unavailable
+from common.errors import FramesieveError, InvalidRequest, Overloaded, PeerContract, PromptTooLong, Unavailable
 from services.generation.answers import Answers, MediaItem
 from services.generation.blocks import BlockAllocator
 from services.generation.request import Event, Failed, Finished, FinishReason, PrefillStarted, Request, Status, Tokens
@@ -70,7 +70,7 @@ class Engine:
         self._max_requests = max_running + max_waiting
         self._answers = Answers(allocator.block_tokens - 1)
         self._commands: SimpleQueue[tuple[Request | None, Callable[[], None]]] = SimpleQueue()
-        self._lock = threading.RLock()  # guards everything but the runner, and is free while that computes
+        self._lock = threading.Lock()  # guards everything but the runner, and is free while that computes
         self._in_flight = 0
         self._arrivals = 0
         self._guesses = 0
@@ -110,6 +110,11 @@ class Engine:
             if self._stopping:
                 raise Unavailable("generation is draining", "generation")
             everyone = (request, *request.followers)
+            if len(everyone) > self._max_requests:
+                raise InvalidRequest(
+                    f"sampling.n must be at most {self._max_requests} here, which is how many answers may run and wait "
+                    f"(--max-running-requests, --max-waiting-requests), got {len(everyone)}"
+                )
             if self._in_flight + len(everyone) > self._max_requests:
                 raise Overloaded(
                     f"{self._in_flight} answers are running or waiting, {len(everyone)} more are wanted, the limit is "
@@ -145,9 +150,7 @@ class Engine:
                 windows = self._scheduler.schedule()
                 self._announce(windows)
             if windows:
-                sampled, logits = self._runner.run(windows)
-                with self._lock:
-                    self._finish(windows, sampled, logits)
+                self._finish(windows, *self._runner.run(windows))
         except Exception as error:
             log.exception("step failed", error=repr(error), windows=len(windows))
             # A schedule that failed says nothing about who is to blame, and leaves nothing to go on with.
@@ -218,24 +221,30 @@ class Engine:
                 self._send(request, PrefillStarted())
 
     def _finish(self, windows: Sequence[Window], sampled: Sequence[Window], logits: Tensor) -> None:
-        for window in windows:
-            self._scheduler.computed(window.request, window.end - window.guesses)
+        with self._lock:
+            for window in windows:
+                self._scheduler.computed(window.request, window.end - window.guesses)
         self._guesses += sum(window.guesses for window in windows)
         rows = dict(zip(sampled, accumulate((1 + window.guesses for window in sampled), initial=0), strict=False))
         place = 0
         while rows:
-            states = [_sampling_state(window.request) for window in rows]
-            right: dict[Window, int] = {}
-            for window, chosen in zip(list(rows), sample(logits[list(rows.values())], states), strict=True):
-                request = window.request
-                self._append(request, chosen)
-                if request.status is Status.DONE or place == window.guesses:
-                    continue
-                if chosen.token_id == request.guesses[place]:
-                    self._scheduler.computed(request, window.end - window.guesses + place + 1)
-                    right[window] = rows[window] + 1
-            self._right_guesses += len(right)
-            rows, place = right, place + 1
+            wanted = logits if len(rows) == len(logits) else logits[list(rows.values())]
+            chosen = sample(wanted, [_sampling_state(window.request) for window in rows])
+            with self._lock:
+                rows = dict(self._accept(rows, chosen, place))
+            self._right_guesses += len(rows)
+            place += 1
+
+    def _accept(self, rows: Mapping[Window, int], chosen: Sequence[Chosen], place: int) -> Iterator[tuple[Window, int]]:
+        """Appends a token to each answer; yields those whose guess at `place` is that token, and their next row."""
+        for (window, row), token in zip(rows.items(), chosen, strict=True):
+            request = window.request
+            self._append(request, token)
+            if request.status is Status.DONE or place == window.guesses:
+                continue
+            if token.token_id == request.guesses[place]:
+                self._scheduler.computed(request, window.end - window.guesses + place + 1)
+                yield window, row + 1
 
     def _append(self, request: Request, chosen: Chosen) -> None:
         """Adds a token to the answer, and ends it where an end token, a stop string or the limit says so."""
@@ -265,13 +274,17 @@ class Engine:
             self.cancel(request)
 
     def _fail(self, requests: Iterable[Request], error: FramesieveError) -> None:
-        for request in list(requests):
-            self._forget(request)
-            self._send(request, Failed(error))
+        """And those that would have begun after them."""
+        for request in [each for one in requests for each in (*one.followers, one)]:
+            if request.status is not Status.DONE:
+                self._forget(request)
+                self._send(request, Failed(error))
 
     def _forget(self, request: Request) -> None:
         if request.status is Status.DONE:
             return
+        for follower in request.followers:
+            self._forget(follower)
         self._scheduler.remove(request)
         request.embeds = []
         self._in_flight -= 1

@@ -24,22 +24,24 @@ class Prefixes:
         self._allocator = allocator
 
     def reuse(self, request: Request) -> None:
-        """Takes over remembered blocks behind what the request has computed. One token at least stays to compute."""
+        """Takes over remembered blocks in place of those yet to be filled; leaves one token to compute."""
         size = self._allocator.block_tokens
-        while request.computed == len(request.blocks) * size:
-            end = request.computed + size
-            if end > min(request.ready_tokens, request.tokens - 1):
-                return
-            known = self._allocator.find(request.chain, request.content(request.computed, end))
+        blocks, chain, end = list[int](), request.chain, request.chained * size
+        while end + size <= min(request.ready_tokens, request.tokens - 1):
+            known = self._allocator.find(chain, request.content(end, end + size))
             if known is None:
-                return
-            self._allocator.hold(known.block)
-            request.blocks.append(known.block)
-            request.chain = known.serial
-            request.chained = len(request.blocks)
-            request.computed = end
-            if not (request.prefill_announced or request.reclaimed):  # else it may have computed them itself
-                request.cached_tokens += size
+                break
+            blocks.append(known.block)
+            chain, end = known.serial, end + size
+        if end <= request.computed:
+            return
+        for block in blocks:
+            self._allocator.hold(block)
+        self._allocator.release(request.blocks[request.chained :])
+        request.blocks[request.chained :] = blocks
+        if not (request.prefill_announced or request.reclaimed):  # else it may have computed them itself
+            request.cached_tokens += end - request.computed
+        request.chain, request.chained, request.computed = chain, len(request.blocks), end
 
     def remember(self, request: Request) -> None:
         """Notes the blocks that the request has filled since."""

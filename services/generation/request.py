@@ -199,6 +199,7 @@ class Request:
     kept_counts: how many tokens of each media item of the plan are kept.
     answer_keys: what the encoder's answer about each media item is remembered by.
     on_event: called in the engine's thread, in order; `Finished` or `Failed` comes last. It must not block.
+    rope: of another request for the same prompt.
     """
 
     def __init__(
@@ -210,12 +211,13 @@ class Request:
         sampling: SamplingParams,
         detokeniser: Detokeniser,
         on_event: Callable[[Event], None],
+        rope: RopeState | None = None,
     ) -> None:
         self.id = id
         self.plan = plan
         self.kept_counts = tuple(kept_counts)
         self.answer_keys = tuple(answer_keys)
-        self.rope = RopeState(plan, kept_counts)
+        self.rope = rope or RopeState(plan, kept_counts)
         self.sampling = sampling
         self.detokeniser = detokeniser
         self.on_event = on_event
@@ -234,7 +236,7 @@ class Request:
         self.chained = 0  # of its first blocks, which are remembered; `chain` is the last one's serial
         self.chain = ROOT
         self.cached_tokens = 0  # of the prompt, which others had computed
-        self.reclaimed = False  # its blocks were taken while it awaited media
+        self.reclaimed = False  # its blocks were taken before it had ended
         self.prefill_announced = False
 
     def __repr__(self) -> str:
@@ -268,7 +270,9 @@ class Request:
         on_event: Callable[[Event], None],
     ) -> Request:
         """Another answer to the same prompt, which is computed once: its own starts when this one's has begun."""
-        follower = Request(id, self.plan, self.kept_counts, self.answer_keys, sampling, detokeniser, on_event)
+        follower = Request(
+            id, self.plan, self.kept_counts, self.answer_keys, sampling, detokeniser, on_event, self.rope
+        )
         self.followers.append(follower)
         return follower
 

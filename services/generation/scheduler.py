@@ -11,7 +11,8 @@ have not arrived.
 
 What earlier requests left in the cache is taken over where a request begins with the same (`prefixes`). Blocks of media
 rows that the request itself never received are pinned until it ends, for it could not compute them again. They are
-pinned only while the largest request fits beside all that are, so the oldest can always go on.
+pinned only while the largest request fits beside all that are, so the oldest can always go on; one that comes later and
+is larger waits until they end.
 
 A prompt is admitted only where it fits beside what the running ones still have to prefill, so that only answers
 growing can preempt. It knows neither the model nor torch.
@@ -80,7 +81,7 @@ class Scheduler:
 
     def start_followers(self, request: Request) -> None:
         """Has those that share a request's prompt begin, now that it is computed. It still holds its blocks."""
-        for follower in request.followers:
+        for follower in (each for each in request.followers if each.status is Status.FOLLOWING):
             follower.share_prompt(request)
             self._pin(follower, request.blocks[: request.pinned])
             self.following.remove(follower)
@@ -125,10 +126,13 @@ class Scheduler:
     def schedule(self) -> list[Window]:
         """The windows of the next step, with blocks for each; empty if nothing can run until something arrives."""
         windows = list(self._with_blocks(self._windows_in_budget()))
-        # The oldest running request is always among them: it was admitted with budget left over, which no newer
-        # prompt gets before it; and whoever is oldest gets its blocks, but for those that an older one, which awaits
-        # media, has pinned.
-        assert windows or not (self.running or self.waiting) or self._pins, "requests could run, and none does"
+        if not windows and self.waiting:
+            # The newest gave way, but an older one, which waited, can have what it held.
+            windows = list(self._with_blocks(self._windows_in_budget()))
+        # The oldest of those that can run is among them: it is admitted first, gets budget that no newer prompt gets
+        # before it, and blocks from everybody else, but for those that one who awaits media has pinned.
+        pinned = any(request.pinned for request in self.awaiting_media)
+        assert windows or pinned or not (self.running or self.waiting), "requests could run, and none does"
         return windows + self._early_windows(self._budget_tokens - sum(window.tokens for window in windows))
 
     # --- who gets tokens ---------------------------------------------------------------------------------------
@@ -138,7 +142,8 @@ class Scheduler:
         windows: list[Window] = []
         decoding = [request for request in self.running if request.tokens - request.computed == 1]
         prefilling = [request for request in self.running if request.tokens - request.computed > 1]
-        spare = budget - len(decoding)
+        # Half of what is left after one token each: guesses must not keep prompts from being computed.
+        spare = (budget - len(decoding)) // 2
         for request in decoding[:budget]:
             most = min(self._guess_tokens, spare, request.max_tokens - request.tokens)
             request.guesses = guess(request, most) if most > 0 else ()
@@ -162,9 +167,10 @@ class Scheduler:
         request = self.waiting[0]
         self._prefixes.reuse(request)
         promised = sum(self._missing_blocks(other, other.tokens) for other in self.running)
-        held_by_idle = sum(len(other.blocks) - other.pinned for other in (*self.waiting[1:], *self.awaiting_media))
+        idle = (*self.waiting[1:], *self.awaiting_media)
+        reclaimable = sum(self.allocator.held_alone(other.blocks[other.pinned :]) for other in idle)
         # One block for each to grow into, or the next token of any of them throws the newcomer out again.
-        room = self.allocator.free + held_by_idle - promised - len(self.running)
+        room = self.allocator.free + reclaimable - promised - len(self.running)
         if self.running and self._missing_blocks(request, request.tokens) > room:
             return None
         del self.waiting[0]
@@ -218,7 +224,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.preemptions += 1
         self.running.remove(request)
-        self._release(request)
+        self._reclaim(request)
         self._enter(request, Status.WAITING)
 
     def _release(self, request: Request) -> None:

@@ -1,74 +1,26 @@
-"""No block is ever read as what it is not, however alike prompts are and however little room there is.
-
-The model is replaced by one whose keys are the whole sequence up to a token, so that reading a block of anything else,
-or of the same thing behind something else, is seen at once.
-"""
+"""No block is ever read as what it is not, however alike prompts are and however little room there is; and whoever can
+run does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from services.generation.blocks import BlockAllocator
 from services.generation.engine import Engine
-from services.generation.request import Event, Failed, Finished, Request
-from services.generation.sampler import SamplingParams
-from services.generation.windows import Window
+from services.generation.request import Failed, Finished
 from tests.oracle import Item, Text
-from tests.tiny import BLOCK_TOKENS, Asked, WholeWords, make_request, media_item
-
-
-@dataclass
-class SequenceRunner:
-    """Keeps in each slot what its key depends on: everything from the sequence's first token to its own."""
-
-    model: Any = field(default_factory=lambda: SimpleNamespace(hidden_size=1, device=torch.device("cpu")))
-    slots: dict[int, tuple[object, ...]] = field(default_factory=dict)
-
-    def run(self, windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
-        for window in windows:
-            sequence = [row(window.request, token) for token in range(window.end)]
-            for token in range(window.end):
-                block = window.request.blocks[token // BLOCK_TOKENS]
-                slot = block * BLOCK_TOKENS + token % BLOCK_TOKENS
-                if token >= window.start:
-                    self.slots[slot] = tuple(sequence[: token + 1])
-                assert self.slots[slot] == tuple(sequence[: token + 1]), f"{window} reads another sequence at {token}"
-        sampled = [window for window in windows if window.samples]
-        # Two tokens, by turns: answers of different requests are as alike as their prompts.
-        ends = [end for window in sampled for end in range(window.end - window.guesses, window.end + 1)]
-        return sampled, torch.tensor([[0.0, 1.0 - end % 2, 0.5] for end in ends])
-
-
-def row(request: Request, token: int) -> tuple[object, ...]:
-    """What a token's own key depends on, from the request's item and what was kept of it."""
-    if token >= request.rope.tokens:
-        said = [*request.output_ids, *request.guesses]
-        return (said[token - request.rope.tokens], (token + request.rope.delta,) * 3)
-    place = tuple(request.rope.positions[:, token].tolist())
-    for span in request.rope.spans:
-        if span.offset <= token < span.end:
-            answer = request.answers[span.media_index]
-            assert answer
-            assert answer.kept is not None
-            item: Item = ITEMS_OF[request][span.media_index]
-            kept = int(answer.kept[span.first_row + token - span.offset])
-            return (item.embeds[kept].tobytes(), place)
-    return (int(request.rope.ids[token]), place)
-
+from tests.tiny import BLOCK_TOKENS, media_item
+from tests.unit.sequence_desk import ITEMS_OF, Desk, SequenceRunner
 
 OPENING = Text((1, 2))
-ITEMS_OF: dict[Request, list[Item]] = {}
-
+VIDEO = Item(4, 1, 3, Fraction(1), np.zeros((12, 1), np.float32), method="random")
+OTHER = replace(VIDEO, embeds=np.ones((12, 1), np.float32))
 texts = st.lists(st.integers(1, 2), min_size=1, max_size=6).map(lambda ids: Text(tuple(ids)))
 
 
@@ -83,48 +35,6 @@ def twins(draw: st.DrawFn) -> list[Item]:
         replace(item, t=2, h=2),
     ]
     return [item, *draw(st.lists(st.sampled_from(others), min_size=1, max_size=2, unique_by=id))]
-
-
-@dataclass
-class Desk:
-    engine: Engine
-    waiting: list[tuple[Asked, list[Item]]] = field(default_factory=list)
-    asked: list[Asked] = field(default_factory=list)
-
-    def ask(self, parts: Sequence[Text | Item], new_tokens: int, others: int) -> None:
-        asked = make_request(str(len(self.asked)), parts, SamplingParams(new_tokens))
-        contents = [part for part in parts if isinstance(part, Item)]
-        ITEMS_OF[asked.request] = contents
-        for number in range(others):
-            own: list[Event] = []
-            follower = asked.request.add_follower(str(number), SamplingParams(new_tokens), WholeWords(), own.append)
-            asked.others.append(Asked(follower, own))
-            ITEMS_OF[follower] = contents
-        if asked.request.max_tokens > self.engine.capacity_tokens:
-            return
-        self.engine.submit(asked.request)
-        asked.spared = tuple(set(range(len(contents))) - set(asked.request.wanted_media))
-        self.asked.append(asked)
-        self.waiting.append((asked, contents))
-
-    def deliver(self, place: int, seed: int) -> None:
-        asked, contents = self.waiting.pop(place)
-        for index in asked.request.wanted_media:
-            item = contents[index]
-            order = np.random.default_rng(seed).permutation(item.tokens)
-            self.engine.deliver(asked.request, media_item(index, item, sorted(order[: item.kept_count].tolist())))
-
-    def leave(self, asked: Asked) -> None:
-        for each in (asked, *asked.others):
-            self.engine.cancel(each.request)
-        self.waiting = [each for each in self.waiting if each[0] is not asked]
-
-    def step(self) -> bool:
-        stepped = self.engine.step()
-        self.engine.check_integrity()
-        failed = [each.failed for each in self.asked if each.failed]
-        assert not failed, failed
-        return stepped
 
 
 @settings(max_examples=200, deadline=None)
@@ -158,10 +68,7 @@ def test_a_block_is_read_by_those_alone_whose_sequence_it_holds(data: st.DataObj
             desk.step()
     while desk.waiting:
         desk.deliver(0, 0)
-    steps = 0
-    while desk.step():
-        steps += 1
-        assert steps < 5000, "the engine stands still"
+    desk.run()
     for each in desk.asked:
         for one in (each, *each.others):
             assert sum(isinstance(event, Finished | Failed) for event in one.events) == 1
@@ -202,9 +109,98 @@ def test_blocks_come_back_after_a_thousand_mixed_cancelled_and_preempted_request
         desk.asked = [each for each in desk.asked if not each.finished]
     while desk.waiting:
         desk.deliver(0, 0)
-    while desk.step():
-        pass
+    desk.run()
     stats = engine.stats()
     assert min(spared, cancelled, stats.preemptions_total, stats.right_guesses_total) > 50
     assert stats.blocks_used == 0
     engine.check_integrity()
+
+
+def desk_of(blocks: int, budget_tokens: int = 64, guess_tokens: int = 0) -> Desk:
+    ITEMS_OF.clear()
+    runner: Any = SequenceRunner()
+    return Desk(Engine(runner, BlockAllocator(blocks, BLOCK_TOKENS), budget_tokens, 4, 64, guess_tokens))
+
+
+def test_an_older_request_runs_on_when_a_newer_one_gives_way_to_what_it_has_pinned() -> None:
+    """Its first video is pinned, its second comes late; meanwhile a newer one has grown over all that is left."""
+    desk = desk_of(24)
+    desk.ask([OPENING, VIDEO, Text((1,))], 1, 0)
+    desk.deliver(0, 0)
+    desk.run()
+    desk.ask([OPENING, VIDEO, Text((1,)), OTHER, Text((2, 2))], 8, 0)
+    older = desk.asked[-1]
+    assert older.spared == (0,)
+    desk.ask([Text((2, 1, 2, 2, 1, 1, 2))], 24 * BLOCK_TOKENS - 10, 0)
+    newer = desk.asked[-1]
+    while newer.request.tokens < 78:
+        desk.step()
+    desk.deliver(0, 0)
+    desk.run()
+    assert older.finished
+    assert newer.finished
+
+
+def test_guesses_do_not_keep_a_prompt_from_being_computed() -> None:
+    desk = desk_of(40, budget_tokens=3, guess_tokens=2)
+    desk.ask([Text((1, 2)), VIDEO, Text((1, 2) * 5)], 4, 0)
+    older = desk.asked[-1]
+    desk.ask([Text((5, 6))], 90, 0)
+    newer = desk.asked[-1]
+    while len(newer.request.output_ids) < 2:
+        desk.step()
+    desk.deliver(0, 0)
+    while not older.finished:
+        desk.step()
+    assert not newer.finished
+
+
+def test_what_others_hold_too_is_no_room_for_a_newcomer() -> None:
+    """Many questions that begin alike: none is admitted only to push another out."""
+    desk = desk_of(40, budget_tokens=32)
+    alike = Text(tuple(range(100, 164)))
+    desk.ask([alike, Text((5,))], 1, 0)
+    desk.run()
+    for number in range(12):
+        desk.ask([alike, Text(tuple(range(200 + 40 * number, 216 + 40 * number)))], 8, 0)
+    desk.run()
+    assert desk.engine.stats().preemptions_total == 0
+
+
+def test_questions_at_the_same_time_share_what_the_first_has_computed() -> None:
+    """Also where the text before the video was computed early, and ends in the middle of a block."""
+    desk = desk_of(64)
+    for _ in range(2):
+        desk.ask([OPENING, VIDEO, Text((1, 2, 2))], 3, 0)
+    desk.step()
+    desk.deliver(0, 0)
+    desk.step()
+    desk.deliver(0, 0)
+    desk.run()
+    tokens = desk.asked[1].request.rope.tokens
+    assert desk.asked[1].request.cached_tokens == tokens // BLOCK_TOKENS * BLOCK_TOKENS - len(OPENING.ids)
+
+
+def test_further_answers_end_with_the_one_that_they_wait_for() -> None:
+    desk = desk_of(24)
+    desk.ask([OPENING, VIDEO, Text((1,))], 5, 2)
+    asked = desk.asked.pop()
+    desk.engine.deliver(asked.request, media_item(1, VIDEO, range(12)))
+    desk.run()
+    assert all(each.failed for each in (asked, *asked.others))
+    desk.ask([OPENING, VIDEO, Text((1,))], 5, 2)
+    desk.leave(desk.asked[-1])
+    desk.run()
+    desk.ask([OPENING, VIDEO, Text((1,))], 5, 63)
+    assert desk.asked[-1].request.followers, "places were lost"
+
+
+def test_a_further_answer_that_is_given_up_before_it_begins_harms_no_other() -> None:
+    desk = desk_of(24)
+    desk.ask([Text((1, 2, 1))], 5, 2)
+    asked = desk.asked[-1]
+    desk.engine.cancel(asked.others[0].request)
+    desk.run()
+    assert asked.finished
+    assert asked.others[1].finished
+    assert not asked.others[0].events

@@ -1,0 +1,116 @@
+"""An engine whose model keeps for every token the whole sequence up to it.
+
+Reading a block of anything else, or of the same thing behind something else, is seen at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.generation.engine import Engine
+from services.generation.request import Event, Request
+from services.generation.sampler import SamplingParams
+from services.generation.windows import Window
+from tests.oracle import Item, Text
+from tests.tiny import BLOCK_TOKENS, Asked, WholeWords, make_request, media_item
+
+
+@dataclass
+class SequenceRunner:
+    """Keeps in each slot what its key depends on: everything from the sequence's first token to its own."""
+
+    model: Any = field(default_factory=lambda: SimpleNamespace(hidden_size=1, device=torch.device("cpu")))
+    slots: dict[int, tuple[object, ...]] = field(default_factory=dict)
+
+    def run(self, windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
+        for window in windows:
+            sequence = [row(window.request, token) for token in range(window.end)]
+            for token in range(window.end):
+                block = window.request.blocks[token // BLOCK_TOKENS]
+                slot = block * BLOCK_TOKENS + token % BLOCK_TOKENS
+                if token >= window.start:
+                    self.slots[slot] = tuple(sequence[: token + 1])
+                assert self.slots[slot] == tuple(sequence[: token + 1]), f"{window} reads another sequence at {token}"
+        sampled = [window for window in windows if window.samples]
+        # Two tokens, by turns: answers of different requests are as alike as their prompts.
+        ends = [end for window in sampled for end in range(window.end - window.guesses, window.end + 1)]
+        return sampled, torch.tensor([[0.0, 1.0 - end % 2, 0.5] for end in ends])
+
+
+def row(request: Request, token: int) -> tuple[object, ...]:
+    """What a token's own key depends on, from the request's item and what was kept of it."""
+    if token >= request.rope.tokens:
+        said = [*request.output_ids, *request.guesses]
+        return (said[token - request.rope.tokens], (token + request.rope.delta,) * 3)
+    place = tuple(request.rope.positions[:, token].tolist())
+    for span in request.rope.spans:
+        if span.offset <= token < span.end:
+            answer = request.answers[span.media_index]
+            assert answer
+            assert answer.kept is not None
+            item: Item = ITEMS_OF[request][span.media_index]
+            kept = int(answer.kept[span.first_row + token - span.offset])
+            return (item.embeds[kept].tobytes(), place)
+    return (int(request.rope.ids[token]), place)
+
+
+ITEMS_OF: dict[Request, list[Item]] = {}
+
+
+@dataclass
+class Desk:
+    engine: Engine
+    waiting: list[tuple[Asked, list[Item]]] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
+
+    def ask(self, parts: Sequence[Text | Item], new_tokens: int, others: int) -> None:
+        asked = make_request(str(len(self.asked)), parts, SamplingParams(new_tokens))
+        contents = [part for part in parts if isinstance(part, Item)]
+        ITEMS_OF[asked.request] = contents
+        for number in range(others):
+            own: list[Event] = []
+            follower = asked.request.add_follower(str(number), SamplingParams(new_tokens), WholeWords(), own.append)
+            asked.others.append(Asked(follower, own))
+            ITEMS_OF[follower] = contents
+        if asked.request.max_tokens > self.engine.capacity_tokens:
+            return
+        self.engine.submit(asked.request)
+        asked.spared = tuple(set(range(len(contents))) - set(asked.request.wanted_media))
+        self.asked.append(asked)
+        self.waiting.append((asked, contents))
+
+    def deliver(self, place: int, seed: int) -> None:
+        asked, contents = self.waiting.pop(place)
+        for index in asked.request.wanted_media:
+            item = contents[index]
+            order = np.random.default_rng(seed).permutation(item.tokens)
+            self.engine.deliver(asked.request, media_item(index, item, sorted(order[: item.kept_count].tolist())))
+
+    def leave(self, asked: Asked) -> None:
+        for each in (asked, *asked.others):
+            self.engine.cancel(each.request)
+        self.waiting = [each for each in self.waiting if each[0] is not asked]
+
+    def step(self) -> bool:
+        stepped = self.engine.step()
+        self.engine.check_integrity()
+        # Once it sleeps, only what arrives wakes it.
+        assert stepped or not self.engine.step(), "it would sleep though something can run"
+        failed = [each.failed for each in self.asked if each.failed]
+        assert not failed, failed
+        for each in self.asked:
+            assert each.request.cached_tokens < each.request.rope.tokens
+        return stepped
+
+    def run(self) -> None:
+        steps = 0
+        while self.step():
+            steps += 1
+            assert steps < 5000, "the engine stands still"
