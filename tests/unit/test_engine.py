@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.errors import FramesieveError, Overloaded, PeerContract, PromptTooLong, Unavailable
+from common.errors import FramesieveError, InvalidRequest, Overloaded, PeerContract, PromptTooLong, Unavailable
 from services.generation.answers import MediaItem
 from services.generation.request import Event, Failed, Finished, FinishReason, PrefillStarted, Tokens
 from services.generation.sampler import SamplingParams
@@ -177,6 +177,12 @@ def test_a_full_queue_refuses_until_somebody_leaves(models: Models) -> None:
     tiny.drain()
     tiny.ask("e", PROMPT, SamplingParams(2))
     tiny.ask("f", PROMPT, SamplingParams(2))
+
+
+def test_more_answers_than_may_ever_run_and_wait_are_refused_for_good(models: Models) -> None:
+    tiny = TinyEngine(models.engine, max_running=1, max_waiting=2)
+    with pytest.raises(InvalidRequest, match=r"sampling\.n must be at most 3 here.*got 4"):
+        tiny.ask("a", PROMPT, SamplingParams(2), [SamplingParams(2)] * 3)
 
 
 # --- cancellation and failures --------------------------------------------------------------------------------------
