@@ -22,8 +22,9 @@ import grpc
 from benchmarks.media_processes import cpu_s
 from benchmarks.media_table import Row, Timings
 from common.channels import open_channel
+from common.malloc import keep_freed_memory
 from common.tensors import PIECE_BYTES, DType, pieces
-from common.wire import add_chunk, buffer_for, tensor_chunks
+from common.wire import add_chunk, buffer_for, fill_chunk, tensor_chunks
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse
 from framesieve.v1.tensor_pb2 import TensorChunk
 
@@ -46,6 +47,7 @@ async def _hop(rounds: int) -> list[Row]:
         "bytes": read_bytes,
     }
     taken, cpu = Timings(), Timings()
+    keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix:{folder}/hop.sock"
         with subprocess.Popen([sys.executable, "-m", "benchmarks.media_hop", address]) as server:
@@ -104,6 +106,7 @@ async def _collect(chunks: AsyncIterator[TensorChunk]) -> int:
 
 
 async def serve(address: str) -> None:
+    keep_freed_memory()  # as services do, for all three
     data = memoryview(os.urandom(SIZE_BYTES))
     cut = [bytes(piece) for _, piece in pieces(data)]
 
@@ -112,8 +115,10 @@ async def serve(address: str) -> None:
             yield chunk
 
     async def send_embeds(_: bytes, context: Any) -> AsyncIterator[EncodeResponse]:
-        for chunk in tensor_chunks(DTYPE, SHAPE, data):
-            yield EncodeResponse(embeds=EmbedsChunk(media_index=0, chunk=chunk))
+        for offset, piece in pieces(data):
+            response = EncodeResponse(embeds=EmbedsChunk(media_index=0))
+            fill_chunk(response.embeds.chunk, DTYPE, SHAPE, offset, piece)
+            yield response
 
     async def send_bytes(_: bytes, context: Any) -> AsyncIterator[bytes]:
         for piece in cut:
