@@ -12,6 +12,7 @@ import asyncio
 import io
 import statistics
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from random import Random
 
 import numpy as np
@@ -26,6 +27,7 @@ from client.prompt import Image, PartLike, Video
 from demo.scenes import encode, random_scene
 
 REQUESTS, WARM_UP, AT_ONCE = 200, 50, 4
+SETTLING_S = 0.1  # a worker gives memory back once it has told that it is done
 CACHE_BYTES, KV_TOKENS = 4 * 2**20, 4096
 FIRST_SEED = 11_100_000
 AT_MOST = 1.05
@@ -51,7 +53,7 @@ def early_and_late(samples: Sequence[int]) -> tuple[float, float]:
 
 
 async def _memory() -> dict[str, list[int]]:
-    """By service, after each request."""
+    """By service, once for each request: what is held when the four that ran together have ended."""
     flags = {
         "encoder": ["--cache-bytes", str(CACHE_BYTES)],
         "generation": ["--kv-cache-tokens", str(KV_TOKENS)],
@@ -59,15 +61,16 @@ async def _memory() -> dict[str, list[int]]:
     found: dict[str, list[int]] = {service: [] for service in SERVICES}
     waiting = requests()
     async with LocalStack(flags=flags) as stack, FramesieveClient(stack.address) as client:
-
-        async def ask_on() -> None:
-            for media, rate in waiting:
-                await client.ask(media, "What happens?", pruning_rate=rate, max_new_tokens=4, temperature=0)
-                for service, process in stack.processes.items():
-                    found[service].append(resident_bytes(process.pid))
-
-        await asyncio.gather(*(ask_on() for _ in range(AT_ONCE)))
+        while wave := list(islice(waiting, AT_ONCE)):
+            await asyncio.gather(*(_ask(client, media, rate) for media, rate in wave))
+            await asyncio.sleep(SETTLING_S)
+            for service, process in stack.processes.items():
+                found[service] += [resident_bytes(process.pid)] * len(wave)
     return found
+
+
+async def _ask(client: FramesieveClient, media: PartLike, rate: float) -> None:
+    await client.ask(media, "What happens?", pruning_rate=rate, max_new_tokens=4, temperature=0)
 
 
 def requests() -> Iterator[tuple[PartLike, float]]:
