@@ -6,6 +6,7 @@ table. `pool` starts it afresh, without the service's memory, environment and de
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -121,6 +122,7 @@ def main(jobs: Jobs = JOBS) -> None:
         message = _told(connection)
         if message.kind is Kind.JOB:
             _run(connection, message, limits, jobs)
+            gc.collect()  # a container and its streams refer to one another
             give_back_freed_memory()
 
 
