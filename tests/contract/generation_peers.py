@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -13,13 +12,13 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from common.channels import open_channel
-from common.interceptors import RequestInterceptor
 from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
 from common.wire import plan_messages
 from framesieve.v1 import encoder_pb2_grpc, preprocessing_pb2_grpc, prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeRequest, EncodeResponse, MediaProgress
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
+from tests.contract.loopback import eventually as eventually
+from tests.contract.loopback import serving as serving
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -141,36 +140,3 @@ class Preprocessing(preprocessing_pb2_grpc.PreprocessingServiceServicer):
         assert (await anext(requests)).HasField("prompt")
         for message in plan_messages(self.plan):
             yield PreprocessResponse(plan=message)
-
-
-@asynccontextmanager
-async def serving(address: str, *servicers: Any) -> AsyncIterator[grpc.aio.Channel]:
-    """A server of these servicers, and a channel to it."""
-    server = grpc.aio.server(interceptors=[RequestInterceptor()])
-    for servicer in servicers:
-        register(servicer, server)
-    server.add_insecure_port(address)
-    await server.start()
-    try:
-        async with open_channel(address) as channel:
-            yield channel
-    finally:
-        await server.stop(None)
-
-
-def register(servicer: Any, server: grpc.aio.Server) -> None:
-    from framesieve.v1 import generation_pb2_grpc
-
-    if isinstance(servicer, Encoder):
-        encoder_pb2_grpc.add_EncoderServiceServicer_to_server(servicer, server)
-    elif isinstance(servicer, Preprocessing):
-        preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(servicer, server)
-    else:
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
-
-
-async def eventually(condition: Any, timeout_s: float = 10) -> None:
-    """Returns once the condition holds."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)

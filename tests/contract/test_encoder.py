@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,20 +10,15 @@ import pytest
 import torch
 
 from common import errors
-from common.checkpoint import Checkpoint
 from common.plan import Grid, Modality
 from common.retention import Pruning
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeRequest
-from services.encoder.families import load_tower
 from services.encoder.pruning import keep_tokens
 from services.encoder.tower import Tower
-from tests.contract.encoder_peers import (
-    GRID,
-    IMAGE,
+from tests.contract.encoder_peers import GRID, IMAGE, VIDEO, Media
+from tests.contract.encoder_service import (
     SELECT_ALL,
-    VIDEO,
-    Media,
     Stack,
     check_served,
     embeds_in,
@@ -33,19 +27,13 @@ from tests.contract.encoder_peers import (
     running,
     select,
     tower_embeds,
+    tower_of,
 )
 
 
 @pytest.fixture(scope="module")
 def tower(family_checkpoint: Path) -> Tower:
-    torch.set_num_threads(1)
-    return load_tower(Checkpoint(family_checkpoint), "auto", torch.device("cpu"))
-
-
-@pytest.fixture
-async def stack(tmp_path: Path, tower: Tower) -> AsyncIterator[Stack]:
-    async with running(tmp_path, tower) as stack:
-        yield stack
+    return tower_of(family_checkpoint)
 
 
 # --- what is answered -------------------------------------------------------------------------------------------

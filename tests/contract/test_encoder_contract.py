@@ -2,66 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
-import torch
 
 from common import errors
-from common.channels import error_from_status, open_channel
-from common.checkpoint import Checkpoint
+from common.channels import open_channel
 from common.plan import PromptPlan
 from common.room import Room
 from common.tensors import DType
 from demo.checkpoint import TINY
 from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
-from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessResponse
 from services.encoder.batcher import Batcher
 from services.encoder.cache import EmbedsCache
-from services.encoder.families import load_tower
 from services.encoder.patches import PatchShape
 from services.encoder.servicer import EncoderServicer
 from services.encoder.tower import Tower
-from tests.contract.encoder_peers import (
-    IMAGE,
-    SELECT_ALL,
-    TIMEOUT_S,
-    VIDEO,
-    Stack,
-    check_served,
-    encode,
-    first_request,
-    frames_of,
-    plan_of,
-    running,
-    select,
-    serving,
-    slice_messages,
-)
+from tests.contract.encoder_peers import IMAGE, VIDEO, frames_of, other_item, plan_of, slice_messages
+from tests.contract.encoder_service import SELECT_ALL, Stack, check_served, encode, first_request, read_all, select
+from tests.contract.loopback import TIMEOUT_S, serving
 
 PATCHES = PatchShape(TINY.patch_px, TINY.merge, TINY.temporal_patch)
-
-
-@pytest.fixture(scope="module")
-def tower(tiny_checkpoint: Path) -> Tower:
-    torch.set_num_threads(1)
-    return load_tower(Checkpoint(tiny_checkpoint), "auto", torch.device("cpu"))
-
-
-@pytest.fixture
-async def stack(tmp_path: Path, tower: Tower) -> AsyncIterator[Stack]:
-    async with running(tmp_path, tower) as stack:
-        yield stack
-
-
-def other_item(plan: PromptPlan, **changes: Any) -> PromptPlan:
-    return replace(plan, media=(replace(plan.media[0], **changes), *plan.media[1:]))
-
 
 BENT_PLANS: dict[str, Callable[[PromptPlan], PromptPlan]] = {
     "another checkpoint": lambda plan: replace(plan, fingerprint=bytes(32)),
@@ -151,18 +115,13 @@ async def test_a_bug_of_preprocessings_names_the_stage_and_no_detail(stack: Stac
     await check_served(stack)
 
 
-async def iter_reads(call: Any) -> AsyncIterator[EncodeResponse]:
-    while (response := await call.read()) is not grpc.aio.EOF:
-        yield response
-
-
 async def test_a_caller_that_could_select_more_is_told_as_well(stack: Stack) -> None:
     stack.preprocessing.fail = errors.MediaDamaged("9 of 10 frames cannot be decoded")
     call = stack.stub.Encode(timeout=TIMEOUT_S)
     await call.write(first_request([VIDEO, VIDEO]))
     await call.write(select(0))
-    with pytest.raises(grpc.aio.AioRpcError, match="9 of 10"):
-        [_ async for _ in iter_reads(call)]
+    with pytest.raises(errors.MediaDamaged, match="9 of 10"):
+        await read_all(call)
     await check_served(stack)
 
 
@@ -178,15 +137,12 @@ async def test_a_bug_of_the_tower_fails_its_request_and_not_the_service(
 
 async def test_a_preprocessing_service_that_is_gone_is_named(tmp_path: Path, tower: Tower) -> None:
     batcher = Batcher(tower.encode, budget_tokens=64)
-    add = encoder_pb2_grpc.add_EncoderServiceServicer_to_server
     async with open_channel(f"unix:{tmp_path}/nobody") as nobody:
         cache = EmbedsCache(tower, batcher, Room(2**20), 0)
         servicer = EncoderServicer(bytes(32), cache, Room(2**20), nobody)
-        async with serving(servicer, add, f"unix:{tmp_path}/e") as channel:
+        async with serving(f"unix:{tmp_path}/e", servicer) as channel:
             stub = encoder_pb2_grpc.EncoderServiceStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                [_ async for _ in stub.Encode(iter([first_request([VIDEO]), SELECT_ALL]), timeout=TIMEOUT_S)]
+            with pytest.raises(errors.Unavailable) as raised:
+                await read_all(stub.Encode(iter([first_request([VIDEO]), SELECT_ALL]), timeout=TIMEOUT_S))
     batcher.close()
-    error = error_from_status(raised.value, "encoder")
-    assert isinstance(error, errors.Unavailable)
-    assert error.stage == "preprocessing"
+    assert raised.value.stage == "preprocessing"

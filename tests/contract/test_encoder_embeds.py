@@ -8,7 +8,6 @@ import itertools
 import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,15 @@ import torch
 from torch import Tensor
 
 from common import errors
-from common.checkpoint import Checkpoint
 from common.plan import Grid, Modality, PromptPlan
 from common.wire import MAX_INLINE_BYTES, grid_message
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from services.encoder import servicer
-from services.encoder.families import load_tower
 from services.encoder.messages import take_embeds
 from services.encoder.tower import Tower
-from tests.contract.encoder_peers import (
-    GRID,
-    IMAGE,
+from tests.contract.encoder_peers import GRID, IMAGE, VIDEO, Media, other_item
+from tests.contract.encoder_service import (
     SELECT_ALL,
-    TIMEOUT_S,
-    VIDEO,
-    Media,
     Received,
     Stack,
     check_idle,
@@ -42,10 +35,12 @@ from tests.contract.encoder_peers import (
     first_request,
     running,
     select,
+    stalled,
     tower_embeds,
+    tower_of,
 )
+from tests.contract.loopback import eventually
 
-CPU = torch.device("cpu")
 WIRE_DTYPES = {
     torch.float32: tensor_pb2.DTYPE_FLOAT32,
     torch.float16: tensor_pb2.DTYPE_FLOAT16,
@@ -56,8 +51,7 @@ FIELD = r"^prompt\.messages\[0\]\.parts\[1\]\.video\.embeds\."
 
 @pytest.fixture(scope="module")
 def tower(family_checkpoint: Path) -> Tower:
-    torch.set_num_threads(1)
-    return load_tower(Checkpoint(family_checkpoint), "auto", CPU)
+    return tower_of(family_checkpoint)
 
 
 @pytest.fixture
@@ -239,7 +233,7 @@ async def test_a_grid_that_is_none_is_refused(stack: Stack, sides: tuple[int, in
 
 
 async def test_what_overflows_in_the_towers_dtype_is_refused(tmp_path: Path, family_checkpoint: Path) -> None:
-    tower = load_tower(Checkpoint(family_checkpoint), "bfloat16", CPU)
+    tower = tower_of(family_checkpoint, "bfloat16")
     embeds = random_embeds(tower, 1)
     embeds[0, 5, 7] = 3.4e38  # finite in float32; bfloat16 ends at 3.39e38
     async with running(tmp_path, tower) as stack:
@@ -263,10 +257,6 @@ async def test_files_and_embeddings_count_together_against_the_inline_limit(stac
 
 
 # --- a preprocessing service that plans something else ----------------------------------------------------------
-
-
-def other_item(plan: PromptPlan, **changes: Any) -> PromptPlan:
-    return replace(plan, media=(replace(plan.media[0], **changes),))
 
 
 @pytest.mark.parametrize(
@@ -307,16 +297,10 @@ async def test_what_never_fits_is_refused_with_what_would_help(tmp_path: Path, t
 
 
 async def test_a_caller_that_leaves_frees_the_room_of_what_it_brought(stack: Stack) -> None:
-    stack.preprocessing.stall = True
     embeds = random_embeds(stack.tower, 1)
-    media = [VIDEO, brought(embeds)]
-    call = stack.stub.Encode(iter([first_request(media), SELECT_ALL]), timeout=TIMEOUT_S)
-    assert (await call.read()).HasField("plan")
-    while stack.outputs.held_bytes < 2 * embeds.nbytes:
-        await asyncio.sleep(0.01)
+    call = await stalled(stack, VIDEO, brought(embeds))
+    await eventually(lambda: stack.outputs.held_bytes >= 2 * embeds.nbytes)
     call.cancel()
-    await asyncio.wait_for(stack.preprocessing.cancelled.wait(), TIMEOUT_S)
-    while stack.room.held_bytes:
-        await asyncio.sleep(0.01)
-    stack.preprocessing.stall = False
+    await eventually(stack.preprocessing.cancelled.is_set)
+    await eventually(lambda: not stack.room.held_bytes)
     await check_served(stack)

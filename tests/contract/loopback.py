@@ -1,0 +1,49 @@
+"""Servers behind sockets of this machine, for hand-made peers and real services alike, and waiting for what they do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from common.channels import MAX_RECEIVE_BYTES, open_channel
+from common.interceptors import RequestInterceptor
+from framesieve.v1 import encoder_pb2_grpc, generation_pb2_grpc, preprocessing_pb2_grpc
+
+TIMEOUT_S = 60
+_REGISTRARS = (
+    (encoder_pb2_grpc.EncoderServiceServicer, encoder_pb2_grpc.add_EncoderServiceServicer_to_server),
+    (generation_pb2_grpc.GenerationServiceServicer, generation_pb2_grpc.add_GenerationServiceServicer_to_server),
+    (
+        preprocessing_pb2_grpc.PreprocessingServiceServicer,
+        preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server,
+    ),
+)
+
+
+@asynccontextmanager
+async def serving(address: str, *servicers: Any) -> AsyncIterator[grpc.aio.Channel]:
+    """A server of these servicers, and a channel to it."""
+    server = grpc.aio.server(
+        interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", MAX_RECEIVE_BYTES)]
+    )
+    for servicer in servicers:
+        (register,) = [register for kind, register in _REGISTRARS if isinstance(servicer, kind)]
+        register(servicer, server)
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        async with open_channel(address) as channel:
+            yield channel
+    finally:
+        await server.stop(None)
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Returns once the condition holds."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
