@@ -1,70 +1,41 @@
-"""Media come out of worker processes as they come out in this one, and cost no more than is allowed."""
+"""Media come out of worker processes as they come out in this one."""
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import random
 import socket
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from common.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract
-from services.preprocessing.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex, read_packets
+from common.errors import InvalidRequest, MediaDamaged, MediaRejected
+from services.preprocessing.packets import read_packets
 from services.preprocessing.pictures import decode_picture, read_picture
-from services.preprocessing.resize import UInt8Array, resize
-from services.preprocessing.slices import PlannedPicture, PlannedVideo, Slice
-from services.preprocessing.sources import Source, bytes_source, path_source
+from services.preprocessing.resize import resize
+from services.preprocessing.slices import PlannedPicture, Slice
+from services.preprocessing.sources import bytes_source, path_source
 from services.preprocessing.workers import process, protocol
-from services.preprocessing.workers.jobs import (
-    IndexPicture,
-    IndexVideo,
-    Order,
-    PictureSlices,
-    VideoSlices,
-    index_facts,
-    index_of,
-)
-from services.preprocessing.workers.limits import Limits
+from services.preprocessing.workers.jobs import IndexPicture, IndexVideo, Order, PictureSlices, VideoSlices
 from services.preprocessing.workers.pool import Pool
 from services.preprocessing.workers.process import Fault
-from services.preprocessing.workers.protocol import Facts
-from tests.unit.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, number_of, without_packets
+from tests.unit.pool_asks import MIB, open_descriptors
+from tests.unit.pool_media import LIMITS, numbers_of, planned
+from tests.unit.preprocessing_media import clip, without_packets
 
-MIB = 2**20
-LIMITS = Limits(wall_s=20, memory_bytes=1024 * MIB, file_bytes=16 * MIB, frames=10_000, length_s=10_000, pixels=2**40)
+pytest_plugins = ["tests.unit.preprocessing_fixtures"]
 MUTATIONS = 2000
-
-
-@pytest.fixture
-def replaced() -> list[Fault]:
-    return []
 
 
 @pytest.fixture
 async def pool(replaced: list[Fault]) -> AsyncIterator[Pool]:
     async with Pool(2, LIMITS, 64 * MIB, replaced.append) as made:
         yield made
-
-
-def open_descriptors() -> int:
-    gc.collect()
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def planned(source: Source, index: PacketIndex, places: tuple[int, ...]) -> PlannedVideo:
-    return PlannedVideo(source, index, places, 2, HEIGHT_PX, WIDTH_PX)
-
-
-def numbers_of(slices: list[Slice]) -> list[int]:
-    return [number_of(row) for each in slices for row in each.pixels]
 
 
 def same(ours: list[Slice], theirs: list[Slice]) -> bool:
@@ -218,70 +189,6 @@ async def test_bytes_are_put_into_shared_memory_once_however_many_jobs_read_them
     assert len(set(files)) == 1
 
 
-async def test_a_lack_of_memory_is_told_as_such_though_the_decoder_speaks_of_damage() -> None:
-    reference = {"preset": "ultrafast", "g": "12", "x264-params": "ref=8:bframes=3:b-pyramid=normal"}
-    source = bytes_source("video", clip(12, size=(1920, 1920), options=reference))
-    video = planned(source, read_packets(source), tuple(range(12)))
-    # The decoder holds up to a dozen frames of 5.5 MB: it has room for some of them, for most, for all.
-    ends = {memory_mib: await _end(video, memory_mib) for memory_mib in (80, 100, 108, 116, 180)}
-    told = {each: f"video cannot be decoded: it needed more than {each} MiB" for each in ends}
-    assert {each: end for each, end in ends.items() if end not in (None, told[each])} == {}
-    assert (ends[80], ends[180]) == (told[80], None)
-
-
-async def _end(video: PlannedVideo, memory_mib: int) -> str | None:
-    """How a video with so much memory is refused, if it is."""
-    limits = replace(LIMITS, memory_bytes=memory_mib * MIB)
-    try:
-        async with Pool(1, limits, MIB, lambda _: None) as pool, pool.ahead(VideoSlices(video)) as slices:
-            _ = [each async for each in slices]
-    except InvalidRequest as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize(
-    ("limits", "told"),
-    [
-        (replace(LIMITS, file_bytes=100), r"video has \d+ bytes, at most 100 are allowed"),
-        (replace(LIMITS, frames=59), "video has 60 frames, at most 59 are allowed"),
-        (replace(LIMITS, length_s=1), "video lasts 2 s, at most 1 are allowed"),
-    ],
-)
-async def test_media_that_pass_a_limit_are_rejected(limits: Limits, told: str, replaced: list[Fault]) -> None:
-    source = bytes_source("video", clip(60))
-    async with Pool(1, limits, MIB, replaced.append) as pool:
-        with pytest.raises(MediaRejected, match=told):
-            await pool.call(IndexVideo(source))
-    assert replaced == []
-
-
-async def test_a_picture_that_needs_too_much_memory_costs_a_worker_and_one_request(replaced: list[Fault]) -> None:
-    file = io.BytesIO()
-    Image.new("RGB", (6000, 6000)).save(file, "PNG")
-    source = bytes_source("image", file.getvalue())
-    async with Pool(1, replace(LIMITS, memory_bytes=64 * MIB), MIB, replaced.append) as pool:
-        header = await pool.call(IndexPicture(source))
-        async with pool.ahead(PictureSlices(PlannedPicture(source, header, 28, 28))) as slices:
-            with pytest.raises(MediaRejected, match="image cannot be decoded: it needed more than 64 MiB"):
-                await anext(slices)
-        assert replaced == [Fault.MEMORY]
-        assert (await pool.call(IndexPicture(source))).height_px == 6000
-
-
-async def test_a_video_of_too_many_pixels_is_rejected_though_few_frames_are_wanted(replaced: list[Fault]) -> None:
-    source = bytes_source("video", clip(60, options={"g": "60"}))
-    index = read_packets(source)
-    pixels = 50 * HEIGHT_PX * WIDTH_PX
-    async with Pool(1, replace(LIMITS, pixels=pixels), MIB, replaced.append) as pool:
-        async with pool.ahead(VideoSlices(planned(source, index, (0, 30)))) as slices:
-            assert numbers_of([each async for each in slices]) == [0, 30]
-        async with pool.ahead(VideoSlices(planned(source, index, (0, 59)))) as slices:
-            with pytest.raises(MediaRejected, match=f"video has more than {pixels} pixels"):
-                await anext(slices)
-    assert replaced == []
-
-
 async def test_damage_is_told_as_it_is_in_process(pool: Pool, replaced: list[Fault]) -> None:
     with pytest.raises(MediaRejected, match="video is no video that can be read"):
         await pool.call(IndexVideo(bytes_source("video", b"no video at all")))
@@ -314,60 +221,3 @@ async def test_mutated_files_end_no_worker_and_leak_nothing(pool: Pool, replaced
     assert decoded > MUTATIONS
     assert replaced == []
     assert open_descriptors() == descriptors
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"frames": 0},
-        {"frames": MAX_PACKETS + 1},
-        {"frames": 59},
-        {"frames": True},
-        {"frames": 60.0},
-        {"stored_pts": 59},
-        {"tail_ticks": 0},
-        {"time_base": []},
-        {"time_base": [1, 0]},
-        {"time_base": [1, 30, 1, 30]},
-        {"time_base": ["1", "30"]},
-        {"time_base": [2**63, 1]},
-        {"time_base": [10**6, 1]},
-        {"rates": [30]},
-        {"rates": [30, 1] * 4},
-        {"rates": "30"},
-        {"height_px": 0},
-        {"height_px": MAX_FRAME_PX, "width_px": 2},
-        {"width_px": None},
-    ],
-)
-def test_an_index_that_cannot_be_true_breaks_the_contract(wrong: dict[str, Any]) -> None:
-    index = read_packets(bytes_source("video", clip(60)))
-    facts, numbers = index_facts(index)
-    assert index_of(Facts(facts), numbers) == index
-    with pytest.raises(PeerContract):
-        index_of(Facts(facts | wrong), numbers)
-
-
-@pytest.mark.parametrize("place", [5, 61])
-@pytest.mark.parametrize("value", [-(2**63), 2**63 - 1])
-def test_an_index_out_of_order_breaks_the_contract(place: int, value: int) -> None:
-    index = read_packets(bytes_source("video", clip(60, options={"g": "20"})))
-    assert index.keyframes == (0, 10240, 20480)
-    facts, numbers = index_facts(index)
-    numbers[place] = value
-    with pytest.raises(PeerContract):
-        index_of(Facts(facts), numbers)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"repaired_frames": 3}, {"repaired_frames": -1}, {"decode_s": float("nan")}, {"resize_s": -1.0}]
-)
-def test_a_slice_that_cannot_be_true_breaks_the_contract(wrong: dict[str, Any]) -> None:
-    job = VideoSlices(planned(bytes_source("video", b"media"), read_packets(bytes_source("video", clip(4))), (0, 1)))
-    facts = {"repaired_frames": 0, "decode_s": 0.5, "resize_s": 0.25}
-    pixels: UInt8Array = np.zeros(2 * HEIGHT_PX * WIDTH_PX * 3, np.uint8)
-    assert job.piece(0, Facts(facts), pixels).pixels.shape == (2, HEIGHT_PX, WIDTH_PX, 3)
-    with pytest.raises(PeerContract):
-        job.piece(0, Facts(facts | wrong), pixels)
-    with pytest.raises(PeerContract):
-        job.piece(0, Facts(facts), pixels[1:])

@@ -1,0 +1,20 @@
+"""What tests ask of worker processes that read and decode real media."""
+
+from __future__ import annotations
+
+from services.preprocessing.packets import PacketIndex
+from services.preprocessing.slices import PlannedVideo, Slice
+from services.preprocessing.sources import Source
+from services.preprocessing.workers.limits import Limits
+from tests.unit.pool_asks import MIB
+from tests.unit.preprocessing_media import HEIGHT_PX, WIDTH_PX, number_of
+
+LIMITS = Limits(wall_s=20, memory_bytes=1024 * MIB, file_bytes=16 * MIB, frames=10_000, length_s=10_000, pixels=2**40)
+
+
+def planned(source: Source, index: PacketIndex, places: tuple[int, ...]) -> PlannedVideo:
+    return PlannedVideo(source, index, places, 2, HEIGHT_PX, WIDTH_PX)
+
+
+def numbers_of(slices: list[Slice]) -> list[int]:
+    return [number_of(row) for each in slices for row in each.pixels]
