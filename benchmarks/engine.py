@@ -9,19 +9,14 @@ MEASUREMENTS; `engine_services.py` asks the three services.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 
 import services.generation  # noqa: F401  (how OpenMP's threads wait is set before torch loads)
 from benchmarks.engine_measures import bfloat16, prefill, pruning, step, throughput
 from benchmarks.engine_models import Model, models
 from benchmarks.engine_services import through_services
-from benchmarks.media_table import Row, table
-from benchmarks.timing import machine
+from benchmarks.report import Beginning, options, report
+from benchmarks.table import Row
 
 MEASUREMENTS: Mapping[str, Callable[[Model, int], list[Row]]] = {
     "throughput": throughput,
@@ -34,29 +29,18 @@ MEASUREMENTS: Mapping[str, Callable[[Model, int], list[Row]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=list(MEASUREMENTS), action="append", help="measure this; may be repeated")
+    parser = options(__doc__, MEASUREMENTS, rounds=3, least_rounds=1)
     parser.add_argument("--model", choices=["demo", "random"], action="append", help="on this one; may be repeated")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
-    command = f"python -m benchmarks.engine{''.join(f' {each}' for each in sys.argv[1:])}"
-    header = {"command": command, "date": str(datetime.datetime.now(datetime.UTC).date()), "machine": machine()}
+    beginning = Beginning.of("engine")
     rows: list[Row] = []
     with models() as found:
         chosen = [model for model in found if model.name in (args.model or ["demo", "random"])]
-        header["models"] = ", ".join(f"{model.name} {model.parameters:,} parameters" for model in chosen)
         for name in args.only or MEASUREMENTS:
             for model in chosen:
                 rows += MEASUREMENTS[name](model, args.rounds)
-    if args.json:
-        measured = [asdict(row) | {"ratio": row.ratio, "met": row.met} for row in rows]
-        print(json.dumps(header | {"rows": measured}, ensure_ascii=False, indent=2))
-    else:
-        print(f"`{command}`\n{header['date']}, {header['machine']}; {header['models']}\n")
-        print(*table(rows), sep="\n")
+    parameters = ", ".join(f"{model.name} {model.parameters:,} parameters" for model in chosen)
+    report(beginning, rows, args.json, models=parameters)
 
 
 if __name__ == "__main__":

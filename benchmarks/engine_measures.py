@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.engine_contenders import EngineContender, Generate
 from benchmarks.engine_models import Model, Question, question
-from benchmarks.media_table import Row, Timings
+from benchmarks.table import Row, Timings
 from common.checkpoint import Checkpoint
 from services.generation.families.language_model import LanguageModel
 

@@ -12,8 +12,8 @@ import time
 
 from benchmarks.engine_models import Model
 from benchmarks.media_clips import RATE, another_file, clip
-from benchmarks.media_table import Row, Timings
 from benchmarks.peer import Peer
+from benchmarks.table import Row, Timings
 from client.answer import Delta
 from client.client import FramesieveClient
 from client.launcher import LocalStack

@@ -7,12 +7,8 @@ own (`media_*.py`) that takes a number of rounds and returns rows, and a line in
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 
 from benchmarks.media_hop import hop
 from benchmarks.media_memory import memory
@@ -21,10 +17,10 @@ from benchmarks.media_pruning import pruning
 from benchmarks.media_second_question import second_question
 from benchmarks.media_seeking import seeking
 from benchmarks.media_sharing import sharing
-from benchmarks.media_table import Row, table
 from benchmarks.media_tensors import tensors
 from benchmarks.media_throughput import throughput
-from benchmarks.timing import machine
+from benchmarks.report import Beginning, options, report
+from benchmarks.table import Row
 
 MEASUREMENTS: Mapping[str, Callable[[int], list[Row]]] = {
     "tensors": tensors,
@@ -40,25 +36,13 @@ MEASUREMENTS: Mapping[str, Callable[[int], list[Row]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", choices=list(MEASUREMENTS), action="append", help="measure this; may be repeated")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    if args.rounds < 5:
-        parser.error(f"--rounds must be at least 5, got {args.rounds}")
-    command = f"python -m benchmarks.media{''.join(f' {each}' for each in sys.argv[1:])}"
-    header = {"command": command, "date": str(datetime.datetime.now(datetime.UTC).date()), "machine": machine()}
+    args = options(__doc__, MEASUREMENTS, rounds=7, least_rounds=5).parse_args()
+    beginning = Beginning.of("media")
     rows: list[Row] = []
     for name in args.only or MEASUREMENTS:
         print(f"measuring {name}", file=sys.stderr)
         rows += MEASUREMENTS[name](args.rounds)
-    if args.json:
-        found = [asdict(row) | {"ratio": row.ratio, "met": row.met} for row in rows]
-        print(json.dumps(header | {"rows": found}, ensure_ascii=False, indent=2))
-    else:
-        print(f"`{header['command']}`\n{header['date']}, {header['machine']}\n")
-        print(*table(rows), sep="\n")
+    report(beginning, rows, args.json)
 
 
 if __name__ == "__main__":

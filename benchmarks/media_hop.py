@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 
 from benchmarks.media_processes import cpu_s
-from benchmarks.media_table import Row, Timings
+from benchmarks.table import Row, Timings
 from common.channels import open_channel
 from common.malloc import keep_freed_memory
 from common.tensors import PIECE_BYTES, DType, pieces

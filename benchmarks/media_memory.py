@@ -20,7 +20,7 @@ from PIL import Image as Picture
 
 from benchmarks.media_clips import RATE, another_file, clip
 from benchmarks.media_processes import resident_bytes
-from benchmarks.media_table import Row
+from benchmarks.table import Row
 from client.client import FramesieveClient
 from client.launcher import SERVICES, LocalStack
 from client.prompt import Image, PartLike, Video

@@ -28,7 +28,7 @@ import grpc
 from benchmarks.media_clips import RATE, another_path, clip
 from benchmarks.media_frames import read_frames, responses
 from benchmarks.media_second_question import first_token
-from benchmarks.media_table import Row, Timings
+from benchmarks.table import Row, Timings
 from client.client import FramesieveClient
 from client.encoding import encode
 from client.launcher import Endpoint, LocalStack

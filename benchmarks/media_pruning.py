@@ -10,7 +10,7 @@ import time
 import torch
 
 from benchmarks.media_clips import pictures
-from benchmarks.media_table import Row, Timings
+from benchmarks.table import Row, Timings
 from common.checkpoint import DEMO_MODEL, Checkpoint
 from common.plan import Grid
 from common.retention import Pruning

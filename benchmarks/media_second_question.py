@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.media_clips import RATE, another_path, clip
-from benchmarks.media_table import Row, Timings
+from benchmarks.table import Row, Timings
 from client.answer import Delta, Finished
 from client.client import FramesieveClient
 from client.launcher import LocalStack

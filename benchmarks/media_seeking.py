@@ -11,7 +11,7 @@ import av
 import numpy as np
 
 from benchmarks.media_clips import RATE, clip
-from benchmarks.media_table import Row, Timings
+from benchmarks.table import Row, Timings
 from services.preprocessing.decode import decode_frames
 from services.preprocessing.packets import read_packets
 from services.preprocessing.sources import bytes_source

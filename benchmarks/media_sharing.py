@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from benchmarks.media_table import Row, Timings
+from benchmarks.table import Row, Timings
 from client.encoding import encode as encode_media
 from client.launcher import LocalStack
 from client.prompt import Video

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.media_clips import clip, pictures
-from benchmarks.media_table import Row, Timings
+from benchmarks.table import Row, Timings
 from services.preprocessing.decode import decode_frames
 from services.preprocessing.packets import read_packets
 from services.preprocessing.resize import PixelBudget, resize, smart_resize

@@ -22,7 +22,7 @@ import grpc
 from benchmarks.media_clips import RATE, another_path, clip
 from benchmarks.media_frames import read_frames
 from benchmarks.media_processes import cpu_s
-from benchmarks.media_table import Row, Timings
+from benchmarks.table import Row, Timings
 from client.launcher import LocalStack
 from client.prompt import Video
 from common.channels import open_channel

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.media_clips import another_file, another_path, clip
 from benchmarks.media_memory import early_and_late
 from benchmarks.media_processes import cpu_s, resident_bytes, tree
-from benchmarks.media_table import Row, Timings, table
+from benchmarks.table import Row, Timings, table
 from services.preprocessing.packets import read_packets
 from services.preprocessing.sources import bytes_source
 

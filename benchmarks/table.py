@@ -1,4 +1,4 @@
-"""What the media benchmarks measure, as rows: this system's figure, the other's, their ratio and the goal for it."""
+"""What benchmarks measure, as rows: this system's figure, the other's, their ratio and the goal for it."""
 
 from __future__ import annotations
 
