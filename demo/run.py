@@ -29,7 +29,8 @@ CAPTION = (
     "Each instant before the first token belongs to the earliest stage that is not finished, so the stages add up to "
     "it even though decoding and encoding overlap. One question about the clip at another frame rate was asked before, "
     "so that nothing here pays for code that runs for the first time. The clip is decoded and encoded once: what is "
-    "asked about it next, at any rate, finds its embeddings in the encoder's cache."
+    "asked about it next, at any rate, finds its embeddings in the encoder's cache; at the same rate, its tokens in "
+    "generation's, which then prefills the question alone."
 )
 
 
