@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import services.generation  # noqa: F401  (how OpenMP's threads wait is set before torch loads)
 from benchmarks.engine_measures import bfloat16, prefill, pruning, step, throughput
 from benchmarks.engine_models import Model, models
 from benchmarks.engine_services import through_services
