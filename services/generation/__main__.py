@@ -10,7 +10,7 @@ from common.channels import open_channel
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
 from common.room import Room
-from common.server import run, serve
+from common.server import ExitStatus, run, serve
 from common.telemetry import configure_logging
 from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from services.generation.arrivals import ModelInput
@@ -20,6 +20,7 @@ from services.generation.engine import Engine
 from services.generation.families import load_language_model
 from services.generation.families.language_model import LanguageModel
 from services.generation.generation_config import sampling_defaults
+from services.generation.graphs import CudaCapture
 from services.generation.media import MediaClient
 from services.generation.metrics import watch
 from services.generation.prompt_limit import PromptLimit
@@ -30,7 +31,7 @@ from services.generation.settings import GenerationSettings
 BLOCK_TOKENS = 16
 
 
-async def main() -> None:
+async def main() -> ExitStatus:
     settings = GenerationSettings.load()
     configure_logging("generation", settings.log_format)
     if settings.threads:
@@ -38,40 +39,40 @@ async def main() -> None:
     checkpoint = Checkpoint(settings.model)
     defaults, tokenizer = sampling_defaults(checkpoint), load_tokenizer(checkpoint.folder)
     model = load_language_model(checkpoint, _dtype(settings, checkpoint), _device(settings))
-    engine = _engine(settings, model)
-    limit = PromptLimit(_limit_tokens(settings, model, engine))
-    room = Room(settings.media_buffer_bytes)
-    watch(engine, room)
-    engine.start()
-    try:
-        async with open_channel(settings.preprocessing) as preprocessing, open_channel(settings.encoder) as encoder:
-            media = MediaClient(preprocessing, encoder, _model_input(checkpoint, model), room)
-            servicer = GenerationServicer(engine, media, tokenizer, defaults, limit)
-            await serve(SERVICE, settings, partial(add_GenerationServiceServicer_to_server, servicer))
-    finally:
-        engine.stop()
-
-
-def _engine(settings: GenerationSettings, model: LanguageModel) -> Engine:
     blocks = -(-settings.kv_cache_tokens // BLOCK_TOKENS)
-    return Engine(
-        Runner(model, blocks, BLOCK_TOKENS),
+    runner = Runner(model, blocks, BLOCK_TOKENS)
+    limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
+    if model.device.type == "cuda":
+        runner.capture_decoding(settings.max_running_requests, limit_tokens, CudaCapture())
+    engine = Engine(
+        runner,
         BlockAllocator(blocks, BLOCK_TOKENS),
         settings.prefill_chunk_tokens,
         settings.max_running_requests,
         settings.max_waiting_requests,
         settings.speculative_tokens,
     )
+    room = Room(settings.media_buffer_bytes)
+    watch(engine, room)
+    engine.start()
+    try:
+        async with open_channel(settings.preprocessing) as preprocessing, open_channel(settings.encoder) as encoder:
+            media = MediaClient(preprocessing, encoder, _model_input(checkpoint, model), room)
+            servicer = GenerationServicer(engine, media, tokenizer, defaults, PromptLimit(limit_tokens))
+            register = partial(add_GenerationServiceServicer_to_server, servicer)
+            return await serve(SERVICE, settings, register, lambda: engine.alive)
+    finally:
+        engine.stop()
 
 
-def _limit_tokens(settings: GenerationSettings, model: LanguageModel, engine: Engine) -> int:
-    most = min(model.context_tokens, engine.capacity_tokens)
+def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_tokens: int) -> int:
+    most = min(model.context_tokens, cache_tokens)
     if settings.max_prompt_tokens is None:
         return most
     if settings.max_prompt_tokens > most:
         raise StartupError(
             f"--max-prompt-tokens {settings.max_prompt_tokens} is more than the model's context of "
-            f"{model.context_tokens} tokens or the cache's {engine.capacity_tokens} (--kv-cache-tokens)"
+            f"{model.context_tokens} tokens or the cache's {cache_tokens} (--kv-cache-tokens)"
         )
     return settings.max_prompt_tokens
 

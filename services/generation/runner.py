@@ -5,15 +5,21 @@ It owns the cache and the model, and knows neither who is scheduled nor how toke
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
-from services.generation.attention import KVCache, make_batch
+from services.generation.attention import make_cache
+from services.generation.attention.sizes import CacheSizes
 from services.generation.families.language_model import LanguageModel
+from services.generation.graphs import Capture, DecodeGraphs
 from services.generation.windows import Int64Array, MediaRows, Packed, Window, pack
+
+log = structlog.get_logger()
 
 
 class Runner:
@@ -21,29 +27,50 @@ class Runner:
 
     def __init__(self, model: LanguageModel, blocks: int, block_tokens: int) -> None:
         self.model = model
-        self._cache = KVCache(
-            model.layers, blocks, block_tokens, model.kv_heads, model.head_dim, model.embed_tokens.weight
-        )
+        sizes = CacheSizes(model.layers, blocks, block_tokens, model.heads, model.kv_heads, model.head_dim)
+        self._cache = make_cache(sizes, model.embed_tokens.weight)
+        self._graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def capture_decoding(self, most_requests: int, most_tokens: int, capture: Capture) -> None:
+        """Has steps that only decode replayed as graphs, for up to so many requests of up to so many tokens.
+
+        A model that no graph can hold is run as before.
+        """
+        start = time.perf_counter()
+        blocks = min(-(-most_tokens // self._cache.sizes.block_tokens), self._cache.sizes.blocks)
+        try:
+            self._graphs = DecodeGraphs(self.model, self._cache, most_requests, blocks, capture)
+        except RuntimeError as error:
+            log.warning("decoding without graphs", error=str(error))
+        else:
+            log.info("decode steps captured", graphs=len(self._graphs), seconds=round(time.perf_counter() - start, 3))
 
     @torch.inference_mode()
     def run(self, windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
         """Computes the windows' keys and values, and what follows those that sample.
 
-        Returns the windows that sample and their raw logits, float32 [S, vocab_size], in the same order.
+        Returns the windows that sample and their raw logits, float32 [S, vocab_size], in the same order, one row for
+        each and one for each of its guesses.
         """
-        packed = pack(windows, self._cache.block_tokens)
+        packed = pack(windows, self._cache.sizes.block_tokens)
+        rows = torch.tensor(packed.last_rows, dtype=torch.int64, device=self.model.device)
+        replayed = self._graphs.replay(packed) if self._graphs else None
+        logits = self._forward(packed, rows) if replayed is None else replayed[rows]
+        return [window for window in packed.windows if window.samples], logits
+
+    def _forward(self, packed: Packed, rows: Tensor) -> Tensor:
         embeds: Tensor = self.model.embed_tokens(self._on_device(packed.ids))
         levels = self._put_media(packed, embeds)
         hidden = self.model.text(
             inputs_embeds=embeds[None],  # [1, T, D]
             position_ids=self._on_device(packed.positions)[:, None],  # [3, 1, T]
             use_cache=False,
-            batch=make_batch(self._cache, packed),
+            batch=self._cache.batch(packed),
             **levels,
         ).last_hidden_state[0]
-        rows = torch.tensor(packed.last_rows, dtype=torch.int64, device=hidden.device)
-        logits = self.model.lm_head(hidden[rows]).float()
-        return [window for window in packed.windows if window.samples], logits
+        logits: Tensor = self.model.lm_head(hidden[rows])
+        return logits.float()
 
     def _put_media(self, packed: Packed, embeds: Tensor) -> dict[str, Tensor]:
         """Puts media rows into `embeds` [T, D], and returns what the model must be told of their levels."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -12,13 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from services.generation import attention
-from services.generation.attention import KVCache, make_batch, paged_attention
+from services.generation.attention import PagedCache, paged_attention, sdpa
+from services.generation.attention.sdpa import SdpaCache
+from services.generation.attention.sizes import CacheSizes
+from services.generation.attention.varlen import VarlenCache, check_kernel, find_kernel
 from services.generation.request import Request
 from services.generation.windows import Packed, Window, slots_of
 
 BLOCK_TOKENS, BLOCKS = 4, 24
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+SCALE = 0.3
+SIZES = CacheSizes(2, BLOCKS, BLOCK_TOKENS, HEADS, KV_HEADS, HEAD_DIM)
 
 
 @st.composite
@@ -37,12 +42,41 @@ def batches(draw: st.DrawFn) -> list[tuple[list[int], int, int]]:
     return sorted(found, key=lambda each: each[2] - each[1] > 1)
 
 
-def by_formula(query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+def by_formula(query: Tensor, key: Tensor, value: Tensor, start: int, scale: float = SCALE) -> Tensor:
     """query [rows, heads, D], key and value [end, kv_heads, D]; row r sees tokens up to start + r."""
-    key, value = (each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (key, value))
-    scores = torch.einsum("rhd,chd->hrc", query, key) * 0.3
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    scores = torch.einsum("rhd,chd->hrc", query, key) * scale
     seen = torch.arange(key.shape[0]) <= start + torch.arange(query.shape[0])[:, None]
     return torch.einsum("hrc,chd->rhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: Tensor,
+    block_table: Tensor,
+) -> Tensor:
+    """What torch documents of its call, by the formula above."""
+    assert window_size == (-1, 0)
+    assert enable_gqa == (query.shape[1] != key.shape[2])
+    assert block_table.dtype == seqused_k.dtype == cu_seq_q.dtype == torch.int32
+    found = torch.empty_like(query)
+    for first, last, tokens, table in zip(cu_seq_q, cu_seq_q[1:], seqused_k, block_table, strict=False):
+        rows = int(last - first)
+        assert 0 < rows <= max_q
+        assert rows <= tokens <= max_k
+        own_key, own_value = (each[table.long()].flatten(0, 1)[:tokens] for each in (key, value))
+        found[first:last] = by_formula(query[first:last], own_key, own_value, int(tokens) - rows, scale)
+    return found
 
 
 @pytest.mark.parametrize("in_place_tokens", [1, 6, 100])
@@ -51,13 +85,44 @@ def by_formula(query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
 def test_every_row_sees_its_own_sequence_and_nothing_else(
     in_place_tokens: int, batch: list[tuple[list[int], int, int]], seed: int
 ) -> None:
-    with patch.object(attention, "IN_PLACE_TOKENS", in_place_tokens):
-        check(batch, seed)
+    with patch.object(sdpa, "IN_PLACE_TOKENS", in_place_tokens):
+        check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
 
 
-def check(batch: list[tuple[list[int], int, int]], seed: int) -> None:
+@settings(max_examples=40, deadline=None)
+@given(batch=batches(), seed=st.integers(0, 2**16))
+def test_a_kernel_that_reads_blocks_is_told_each_sequences(batch: list[tuple[list[int], int, int]], seed: int) -> None:
+    check(VarlenCache(SIZES, torch.zeros(()), varlen_attn), batch, seed)
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@settings(max_examples=40, deadline=None)
+@given(batch=batches(), seed=st.integers(0, 2**16), width=st.integers(4, 6))
+def test_a_decode_batch_is_made_of_a_table_and_lengths_alone(
+    varlen: bool, batch: list[tuple[list[int], int, int]], seed: int, width: int
+) -> None:
+    cache = VarlenCache(SIZES, torch.zeros(()), varlen_attn) if varlen else SdpaCache(SIZES, torch.zeros(()))
+    check(cache, [(blocks, end - 1, end) for blocks, _, end in batch], seed, width)
+
+
+def test_a_kernel_is_looked_for_only_where_one_may_be() -> None:
+    assert find_kernel(SIZES, torch.zeros((), dtype=torch.bfloat16)) is None
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_kernel_that_computes_something_else_is_not_used(wrong: bool) -> None:
+    def attend(*arrays: Any, **named: Any) -> Tensor:
+        found = varlen_attn(*arrays, **named)
+        return found + 0.1 if wrong else found
+
+    with pytest.raises(AssertionError, match=r"wrong by 0\.1") if wrong else nullcontext():
+        check_kernel(attend, SIZES, torch.zeros(()))
+
+
+def check(cache: PagedCache, batch: list[tuple[list[int], int, int]], seed: int, width: int | None = None) -> None:
+    """width: of the table of blocks, where the batch is to be made of that and of lengths."""
+    assert isinstance(cache, SdpaCache | VarlenCache)
     generator = torch.Generator().manual_seed(seed)
-    cache = KVCache(2, BLOCKS, BLOCK_TOKENS, KV_HEADS, HEAD_DIM, torch.zeros(()))
     for layer in (*cache.keys, *cache.values):
         layer.fill_(torch.nan)  # whatever stands in slots of others
     windows, slots, queries, keys, values, expected = [], [], [], [], [], []
@@ -65,23 +130,30 @@ def check(batch: list[tuple[list[int], int, int]], seed: int) -> None:
         key, value = torch.randn(2, end, KV_HEADS, HEAD_DIM, generator=generator)
         query = torch.randn(end - start, HEADS, HEAD_DIM, generator=generator)
         before = torch.from_numpy(slots_of(blocks, 0, start, BLOCK_TOKENS))
-        cache.keys[1][:, before] = key[:start].transpose(0, 1)
-        cache.values[1][:, before] = value[:start].transpose(0, 1)
+        for layer, rows in ((cache.keys[1], key), (cache.values[1], value)):
+            if isinstance(cache, SdpaCache):
+                layer[:, before] = rows[:start].transpose(0, 1)
+            else:
+                layer.flatten(0, 1)[before] = rows[:start]
         windows.append(Window(cast(Request, SimpleNamespace(blocks=blocks)), start, end, True))
         slots.append(torch.from_numpy(slots_of(blocks, start, end, BLOCK_TOKENS)))
         queries.append(query)
         keys.append(key[start:])
         values.append(value[start:])
         expected.append(by_formula(query, key, value, start))
-    packed = cast(
-        Packed,
-        SimpleNamespace(
-            windows=tuple(windows),
-            singles=sum(window.tokens == 1 for window in windows),
-            slots=torch.cat(slots).numpy(),
-        ),
-    )
+    if width is None:
+        made = cache.batch(packed(windows, torch.cat(slots)))
+    else:
+        table = torch.full((len(batch), width), BLOCKS - 1, dtype=torch.int32)
+        for row, (blocks, _, _) in zip(table, batch, strict=True):
+            row[: len(blocks)] = torch.tensor(blocks)
+        made = cache.decode_batch(table, torch.tensor([end for _, _, end in batch], dtype=torch.int32))
     query, key, value = (torch.cat(each).transpose(0, 1)[None] for each in (queries, keys, values))
     module = cast(nn.Module, SimpleNamespace(layer_idx=1))
-    found, _ = paged_attention(module, query, key, value, None, batch=make_batch(cache, packed), scaling=0.3)
+    found, _ = paged_attention(module, query, key, value, None, batch=made, scaling=SCALE)
     torch.testing.assert_close(found[0], torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+def packed(windows: list[Window], slots: Tensor) -> Packed:
+    singles = sum(window.tokens == 1 for window in windows)
+    return cast(Packed, SimpleNamespace(windows=tuple(windows), singles=singles, slots=slots.numpy()))

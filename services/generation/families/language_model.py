@@ -36,6 +36,7 @@ class LanguageModel:
     embed_tokens: nn.Embedding
     lm_head: nn.Module
     layers: int
+    heads: int
     kv_heads: int
     head_dim: int
     context_tokens: int
@@ -91,6 +92,7 @@ def with_output_layer(checkpoint: Checkpoint, config: Any, text: Any, embed_leve
         embed_tokens=embed_tokens,
         lm_head=packed(lm_head).requires_grad_(False),
         layers=sizes.num_hidden_layers,
+        heads=sizes.num_attention_heads,
         kv_heads=sizes.num_key_value_heads,
         head_dim=text.layers[0].self_attn.head_dim,
         context_tokens=sizes.max_position_embeddings,

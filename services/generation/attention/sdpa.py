@@ -1,6 +1,4 @@
-"""Attention over the paged cache, as transformers calls it: once a layer, for the whole packed batch.
-
-It owns the cache's tensors and how a device reads them, and knows neither requests nor the scheduler.
+"""Attention by torch's own SDPA, on any device, over a cache whose contexts are read in place or gathered.
 
     packed rows:  [s][s][s][   A   ][ B ]     singles first
     A, B:         one call each, causal from the row's own place in its sequence
@@ -13,8 +11,8 @@ It owns the cache's tensors and how a device reads them, and knows neither reque
                      in place         gathered, padded to the longest
 
 Padding repeats the first slot of the row's own sequence, so that nothing of another request, not even a NaN,
-comes near it. Sources: PagedAttention, arXiv 2309.06180; merging parts of one softmax, FlashAttention, arXiv
-2205.14135; `transformers.AttentionInterface`.
+comes near it. It knows neither requests nor the scheduler.
+Source: merging parts of one softmax, FlashAttention, arXiv 2205.14135.
 """
 
 from __future__ import annotations
@@ -27,12 +25,10 @@ from typing import TypeAlias
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 
+from services.generation.attention.sizes import CacheSizes
 from services.generation.windows import Int64Array, Packed, Window, slots_of
-
-ATTENTION = "framesieve_paged"
 
 # Below this many tokens a row, copying all contexts for one call is cheaper than a call each.
 IN_PLACE_TOKENS = 512
@@ -42,15 +38,46 @@ IN_PLACE_TOKENS = 512
 Slots: TypeAlias = slice | Tensor
 
 
-class KVCache:
+class SdpaCache:
     """Keys and values of every layer: [kv_heads, slots, head_dim] each, a block being neighbouring slots."""
 
-    def __init__(self, layers: int, blocks: int, block_tokens: int, kv_heads: int, head_dim: int, like: Tensor) -> None:
-        self.block_tokens = block_tokens
-        self.blocks = blocks
-        shape = (layers, kv_heads, blocks * block_tokens, head_dim)
+    gathers = True
+
+    def __init__(self, sizes: CacheSizes, like: Tensor) -> None:
+        self.sizes = sizes
+        shape = (sizes.layers, sizes.kv_heads, (sizes.blocks + 1) * sizes.block_tokens, sizes.head_dim)
         self.keys = list(like.new_zeros(shape).unbind())
         self.values = list(like.new_zeros(shape).unbind())
+
+    def batch(self, packed: Packed) -> SdpaBatch:
+        """What `PagedCache.batch` says."""
+        like = self.keys[0]
+        views: list[WindowView] = []
+        at = packed.singles
+        for window in packed.windows[packed.singles :]:
+            mask = None
+            if window.start:
+                seen = torch.ones(window.tokens, window.end, dtype=torch.bool, device=like.device).tril(window.start)
+                mask = _additive(seen, like)[None, None]
+            views.append(WindowView(at, at + window.tokens, _slots(self, window), mask))
+            at += window.tokens
+        new_slots = torch.from_numpy(packed.slots).to(like.device)
+        return SdpaBatch(self, new_slots, _singles(self, packed.windows[: packed.singles]), tuple(views))
+
+    def decode_batch(self, table: Tensor, lengths: Tensor) -> SdpaBatch:
+        """What `PagedCache.decode_batch` says."""
+        block_tokens = self.sizes.block_tokens
+        within = torch.arange(block_tokens, device=table.device)
+        slots = (table.long()[:, :, None] * block_tokens + within).flatten(1)  # [R, W · block_tokens]
+        seen = torch.arange(slots.shape[1], device=table.device) < lengths[:, None]
+        new_slots = slots.gather(1, lengths.long()[:, None] - 1)[:, 0]
+        singles = Singles(
+            count=len(slots),
+            runs=(),
+            slots=slots.where(seen, slots[:, :1]),
+            mask=_additive(seen, self.keys[0])[:, None, None],
+        )
+        return SdpaBatch(self, new_slots, singles, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,70 +109,41 @@ class Singles:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class SdpaBatch:
     """What attention must know of one packed forward.
 
     new_slots: int64 [T], where the keys and values of the packed rows go.
     """
 
-    cache: KVCache
+    cache: SdpaCache
     new_slots: Tensor
     singles: Singles | None
     windows: tuple[WindowView, ...]
 
-
-def make_batch(cache: KVCache, packed: Packed) -> Batch:
-    """Everything about a packed forward that is the same for each of its layers."""
-    like = cache.keys[0]
-    views: list[WindowView] = []
-    at = packed.singles
-    for window in packed.windows[packed.singles :]:
-        mask = None
-        if window.start:
-            seen = torch.ones(window.tokens, window.end, dtype=torch.bool, device=like.device).tril(window.start)
-            mask = _additive(seen, like)[None, None]
-        views.append(WindowView(at, at + window.tokens, _slots(cache, window), mask))
-        at += window.tokens
-    new_slots = torch.from_numpy(packed.slots).to(like.device)
-    return Batch(cache, new_slots, _singles(cache, packed.windows[: packed.singles]), tuple(views))
-
-
-def paged_attention(
-    module: nn.Module,
-    query: Tensor,  # [1, heads, T, head_dim]
-    key: Tensor,  # [1, kv_heads, T, head_dim]
-    value: Tensor,  # [1, kv_heads, T, head_dim]
-    attention_mask: None,
-    *,
-    batch: Batch,
-    scaling: float,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Writes the new keys and values, then attends every row to its own sequence. Returns [1, T, heads, head_dim]."""
-    layer = module.layer_idx
-    assert isinstance(layer, int)
-    keys, values = batch.cache.keys[layer], batch.cache.values[layer]
-    keys.index_copy_(1, batch.new_slots, key[0])
-    values.index_copy_(1, batch.new_slots, value[0])
-    heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
-    out = torch.empty((query.shape[2], heads, head_dim), dtype=query.dtype, device=query.device)
-    if batch.singles:
-        count = batch.singles.count
-        # The query heads that share a kv head become its query rows, so nothing is repeated.
-        rows = query[0, :, :count].transpose(0, 1).reshape(count, kv_heads, -1, head_dim)
-        out[:count] = _attend_singles(batch.singles, rows, keys, values, scaling).reshape(count, heads, head_dim)
-    for view in batch.windows:
-        attended = F.scaled_dot_product_attention(
-            query[:, :, view.first_row : view.end_row],
-            _read(keys, view.slots),
-            _read(values, view.slots),
-            attn_mask=view.mask,
-            is_causal=view.mask is None,
-            scale=scaling,
-            enable_gqa=heads != kv_heads,
-        )
-        out[view.first_row : view.end_row] = attended[0].transpose(0, 1)
-    return out[None], None
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """What `Batch.attend` says."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys.index_copy_(1, self.new_slots, key)
+        values.index_copy_(1, self.new_slots, value)
+        (heads, rows, head_dim), kv_heads = query.shape, key.shape[0]
+        out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
+        if self.singles:
+            count = self.singles.count
+            # The query heads that share a kv head become its query rows, so nothing is repeated.
+            grouped = query[:, :count].transpose(0, 1).reshape(count, kv_heads, -1, head_dim)
+            out[:count] = _attend_singles(self.singles, grouped, keys, values, scaling).reshape(count, heads, head_dim)
+        for view in self.windows:
+            attended = F.scaled_dot_product_attention(
+                query[None, :, view.first_row : view.end_row],
+                _read(keys, view.slots),
+                _read(values, view.slots),
+                attn_mask=view.mask,
+                is_causal=view.mask is None,
+                scale=scaling,
+                enable_gqa=heads != kv_heads,
+            )
+            out[view.first_row : view.end_row] = attended[0].transpose(0, 1)
+        return out
 
 
 def _attend_singles(singles: Singles, rows: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
@@ -186,24 +184,24 @@ def _read(layer: Tensor, slots: Slots) -> Tensor:
     return rows.view(-1, *slots.shape, layer.shape[2]).transpose(0, 1)
 
 
-def _singles(cache: KVCache, windows: Sequence[Window]) -> Singles | None:
+def _singles(cache: SdpaCache, windows: Sequence[Window]) -> Singles | None:
     if not windows:
         return None
     like = cache.keys[0]
-    runs = [_longest_run(window, cache.block_tokens) for window in windows]
+    runs = [_longest_run(window, cache.sizes.block_tokens) for window in windows]
     in_place = sum(run.stop - run.start for run in runs) >= IN_PLACE_TOKENS * len(runs) and like.device.type == "cpu"
     if not in_place:
         runs = [slice(0, 0)] * len(runs)
-    rests = [_slots_around(window, run, cache.block_tokens) for window, run in zip(windows, runs, strict=True)]
+    rests = [_slots_around(window, run, cache.sizes.block_tokens) for window, run in zip(windows, runs, strict=True)]
     slots = mask = None
     if longest := max(rest.size for rest in rests):
         seen = np.arange(longest) < np.array([rest.size for rest in rests])[:, None]
-        firsts = [window.request.blocks[0] * cache.block_tokens for window in windows]
+        firsts = [window.request.blocks[0] * cache.sizes.block_tokens for window in windows]
         table = np.repeat(np.array(firsts)[:, None], longest, axis=1)
         table[seen] = np.concatenate(rests)
         slots = torch.from_numpy(table).to(like.device)
         mask = _additive(torch.from_numpy(seen).to(like.device), like)[:, None, None]
-    read = tuple(_in_cache(window, run, cache.block_tokens) for window, run in zip(windows, runs, strict=True))
+    read = tuple(_in_cache(window, run, cache.sizes.block_tokens) for window, run in zip(windows, runs, strict=True))
     return Singles(len(windows), read if in_place else (), slots, mask)
 
 
@@ -228,13 +226,13 @@ def _in_cache(window: Window, run: slice, block_tokens: int) -> slice:
     return slice(first, first + run.stop - run.start)
 
 
-def _slots(cache: KVCache, window: Window) -> Slots:
+def _slots(cache: SdpaCache, window: Window) -> Slots:
     """The slots of a window's sequence from its first token to the window's end."""
-    blocks = window.request.blocks[: -(-window.end // cache.block_tokens)]
+    blocks = window.request.blocks[: -(-window.end // cache.sizes.block_tokens)]
     first = blocks[0]
     if blocks == list(range(first, first + len(blocks))):
-        return slice(first * cache.block_tokens, first * cache.block_tokens + window.end)
-    slots = slots_of(blocks, 0, window.end, cache.block_tokens)
+        return slice(first * cache.sizes.block_tokens, first * cache.sizes.block_tokens + window.end)
+    slots = slots_of(blocks, 0, window.end, cache.sizes.block_tokens)
     return torch.from_numpy(slots).to(cache.keys[0].device)[None]
 
 
@@ -246,6 +244,3 @@ def _additive(seen: Tensor, like: Tensor) -> Tensor:
     return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(
         ~seen, torch.finfo(like.dtype).min
     )
-
-
-AttentionInterface.register(ATTENTION, paged_attention)
