@@ -15,8 +15,9 @@ import numpy as np
 
 from client.prompt import Embeds, Image, Message, Part, StrPath, Text, Video
 from common.errors import InvalidRequest
+from common.prompt_limits import MAX_INLINE_BYTES
 from common.retention import Pruning
-from common.wire import MAX_INLINE_BYTES, grid_message
+from common.wire import grid_message
 from framesieve.v1 import generation_pb2, prompt_pb2, tensor_pb2
 
 _ROLES = {

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 Int32Array: TypeAlias = NDArray[np.int32]
 
 MAX_PROMPT_TOKENS = 2**24
+# What an answer adds to it is an int32 as well.
+MAX_POSITION = 2**31 - 1 - MAX_PROMPT_TOKENS
 MAX_FRAME_SIDE_PX = 2**15
 DIGEST_BYTES = 32
 
@@ -110,6 +112,15 @@ class MediaPlan:
         for side in (self.frame_height_px, self.frame_width_px):
             if not least <= side <= most:
                 raise ValueError(f"a frame's side must be between {least} and {most} pixels, got {side}")
+        if self.frames and (self.frame_height_px < self.grid.h or self.frame_width_px < self.grid.w):
+            raise ValueError(
+                f"frames of {self.frame_height_px}×{self.frame_width_px} pixels hold no grid of {self.grid}"
+            )
+        if self.modality is Modality.IMAGE and (self.grid.t > 1 or self.frames > 1 or self.timestamps_s):
+            raise ValueError(
+                f"an image has one slice, one frame and no times, got {self.grid}, {self.frames} and "
+                f"{len(self.timestamps_s)}"
+            )
         if (self.modality is Modality.VIDEO) != (self.seconds_per_grid is not None):
             raise ValueError(
                 f"a video has a time base and an image has none, got {self.modality.value}, {self.seconds_per_grid}"
@@ -162,8 +173,8 @@ class PromptPlan:
             raise ValueError(
                 f"positions must be int32 [3, {tokens}], got {self.positions.dtype} {list(self.positions.shape)}"
             )
-        if self.input_ids.min() < 0 or self.positions.min() < 0:
-            raise ValueError("ids and positions must be 0 or more")
+        if self.input_ids.min() < 0 or self.positions.min() < 0 or self.positions.max() > MAX_POSITION:
+            raise ValueError(f"ids and positions must be 0 or more, positions at most {MAX_POSITION}")
         if not 0 <= self.embed_levels <= 16:
             raise ValueError(f"embed_levels must be between 0 and 16, got {self.embed_levels}")
         if len(self.fingerprint) != DIGEST_BYTES:

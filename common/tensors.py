@@ -16,6 +16,7 @@ from common.errors import PeerContract
 PIECE_BYTES = 2**20
 MAX_PIECE_BYTES = 2**21
 MAX_ARRAY_BYTES = 2**34
+MAX_AXES = 8
 
 
 class DType(Enum):
@@ -37,9 +38,16 @@ class DType(Enum):
         return self.value[1]
 
 
+def shape_of(sent: Sequence[int]) -> tuple[int, ...]:
+    """A shape as a peer sent it. Raises PeerContract for more than MAX_AXES, before they are multiplied or told."""
+    if len(sent) > MAX_AXES:
+        raise PeerContract(f"an array of {len(sent)} axes is not allowed, at most {MAX_AXES} are")
+    return tuple(sent)
+
+
 def size_bytes(dtype: DType, shape: Sequence[int]) -> int:
-    """Bytes of an array. Raises PeerContract for a negative axis or an array above 16 GiB."""
-    size = dtype.itemsize * math.prod(shape)
+    """Bytes of an array. Raises PeerContract for too many axes, a negative one, or an array above 16 GiB."""
+    size = dtype.itemsize * math.prod(shape_of(shape))
     if any(axis < 0 for axis in shape) or size > MAX_ARRAY_BYTES:
         raise PeerContract(f"an array of shape {list(shape)} and {size} bytes is not allowed")
     return size
@@ -72,7 +80,7 @@ class TensorBuffer:
 
     def add(self, dtype: DType, shape: Sequence[int], offset_bytes: int, data: bytes) -> None:
         """Copies a piece to its place. Raises PeerContract unless it continues this very array."""
-        if dtype is not self.dtype or tuple(shape) != self.shape:
+        if dtype is not self.dtype or shape_of(shape) != self.shape:
             raise PeerContract(
                 f"a piece of {dtype.label} {list(shape)} was sent for an array of {self.dtype.label} {list(self.shape)}"
             )

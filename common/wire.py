@@ -15,10 +15,12 @@ import numpy as np
 from common.errors import InvalidRequest, PeerContract
 from common.plan import MAX_PROMPT_TOKENS, Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
 from common.retention import EVS, Pruning
-from common.tensors import DType, TensorBuffer, pieces, size_bytes
+from common.tensors import DType, TensorBuffer, pieces, shape_of, size_bytes
 from framesieve.v1 import prompt_pb2, tensor_pb2
 
-MAX_INLINE_BYTES = 16 * 2**20
+MAX_MEDIA = 512
+# Where each slice of as many videos as a prompt may have stands alone.
+MAX_RUNS = 2**18
 
 _DTYPE_TO_WIRE = {
     DType.UINT8: tensor_pb2.DTYPE_UINT8,
@@ -69,10 +71,10 @@ def buffer_for(chunk: tensor_pb2.TensorChunk, dtypes: Sequence[DType], shape: Se
 
     Raises PeerContract otherwise, before anything is allocated.
     """
-    dtype = dtype_of(chunk.dtype)
-    if dtype not in dtypes or tuple(chunk.shape) != tuple(shape):
+    dtype, sent = dtype_of(chunk.dtype), shape_of(chunk.shape)
+    if dtype not in dtypes or sent != tuple(shape):
         allowed = " or ".join(each.label for each in dtypes)
-        raise PeerContract(f"expected {allowed} {list(shape)}, got {dtype.label} {list(chunk.shape)}")
+        raise PeerContract(f"expected {allowed} {list(shape)}, got {dtype.label} {list(sent)}")
     return TensorBuffer(dtype, shape)
 
 
@@ -146,15 +148,6 @@ def _own_pruning(name: str, message: prompt_pb2.Pruning) -> Pruning:
         raise InvalidRequest(f"{name}.{error}") from error
 
 
-def check_inline_bytes(size_bytes: int) -> None:
-    """Raises InvalidRequest for more media, files and embeddings together, than a prompt may carry."""
-    if size_bytes > MAX_INLINE_BYTES:
-        raise InvalidRequest(
-            f"prompt.messages hold {size_bytes} bytes of inline media, at most {MAX_INLINE_BYTES} are allowed in sum; "
-            f"larger files come by path or URL"
-        )
-
-
 # --- the plan ---------------------------------------------------------------------------------------------------
 
 
@@ -183,13 +176,16 @@ class PlanReceiver:
     def add(self, message: prompt_pb2.PromptPlan) -> PromptPlan | None:
         """The plan, once its last message is there. Raises PeerContract for what no plan can be."""
         if self._first is None or self._layout is None:
-            shape = tuple(message.layout.shape)
+            shape = shape_of(message.layout.shape)
             if len(shape) != 2 or shape[0] != 4:
                 raise PeerContract(f"a plan's layout has the shape [4, N], got {list(shape)}")
             if shape[1] > MAX_PROMPT_TOKENS:
                 raise PeerContract(f"a plan has at most {MAX_PROMPT_TOKENS} tokens, got {shape[1]}")
+            _check_counts(message)
             self._first = message
             self._layout = buffer_for(message.layout, [DType.INT32], shape)
+        elif message.media or message.embed_levels or message.fingerprint:
+            raise PeerContract("a later piece of a plan brings more than layout")
         add_chunk(self._layout, message.layout)
         return self._plan(self._first, self._layout) if self._layout.complete else None
 
@@ -203,7 +199,7 @@ class PlanReceiver:
                 embed_levels=first.embed_levels,
                 fingerprint=first.fingerprint,
             )
-        except (ValueError, ZeroDivisionError) as error:
+        except ValueError as error:
             raise PeerContract(f"the plan contradicts itself: {error}") from error
 
 
@@ -224,8 +220,19 @@ def _media_message(item: MediaPlan) -> prompt_pb2.MediaPlan:
     )
 
 
+def _check_counts(message: prompt_pb2.PromptPlan) -> None:
+    """Before anything is made of them. Raises PeerContract for more than any prompt has."""
+    runs = sum(len(item.runs) for item in message.media[: MAX_MEDIA + 1])
+    if len(message.media) > MAX_MEDIA or runs > MAX_RUNS:
+        raise PeerContract(
+            f"a plan has at most {MAX_MEDIA} media and {MAX_RUNS} runs, got {len(message.media)} and {runs}"
+        )
+
+
 def _media_plan(message: prompt_pb2.MediaPlan) -> MediaPlan:
     base = message.seconds_per_grid
+    if message.HasField("seconds_per_grid") and base.denominator < 1:
+        raise ValueError(f"seconds_per_grid.denominator must be at least 1, got {base.denominator}")
     return MediaPlan(
         modality=modality_of(message.modality),
         grid=Grid(message.grid.t, message.grid.h, message.grid.w),

@@ -16,7 +16,8 @@ from torch import Tensor
 from common.errors import InvalidRequest
 from common.plan import Grid
 from common.retention import EVS, Pruning
-from common.wire import check_inline_bytes, named_media, prunings_of, tensor_digest
+from common.tensors import MAX_AXES
+from common.wire import named_media, prunings_of, tensor_digest
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt
 from services.encoder.tower import Tower
@@ -52,12 +53,11 @@ def take_embeds(prompt: prompt_pb2.Prompt, tower: Tower) -> dict[int, BroughtEmb
     """Takes embeddings out of the prompt, each replaced by its digest; by media index.
 
     Reads and converts all of them, so call it beside the loop.
-    Raises InvalidRequest, naming the field, for what the tower could not have yielded, and for too much in sum.
+    Raises InvalidRequest, naming the field, for what the tower could not have yielded.
     """
     named = [(name, media) for name, _, media in named_media(prompt)]
     if not any(media.WhichOneof("source") == "embeds" for _, media in named):
         return {}
-    check_inline_bytes(sum(len(media.data) + len(media.embeds.tensor.data) for _, media in named))
     return {
         index: _take(media.embeds, tower, f"{name}.embeds")
         for index, (name, media) in enumerate(named)
@@ -86,7 +86,7 @@ def _tensor(message: tensor_pb2.Tensor, data: bytearray, shape: tuple[int, ...],
     if tuple(message.shape) != shape:
         raise InvalidRequest(
             f"{name}.shape must be {list(shape)}, for the embedding and {shape[0] - 1} more levels of the grid's "
-            f"tokens, got {list(message.shape)}"
+            f"tokens, got {list(message.shape[:MAX_AXES])}"
         )
     dtype = _DTYPES[message.dtype]
     size_bytes = math.prod(shape) * dtype.itemsize

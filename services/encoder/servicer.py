@@ -19,6 +19,7 @@ import grpc
 from common.channels import passed_on
 from common.errors import InvalidRequest
 from common.plan import PromptPlan
+from common.prompt_limits import check_prompt
 from common.retention import Pruning
 from common.room import Room
 from common.selection import selections
@@ -72,6 +73,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         first = await anext(requests, None)
         if first is None or not first.HasField("prompt"):
             raise InvalidRequest("the first request of a stream must be a prompt")
+        check_prompt(first.prompt.prompt)
         prunings = checked_prunings(first.prompt, self._tower.pruning_methods)
         brought = await asyncio.to_thread(take_embeds, first.prompt.prompt, self._tower)
         feed = Feed(FrameStream(self._preprocessing, options, self._expected))

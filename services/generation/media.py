@@ -18,6 +18,7 @@ import grpc
 from common.channels import upstream_errors
 from common.errors import InvalidRequest, PeerContract
 from common.plan import PromptPlan
+from common.prompt_limits import check_prompt
 from common.retention import Pruning, retained_count
 from common.room import Room
 from common.wire import PlanReceiver, modalities_of, named_media, prunings_of
@@ -51,6 +52,7 @@ class MediaClient:
         call: deadline and metadata for the upstream call.
         Raises InvalidRequest, also where the media can never be held together, PeerContract, and what upstream raises.
         """
+        check_prompt(prompt)
         prunings = prunings_of(prompt, pruning)
         modalities = modalities_of(prompt)
         selected: asyncio.Future[Sequence[int]] = asyncio.get_running_loop().create_future()

@@ -10,8 +10,9 @@ from fractions import Fraction
 
 from common.errors import InvalidRequest, MediaRejected
 from common.plan import Grid, Modality
+from common.prompt_limits import check_inline_bytes, check_prompt
 from common.tensors import DType, pieces
-from common.wire import check_inline_bytes, fill_chunk, tensor_digest
+from common.wire import fill_chunk, tensor_digest
 from framesieve.v1 import preprocessing_pb2, prompt_pb2
 from services.preprocessing.embeds import Embeds
 from services.preprocessing.fetch.data_uri import decode_data_uri
@@ -20,8 +21,6 @@ from services.preprocessing.sampling import FrameSampling
 from services.preprocessing.slices import Slice
 from services.preprocessing.tokens import Turn
 
-# Each may hold a file open until the answer's end.
-MAX_MEDIA = 512
 # A family may put text around each slice, and far more of them cost a planner minutes.
 MAX_EMBEDS_SLICES = 2**15
 # One prompt must not become a flood at somebody else's server.
@@ -41,6 +40,7 @@ def conversation_of(prompt: prompt_pb2.Prompt) -> Conversation:
 
     Raises InvalidRequest naming the field that is missing, empty or too large; MediaRejected for an empty data URI.
     """
+    check_prompt(prompt)
     if not prompt.messages:
         raise InvalidRequest("prompt.messages must hold at least one message, it is empty")
     turns: list[Turn] = []
@@ -76,9 +76,7 @@ def _part(part: prompt_pb2.Part, name: str) -> str | MediaRequest:
 
 
 def _check_sums(media: Sequence[MediaRequest]) -> None:
-    """Raises InvalidRequest for more media, bytes of them, URLs, or slices of embeddings, than a prompt may have."""
-    if len(media) > MAX_MEDIA:
-        raise InvalidRequest(f"prompt.messages hold {len(media)} media, at most {MAX_MEDIA} are allowed")
+    """Raises InvalidRequest for more bytes of media, URLs, or slices of embeddings, than a prompt may have."""
     embeds = [item.location for item in media if isinstance(item.location, Embeds)]
     files = [item.location for item in media if isinstance(item.location, bytes)]
     check_inline_bytes(sum(map(len, files)) + sum(each.size_bytes for each in embeds))

@@ -16,11 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import PromptTooLong
-from common.plan import Grid, Int32Array
+from common.plan import MAX_POSITION, Grid, Int32Array
 
 Int64Array: TypeAlias = NDArray[np.int64]
-
-MAX_POSITION = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ def positions_of(spans: Sequence[TextSpan | GridSpan]) -> Int32Array:
 
     A span that starts at p = (maximum over all axes so far) + 1 puts token (i, j, k) of a grid at
     (p + ⌊i · time_step⌋, p + j, p + k), and text token n at p + n on every axis.
-    Raises PromptTooLong where videos last so long that a position would not be an int32.
+    Raises PromptTooLong where videos last so long that a position would pass MAX_POSITION.
     """
     parts: list[Int32Array] = []
     start = 0

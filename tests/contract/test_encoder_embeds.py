@@ -18,7 +18,8 @@ from torch import Tensor
 
 from common import errors
 from common.plan import Grid, Modality, PromptPlan
-from common.wire import MAX_INLINE_BYTES, grid_message
+from common.prompt_limits import MAX_INLINE_BYTES
+from common.wire import grid_message
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from services.encoder import servicer
 from services.encoder.messages import take_embeds

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from common import wire
 from common.errors import InvalidRequest, PeerContract
-from common.plan import MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan, Run
+from common.plan import MAX_POSITION, MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan, Run
 from common.retention import Pruning
 from common.tensors import PIECE_BYTES
 from framesieve.v1 import prompt_pb2, tensor_pb2
@@ -36,7 +36,7 @@ def plan_of(tokens: int, *media: MediaPlan) -> PromptPlan:
     rng = np.random.default_rng(tokens)
     return PromptPlan(
         input_ids=rng.integers(0, 2**31 - 1, tokens, dtype=np.int32),
-        positions=rng.integers(0, 2**31 - 1, (3, tokens), dtype=np.int32),
+        positions=rng.integers(0, MAX_POSITION, (3, tokens), dtype=np.int32),
         media=media,
         embed_levels=0,
         fingerprint=b"f" * 32,
