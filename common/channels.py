@@ -25,6 +25,7 @@ from common.errors import (
     Overloaded,
     PeerContract,
     PromptTooLong,
+    Unauthenticated,
     Unavailable,
 )
 
@@ -41,10 +42,19 @@ MAX_RECEIVE_BYTES = 20 * 2**20
 
 _BY_REASON: dict[str, type[FramesieveError]] = {
     leaf.reason: leaf
-    for leaf in (InvalidRequest, PromptTooLong, MediaRejected, MediaDamaged, MediaForbidden, DeadlinePassed)
+    for leaf in (
+        InvalidRequest,
+        PromptTooLong,
+        MediaRejected,
+        MediaDamaged,
+        Unauthenticated,
+        MediaForbidden,
+        DeadlinePassed,
+    )
 }
 _BY_STATUS: dict[grpc.StatusCode, type[FramesieveError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: MediaForbidden,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlinePassed,
 }

@@ -5,6 +5,7 @@
     │   ├── PromptTooLong     INVALID_ARGUMENT     a prompt that can never fit
     │   ├── MediaRejected     INVALID_ARGUMENT     media that is no media, or passes a limit
     │   └── MediaDamaged      INVALID_ARGUMENT     too many frames that cannot be decoded
+    ├── Unauthenticated       UNAUTHENTICATED      no token, or none that is known
     ├── MediaForbidden        PERMISSION_DENIED    media that may not be reached
     ├── Overloaded            RESOURCE_EXHAUSTED   a full queue or cache; carries a retry hint
     ├── Unavailable           UNAVAILABLE          draining, or an upstream service gone; names the stage
@@ -45,6 +46,13 @@ class MediaRejected(InvalidRequest):
 
 class MediaDamaged(InvalidRequest):
     reason = "MEDIA_DAMAGED"
+
+
+class Unauthenticated(FramesieveError):
+    """The caller is nobody that is known. The text never says what of its token was wrong."""
+
+    status = "UNAUTHENTICATED"
+    reason = "UNAUTHENTICATED"
 
 
 class MediaForbidden(FramesieveError):
