@@ -88,6 +88,18 @@ def upstream_errors(stage: str) -> Iterator[None]:
         raise error_from_status(error, stage) from error
 
 
+async def read_from(call: Any, stage: str) -> Any:
+    """The next message of a call to the service named `stage`; None where the stream has ended.
+
+    Raises what its status names, and PeerContract for bytes that are no message, of which grpc makes None.
+    """
+    with upstream_errors(stage):
+        message = await call.read()
+    if message is None:
+        raise PeerContract(f"{stage} sent bytes that are no message")
+    return None if message is grpc.aio.EOF else message
+
+
 def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveError:
     """The leaf that a service named `stage` raised, as far as its status tells."""
     info, retry = _details(error)

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from common.channels import upstream_errors
+from common.channels import read_from, upstream_errors
 from common.errors import PeerContract
 from common.plan import Grid, MediaPlan, Modality, PromptPlan
 from common.telemetry import STREAMED_BYTES
@@ -152,9 +152,8 @@ class FrameStream:
         return message.frames
 
     async def _read(self) -> PreprocessResponse | None:
-        with upstream_errors(STAGE):
-            message = await self._call.read()
-        return message if isinstance(message, PreprocessResponse) else None
+        message: PreprocessResponse | None = await read_from(self._call, STAGE)
+        return message
 
     async def _write(self, request: PreprocessRequest) -> None:
         with _ended_call(), upstream_errors(STAGE):

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from common.channels import upstream_errors
+from common.channels import read_from
 from common.errors import InvalidRequest, PeerContract
 from common.plan import PromptPlan
 from common.prompt_limits import check_prompt
@@ -63,8 +63,7 @@ class MediaClient:
         else:
             stream = self._preprocessing.Preprocess(_preprocess_requests(prompt), **call)
         try:
-            with upstream_errors(stage):
-                plan = await _receive_plan(stream)
+            plan = await _receive_plan(stream, stage)
             _check_plan(plan, prompt, self._model)
             clock.finish(Stage.PLAN if modalities else Stage.TRANSFER)
             async with AsyncExitStack() as held:
@@ -130,9 +129,8 @@ class MediaSession:
         }
         self._note_progress(arrivals.values(), clock)
         while not all(arrival.complete for arrival in arrivals.values()):
-            with upstream_errors("encoder"):
-                response: Any = await self._stream.read()
-            if response is grpc.aio.EOF:
+            response = await read_from(self._stream, "encoder")
+            if response is None:
                 raise PeerContract("the encoder's stream ended before every media item was sent")
             event: Progress | MediaItem | None = None
             match response.WhichOneof("response"):
@@ -164,11 +162,11 @@ def _arrival(arrivals: Mapping[int, Arrival], index: int) -> Arrival:
     return arrivals[index]
 
 
-async def _receive_plan(stream: Call) -> PromptPlan:
+async def _receive_plan(stream: Call, stage: str) -> PromptPlan:
     receiver = PlanReceiver()
     while True:
-        response: Any = await stream.read()
-        if response is grpc.aio.EOF:
+        response = await read_from(stream, stage)
+        if response is None:
             raise PeerContract("the stream ended before its plan was complete")
         if not response.HasField("plan"):
             raise PeerContract("the stream did not begin with a plan")
