@@ -14,6 +14,7 @@ import structlog
 
 from common.channels import DETAILS_KEY, REQUEST_ID_KEY, status_details, status_message
 from common.errors import FramesieveError, PeerContract
+from common.parsing import parsed
 from common.telemetry import REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
 
 OUR_METHODS = "/framesieve."
@@ -50,10 +51,9 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             return handler
         streamed = handler.request_streaming
         wrap = grpc.stream_stream_rpc_method_handler if streamed else grpc.unary_stream_rpc_method_handler
-        behaviour: Any = handler.stream_stream if streamed else handler.unary_stream
+        behaviour = parsed(handler)
         return wrap(
             self._counted(_guarded(behaviour, method.rsplit("/", 1)[-1])),
-            request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
 
@@ -105,7 +105,7 @@ def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
 
 
 async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: FramesieveError) -> None:
-    log.warning("refused", reason=error.reason, error=str(error))
+    log.warning("refused", reason=error.reason, error=status_message(error))
     await context.abort(
         grpc.StatusCode[error.status],
         status_message(error),
