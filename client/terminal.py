@@ -78,9 +78,10 @@ def errors_told(server: str | None = None) -> Iterator[None]:
     except StartupError as error:
         _fail("STARTUP", str(error))
     except Unavailable as error:
-        if server and "failed to connect" in str(error).lower():
+        told = ": ".join([str(error), *getattr(error, "__notes__", ())])
+        if server and "failed to connect" in told.lower():
             _fail(error.reason, f"nothing answers at {server}; `framesieve serve` starts the services on this machine")
-        _fail(error.reason, str(error))
+        _fail(error.reason, told)
     except FramesieveError as error:
         _fail(error.reason, str(error))
     except BrokenPipeError:

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import structlog
 from google.protobuf import duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -165,15 +166,24 @@ def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveErro
     if leaf:
         return leaf(message)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return Overloaded(message, retry.retry_delay.ToTimedelta().total_seconds() or 1.0)
+        if info.reason != Overloaded.reason and "larger than max" in message:
+            return PeerContract(f"{stage} sent more at once than any message may have: {message}")
+        return Overloaded(message, min(max(0, retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9), 60) or 1.0)
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         if info.reason == Unavailable.reason:
             return Unavailable(message, info.metadata.get("stage", stage))
-        return Unavailable(f"{stage} cannot be reached: {message}", stage)
+        return _noted(Unavailable(f"{stage} cannot be reached", stage), message)
     if info.reason == PeerContract.reason:
         return PeerContract(message)
-    # An internal error already names its request; every hop would add a prefix.
-    return FramesieveError(message if error.code() is grpc.StatusCode.INTERNAL else f"{stage}: {message}")
+    if info.reason == FramesieveError.reason:  # it names its request
+        return FramesieveError(message)
+    return _noted(FramesieveError(f"{stage} failed"), f"{error.code().name}: {message}")
+
+
+def _noted(error: FramesieveError, message: str) -> FramesieveError:
+    """With gRPC's own words beside its text: they name addresses and paths, which are for logs alone."""
+    error.add_note(message)
+    return error
 
 
 def status_message(error: FramesieveError) -> str:
@@ -201,8 +211,8 @@ def _details(error: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo, 
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     try:
         status = rpc_status.from_call(error)
-    except ValueError:  # the details contradict the status: a peer's mistake that the status itself survives
-        status = None
-    for detail in status.details if status else ():
-        _ = detail.Unpack(info) or detail.Unpack(retry)
+        for detail in status.details if status else ():
+            _ = detail.Unpack(info) or detail.Unpack(retry)
+    except (ValueError, DecodeError):  # a peer's mistake in the details, which the status itself survives
+        return error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     return info, retry

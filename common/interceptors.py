@@ -105,7 +105,8 @@ def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
 
 
 async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: FramesieveError) -> None:
-    log.warning("refused", reason=error.reason, error=status_message(error))
+    notes = getattr(error, "__notes__", [])
+    log.warning("refused", reason=error.reason, error=status_message(error), **({"upstream": notes} if notes else {}))
     await context.abort(
         grpc.StatusCode[error.status],
         status_message(error),
