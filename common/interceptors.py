@@ -13,12 +13,16 @@ import grpc
 import structlog
 
 from common.channels import DETAILS_KEY, REQUEST_ID_KEY, status_details, status_message
-from common.errors import FramesieveError, PeerContract
+from common.errors import FramesieveError, PeerContract, Unavailable
 from common.parsing import parsed
 from common.telemetry import REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
 
 OUR_METHODS = "/framesieve."
 MAX_REQUEST_ID_CHARACTERS = 128
+
+_DO_NOT_RETRY = ("grpc-retry-pushback-ms", "-1")
+# Whoever is cut off has so long to give up what it holds.
+_CUT_OFF_S = 1.0
 
 log = structlog.get_logger()
 
@@ -29,16 +33,26 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every streaming method of framesieve.v1; health and reflection pass untouched."""
 
     def __init__(self) -> None:
-        self._running = 0
+        self._running: set[asyncio.Task[Any]] = set()
+        self._cut_off: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
 
-    async def drain(self, grace_s: float) -> None:
-        """Refuses new requests and waits until those that run have ended, `grace_s` at most."""
+    async def drain(self, grace_s: float) -> int:
+        """Refuses new requests and waits until those that run have ended, `grace_s` at most; then ends the rest.
+
+        Returns how many these were. They are told so, but for those whose callers do not read.
+        """
         self._draining = True
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
+        self._cut_off = set(self._running)
+        for task in self._cut_off:
+            task.cancel()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), _CUT_OFF_S)
+        return len(self._cut_off)
 
     async def intercept_service(
         self,
@@ -53,28 +67,37 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         wrap = grpc.stream_stream_rpc_method_handler if streamed else grpc.unary_stream_rpc_method_handler
         behaviour = parsed(handler)
         return wrap(
-            self._counted(_guarded(behaviour, method.rsplit("/", 1)[-1])),
+            _guarded(self._drained(behaviour, _stage_of(method)), method),
             response_serializer=handler.response_serializer,
         )
 
-    def _counted(self, behaviour: Behaviour) -> Behaviour:
-        async def counted(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+    def _drained(self, behaviour: Behaviour, stage: str) -> Behaviour:
+        async def drained(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             if self._draining:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
-            self._running += 1
+                raise Unavailable(f"{stage} is draining", stage)
+            task = asyncio.current_task()
+            assert task is not None
+            self._running.add(task)
             self._idle.clear()
             try:
                 async for response in behaviour(request, context):
                     yield response
+            except asyncio.CancelledError:
+                if task not in self._cut_off:
+                    raise
+                task.uncancel()
+                raise Unavailable(f"{stage} is draining, and the time to finish is over", stage) from None
             finally:
-                self._running -= 1
+                self._running.discard(task)
                 if not self._running:
                     self._idle.set()
 
-        return counted
+        return drained
 
 
-def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
+def _guarded(behaviour: Behaviour, path: str) -> Behaviour:
+    method, stage = path.rsplit("/", 1)[-1], _stage_of(path)
+
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         structlog.contextvars.bind_contextvars(request_id=_request_id(context), method=method)
         start, code = time.perf_counter(), "OK"
@@ -91,11 +114,12 @@ def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
             if isinstance(error, PeerContract):
                 log.error("peer broke the contract", error=str(error))
                 error = PeerContract(f"a peer of {method} broke the contract, request id {bound_request_id()}")
-            await _refuse(context, error)
+            await _refuse(context, error, stage)
         except Exception as error:
             code = "INTERNAL"
             log.exception("bug", error=repr(error))
-            await _refuse(context, FramesieveError(f"an internal error in {method}, request id {bound_request_id()}"))
+            bug = FramesieveError(f"an internal error in {method}, request id {bound_request_id()}")
+            await _refuse(context, bug, stage)
         finally:
             REQUESTS_RUNNING.labels(method).dec()
             REQUESTS.labels(method, code).inc()
@@ -104,14 +128,19 @@ def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
     return guarded
 
 
-async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: FramesieveError) -> None:
+async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: FramesieveError, stage: str) -> None:
     notes = getattr(error, "__notes__", [])
     log.warning("refused", reason=error.reason, error=status_message(error), **({"upstream": notes} if notes else {}))
-    await context.abort(
-        grpc.StatusCode[error.status],
-        status_message(error),
-        trailing_metadata=((DETAILS_KEY, status_details(error).SerializeToString()),),
-    )
+    details: grpc.aio.MetadataType = ((DETAILS_KEY, status_details(error).SerializeToString()),)
+    if isinstance(error, Unavailable) and error.stage != stage:
+        # What is gone is further up, and this service has tried it again: another of its replicas has no more luck.
+        details = (*details, _DO_NOT_RETRY)
+    await context.abort(grpc.StatusCode[error.status], status_message(error), trailing_metadata=details)
+
+
+def _stage_of(path: str) -> str:
+    """encoder, of /framesieve.v1.EncoderService/Encode."""
+    return path.split("/")[1].rsplit(".", 1)[-1].removesuffix("Service").lower()
 
 
 def is_request_id(given: str) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from enum import IntEnum
+from typing import Any, NoReturn
 
 import grpc
 import structlog
@@ -22,37 +25,55 @@ from common.settings import ServiceSettings
 from common.telemetry import serve_metrics
 
 _LINGER_S = 0.25
+_HEALTH_S = 0.5
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
+    # Clients connect anew, and so find replicas that came after them. Requests that run are not cut off.
+    ("grpc.max_connection_age_ms", 300_000),
+)
 
 log = structlog.get_logger()
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs a service's main coroutine; a StartupError is printed and ends the process with status 2."""
+class ExitStatus(IntEnum):
+    """What a service's process ends with. 1 is a bug's; a second signal's is 128 and its number."""
+
+    FINISHED = 0
+    CANNOT_START = 2
+    CUT_OFF = 3
+
+
+def run(main: Callable[[], Coroutine[Any, Any, ExitStatus]]) -> NoReturn:
+    """Runs a service's main coroutine and ends the process with what it returns; a StartupError is printed.
+
+    Until `serve` takes signals for requests to drain, and once it does, a signal ends the process at once.
+    """
     keep_freed_memory()
+    _end_on_signals()
     try:
-        asyncio.run(main())
+        status = asyncio.run(main())
     except StartupError as error:
         print(f"cannot start: {error}", file=sys.stderr)
-        sys.exit(2)
+        status = ExitStatus.CANNOT_START
+    sys.exit(status)
 
 
-async def serve(service: str, settings: ServiceSettings, register: Callable[[grpc.aio.Server], None]) -> None:
+async def serve(
+    service: str, settings: ServiceSettings, register: Callable[[grpc.aio.Server], None], well: Callable[[], bool]
+) -> ExitStatus:
     """Serves until SIGTERM or SIGINT, then drains: health says NOT_SERVING, running requests finish within the grace.
 
     service: the full gRPC name, framesieve.v1.….
     register: adds the servicer to the server.
-    Raises StartupError if the address cannot be listened on.
+    well: whether the service can do its work; health says so, however many requests it still answers.
+    Returns CUT_OFF if requests outlasted the grace. Raises StartupError if the address cannot be listened on.
     """
     requests = RequestInterceptor()
-    server = grpc.aio.server(
-        interceptors=[requests],
-        options=[
-            ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
-            ("grpc.so_reuseport", 0),
-            ("grpc.keepalive_time_ms", 60_000),
-            ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
-        ],
-    )
+    server = grpc.aio.server(interceptors=[requests], options=_OPTIONS)
     register(server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
@@ -66,22 +87,56 @@ async def serve(service: str, settings: ServiceSettings, register: Callable[[grp
             f"cannot listen on --listen {settings.listen} and --metrics-port {settings.metrics_port}: {error}"
         ) from error
 
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    stopping = _first_signal()
     await server.start()
-    for name in names:
-        await health.set(name, health_pb2.HealthCheckResponse.SERVING)
     log.info("serving", listen=settings.listen, metrics_port=settings.metrics_port, model=str(settings.model))
+    telling = asyncio.create_task(_tell_health(health, names, well))
     await stopping.wait()
     log.info("draining", grace_s=settings.drain_s)
+    telling.cancel()
     await health.enter_graceful_shutdown()
-    await requests.drain(settings.drain_s)
+    cut_off = await requests.drain(settings.drain_s)
     # A client that still writes (flow control does) into a closed connection loses what it has not read from it.
     await asyncio.sleep(_LINGER_S)
     await server.stop(0)
-    log.info("stopped")
+    log.info("stopped", cut_off=cut_off)
+    return ExitStatus.CUT_OFF if cut_off else ExitStatus.FINISHED
+
+
+async def _tell_health(health: health_aio.HealthServicer, names: Sequence[str], well: Callable[[], bool]) -> None:
+    """Has health say what `well` says, and the log whenever that changes."""
+    told: bool | None = None
+    while True:
+        if (now := well()) != told:
+            if told is not None:
+                log.log(logging.INFO if now else logging.ERROR, "well again" if now else "not well")
+            status = health_pb2.HealthCheckResponse.SERVING if now else health_pb2.HealthCheckResponse.NOT_SERVING
+            for name in names:
+                await health.set(name, status)
+            told = now
+        await asyncio.sleep(_HEALTH_S)
+
+
+def _first_signal() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
+    signalled = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def note() -> None:
+        signalled.set()
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+        _end_on_signals()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, note)
+    return signalled
+
+
+def _end_on_signals() -> None:
+    """Not left to the system, which spares the first process of a container."""
+    for number in _SIGNALS:
+        signal.signal(number, lambda received, _: os._exit(128 + received))
 
 
 def _metrics_host(listen: str) -> str:

@@ -10,7 +10,7 @@ from common.channels import open_channel
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
 from common.room import Room
-from common.server import run, serve
+from common.server import ExitStatus, run, serve
 from common.telemetry import configure_logging
 from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 from services.encoder.batcher import Batcher
@@ -20,7 +20,7 @@ from services.encoder.servicer import SERVICE, EncoderServicer
 from services.encoder.settings import EncoderSettings
 
 
-async def main() -> None:
+async def main() -> ExitStatus:
     settings = EncoderSettings.load()
     configure_logging("encoder", settings.log_format)
     if settings.threads is not None:
@@ -32,7 +32,8 @@ async def main() -> None:
     try:
         async with open_channel(settings.preprocessing) as channel:
             servicer = EncoderServicer(checkpoint.fingerprint, cache, Room(settings.output_buffer_bytes), channel)
-            await serve(SERVICE, settings, partial(add_EncoderServiceServicer_to_server, servicer))
+            register = partial(add_EncoderServiceServicer_to_server, servicer)
+            return await serve(SERVICE, settings, register, lambda: batcher.alive)
     finally:
         batcher.close()
 

@@ -15,16 +15,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import structlog
 import torch
 from prometheus_client import Gauge, Histogram
 from torch import Tensor
 
+from common.errors import Unavailable
 from common.telemetry import busy
 
 QUEUED_SLICES = Gauge("framesieve_encoder_queued_slices", "Temporal slices that wait for the tower")
 BATCH_TOKENS = Histogram(
     "framesieve_encoder_batch_tokens", "Merged tokens in one forward", buckets=[2**power for power in range(4, 17)]
 )
+
+log = structlog.get_logger()
 
 Encode: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -54,15 +58,23 @@ class Batcher:
         self._thread = threading.Thread(target=self._run, name="tower", daemon=True)
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether slices are taken: until it is closed, or its thread ends by a bug."""
+        return not self._closing
+
     def submit(self, frames: Tensor, target: Tensor) -> Future[None]:
         """Queues a slice; the future is done once `target` holds its embeddings, or has the forward's error.
 
         Cancelling the future before its forward starts takes the slice out of the queue.
+        Raises Unavailable once there is no thread to take it.
         """
         piece = Slice(frames, target)
         # Not a closure over the slice: a cycle would keep its target alive until the collector runs.
         piece.encoded.add_done_callback(self._withdraw)
         with self._changed:
+            if self._closing:
+                raise _ended()
             self._queue.append(piece)
             QUEUED_SLICES.inc()
             self._changed.notify()
@@ -87,8 +99,22 @@ class Batcher:
                 QUEUED_SLICES.dec()
 
     def _run(self) -> None:
-        while self._run_batch():
-            pass
+        try:
+            while self._run_batch():
+                pass
+        except Exception as error:
+            log.exception("the tower's thread ended by a bug", error=repr(error))
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Nobody may queue behind a thread that ends, nor wait for it."""
+        with self._changed:
+            self._closing = True
+            left, self._queue = self._queue, deque()
+            QUEUED_SLICES.dec(len(left))
+        for piece in left:
+            if piece.encoded.set_running_or_notify_cancel():
+                piece.encoded.set_exception(_ended())
 
     def _run_batch(self) -> bool:
         """Waits for a batch and runs it; False once closed. Nothing of it outlives the call: targets are large."""
@@ -97,6 +123,10 @@ class Batcher:
             if batch:
                 with busy("encode"):
                     self._forward(batch)
+        except torch.AcceleratorError:  # the device is of no more use to this process
+            for piece in batch:
+                piece.encoded.set_exception(_ended())
+            raise
         except Exception as error:  # whatever it was, it fails these slices and not the thread
             for piece in batch:
                 piece.encoded.set_exception(error)
@@ -126,3 +156,7 @@ class Batcher:
                         batch.append(piece)
                         tokens += piece.tokens
         return [] if self._closing else batch
+
+
+def _ended() -> Unavailable:
+    return Unavailable("the tower of the encoder has ended", "encoder")

@@ -14,6 +14,7 @@ from itertools import accumulate, takewhile
 from queue import Empty, SimpleQueue
 
 import structlog
+import torch
 from torch import Tensor
 
 from common.errors import FramesieveError, InvalidRequest, Overloaded, PeerContract, PromptTooLong, Unavailable
@@ -86,6 +87,11 @@ class Engine:
         """The longest sequence, prompt and answer, that the cache holds."""
         return self._capacity_tokens
 
+    @property
+    def alive(self) -> bool:
+        """Whether requests are taken: from `start` until it is stopped, or ends by a bug."""
+        return self._thread.is_alive() and not self._stopping
+
     def start(self) -> None:
         self._thread.start()
 
@@ -99,7 +105,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Takes a request over, and its followers. Its `wanted_media` then says which items are to be delivered.
 
-        Raises PromptTooLong if it can never fit, Overloaded if the queue is full, Unavailable once stopping.
+        Raises PromptTooLong if it can never fit, Overloaded if the queue is full, Unavailable once it has ended.
         """
         if request.max_tokens > self._capacity_tokens:
             raise PromptTooLong(
@@ -108,7 +114,7 @@ class Engine:
             )
         with self._lock:
             if self._stopping:
-                raise Unavailable("generation is draining", "generation")
+                raise Unavailable("the engine of generation has ended", "generation")
             everyone = (request, *request.followers)
             if len(everyone) > self._max_requests:
                 raise InvalidRequest(
@@ -151,6 +157,8 @@ class Engine:
                 self._announce(windows)
             if windows:
                 self._finish(windows, *self._runner.run(windows))
+        except torch.AcceleratorError:  # the device is of no more use to this process
+            raise
         except Exception as error:
             log.exception("step failed", error=repr(error), windows=len(windows))
             # A schedule that failed says nothing about who is to blame, and leaves nothing to go on with.

@@ -6,7 +6,7 @@ from functools import partial
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
-from common.server import run, serve
+from common.server import ExitStatus, run, serve
 from common.telemetry import configure_logging
 from framesieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer_to_server
 from services.preprocessing.fetch.fetcher import Fetcher
@@ -22,7 +22,7 @@ _PLANNING_THREADS = 4
 _READING_WORKERS = 2
 
 
-async def main() -> None:
+async def main() -> ExitStatus:
     settings = PreprocessingSettings.load()
     configure_logging("preprocessing", settings.log_format)
     if settings.media_root is not None and not settings.media_root.is_dir():
@@ -35,7 +35,8 @@ async def main() -> None:
     async with Threads(_PLANNING_THREADS) as planning, started(reading, decoding):
         fetcher = Fetcher(settings.fetch_policy)
         servicer = PreprocessingServicer(planner, fetcher, planning, reading, decoding)
-        await serve(SERVICE, settings, partial(add_PreprocessingServiceServicer_to_server, servicer))
+        register = partial(add_PreprocessingServiceServicer_to_server, servicer)
+        return await serve(SERVICE, settings, register, lambda: reading.able and decoding.able)
 
 
 if __name__ == "__main__":

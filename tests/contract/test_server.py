@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
+from prometheus_client import REGISTRY
 
 from common import errors
 from common.channels import error_from_status, open_channel, upstream_errors
-from common.server import serve
+from common.server import ExitStatus, serve
 from common.settings import ServiceSettings
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
+from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, tensor_pb2
 
 SERVICE = "framesieve.v1.EncoderService"
 FAILURES: dict[int, Exception] = {
@@ -33,18 +35,24 @@ FAILURES: dict[int, Exception] = {
     6: errors.PeerContract("kept is not increasing at address 0xdeadbeef"),
     7: ZeroDivisionError("secret"),
     8: errors.MediaRejected(f"video.path {'ä' * 100_000!r} cannot be read"),
+    9: errors.Unavailable("the tower has ended", "encoder"),
 }
+FLOOD = 100
+UNAVAILABLE = ("framesieve_requests_total", {"method": "Encode", "code": "UNAVAILABLE"})
+MIB = bytes(2**20)
 LEAVES = [errors.InvalidRequest, errors.MediaDamaged, errors.MediaForbidden, errors.Overloaded, errors.Unavailable]
 
 
 class Peer(encoder_pb2_grpc.EncoderServiceServicer):
-    """Fails as it is told to; 0 answers twice, half a second apart."""
+    """Fails as it is told to; 0 answers twice, half a second apart, FLOOD without end."""
 
     async def Encode(
         self, requests: AsyncIterator[encoder_pb2.EncodeRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[encoder_pb2.EncodeResponse]:
         async for request in requests:
             index = request.select.media_index
+            while index == FLOOD:
+                yield encoder_pb2.EncodeResponse(embeds=encoder_pb2.EmbedsChunk(chunk=tensor_pb2.TensorChunk(data=MIB)))
             if index:
                 raise FAILURES[index]
             for step in range(2):
@@ -53,17 +61,23 @@ class Peer(encoder_pb2_grpc.EncoderServiceServicer):
 
 
 @asynccontextmanager
-async def serving(folder: Path, drain_s: float = 5) -> AsyncIterator[tuple[grpc.aio.Channel, asyncio.Task[None]]]:
+async def serving(
+    folder: Path, drain_s: float = 5, well: Callable[[], bool] = lambda: True
+) -> AsyncIterator[tuple[grpc.aio.Channel, asyncio.Task[ExitStatus]]]:
     settings = ServiceSettings(listen=f"unix:{folder}/s", metrics_port=0, drain_s=drain_s)
-    task = asyncio.create_task(
-        serve(SERVICE, settings, lambda s: encoder_pb2_grpc.add_EncoderServiceServicer_to_server(Peer(), s))
-    )
-    async with open_channel(settings.listen) as channel:
-        await asyncio.wait_for(channel.channel_ready(), 10)
-        yield channel, task
-    if not task.done():
-        os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(task, 10)
+    register = partial(encoder_pb2_grpc.add_EncoderServiceServicer_to_server, Peer())
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    task = asyncio.create_task(serve(SERVICE, settings, register, well))
+    try:
+        async with open_channel(settings.listen) as channel:
+            await asyncio.wait_for(channel.channel_ready(), 10)
+            yield channel, task
+        if not task.done():
+            os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(task, 10)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def ask(channel: grpc.aio.Channel, index: int, **call: Any) -> Any:
@@ -134,21 +148,57 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(tmp_pat
         assert (await running.read()).progress.decoded_slices == 0
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0.1)
-        with pytest.raises(errors.Unavailable, match="encoder"), upstream_errors("encoder"):
-            async with open_channel(f"unix:{tmp_path}/s") as fresh:
+        async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as fresh:
+            assert await status_of(fresh) == health_pb2.HealthCheckResponse.NOT_SERVING
+            with pytest.raises(errors.Unavailable, match=r"^encoder is draining$") as told, upstream_errors("a proxy"):
                 await ask(fresh, 0).read()
+            assert told.value.stage == "encoder"
         assert (await running.read()).progress.decoded_slices == 1
         assert await running.read() is grpc.aio.EOF
-        await asyncio.wait_for(task, 10)
+        assert await asyncio.wait_for(task, 10) is ExitStatus.FINISHED
 
 
-async def test_a_request_that_outlives_the_grace_is_ended(tmp_path: Path) -> None:
-    async with serving(tmp_path, drain_s=0.1) as (channel, _):
+async def test_a_request_that_outlives_the_grace_is_told_so(tmp_path: Path) -> None:
+    async with serving(tmp_path, drain_s=0.1) as (channel, task):
         running = ask(channel, 0)
         await running.read()
         os.kill(os.getpid(), signal.SIGTERM)
-        with refused():
+        with pytest.raises(errors.Unavailable, match=r"^encoder is draining, .* is over$"), upstream_errors("a proxy"):
             await running.read()
+        assert await asyncio.wait_for(task, 10) is ExitStatus.CUT_OFF
+
+
+async def test_a_caller_that_does_not_read_keeps_nobody_from_stopping(tmp_path: Path) -> None:
+    async with serving(tmp_path, drain_s=0.1) as (channel, task):
+        stuck = ask(channel, FLOOD)
+        await stuck.read()
+        await asyncio.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(task, 10) is ExitStatus.CUT_OFF
+
+
+async def test_only_the_neighbour_of_what_is_gone_tries_again(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (channel, _):
+        for index, attempts in ((5, 1), (9, 3)):
+            before = REGISTRY.get_sample_value(*UNAVAILABLE) or 0
+            with refused():
+                await ask(channel, index).read()
+            assert (REGISTRY.get_sample_value(*UNAVAILABLE) or 0) == before + attempts
+
+
+async def test_health_says_what_the_service_says_of_itself(tmp_path: Path) -> None:
+    well = [True]
+    async with serving(tmp_path, well=lambda: well[0]), grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as prober:
+        for now, status in ((True, "SERVING"), (False, "NOT_SERVING"), (True, "SERVING")):
+            well[0] = now
+            async with asyncio.timeout(5):
+                while await status_of(prober) != health_pb2.HealthCheckResponse.ServingStatus.Value(status):
+                    await asyncio.sleep(0.02)
+
+
+async def status_of(channel: grpc.aio.Channel) -> int:
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
+    return int(answer.status)
 
 
 async def test_health_and_reflection_answer(tmp_path: Path) -> None:
@@ -167,4 +217,4 @@ async def test_health_and_reflection_answer(tmp_path: Path) -> None:
 async def test_an_address_that_cannot_be_listened_on_refuses_to_start() -> None:
     blocked = ServiceSettings(listen="256.0.0.1:1", metrics_port=0)
     with pytest.raises(errors.StartupError, match=r"256\.0\.0\.1"):
-        await serve(SERVICE, blocked, lambda s: None)
+        await serve(SERVICE, blocked, lambda s: None, lambda: True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.errors import Unavailable
 from services.encoder.batcher import Batcher
 
 TIMEOUT_S = 10
@@ -31,6 +32,8 @@ class StoppedTower:
         assert self.go.acquire(timeout=TIMEOUT_S)
         if any(int(frames[0]) == 13 for frames in slices):
             raise RuntimeError("unlucky")
+        if any(int(frames[0]) == 14 for frames in slices):
+            raise torch.AcceleratorError("an illegal memory access was encountered")
         return [torch.full((1, int(frames[1]), 2), float(frames[0])) for frames in slices]
 
 
@@ -109,6 +112,21 @@ def test_a_failing_forward_fails_its_own_slices_alone(tower: StoppedTower, submi
             failed.result(TIMEOUT_S)
     after.result(TIMEOUT_S)
     assert (target == 2).all()
+
+
+def test_a_device_that_is_lost_ends_the_thread_and_leaves_nobody_waiting() -> None:
+    tower = StoppedTower()
+    batcher = Batcher(tower.encode, budget_tokens=10)
+    lost, queued = (batcher.submit(torch.tensor([name, 10]), torch.zeros(1, 10, 2)) for name in (14, 1))
+    assert batcher.alive
+    tower.go.release()
+    for failed in (lost, queued):
+        with pytest.raises(Unavailable, match="ended"):
+            failed.result(TIMEOUT_S)
+    assert not batcher.alive
+    with pytest.raises(Unavailable, match="ended"):
+        batcher.submit(torch.tensor([2, 10]), torch.zeros(1, 10, 2))
+    batcher.close()
 
 
 def test_an_idle_batcher_holds_nothing_of_what_it_encoded(tower: StoppedTower, submit: Submit) -> None:

@@ -331,7 +331,7 @@ def test_stopping_fails_what_is_left_and_refuses_what_comes(models: Models) -> N
     assert waits.failed
     assert isinstance(waits.failed.error, Unavailable)
     assert waits.failed.error.stage == "generation"
-    with pytest.raises(Unavailable, match="draining"):
+    with pytest.raises(Unavailable, match="has ended"):
         tiny.ask("late", PROMPT, SamplingParams(1))
 
 
@@ -366,9 +366,29 @@ def test_a_bug_that_ends_the_thread_leaves_nobody_waiting(models: Models, monkey
     monkeypatch.setattr(tiny.engine, "_publish", broken)
     queued = tiny.ask("queued", PROMPT, SamplingParams(4))
     tiny.engine.start()
+    until(lambda: not tiny.engine.alive)
     for asked in (waits, queued):
         until(lambda asked=asked: bool(asked.failed))  # type: ignore[misc]
         assert asked.failed
         assert isinstance(asked.failed.error, Unavailable)
     with pytest.raises(Unavailable):
         tiny.ask("late", PROMPT, SamplingParams(1))
+
+
+def test_a_device_that_is_lost_ends_the_thread(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = TinyEngine(models.engine)
+    tiny.engine.start()
+    waits = tiny.ask("waits for media", ABOUT_VIDEO, SamplingParams(1))
+    until(lambda: tiny.engine.stats().awaiting_media == 1)
+    assert tiny.engine.alive
+
+    def broken(windows: Sequence[Window]) -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(tiny.runner, "run", broken)
+    running = tiny.ask("runs", PROMPT, SamplingParams(1))
+    for asked in (waits, running):
+        until(lambda asked=asked: bool(asked.failed))  # type: ignore[misc]
+        assert asked.failed
+        assert isinstance(asked.failed.error, Unavailable)
+    until(lambda: not tiny.engine.alive)

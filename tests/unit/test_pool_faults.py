@@ -161,6 +161,23 @@ async def test_a_pool_whose_workers_do_not_start_says_so(replaced: list[Fault]) 
             pass
 
 
+async def test_a_pool_is_unable_while_no_worker_starts_and_able_again_once_one_does(
+    pool_of: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pool_of(2) as pool:
+        monkeypatch.setattr(pool, "_entry", "no.such.module")
+        with pytest.raises(MediaRejected):
+            await pool.call(Ask("crash"))
+        await until(lambda: len(children()) == 1)
+        assert pool.able
+        with pytest.raises(MediaRejected):
+            await pool.call(Ask("crash"))
+        await until(lambda: not pool.able)
+        monkeypatch.undo()
+        await until(lambda: pool.able)
+        assert pieces_made([await pool.call(counting(1))]) == [0]
+
+
 @pytest.fixture
 def port() -> Iterator[int]:
     """Of a server on this machine."""

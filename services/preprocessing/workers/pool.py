@@ -67,6 +67,7 @@ class Pool:
         self._on_replaced = on_replaced
         self._entry = entry
         self._workers: set[WorkerProcess] = set()
+        self._missing: set[WorkerProcess] = set()  # those whose successors do not start
         self._idle: asyncio.Queue[WorkerProcess] = asyncio.Queue()
         self._waiting = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,6 +95,11 @@ class Pool:
             await asyncio.wait(self._tasks)
         for worker in tuple(self._workers):
             await self._end(worker)
+
+    @property
+    def able(self) -> bool:
+        """Whether there are workers, or none has failed to start: else jobs wait for nobody."""
+        return len(self._missing) < self._size
 
     @property
     def jobs(self) -> int:
@@ -240,14 +246,19 @@ class Pool:
         self._on_replaced(fault)
         log.warning("worker replaced", fault=fault, pid=worker.pid)
         await self._end(worker)
-        while True:
-            try:
-                await self._start()
-            except (WorkerFault, PeerContract, OSError) as error:
-                log.error("worker does not start", error=str(error))
-                await asyncio.sleep(_RESTART_S)
-            else:
-                return
+        while not await self._started():
+            self._missing.add(worker)
+            await asyncio.sleep(_RESTART_S)
+        self._missing.discard(worker)
+
+    async def _started(self) -> bool:
+        """Whether a worker more could be started."""
+        try:
+            await self._start()
+        except (WorkerFault, PeerContract, OSError) as error:
+            log.error("worker does not start", error=str(error))
+            return False
+        return True
 
     async def _start(self) -> None:
         worker = WorkerProcess(self._entry, self._limits)
