@@ -67,6 +67,9 @@ def tell_cost(usage: Usage, timings: Timings) -> None:
         if item.first_slice_only:
             _warn(f"media {number}: this rate leaves only the first moment, so no motion can be seen")
 
+# What the system says where no socket is, and where nobody listens at one.
+_NOBODY_THERE = ("No such file or directory", "Connection refused")
+
 
 @contextmanager
 def errors_told(server: str | None = None) -> Iterator[None]:
@@ -79,7 +82,7 @@ def errors_told(server: str | None = None) -> Iterator[None]:
         _fail("STARTUP", str(error))
     except Unavailable as error:
         told = ": ".join([str(error), *getattr(error, "__notes__", ())])
-        if server and "failed to connect" in told.lower():
+        if server and any(words in told for words in _NOBODY_THERE):
             _fail(error.reason, f"nothing answers at {server}; `framesieve serve` starts the services on this machine")
         _fail(error.reason, told)
     except FramesieveError as error:
