@@ -131,7 +131,7 @@ def _guarded(behaviour: Behaviour, path: str) -> Behaviour:
 async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: FramesieveError, stage: str) -> None:
     notes = getattr(error, "__notes__", [])
     log.warning("refused", reason=error.reason, error=status_message(error), **({"upstream": notes} if notes else {}))
-    details: grpc.aio.MetadataType = ((DETAILS_KEY, status_details(error).SerializeToString()),)
+    details: tuple[tuple[str, str | bytes], ...] = ((DETAILS_KEY, status_details(error).SerializeToString()),)
     if isinstance(error, Unavailable) and error.stage != stage:
         # What is gone is further up, and this service has tried it again: another of its replicas has no more luck.
         details = (*details, _DO_NOT_RETRY)
