@@ -67,6 +67,7 @@ def tell_cost(usage: Usage, timings: Timings) -> None:
         if item.first_slice_only:
             _warn(f"media {number}: this rate leaves only the first moment, so no motion can be seen")
 
+
 # What the system says where no socket is, and where nobody listens at one.
 _NOBODY_THERE = ("No such file or directory", "Connection refused")
 

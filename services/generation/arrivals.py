@@ -20,7 +20,7 @@ from framesieve.v1 import encoder_pb2
 from services.generation.answers import MediaItem
 
 TORCH_DTYPES = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16, DType.FLOAT32: torch.float32}
-_DOMAIN = b"framesieve media item v1"
+_DOMAIN = b"framesieve media item v2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,16 @@ class Arrival:
 
     def progress(self, message: encoder_pb2.MediaProgress) -> Progress:
         decoded, encoded, last = message.decoded_slices, message.encoded_slices, self._progress
-        if not last.decoded_slices <= decoded <= self._plan.grid.t or not last.encoded_slices <= encoded <= decoded:
+        reached = Progress(self._index, decoded, encoded)
+        falls = decoded < last.decoded_slices or encoded < last.encoded_slices
+        # What says nothing new could be said for ever.
+        if falls or reached == last or not encoded <= decoded <= self._plan.grid.t:
             raise PeerContract(
                 f"item {self._index} of {self._plan.grid.t} slices came from {last.decoded_slices} decoded and "
                 f"{last.encoded_slices} encoded to {decoded} and {encoded}"
             )
-        self._progress = Progress(self._index, decoded, encoded)
-        return self._progress
+        self._progress = reached
+        return reached
 
     def add(self, message: encoder_pb2.EmbedsChunk) -> None:
         if self.complete:
@@ -101,16 +104,20 @@ class Arrival:
             sent = torch.frombuffer(self._buffer.data, dtype=TORCH_DTYPES[self._buffer.dtype]).view(self._shape)
             # Checked after converting: what is finite in float32 may be too large for float16.
             embeds = sent.to(self._dtype)
-            digest = tagged_digest(_DOMAIN, (b"" if self._kept is None else self._kept.tobytes(), self._buffer.data))
+            kept = b"" if self._kept is None else self._kept.tobytes()
+            digest = tagged_digest(_DOMAIN, (self._buffer.dtype.label.encode(), kept, self._buffer.data))
             if not bool(embeds.isfinite().all()):
                 raise PeerContract(f"the embeddings of item {self._index} are not finite in {self._dtype}")
         return MediaItem(self._index, self._kept, embeds, self._repaired_frames, digest)
 
     def _checked_kept(self, message: encoder_pb2.EmbedsChunk) -> Int32Array | None:
         count, tokens = self._shape[1], self._plan.grid.tokens
-        if not message.HasField("kept"):
-            if count != tokens:
-                raise PeerContract(f"item {self._index} keeps {count} of {tokens} tokens, and does not say which")
+        if message.HasField("kept") != (count < tokens):
+            raise PeerContract(
+                f"item {self._index} keeps {count} of {tokens} tokens; which ones is said where some are dropped, and "
+                f"nowhere else"
+            )
+        if count == tokens:
             return None
         kept = int32_array(message.kept)
         if kept.shape != (count,):

@@ -155,6 +155,10 @@ def kept_of(*kept: int) -> Change:
     return change
 
 
+def kept_of_the_image(messages: list[EncodeResponse]) -> None:
+    messages[6] = embeds_messages(1, IMAGE_EMBEDS, range(4), piece_bytes=64)[0]
+
+
 def embeds_of(embeds: np.ndarray[Any, np.dtype[np.float32]]) -> Change:
     def change(messages: list[EncodeResponse]) -> None:
         messages[2:5] = embeds_messages(0, embeds, KEPT, piece_bytes=64)
@@ -185,7 +189,13 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "kept below 0": (kept_of(-1, 1, 2, 3, 7, 11), "increase strictly"),
     "kept outside the grid": (kept_of(0, 1, 2, 3, 7, 12), "below 12"),
     "kept too few": (kept_of(0, 1, 2, 3, 7), "must keep 6"),
-    "kept absent": (lambda m: m[2].embeds.ClearField("kept"), "does not say which"),
+    "kept absent": (lambda m: m[2].embeds.ClearField("kept"), "nowhere else"),
+    "kept of an image, of which all are": (kept_of_the_image, "nowhere else"),
+    "kept of hundreds of axes": (lambda m: m[2].embeds.kept.shape.extend([1] * 200), "201 axes"),
+    "a piece of hundreds of axes": (lambda m: m[2].embeds.chunk.shape.extend([2**62] * 200), "203 axes"),
+    "a piece of hundreds of axes halfway": (lambda m: m[3].embeds.chunk.shape.extend([1] * 200), "203 axes"),
+    "kept of more than there is": (lambda m: m[2].embeds.kept.shape.extend([2**62, 2**62]), "not allowed"),
+    "kept of fewer than none": (lambda m: m[2].embeds.kept.shape.extend([-1]), "not allowed"),
     "kept of another size": (field(2, "embeds.kept.data", b"1234"), "expected int32"),
     "kept of another type": (field(2, "embeds.kept.dtype", tensor_pb2.DTYPE_INT64), "expected int32"),
     "kept twice": (lambda m: m[3].embeds.kept.CopyFrom(m[2].embeds.kept), "later piece"),
@@ -209,6 +219,8 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "nothing at all": (lambda m: m.clear(), "ended before"),
     "an empty message": (lambda m: m.insert(0, EncodeResponse()), "None where"),
     "a second plan": (lambda m: m.insert(0, EncodeResponse(plan=prompt_pb2.PromptPlan())), "plan where"),
+    "progress that says nothing": (lambda m: m.insert(0, progress_message(0, 0, 0)), "to 0 and 0"),
+    "progress that says nothing new": (lambda m: m.insert(1, m[0]), "to 1 and 0"),
     "progress that falls": (lambda m: m.insert(2, progress_message(0, 1, 0)), "from 2 decoded"),
     "more slices than there are": (field(1, "progress.decoded_slices", 3), "to 3"),
     "encoded before decoded": (field(0, "progress.encoded_slices", 2), "1 and 2"),

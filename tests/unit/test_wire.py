@@ -143,6 +143,106 @@ def too_few_frames(message: prompt_pb2.PromptPlan) -> None:
     del message.media[0].timestamps_s[:]
 
 
+def negative_denominators(message: prompt_pb2.PromptPlan) -> None:
+    step = message.media[0].seconds_per_grid
+    step.numerator, step.denominator = -step.numerator, -step.denominator
+
+
+def time_is_endless(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].timestamps_s[-1] = float("inf")
+
+
+def frames_smaller_than_their_grid(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].frame_width_px = 1
+
+
+def frames_of_2_31_pixels(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].frame_height_px = 2**31 - 1
+
+
+def endless_frames(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].frames = 2**31 - 1
+
+
+def overflowing_grid(message: prompt_pb2.PromptPlan) -> None:
+    grid = message.media[0].grid
+    grid.t = grid.h = grid.w = 2**31 - 1
+
+
+def huge_run(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].runs[0].offset = 2**63 - 1
+
+
+def overlapping_runs(message: prompt_pb2.PromptPlan) -> None:
+    del message.media[0].runs[:]
+    message.media[0].runs.add(offset=2, length=4)
+    message.media[0].runs.add(offset=5, length=4)
+
+
+def unsorted_runs(message: prompt_pb2.PromptPlan) -> None:
+    del message.media[0].runs[:]
+    message.media[0].runs.add(offset=6, length=4)
+    message.media[0].runs.add(offset=2, length=4)
+
+
+def more_media_than_any_prompt(message: prompt_pb2.PromptPlan) -> None:
+    message.media.extend(message.media[:1] * 512)
+
+
+def more_runs_than_any_prompt(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].runs.extend(message.media[0].runs[:1] * 2**18)
+
+
+def short_content_hash(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].content_hash = bytes(31)
+
+
+def moving_image(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].modality = prompt_pb2.MODALITY_IMAGE
+    message.media[0].ClearField("seconds_per_grid")
+
+
+def a_modality_of_tomorrow(message: prompt_pb2.PromptPlan) -> None:
+    message.media[0].modality = 2**31 - 1  # type: ignore[assignment]
+
+
+def negative_levels(message: prompt_pb2.PromptPlan) -> None:
+    message.embed_levels = -1
+
+
+def negative_ids(message: prompt_pb2.PromptPlan) -> None:
+    message.layout.data = np.int32(-1).tobytes() + message.layout.data[4:]
+
+
+def negative_positions(message: prompt_pb2.PromptPlan) -> None:
+    message.layout.data = message.layout.data[:-4] + np.int32(-1).tobytes()
+
+
+def positions_that_no_answer_can_follow(message: prompt_pb2.PromptPlan) -> None:
+    message.layout.data = message.layout.data[:-4] + np.int32(2**31 - 1).tobytes()
+
+
+def no_tokens(message: prompt_pb2.PromptPlan) -> None:
+    message.layout.shape[1] = 0
+    message.layout.data = b""
+
+
+def fewer_tokens_than_none(message: prompt_pb2.PromptPlan) -> None:
+    message.layout.shape[1] = -1
+
+
+def hundreds_of_axes(message: prompt_pb2.PromptPlan) -> None:
+    message.layout.shape.extend([1] * 200)
+
+
+def layout_beyond_its_end(message: prompt_pb2.PromptPlan) -> None:
+    message.layout.data += b"1234"
+
+
+def layout_from_its_middle_on(message: prompt_pb2.PromptPlan) -> None:
+    message.layout.offset_bytes = 80
+
+
 def frames_without_size(message: prompt_pb2.PromptPlan) -> None:
     message.media[0].frame_width_px = 0
 
@@ -169,6 +269,29 @@ def frames_without_size(message: prompt_pb2.PromptPlan) -> None:
         time_is_no_number,
         too_few_frames,
         frames_without_size,
+        negative_denominators,
+        time_is_endless,
+        frames_smaller_than_their_grid,
+        frames_of_2_31_pixels,
+        endless_frames,
+        overflowing_grid,
+        huge_run,
+        overlapping_runs,
+        unsorted_runs,
+        more_media_than_any_prompt,
+        more_runs_than_any_prompt,
+        short_content_hash,
+        moving_image,
+        a_modality_of_tomorrow,
+        negative_levels,
+        negative_ids,
+        negative_positions,
+        positions_that_no_answer_can_follow,
+        no_tokens,
+        fewer_tokens_than_none,
+        hundreds_of_axes,
+        layout_beyond_its_end,
+        layout_from_its_middle_on,
     ],
 )
 def test_a_plan_that_contradicts_itself_is_a_broken_contract(spoil: Callable[[prompt_pb2.PromptPlan], None]) -> None:
@@ -176,6 +299,13 @@ def test_a_plan_that_contradicts_itself_is_a_broken_contract(spoil: Callable[[pr
     spoil(message)
     with pytest.raises(PeerContract):
         receive([message])
+
+
+def test_a_later_piece_of_a_plan_brings_layout_alone() -> None:
+    first, second = wire.plan_messages(plan_of(128 * 1024))
+    second.media.add()
+    with pytest.raises(PeerContract, match="more than layout"):
+        receive([first, second])
 
 
 def test_an_items_own_pruning_overrides_the_requests() -> None:
