@@ -1,0 +1,70 @@
+"""What `kubectl kustomize` makes of a folder, for the part of kustomize that `deploy/kubernetes` uses.
+
+Anything else of it is refused, so that nothing passes by being overlooked. Where there is a kubectl,
+`test_kubernetes.py` holds this to what that makes of the same folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Manifest = dict[str, Any]
+
+_KNOWN = {"apiVersion", "kind", "namespace", "labels", "resources", "components", "patches"}
+_WITHOUT_NAMESPACE = {"Namespace"}
+# Lists whose entries a patch finds by this key; every other list is replaced whole.
+_MERGE_KEYS = {"containers": "name", "env": "name", "volumes": "name", "volumeMounts": "mountPath"}
+
+
+def build(folder: Path) -> list[Manifest]:
+    """The manifests of a kustomization, in no particular order."""
+    return _applied(folder, [])
+
+
+def _applied(folder: Path, manifests: list[Manifest]) -> list[Manifest]:
+    told = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    unknown = told.keys() - _KNOWN
+    assert not unknown, f"{folder}: this renderer does not know {unknown}"
+    for name in told.get("resources", ()):
+        path = folder / name
+        manifests += build(path) if path.is_dir() else list(yaml.safe_load_all(path.read_text()))
+    for name in told.get("components", ()):
+        manifests = _applied(folder / name, manifests)
+    for patch in told.get("patches", ()):
+        assert patch.keys() == {"path"}, f"{folder}: patches are files here, got {patch}"
+        manifests = _patched(manifests, yaml.safe_load((folder / patch["path"]).read_text()))
+    for label in told.get("labels", ()):
+        assert label.keys() == {"pairs", "includeTemplates"}
+        for each in manifests:
+            _label(each, label["pairs"])
+    for each in manifests:
+        if "namespace" in told and each["kind"] not in _WITHOUT_NAMESPACE:
+            each["metadata"]["namespace"] = told["namespace"]
+    return manifests
+
+
+def _label(manifest: Manifest, pairs: dict[str, str]) -> None:
+    manifest["metadata"].setdefault("labels", {}).update(pairs)
+    if "template" in manifest.get("spec", {}):
+        manifest["spec"]["template"].setdefault("metadata", {}).setdefault("labels", {}).update(pairs)
+
+
+def _patched(manifests: list[Manifest], patch: Manifest) -> list[Manifest]:
+    key = (patch["kind"], patch["metadata"]["name"])
+    assert [key] == [at for each in manifests if (at := (each["kind"], each["metadata"]["name"])) == key]
+    return [_merged(each, patch) if (each["kind"], each["metadata"]["name"]) == key else each for each in manifests]
+
+
+def _merged(value: Any, patch: Any, key: str = "") -> Any:
+    """A strategic merge. key: under which both stand."""
+    if isinstance(value, dict) and isinstance(patch, dict):
+        return {**value, **{name: _merged(value.get(name), each, name) for name, each in patch.items()}}
+    if isinstance(value, list) and isinstance(patch, list) and key in _MERGE_KEYS:
+        merge_key = _MERGE_KEYS[key]
+        patches = {each[merge_key]: each for each in patch}
+        kept = [_merged(each, patches.pop(each[merge_key], {})) for each in value]
+        return [*patches.values(), *kept]
+    return patch
