@@ -21,7 +21,7 @@ from common.plan import PromptPlan
 from common.prompt_limits import check_prompt
 from common.retention import Pruning, retained_count
 from common.room import Room
-from common.wire import PlanReceiver, modalities_of, named_media, prunings_of
+from common.wire import PlanReceiver, grid_message, modalities_of, named_media, prunings_of
 from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
@@ -187,6 +187,8 @@ def _check_plan(plan: PromptPlan, prompt: prompt_pb2.Prompt, model: ModelInput) 
         source = media.WhichOneof("source")
         if item.brings_embeds != (source == "embeds"):
             raise PeerContract(f"{name} brings its {source}, the plan has {item.frames} frames of it")
+        if item.brings_embeds and media.embeds.grid != grid_message(item.grid):
+            raise PeerContract(f"{name} brings embeddings of another grid than the plan's {item.grid}")
     if plan.embed_levels != model.embed_levels:
         raise PeerContract(f"the plan has {plan.embed_levels} embed_levels, the model {model.embed_levels}")
     if (largest := int(plan.input_ids.max())) >= model.vocab_size:

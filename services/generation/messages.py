@@ -10,7 +10,7 @@ from common.wire import grid_message, modality_message
 from framesieve.v1 import encoder_pb2, generation_pb2
 from services.generation.arrivals import Progress
 from services.generation.request import FinishReason, Tokens
-from services.generation.sampling import SamplingRequest
+from services.generation.sampling import SamplingRequest, check_stops
 from services.generation.timing import Stage, StageClock
 
 _REASONS = {
@@ -22,6 +22,7 @@ _NS = 1e-9
 
 def sampling_request(message: generation_pb2.Sampling) -> SamplingRequest:
     """Raises InvalidRequest for a value outside its range."""
+    check_stops(len(message.stop), len(message.stop_token_ids))  # before millions of them are copied
     return SamplingRequest(
         max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
         temperature=message.temperature if message.HasField("temperature") else None,

@@ -60,13 +60,10 @@ class SamplingRequest:
         self._check("top_logprobs", limit, lambda value: 0 <= value <= MAX_TOP_LOGPROBS)
         self._check("top_logprobs", "0 without logprobs", lambda value: self.logprobs or value == 0)
         self._check("n", f"between 1 and {MAX_ANSWERS}", lambda value: 1 <= value <= MAX_ANSWERS)
-        stops, stop_tokens = len(self.stop), len(self.stop_token_ids)
-        _check("stop", f"{stops} strings", f"at most {MAX_STOPS} strings", stops <= MAX_STOPS)
+        check_stops(len(self.stop), len(self.stop_token_ids))
         for index, stop in enumerate(self.stop):
             limit = f"1 to {MAX_STOP_CHARACTERS} characters"
             _check(f"stop[{index}]", f"{len(stop)} characters", limit, 1 <= len(stop) <= MAX_STOP_CHARACTERS)
-        limit = f"at most {MAX_STOP_TOKENS} tokens"
-        _check("stop_token_ids", f"{stop_tokens} tokens", limit, stop_tokens <= MAX_STOP_TOKENS)
 
     def resolve(self, defaults: SamplingDefaults, room_tokens: int) -> tuple[SamplingParams, ...]:
         """What each of this request's answers gets; answer i draws by seed + i.
@@ -100,6 +97,12 @@ class SamplingRequest:
     def _check(self, name: str, limit: str, fits: Callable[[float], bool]) -> None:
         value = getattr(self, name)
         _check(name, value, limit, value is None or fits(value))
+
+
+def check_stops(strings: int, tokens: int) -> None:
+    """Raises InvalidRequest for more strings or tokens than may end an answer."""
+    _check("stop", f"{strings} strings", f"at most {MAX_STOPS} strings", strings <= MAX_STOPS)
+    _check("stop_token_ids", f"{tokens} tokens", f"at most {MAX_STOP_TOKENS} tokens", tokens <= MAX_STOP_TOKENS)
 
 
 def _check(field: str, value: object, limit: str, fits: bool) -> None:

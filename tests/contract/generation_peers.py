@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.wire import plan_messages
+from common.wire import grid_message, plan_messages
 from framesieve.v1 import encoder_pb2_grpc, preprocessing_pb2_grpc, prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeRequest, EncodeResponse, MediaProgress
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
@@ -58,7 +58,7 @@ def prompt_message(plan: PromptPlan) -> prompt_pb2.Prompt:
     for item in plan.media:
         media = prompt_pb2.Media(path="clip.mp4")
         if item.brings_embeds:
-            media = prompt_pb2.Media(embeds=prompt_pb2.MediaEmbeds())
+            media = prompt_pb2.Media(embeds=prompt_pb2.MediaEmbeds(grid=grid_message(item.grid)))
         parts.append(prompt_pb2.Part(**{item.modality.value: media}))
     return prompt_pb2.Prompt(messages=[prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=parts)])
 

@@ -39,6 +39,7 @@ MODEL = ModelInput(FINGERPRINT, vocab_size=100, hidden_size=6, embed_levels=0, d
 # A video of 2 × 2 × 3 tokens, of which 6 are kept at a rate of one half, and an image of 4.
 VIDEO, IMAGE = (Modality.VIDEO, Grid(2, 2, 3)), (Modality.IMAGE, Grid(1, 2, 2))
 PLAN = prompt_plan(FINGERPRINT, 3, VIDEO, 2, IMAGE, 2)
+TURNED = prompt_plan(FINGERPRINT, 3, (Modality.VIDEO, Grid(2, 3, 2)), 2, IMAGE, 2)
 PRUNING = prompt_pb2.Pruning(rate=0.5)
 KEPT = [0, 1, 2, 3, 7, 11]
 SIZE_BYTES = (6 + 4) * 6 * 4
@@ -271,9 +272,10 @@ async def test_a_plan_that_does_not_fit_prompt_and_model_breaks_off(tmp_path: Pa
     [
         (PLAN, brought(PLAN, 1), r"parts\[2\].image brings its path, the plan has 0 frames"),
         (brought(PLAN, 0), PLAN, r"parts\[1\].video brings its embeds, the plan has 4 frames"),
+        (brought(PLAN, 0), brought(TURNED, 0), r"parts\[1\].video brings embeddings of another grid than .* 2×3×2"),
     ],
 )
-async def test_a_plan_that_takes_files_for_embeddings_or_embeddings_for_files_breaks_off(
+async def test_a_plan_of_other_embeddings_than_the_prompts_breaks_off(
     tmp_path: Path, asked: PromptPlan, planned: PromptPlan, message: str
 ) -> None:
     async with client_of(tmp_path, Encoder(planned, items())) as (client, _):
