@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from common.credentials import NO_CREDENTIALS, Credentials
 from common.errors import (
     DeadlinePassed,
     FramesieveError,
@@ -41,8 +42,10 @@ ERROR_DOMAIN = "framesieve"
 # which would tell the caller of a resource that is exhausted.
 MAX_MESSAGE_BYTES = 1500
 
-# A prompt's inline media is at most 16 MiB; arrays come in pieces of at most 2 MiB.
+# Of a request: a prompt's inline media is at most 16 MiB, its text 4 MiB.
 MAX_RECEIVE_BYTES = 20 * 2**20
+# Of an answer: a piece of an array is at most 2 MiB and a plan's first 1 MiB, with 512 media of 11 KiB each beside it.
+MAX_ANSWER_BYTES = 8 * 2**20
 
 # Of one call, and the mean wait before the second; the wait before the third is twice as long.
 ATTEMPTS = 3
@@ -89,27 +92,31 @@ _BY_STATUS: dict[grpc.StatusCode, type[FramesieveError]] = {
 }
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str, credentials: Credentials = NO_CREDENTIALS) -> grpc.aio.Channel:
     """A channel to every replica that the address names, in turn, but for those whose health is not SERVING.
 
     address: host:port, for all addresses that the name has, unix:/path, several of either behind commas, or another of
         gRPC's own (dns:///name:port).
     A call that gets UNAVAILABLE before any answer is begun again, elsewhere if there is another. The channel connects
-    again within a second once a peer is back. Raises StartupError for a list of names.
+    again within a second once a peer is back. Raises StartupError for a list of names, and where a token would be shown
+    to a network.
     """
-    return grpc.aio.insecure_channel(
-        _target(address),
-        options=[
-            ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
-            ("grpc.max_send_message_length", MAX_RECEIVE_BYTES),
-            ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
-            ("grpc.per_rpc_retry_buffer_size", MAX_RECEIVE_BYTES),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 1000),
-            ("grpc.dns_min_time_between_resolutions_ms", 1000),
-            ("grpc.keepalive_time_ms", 60_000),
-        ],
-    )
+    options = [
+        ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
+        ("grpc.max_send_message_length", MAX_RECEIVE_BYTES),
+        ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+        ("grpc.per_rpc_retry_buffer_size", MAX_RECEIVE_BYTES),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),
+        # Twice what listeners forbid, and on calls in which nothing is said as well: some wait minutes for room.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    tls = credentials.for_channel(address)
+    if tls is None:
+        return grpc.aio.insecure_channel(_target(address), options)
+    return grpc.aio.secure_channel(_target(address), tls, options)
 
 
 def _target(address: str) -> str:
@@ -129,10 +136,11 @@ def _target(address: str) -> str:
     return f"ipv{version}:{address}"
 
 
-def passed_on(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, Any]:
-    """Keyword arguments for an upstream call: what is left of the caller's deadline, and the request id."""
+def passed_on(context: grpc.aio.ServicerContext[Any, Any], credentials: Credentials = NO_CREDENTIALS) -> dict[str, Any]:
+    """Keyword arguments for an upstream call: what is left of the caller's deadline, the request id, our own token."""
     request_id = structlog.contextvars.get_contextvars().get("request_id", "")
-    return {"timeout": context.time_remaining(), "metadata": ((REQUEST_ID_KEY, request_id),)}
+    metadata = ((REQUEST_ID_KEY, request_id), *credentials.metadata)
+    return {"timeout": context.time_remaining(), "metadata": metadata}
 
 
 @contextmanager
