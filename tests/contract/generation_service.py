@@ -82,8 +82,14 @@ def video_items() -> list[EncodeResponse]:
 
 @asynccontextmanager
 async def service_of(
-    folder: Path, checkpoint_folder: Path, max_requests: int = 8, eos_ids: tuple[int, ...] = (), **encoder: Any
+    folder: Path,
+    checkpoint_folder: Path,
+    max_requests: int = 8,
+    eos_ids: tuple[int, ...] = (),
+    encoder_channel: grpc.aio.Channel | None = None,
+    **encoder: Any,
 ) -> AsyncIterator[Service]:
+    """encoder: how the hand-made encoder behaves; encoder_channel: another peer in its place."""
     checkpoint = Checkpoint(checkpoint_folder)
     model = load_language_model(checkpoint, torch.float32, torch.device("cpu"))
     engine = Engine(
@@ -99,7 +105,7 @@ async def service_of(
     )
     try:
         async with serving(f"unix:{folder}/peers", *peers) as upstream:
-            media = MediaClient(upstream, upstream, shape, room)
+            media = MediaClient(upstream, encoder_channel or upstream, shape, room)
             defaults = SamplingDefaults(shape.vocab_size, eos_ids=eos_ids)
             servicer = GenerationServicer(
                 engine, media, load_tokenizer(checkpoint_folder), defaults, PromptLimit(LIMIT)

@@ -42,6 +42,21 @@ async def serving(address: str, *servicers: Any) -> AsyncIterator[grpc.aio.Chann
         await server.stop(None)
 
 
+@asynccontextmanager
+async def speaking(address: str, path: str, behaviour: Any) -> AsyncIterator[None]:
+    """A server of one streaming method, /package.Service/Method, that speaks bytes and knows nothing of ours."""
+    _, service, method = path.split("/")
+    handlers = {method: grpc.stream_stream_rpc_method_handler(behaviour)}
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(None)
+
+
 async def eventually(condition: Callable[[], object]) -> None:
     """Returns once the condition holds."""
     async with asyncio.timeout(TIMEOUT_S):
