@@ -189,6 +189,14 @@ class PromptPlan:
     def tokens(self) -> int:
         return int(self.input_ids.size)
 
+    def same_as(self, other: PromptPlan) -> bool:
+        """Whether it lays out the same prompt in the same way, with the same media in it."""
+        return (
+            (self.media, self.embed_levels, self.fingerprint) == (other.media, other.embed_levels, other.fingerprint)
+            and np.array_equal(self.input_ids, other.input_ids)
+            and np.array_equal(self.positions, other.positions)
+        )
+
     def __repr__(self) -> str:
         grids = ", ".join(f"{item.modality.value} {item.grid}" for item in self.media)
         return f"PromptPlan(N={self.tokens}, media=[{grids}])"

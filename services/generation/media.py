@@ -3,7 +3,8 @@
     open ─▶ plan, checked ─▶ room for all that the cache lacks ─▶ select ─▶ pieces ─▶ item, checked ─▶ the engine
 
 Prompts without media have no use for the encoder: preprocessing is asked for their plan itself. Everything that a peer
-sends is checked here and breaks off with PeerContract. It knows no engine.
+sends is checked here and breaks off with PeerContract. What a lost encoder has not sent is asked of another, and what
+has been sent is not asked for again. It knows no engine.
 """
 
 from __future__ import annotations
@@ -11,25 +12,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 import grpc
 
-from common.channels import read_from
-from common.errors import InvalidRequest, PeerContract
+from common.errors import InvalidRequest, PeerContract, Unavailable
 from common.plan import PromptPlan
 from common.prompt_limits import check_prompt
 from common.retention import Pruning, retained_count
+from common.retries import Retries
 from common.room import Room
-from common.wire import PlanReceiver, grid_message, modalities_of, named_media, prunings_of
+from common.wire import grid_message, modalities_of, named_media, prunings_of
 from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
 from services.generation.answers import MediaItem, answer_key
 from services.generation.arrivals import Arrival, ModelInput, Progress
 from services.generation.timing import Stage, StageClock
-
-Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
+from services.generation.upstream import Selected, Upstream
 
 
 class MediaClient:
@@ -42,6 +43,8 @@ class MediaClient:
         self._encoder = EncoderServiceStub(encoder)
         self._model = model
         self._room = room
+        self._planning = Retries("preprocessing")
+        self._encoding = Retries("encoder")
 
     @asynccontextmanager
     async def open(
@@ -55,22 +58,23 @@ class MediaClient:
         check_prompt(prompt)
         prunings = prunings_of(prompt, pruning)
         modalities = modalities_of(prompt)
-        selected: asyncio.Future[Sequence[int]] = asyncio.get_running_loop().create_future()
-        stage = "encoder" if modalities else "preprocessing"
-        stream: Call
-        if modalities:
-            stream = self._encoder.Encode(_encode_requests(prompt, pruning, selected), **call)
-        else:
-            stream = self._preprocessing.Preprocess(_preprocess_requests(prompt), **call)
+        upstream = self._encode(prompt, pruning, call) if modalities else self._preprocess(prompt, call)
         try:
-            plan = await _receive_plan(stream, stage)
+            plan = await upstream.plan()
             _check_plan(plan, prompt, self._model)
             clock.finish(Stage.PLAN if modalities else Stage.TRANSFER)
             async with AsyncExitStack() as held:
-                yield MediaSession(plan, prunings, stream, selected, self._model, self._room, held)
+                yield MediaSession(plan, prunings, upstream, self._model, self._room, held)
         finally:
-            stream.cancel()
-            selected.cancel()
+            upstream.cancel()
+
+    def _encode(self, prompt: prompt_pb2.Prompt, pruning: prompt_pb2.Pruning, call: Mapping[str, Any]) -> Upstream:
+        requests = partial(_encode_requests, prompt, pruning)
+        return Upstream(self._encoder.Encode, requests, "encoder", self._encoding, **call)
+
+    def _preprocess(self, prompt: prompt_pb2.Prompt, call: Mapping[str, Any]) -> Upstream:
+        requests = partial(_preprocess_requests, prompt)
+        return Upstream(self._preprocessing.Preprocess, requests, "preprocessing", self._planning, **call)
 
 
 class MediaSession:
@@ -84,8 +88,7 @@ class MediaSession:
         self,
         plan: PromptPlan,
         prunings: tuple[Pruning, ...],
-        stream: Call,
-        selected: asyncio.Future[Sequence[int]],
+        upstream: Upstream,
         model: ModelInput,
         room: Room,
         held: AsyncExitStack,
@@ -106,8 +109,7 @@ class MediaSession:
                 f"the prompt's {len(plan.media)} media keep {sum(self.kept_counts)} tokens, whose embeddings take "
                 f"{size_bytes} bytes; --media-buffer-bytes holds {room.size_bytes}"
             )
-        self._stream = stream
-        self._selected = selected
+        self._upstream = upstream
         self._model = model
         self._room = room
         self._held = held
@@ -119,17 +121,21 @@ class MediaSession:
     async def receive(self, wanted: Sequence[int], clock: StageClock) -> AsyncIterator[Progress | MediaItem]:
         """Waits for room, then yields the items that are wanted as they complete, and progress before.
 
-        The room is the session's. Raises PeerContract for what does not fit the plan, and what upstream raises.
+        Of an item whose encoder was lost, progress begins anew. The room is the session's.
+        Raises PeerContract for what does not fit the plan, and what upstream raises.
         """
         size_bytes = sum(self.kept_counts[index] for index in wanted) * self._row_bytes
         await self._held.enter_async_context(self._room.reserved(size_bytes))
-        self._selected.set_result(wanted)
-        arrivals = {
-            index: Arrival(index, self.plan.media[index], self.kept_counts[index], self._model) for index in wanted
-        }
+        self._upstream.select(wanted)
+        arrivals = self._arrivals(wanted)
         self._note_progress(arrivals.values(), clock)
-        while not all(arrival.complete for arrival in arrivals.values()):
-            response = await read_from(self._stream, "encoder")
+        while missing := [index for index, arrival in arrivals.items() if not arrival.complete]:
+            try:
+                response = await self._upstream.read()
+            except Unavailable as lost:
+                await self._upstream.resume(lost, self.plan, missing)
+                arrivals.update(self._arrivals(missing))
+                continue
             if response is None:
                 raise PeerContract("the encoder's stream ended before every media item was sent")
             event: Progress | MediaItem | None = None
@@ -146,6 +152,10 @@ class MediaSession:
             self._note_progress(arrivals.values(), clock)
             if event:
                 yield event
+        self._upstream.succeeded()
+
+    def _arrivals(self, wanted: Sequence[int]) -> dict[int, Arrival]:
+        return {index: Arrival(index, self.plan.media[index], self.kept_counts[index], self._model) for index in wanted}
 
     def _note_progress(self, arrivals: Collection[Arrival], clock: StageClock) -> None:
         if all(arrival.decoded for arrival in arrivals):
@@ -160,18 +170,6 @@ def _arrival(arrivals: Mapping[int, Arrival], index: int) -> Arrival:
     if index not in arrivals:
         raise PeerContract(f"the encoder sent item {index}, {sorted(arrivals)} are selected")
     return arrivals[index]
-
-
-async def _receive_plan(stream: Call, stage: str) -> PromptPlan:
-    receiver = PlanReceiver()
-    while True:
-        response = await read_from(stream, stage)
-        if response is None:
-            raise PeerContract("the stream ended before its plan was complete")
-        if not response.HasField("plan"):
-            raise PeerContract("the stream did not begin with a plan")
-        if plan := receiver.add(response.plan):
-            return plan
 
 
 def _check_plan(plan: PromptPlan, prompt: prompt_pb2.Prompt, model: ModelInput) -> None:
@@ -196,7 +194,7 @@ def _check_plan(plan: PromptPlan, prompt: prompt_pb2.Prompt, model: ModelInput) 
 
 
 async def _encode_requests(
-    prompt: prompt_pb2.Prompt, pruning: prompt_pb2.Pruning, selected: asyncio.Future[Sequence[int]]
+    prompt: prompt_pb2.Prompt, pruning: prompt_pb2.Pruning, selected: Selected
 ) -> AsyncIterator[encoder_pb2.EncodeRequest]:
     """The prompt; then, once there is room, the items that are wanted."""
     yield encoder_pb2.EncodeRequest(prompt=encoder_pb2.EncodePrompt(prompt=prompt, pruning=pruning))
@@ -204,5 +202,7 @@ async def _encode_requests(
         yield encoder_pb2.EncodeRequest(select=prompt_pb2.Select(media_index=index))
 
 
-async def _preprocess_requests(prompt: prompt_pb2.Prompt) -> AsyncIterator[preprocessing_pb2.PreprocessRequest]:
+async def _preprocess_requests(
+    prompt: prompt_pb2.Prompt, _: Selected
+) -> AsyncIterator[preprocessing_pb2.PreprocessRequest]:
     yield preprocessing_pb2.PreprocessRequest(prompt=prompt)

@@ -69,9 +69,9 @@ async def receive_all(session: MediaSession, clock: StageClock) -> list[Progress
     return [arrival async for arrival in session.receive(range(len(session.plan.media)), clock)]
 
 
-async def ask(client: MediaClient, plan: PromptPlan = PLAN) -> list[Progress | MediaItem]:
+async def ask(client: MediaClient, plan: PromptPlan = PLAN, **call: Any) -> list[Progress | MediaItem]:
     clock = StageClock()
-    async with client.open(prompt_message(plan), PRUNING, clock) as session:
+    async with client.open(prompt_message(plan), PRUNING, clock, **call) as session:
         return await receive_all(session, clock)
 
 
@@ -393,7 +393,7 @@ async def stages_ns(folder: Path, plan: PromptPlan, messages: list[EncodeRespons
         client_of(folder, Encoder(plan, messages)) as (client, _),
         client.open(prompt_message(plan), PRUNING, clock) as session,
     ):
-        read = session._stream.read
+        read = session._upstream.read
 
         async def counted() -> Any:
             nonlocal now
@@ -401,7 +401,7 @@ async def stages_ns(folder: Path, plan: PromptPlan, messages: list[EncodeRespons
             now += 1
             return message
 
-        session._stream.read = counted
+        session._upstream.read = counted  # type: ignore[method-assign]
         await receive_all(session, clock)
     clock.token(20)
     stages = clock.stages_ns()

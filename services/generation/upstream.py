@@ -1,0 +1,116 @@
+"""One request's call upstream, begun anew on another replica where it is lost before all that it asks for is there.
+
+    begin ─▶ plan ─▶ select ─▶ pieces … lost ─▶ wait ─▶ begin ─▶ the same plan ─▶ select what is missing ─▶ pieces
+
+It knows plans, and nothing of what is selected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeAlias
+
+import grpc
+import structlog
+
+from common.channels import read_from
+from common.errors import PeerContract, Unavailable
+from common.plan import PromptPlan
+from common.retries import Retries
+from common.wire import PlanReceiver
+
+Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
+Selected: TypeAlias = "asyncio.Future[Sequence[int]]"
+
+log = structlog.get_logger()
+
+
+class Upstream:
+    """A call of Encode or Preprocess to the service named `stage`, until `cancel`, which must be called.
+
+    method: of the service's stub. requests: what the call says, given what is selected once that is known.
+    timeout: seconds for all attempts together; None: as long as it takes.
+    """
+
+    def __init__(
+        self,
+        method: Callable[..., Call],
+        requests: Callable[[Selected], AsyncIterator[Any]],
+        stage: str,
+        retries: Retries,
+        timeout: float | None = None,
+        metadata: Any = None,
+    ) -> None:
+        self._method = method
+        self._requests = requests
+        self._stage = stage
+        self._retries = retries
+        self._clock = asyncio.get_running_loop().time
+        self._ends_s = None if timeout is None else self._clock() + timeout
+        self._metadata = metadata
+        self._attempt = 0
+        self._answered = False
+        self._begin()
+
+    async def plan(self) -> PromptPlan:
+        """The prompt's. Raises PeerContract, and what the service raises."""
+        while True:
+            try:
+                return await self._receive_plan()
+            except Unavailable as lost:
+                await self._begin_anew(lost)
+
+    def select(self, wanted: Sequence[int]) -> None:
+        if not self._selected.done():  # it is cancelled with a call that was lost, as reading will tell
+            self._selected.set_result(wanted)
+
+    async def read(self) -> Any:
+        """The next message; None where the stream has ended. Raises what the service raises."""
+        message = await read_from(self._call, self._stage)
+        self._answered = True
+        return message
+
+    async def resume(self, lost: Unavailable, plan: PromptPlan, missing: Sequence[int]) -> None:
+        """Selects what is missing in another call, whose plan must be the same. Raises `lost` if there is none."""
+        await self._begin_anew(lost)
+        again = await self.plan()
+        if not again.same_as(plan):
+            log.warning("another replica plans otherwise", stage=self._stage)
+            raise lost
+        self.select(missing)
+
+    def succeeded(self) -> None:
+        """All that was asked for has come."""
+        self._retries.succeeded()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+        self._selected.cancel()
+
+    def _begin(self) -> None:
+        timeout = None if self._ends_s is None else max(0.0, self._ends_s - self._clock())
+        self._attempt += 1
+        self._answered = False
+        self._selected: Selected = asyncio.get_running_loop().create_future()
+        self._call = self._method(self._requests(self._selected), timeout=timeout, metadata=self._metadata)
+
+    async def _begin_anew(self, lost: Unavailable) -> None:
+        """Only what had answered: before, gRPC has tried it again already."""
+        if not self._answered:
+            raise lost
+        self.cancel()
+        await self._retries.wait(self._attempt + 1, lost)
+        log.warning("begun anew", stage=lost.stage, error=str(lost), attempt=self._attempt + 1)
+        self._begin()
+
+    async def _receive_plan(self) -> PromptPlan:
+        receiver = PlanReceiver()
+        while True:
+            response = await self.read()
+            if response is None:
+                raise PeerContract("the stream ended before its plan was complete")
+            if not response.HasField("plan"):
+                raise PeerContract("the stream did not begin with a plan")
+            if plan := receiver.add(response.plan):
+                return plan
