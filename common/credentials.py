@@ -45,7 +45,7 @@ class Credentials:
         return grpc.ssl_channel_credentials(self.authorities, key, chain)
 
     def _check_private(self, address: str) -> None:
-        if self.token is not None and not self.plaintext_token and not _stays_here(address):
+        if self.token is not None and not self.plaintext_token and not is_local(address):
             raise StartupError(
                 f"the token would go to {address} in plain text: name the authorities of its certificate for TLS "
                 "(--tls-ca, a service's --upstream-tls-ca), or say --allow-plaintext-token where the network is private"
@@ -60,7 +60,7 @@ def is_unix(address: str) -> bool:
     return address.startswith("unix")
 
 
-def _stays_here(address: str) -> bool:
+def is_local(address: str) -> bool:
     """Whether nothing that is sent there leaves this machine."""
     if is_unix(address):
         return True
