@@ -7,10 +7,10 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from common.settings import ServiceSettings
+from common.settings import UpstreamSettings
 
 
-class EncoderSettings(ServiceSettings):
+class EncoderSettings(UpstreamSettings):
     """Flags and FRAMESIEVE_… variables of `python -m services.encoder`."""
 
     model_config = SettingsConfigDict(cli_prog_name="python -m services.encoder")
