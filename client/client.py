@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
+from client.access import Access, credentials_of
 from client.answer import Accepted, Answer, Delta, Event, Finished, choice_of, cost_of
 from client.events import event_of
 from client.prompt import Message, PartLike, user_turn
@@ -31,11 +32,15 @@ class FramesieveClient:
     """A connection to the generation service, for any number of questions at once. An async context manager.
 
     address: host:port or unix:/path.
+    access: see `Access`: FramesieveClient("gpu-1:50053", tls_ca="ca.pem", token="…").
+    Raises StartupError where that cannot be used, or a token would go to another machine in plain text.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    def __init__(self, address: str = DEFAULT_ADDRESS, **access: Unpack[Access]) -> None:
+        credentials = credentials_of(access)
         self.address = address
-        self._channel = open_channel(address)
+        self._token = credentials.metadata
+        self._channel = open_channel(address, credentials)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -110,9 +115,9 @@ class FramesieveClient:
         request = await asyncio.to_thread(generate_request, messages, options)
         # Metadata carries nothing else than printable ASCII; the service refuses such an id in its own words.
         name = request.request_id
-        metadata = ((REQUEST_ID_KEY, name),) if name.isascii() and name.isprintable() and name else None
+        named = ((REQUEST_ID_KEY, name),) if name.isascii() and name.isprintable() and name else ()
         with upstream_errors("generation"):
-            call = self._generation.Generate(request, timeout=options.get("timeout_s"), metadata=metadata)
+            call = self._generation.Generate(request, timeout=options.get("timeout_s"), metadata=(*named, *self._token))
             try:
                 async for response in call:
                     yield event_of(response)

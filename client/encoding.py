@@ -14,10 +14,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from client.access import Access, credentials_of
 from client.prompt import Embeds, PartLike, user_turn
 from client.wire import prompt_message, pruning_message
 from common.channels import open_channel, upstream_errors
@@ -85,25 +87,30 @@ class Encoded:
 
 
 async def encode(
-    encoder: str, media: PartLike | Sequence[PartLike], pruning: Pruning = _EVERYTHING
+    encoder: str, media: PartLike | Sequence[PartLike], pruning: Pruning = _EVERYTHING, **access: Unpack[Access]
 ) -> tuple[Encoded, ...]:
     """The embeddings of every image and video, in their order.
 
     encoder: the service's address, host:port or unix:/path.
     media: as for `FramesieveClient.ask`.
     pruning: of every video that has none of its own; nothing is pruned unless it is given.
+    access: as for `FramesieveClient`.
     Raises a leaf of FramesieveError with the service's own words, InvalidRequest for more than 16 MiB of files,
     OSError for a file that cannot be read.
     """
+    credentials = credentials_of(access)
     prompt = await asyncio.to_thread(prompt_message, [user_turn(media, "")])
     question = encoder_pb2.EncodePrompt(prompt=prompt, pruning=pruning_message(pruning))
-    everything = encoder_pb2.EncodeRequest(select=prompt_pb2.Select(all=True))
+    requests = [
+        encoder_pb2.EncodeRequest(prompt=question),
+        encoder_pb2.EncodeRequest(select=prompt_pb2.Select(all=True)),
+    ]
     plans, plan = PlanReceiver(), None
     pieces: dict[int, list[encoder_pb2.EmbedsChunk]] = defaultdict(list)
-    async with open_channel(encoder) as channel:
+    async with open_channel(encoder, credentials) as channel:
         stub = encoder_pb2_grpc.EncoderServiceStub(channel)
         with upstream_errors("encoder"):
-            async for response in stub.Encode(iter([encoder_pb2.EncodeRequest(prompt=question), everything])):
+            async for response in stub.Encode(iter(requests), metadata=credentials.metadata):
                 if plan is None:
                     plan = plans.add(response.plan)
                 elif response.WhichOneof("response") == "embeds":

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from client.access import Access, credentials_of
 from client.encoding import encode
 from client.prompt import Image, Message, Video
 from client.wire import prompt_message
 from common.channels import open_channel, upstream_errors
+from common.credentials import Credentials
 from common.errors import InvalidRequest, PeerContract
 from common.plan import Int32Array, MediaPlan, PromptPlan
 from common.retention import Pruning
@@ -37,32 +40,40 @@ class Inspection:
     repaired_frames: int
 
 
-async def inspect(preprocessing: str, encoder: str, media: Image | Video, pruning: Pruning) -> Inspection:
+async def inspect(
+    preprocessing: str, encoder: str, media: Image | Video, pruning: Pruning, **access: Unpack[Access]
+) -> Inspection:
     """Asks the services at the two addresses.
 
+    access: as for `FramesieveClient`, the same for both.
     Raises leaves of FramesieveError, InvalidRequest for embeds among them, and OSError for an unreadable file.
     """
     if media.embeds is not None:
         raise InvalidRequest(f"{type(media).__name__}.embeds have no frames that could be drawn")
     (plan, frames, repaired), (encoded,) = await asyncio.gather(
-        _frames(preprocessing, media), encode(encoder, media, pruning)
+        _frames(preprocessing, media, credentials_of(access)), encode(encoder, media, pruning, **access)
     )
     if (plan.fingerprint, plan.media[0]) != (encoded.fingerprint, encoded.plan):
         raise PeerContract("preprocessing and the encoder laid one prompt out differently: do both run the same model?")
     return Inspection(encoded.plan, frames, encoded.kept, repaired)
 
 
-async def _frames(address: str, media: Image | Video) -> tuple[PromptPlan, NDArray[np.uint8], int]:
+async def _frames(
+    address: str, media: Image | Video, credentials: Credentials
+) -> tuple[PromptPlan, NDArray[np.uint8], int]:
     """The plan, the item's frames and how many of them were repaired."""
     prompt = await asyncio.to_thread(prompt_message, [Message("user", (media,))])
     plans, plan, repaired = PlanReceiver(), None, 0
     buffer: TensorBuffer | None = None
     slices: list[NDArray[np.uint8]] = []
-    async with open_channel(address) as channel:
+    async with open_channel(address, credentials) as channel:
         stub = preprocessing_pb2_grpc.PreprocessingServiceStub(channel)
         with upstream_errors("preprocessing"):
-            everything = preprocessing_pb2.PreprocessRequest(select=prompt_pb2.Select(all=True))
-            call = stub.Preprocess(iter([preprocessing_pb2.PreprocessRequest(prompt=prompt), everything]))
+            requests = [
+                preprocessing_pb2.PreprocessRequest(prompt=prompt),
+                preprocessing_pb2.PreprocessRequest(select=prompt_pb2.Select(all=True)),
+            ]
+            call = stub.Preprocess(iter(requests), metadata=credentials.metadata)
             async for response in call:
                 if plan is None:
                     plan = _of_one_item(plans.add(response.plan))

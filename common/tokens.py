@@ -53,7 +53,7 @@ class Tokens:
             if len(words) != 2:
                 raise StartupError(f"{where}: a name and a token are due, here are {len(words)} words")
             name, token = words
-            _check(where, token)
+            check_token(where, token)
             if _digest(token) in names:
                 raise StartupError(f"{where}: the token of {names[_digest(token)]} comes again")
             names[_digest(token)] = name
@@ -79,7 +79,7 @@ class Tokens:
 def read_token(flag: str, path: Path) -> str:
     """The token that a file holds and nothing else."""
     token = _text(flag, path).strip()
-    _check(f"{flag} {path}", token)
+    check_token(f"{flag} {path}", token)
     return token
 
 
@@ -92,7 +92,8 @@ def _text(flag: str, path: Path) -> str:
         raise StartupError(f"{flag} {path} must be text") from None
 
 
-def _check(where: str, token: str) -> None:
+def check_token(where: str, token: str) -> None:
+    """Raises StartupError for what may not be a token. where: it stands, as the error says."""
     if len(token) < MIN_TOKEN_CHARACTERS:
         raise StartupError(f"{where}: a token has at least {MIN_TOKEN_CHARACTERS} characters, here are {len(token)}")
     if not _TOKEN.fullmatch(token):
