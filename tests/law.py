@@ -33,11 +33,12 @@ MIXES = (
 
 @dataclass(frozen=True)
 class Question:
-    """kept_seed: of the choice that the encoder makes where its method leaves one."""
+    """kept_seed: of the choice that the encoder makes where its method leaves one. answers: all but one are drawn."""
 
     parts: tuple[Text | Item, ...]
     new_tokens: int
     kept_seed: int = 0
+    answers: int = 1
 
     @property
     def items(self) -> list[Item]:
@@ -99,14 +100,15 @@ def answer(
     before = len(engine.runner.logits)
     waiting = [(arrivals[i] if i < len(arrivals) else 0, i) for i in range(len(questions))]
     step = 0
-    while waiting or due or any(not each.finished for each in asked.values()):
+    while waiting or due or any(not each.finished for first in asked.values() for each in (first, *first.others)):
         for each in sorted(waiting):
             when, number = each
             if when > step:
                 continue
             waiting.remove(each)
             asking = questions[number]
-            asked[number] = engine.ask(str(before + number), asking.parts, SamplingParams(asking.new_tokens))
+            drawn = [SamplingParams(asking.new_tokens, temperature=1.0, seed=n) for n in range(1, asking.answers)]
+            asked[number] = engine.ask(str(before + number), asking.parts, SamplingParams(asking.new_tokens), drawn)
             for index, (media, kept) in enumerate(zip(asking.items, asking.kept, strict=True)):
                 due.setdefault(step + (delays.pop(0) if delays else 0), []).append((asked[number], index, media, kept))
         for delivery in due.pop(step, []):

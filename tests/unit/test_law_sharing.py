@@ -144,6 +144,30 @@ def test_media_come_again_where_pinning_them_could_leave_no_room_for_a_large_req
     assert_law(models, engine, [large, second], asked)
 
 
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.data())
+def test_the_law_holds_where_several_answers_guess_and_fight_for_blocks(models: Models, data: st.DataObject) -> None:
+    base = data.draw(question(models.family))
+    questions = [
+        replace(base, new_tokens=data.draw(st.integers(1, 16)), answers=data.draw(st.integers(1, 3))) for _ in range(2)
+    ]
+    questions.append(replace(data.draw(question(models.family)), answers=data.draw(st.integers(1, 3))))
+    engine = TinyEngine(
+        models.engine,
+        blocks=max(each.most_blocks for each in questions) + data.draw(st.sampled_from((0, 1, 3))),
+        chunk_tokens=data.draw(st.sampled_from((2, 8, 64))),
+        max_running=data.draw(st.integers(2, 9)),
+        guess_tokens=data.draw(st.sampled_from((0, 3))),
+    )
+    arrivals = data.draw(st.lists(st.sampled_from((0, 2, 9)), min_size=3, max_size=3))
+    firsts = answer(engine, questions, arrivals, data.draw(st.lists(st.integers(0, 9), max_size=6)))
+    asked = [each for first in firsts for each in (first, *first.others)]
+    event(f"preempted: {engine.engine.stats().preemptions_total > 0}")
+    event(f"guessed: {engine.engine.stats().guesses_total > 0}")
+    assert_law(models, engine, [asking for asking in questions for _ in range(asking.answers)], asked)
+    assert engine.engine.stats().blocks_used == 0
+
+
 @pytest.mark.parametrize("chunk_tokens", [5, 512])
 def test_several_answers_share_one_prefill(models: Models, chunk_tokens: int) -> None:
     video = random_item(models.family, (3, 2, 3), Fraction(1), rate=0.25)
