@@ -10,7 +10,10 @@ import torch
 
 from common.checkpoint import Checkpoint
 from services.encoder.families import load_tower
+from services.generation.attention.sizes import CacheSizes
+from services.generation.attention.varlen import check_kernel, find_kernel
 from services.generation.families import load_language_model
+from services.generation.graphs import CudaCapture
 from services.generation.sampler import SamplingParams
 from tests.families import FAMILIES
 from tests.oracle import Text, kept_tokens
@@ -44,3 +47,31 @@ def test_the_engine_computes_the_cpus_logits(family: str, family_checkpoint: Pat
         tiny.drain()
         found.append(torch.stack([row.cpu() for row in tiny.runner.logits["video"]]))
     assert torch.allclose(found[0], found[1], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replayed_decode_steps_are_the_eager_ones(family: str, family_checkpoint: Path, dtype: torch.dtype) -> None:
+    model = load_language_model(Checkpoint(family_checkpoint), dtype, DEVICES[1])
+    found = []
+    for graphs in (False, True):
+        tiny = TinyEngine(model)
+        if graphs:
+            tiny.runner.capture_decoding(8, 256, CudaCapture())
+        asked = []
+        for number in range(5):
+            video = random_item(FAMILIES[family], (4, 2, 3), Fraction(1), seed=number, rate=0.75)
+            parts = [Text((10, 11 + number)), video, Text(tuple(range(13, 14 + number)))]
+            asked.append(tiny.ask(str(number), parts, SamplingParams(max_new_tokens=12)))
+            tiny.deliver(asked[-1], 0, video, kept_tokens(video, 0))
+        tiny.drain()
+        found.append(torch.cat([torch.stack(tiny.runner.logits[str(number)]) for number in range(5)]).float())
+    assert torch.allclose(found[0], found[1], atol=TOLERANCE if dtype is torch.float32 else 0.1)
+
+
+def test_a_kernel_that_reads_blocks_is_right_where_there_is_one() -> None:
+    sizes = CacheSizes(layers=1, blocks=8, block_tokens=16, heads=28, kv_heads=4, head_dim=128)
+    like = torch.zeros((), dtype=torch.bfloat16, device=DEVICES[1])
+    kernel = find_kernel(sizes, like)
+    if kernel is None:
+        pytest.skip("this torch has no kernel here that reads blocks in their places")
+    check_kernel(kernel.attend, sizes, like)
