@@ -1,7 +1,7 @@
 """The `framesieve` command: serve, ask, inspect, bench.
 
 Answers and JSON go to stdout, everything else to stderr. Exit status: 0; 1 for an error, told in one line that begins
-with its reason; 2 for wrong usage; 130 after Ctrl-C.
+with its reason; 2 for wrong usage; 130 after Ctrl-C. `serve` is told to stop by that, and has statuses of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from client.command_options import (
 )
 from client.contact_sheet import contact_sheet
 from client.inspection import Inspection, inspect
-from client.launcher import SERVICES, SIGTERM_STATUS, Endpoint, LocalStack, unwind_on_sigterm
+from client.launcher import SERVICES, SIGTERM_STATUS, Endpoint, LocalStack, drain_on_signals, unwind_on_sigterm
 from client.prompt import file_name
 from client.terminal import errors_told, stderr
 from common.plan import Modality
@@ -57,22 +57,25 @@ def serve(
         int, typer.Option(help="Preprocessing's; the encoder and generation have the next two. 0: no metrics.")
     ] = 9101,
 ) -> None:
-    """Run the three services on this machine until Ctrl-C, which lets running requests finish.
+    """Run the three services on this machine until Ctrl-C, which lets running requests finish; a second ends them.
 
     Other settings of the services are read from their FRAMESIEVE_… environment variables, but for FRAMESIEVE_DRAIN_S:
-    each service gets 30 seconds to finish.
+    each service gets 30 seconds to finish. Exit status: 0 if all requests finished, 3 if some were cut off, 1 if a
+    service ended by itself, 130 or 143 after a second Ctrl-C or SIGTERM.
 
     Example: framesieve serve --model ~/models/Qwen2.5-VL-3B-Instruct --media-root ~/videos
     """
     addresses = (preprocessing_listen, encoder_listen, listen)
     ports = (metrics_port, metrics_port + 1, metrics_port + 2) if metrics_port else (0, 0, 0)
     endpoints = dict(zip(SERVICES, map(Endpoint, addresses, ports), strict=True))
-    unwind_on_sigterm(0)
-    with errors_told(), LocalStack(model, media_root=media_root, endpoints=endpoints, show_logs=True) as stack:
+    stack = LocalStack(model, media_root=media_root, endpoints=endpoints, show_logs=True)
+    drain_on_signals(stack)
+    with errors_told(), stack:
         stderr.print(f"[bold]framesieve answers at {listen}[/]; Ctrl-C stops it. In another terminal:", soft_wrap=True)
         server = "" if listen == DEFAULT_ADDRESS else f" --server {listen}"
         stderr.print(f'  framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75{server}', soft_wrap=True)
         stack.watch()
+    raise typer.Exit(stack.exit_status)
 
 
 app.command()(ask)

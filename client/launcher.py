@@ -3,7 +3,8 @@
     preprocessing ◀── encoder ◀── generation          started at once, each ready when its health says so
                                                       stopped from the right, so that answers in flight complete
 
-Every child has a session of its own: a Ctrl-C in the terminal reaches the parent alone, which then drains the rest.
+Every child has a session of its own: a Ctrl-C in the terminal reaches the parent alone, which then drains the rest; a
+second one ends them at once.
 It knows the services by their module names and flags only.
 """
 
@@ -23,12 +24,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.errors import StartupError
+from common.exit_status import ExitStatus, at_once
 
 SERVICES = ("preprocessing", "encoder", "generation")
 READY_TIMEOUT_S = 180.0
@@ -36,7 +38,7 @@ POLL_S = 0.1
 LOG_TAIL_LINES = 20
 KILL_AFTER_DRAIN_S = 5.0
 STDERR = 2
-SIGTERM_STATUS = 128 + signal.SIGTERM
+SIGTERM_STATUS = at_once(signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class LocalStack:
         self._cleanup = contextlib.ExitStack()
         self._folder = Path()
         self._given_up = threading.Event()
+        self._at_once = False
 
     @property
     def address(self) -> str:
@@ -170,9 +173,10 @@ class LocalStack:
         return next((name for name, process in self.processes.items() if process.poll() is not None), None)
 
     def watch(self) -> None:
-        """Returns only by an exception: StartupError once a service has ended by itself."""
+        """Returns once `end` is called. Raises StartupError once a service has ended by itself."""
         while (ended := self.ended()) is None:
-            time.sleep(POLL_S)
+            if self._given_up.wait(POLL_S):
+                return
         raise StartupError(f"{ended} {self._how_it_ended(ended)}")
 
     def _how_it_ended(self, service: str) -> str:
@@ -186,11 +190,28 @@ class LocalStack:
 
     # --- stopping -----------------------------------------------------------------------------------------------
 
+    def end(self) -> None:
+        """Has `watch` return, and a start give up."""
+        self._given_up.set()
+
+    def end_at_once(self) -> None:
+        """Has `stop` wait for nothing."""
+        self._at_once = True
+
+    @property
+    def exit_status(self) -> ExitStatus:
+        """Once stopped: how its services have ended, all together."""
+        ended = {process.returncode for process in self.processes.values()}
+        if ended <= {ExitStatus.FINISHED}:
+            return ExitStatus.FINISHED
+        cut_off = {ExitStatus.FINISHED, ExitStatus.CUT_OFF, -signal.SIGKILL}  # the last outlasted its grace
+        return ExitStatus.CUT_OFF if ended <= cut_off else ExitStatus.FAILED
+
     def stop(self) -> None:
         """Drains and stops generation, then the encoder, then preprocessing; what outlasts its grace is killed."""
         try:
             for process in reversed(self.processes.values()):
-                if process.poll() is not None:
+                if self._at_once or process.poll() is not None:
                     continue
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -224,7 +245,7 @@ class LocalStack:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
             # A thread cannot be cancelled: it is told to give up, and what it started is ended.
-            self._given_up.set()
+            self.end()
             await asyncio.wait([starting])
             self.kill()
             raise
@@ -242,6 +263,23 @@ class LocalStack:
 def unwind_on_sigterm(status: int) -> None:
     """SIGTERM leaves the main thread's `with` blocks, as Ctrl-C does, so that no stack outlives this process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(status))
+
+
+def drain_on_signals(stack: LocalStack) -> None:
+    """The first SIGTERM or Ctrl-C ends `stack.watch`, so that the stack drains; the second leaves that as well."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+
+    def end(*_: object) -> None:
+        for number in numbers:
+            signal.signal(number, end_at_once)
+        stack.end()
+
+    def end_at_once(number: int, _: object) -> NoReturn:
+        stack.end_at_once()
+        sys.exit(at_once(number))
+
+    for number in numbers:
+        signal.signal(number, end)
 
 
 def _own_endpoints(folder: Path) -> dict[str, Endpoint]:

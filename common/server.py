@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from enum import IntEnum
 from typing import Any, NoReturn
 
 import grpc
@@ -19,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from common.channels import MAX_RECEIVE_BYTES
 from common.errors import StartupError
+from common.exit_status import ExitStatus, at_once
 from common.interceptors import RequestInterceptor
 from common.malloc import keep_freed_memory
 from common.settings import ServiceSettings
@@ -37,14 +37,6 @@ _OPTIONS = (
 )
 
 log = structlog.get_logger()
-
-
-class ExitStatus(IntEnum):
-    """What a service's process ends with. 1 is a bug's; a second signal's is 128 and its number."""
-
-    FINISHED = 0
-    CANNOT_START = 2
-    CUT_OFF = 3
 
 
 def run(main: Callable[[], Coroutine[Any, Any, ExitStatus]]) -> NoReturn:
@@ -136,7 +128,7 @@ def _first_signal() -> asyncio.Event:
 def _end_on_signals() -> None:
     """Not left to the system, which spares the first process of a container."""
     for number in _SIGNALS:
-        signal.signal(number, lambda received, _: os._exit(128 + received))
+        signal.signal(number, lambda received, _: os._exit(at_once(received)))
 
 
 def _metrics_host(listen: str) -> str:

@@ -24,7 +24,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 parser = argparse.ArgumentParser()
 for name in ("listen", "metrics-port", "drain-s", "model", "media-root", "preprocessing", "encoder", "extra"):
     parser.add_argument("--" + name)
-for name in ("refuse-to-start", "never-ready", "ignore-sigterm"):
+for name in ("refuse-to-start", "never-ready", "ignore-sigterm", "cut-off"):
     parser.add_argument("--" + name, action="store_true")
 arguments = parser.parse_args()
 name = pathlib.Path(sys.argv[0]).stem
@@ -52,6 +52,7 @@ while not stopping.wait(0.02):
     pass
 with (record / "stopped").open("a") as file:
     file.write(name + "\\n")
+sys.exit(3 if arguments.cut_off else 0)
 """
 
 
@@ -188,3 +189,42 @@ except KeyboardInterrupt:
         parent.send_signal(number)
         assert parent.wait(10) == status
     assert stopped(record) == ["generation", "encoder", "preprocessing"]
+
+
+SERVE = """
+import sys
+from client.launcher import LocalStack, drain_on_signals
+stack = LocalStack(flags={"generation": sys.argv[1:]}, drain_s=60)
+drain_on_signals(stack)
+with stack:
+    print("ready", flush=True)
+    stack.watch()
+    print("draining", flush=True)
+raise SystemExit(stack.exit_status)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("flags", "status"), [([], 0), (["--cut-off"], 3)])
+def test_the_first_signal_drains_in_order_and_the_status_says_whether_all_was_finished(
+    record: Path, number: signal.Signals, flags: list[str], status: int
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", SERVE, *flags], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        parent.send_signal(number)
+        assert parent.wait(10) == status
+    assert stopped(record) == ["generation", "encoder", "preprocessing"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_ends_all_services_at_once(record: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", SERVE, "--ignore-sigterm"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        parent.send_signal(signal.SIGTERM)
+        assert parent.stdout.readline() == b"draining\n"
+        parent.send_signal(number)
+        assert parent.wait(10) == 128 + number
+    assert stopped(record) == []
