@@ -27,14 +27,16 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common.credentials import NO_CREDENTIALS
 from common.errors import StartupError
 from common.exit_status import ExitStatus, at_once
+from common.probe import is_serving, own_credentials
 
 SERVICES = ("preprocessing", "encoder", "generation")
 READY_TIMEOUT_S = 180.0
 POLL_S = 0.1
+PROBE_S = 1.0
 LOG_TAIL_LINES = 20
 KILL_AFTER_DRAIN_S = 5.0
 STDERR = 2
@@ -87,6 +89,7 @@ class LocalStack:
         self._drain_s = drain_s
         self._ready_timeout_s = ready_timeout_s
         self._endpoints: dict[str, Endpoint] = {}
+        self._credentials = NO_CREDENTIALS
         self._cleanup = contextlib.ExitStack()
         self._folder = Path()
         self._given_up = threading.Event()
@@ -117,6 +120,7 @@ class LocalStack:
         try:
             self._folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="framesieve-")))
             self._endpoints = dict(self._given or _own_endpoints(self._folder))
+            self._credentials = own_credentials(os.environ)
             for service in self._services:
                 self.processes[service] = self._spawn(service)
             self._wait_until_ready()
@@ -163,8 +167,14 @@ class LocalStack:
                 raise StartupError(
                     f"{waiting[0]} was not ready after {self._ready_timeout_s:g} s{self._log_tail(waiting[0])}"
                 )
-            waiting = [service for service in waiting if not _is_serving(self._endpoints[service].address)]
+            waiting = [service for service in waiting if not self._is_serving(service)]
             time.sleep(POLL_S)
+
+    def _is_serving(self, service: str) -> bool:
+        try:
+            return is_serving(self._endpoints[service].address, self._credentials, PROBE_S)
+        except grpc.RpcError:
+            return False
 
     # --- watching -----------------------------------------------------------------------------------------------
 
@@ -297,12 +307,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _is_serving(address: str) -> bool:
-    with grpc.insecure_channel(address) as channel:
-        try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
-        except grpc.RpcError:
-            return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
