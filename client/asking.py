@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from client.access import Access
 from client.answer import Accepted, Answer, Choice, Delta, Finished, Progress, cost_of
 from client.client import DEFAULT_ADDRESS, FramesieveClient
 from client.command_options import (
@@ -16,7 +17,13 @@ from client.command_options import (
     MaxFramesOption,
     MethodOption,
     OnServerOption,
+    PlaintextTokenOption,
     RateOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+    TokenFileOption,
+    access_of,
     media_part,
     print_json,
     pruning_of,
@@ -89,6 +96,11 @@ def ask(
             rich_help_panel=_ANSWERS,
         ),
     ] = None,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    token_file: TokenFileOption = None,
+    allow_plaintext_token: PlaintextTokenOption = False,
 ) -> None:
     """Ask a question about videos and images; the answer streams to stdout.
 
@@ -99,6 +111,8 @@ def ask(
     Example: framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75
 
     Example: framesieve ask https://example.org/clip.mp4 "What moves?"
+
+    Example: framesieve ask clip.mp4 "What moves?" --server gpu-1:50053 --tls-ca ca.pem --token-file token
 
     Example: framesieve ask clip.mp4 "Describe it." --n 3 --temperature 0.8 --top-p 0.9 --seed 1
     """
@@ -125,22 +139,25 @@ def ask(
         timeout_s=timeout_s,
     )
     with errors_told(server):
+        access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
         if as_json:
-            print_json(_answer_json(asyncio.run(_ask(server, parts, question, options))))
+            print_json(_answer_json(asyncio.run(_ask(server, access, parts, question, options))))
         else:
-            tell_cost(*cost_of(asyncio.run(_stream(server, parts, question, options))))
+            tell_cost(*cost_of(asyncio.run(_stream(server, access, parts, question, options))))
 
 
-async def _ask(server: str, parts: list[Image | Video], question: str, options: Options) -> Answer:
-    async with FramesieveClient(server) as client:
+async def _ask(server: str, access: Access, parts: list[Image | Video], question: str, options: Options) -> Answer:
+    async with FramesieveClient(server, **access) as client:
         return await client.ask(parts, question, **options)
 
 
-async def _stream(server: str, parts: list[Image | Video], question: str, options: Options) -> list[Finished]:
+async def _stream(
+    server: str, access: Access, parts: list[Image | Video], question: str, options: Options
+) -> list[Finished]:
     """Prints the answers, with bars on stderr until the first begins."""
     printer = Printer(options.get("n") or 1)
     try:
-        async with FramesieveClient(server) as client:
+        async with FramesieveClient(server, **access) as client:
             with MediaBars() as bars:
                 async for event in client.stream(parts, question, **options):
                     match event:
