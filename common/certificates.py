@@ -131,4 +131,4 @@ def _read(flag: str, path: Path) -> bytes:
 def _told(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message
-    return (error.reason or "they are not PEM, or the key needs a password").replace("_", " ").lower()
+    return error.reason.replace("_", " ").lower() if error.reason else "they are not PEM, or the key needs a password"
