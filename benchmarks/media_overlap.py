@@ -6,7 +6,7 @@ about alike. One after another is the sum of
     decoding   Preprocess by itself, plan and frames, read to the end
     encoding   Encode by itself, plan to the last embedding, by another encoder with the same flags, whose preprocessing
                is a server in this process that has every frame at hand
-    prefill    the stages `queue` and `prefill` of the answer of ours: nothing overlaps them
+    prefill    the stages `wait_for_prefill` and `prefill` of the answer of ours: nothing overlaps them
     less       those frames from that server, read by themselves: frames cross the wire in the first two, once is due
 
 which is fair: each stage is the services' own, has the machine to itself and its input ready, and nothing but the order
@@ -76,7 +76,7 @@ async def _overlap(rounds: int, folder: Path, data: bytes, flags_name: str) -> R
             wire_s = await timed(read_frames(replay, asked[2]))
             if not number:  # the first warms up
                 continue
-            prefill_s = stages_s["queue"] + stages_s["prefill"]
+            prefill_s = stages_s["wait_for_prefill"] + stages_s["prefill"]
             found = {"decoding": decode_s, "encoding": encode_s, "prefill": prefill_s, "the wire": wire_s}
             for name, seconds in found.items():
                 taken.add(name, seconds)

@@ -57,24 +57,45 @@ class Usage:
     cached_prompt_tokens: int = 0
 
 
+STAGES = (
+    "fetch",
+    "plan",
+    "decode",
+    "resize",
+    "wait_for_encoder",
+    "encode",
+    "prune",
+    "transfer",
+    "wait_for_prefill",
+    "prefill",
+)
+"""Those before the first token, in their order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time went. The six stages partition the time to first token: they sum to it even when they overlap."""
+    """Where the time went. The ten stages partition the time to first token: they sum to it even when they overlap.
+
+    Each instant belongs to the earliest stage that is not finished; a stage that was not needed takes 0.
+    """
 
     time_to_first_token_s: float
+    fetch_s: float
     plan_s: float
     decode_s: float
+    resize_s: float
+    wait_for_encoder_s: float
     encode_s: float
+    prune_s: float
     transfer_s: float
-    queue_s: float
+    wait_for_prefill_s: float
     prefill_s: float
     generate_s: float
 
     @property
     def stages_s(self) -> dict[str, float]:
         """The stages before the first token, by name, in their order."""
-        names = ("plan", "decode", "encode", "transfer", "queue", "prefill")
-        return {name: float(getattr(self, f"{name}_s")) for name in names}
+        return {name: float(getattr(self, f"{name}_s")) for name in STAGES}
 
     def tokens_per_second(self, completion_tokens: int) -> float:
         """How fast the answer grew after its first token; 0 where nothing came after it."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from client.answer import STAGES
 from client.bench_report import Distribution, Group, Report
 from common.retention import NONE, Pruning
 
 _NAME_WIDTH = 28
 _COLUMNS = ("mean", "p50", "p90", "p99", "max")
-_STAGES = ("plan", "decode", "encode", "transfer", "queue", "prefill")
+_STAGES_A_LINE = 5
+_SHORT = {"wait_for_encoder": "→ encoder", "wait_for_prefill": "→ prefill"}
 
 
 def table(report: Report) -> str:
@@ -80,9 +82,12 @@ def _tokens(groups: Sequence[tuple[str, Group]]) -> Iterator[str]:
 
 
 def _stages(groups: Sequence[tuple[str, Group]]) -> Iterator[str]:
-    yield _row("median of each stage, s", _STAGES)
-    for name, group in groups:
-        yield _row(f"  {name}", [f"{group.stages_s[stage]:.3f}" if group.stages_s else "–" for stage in _STAGES])
+    """In two lines, for there are more of them than columns; → is waiting for one."""
+    for first in range(0, len(STAGES), _STAGES_A_LINE):
+        stages = STAGES[first : first + _STAGES_A_LINE]
+        yield _row("median of each stage, s" if not first else "", [_SHORT.get(stage, stage) for stage in stages])
+        for name, group in groups:
+            yield _row(f"  {name}", [f"{group.stages_s[stage]:.3f}" if group.stages_s else "–" for stage in stages])
 
 
 def _row(name: str, values: Sequence[str]) -> str:

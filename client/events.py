@@ -73,11 +73,15 @@ def _usage(usage: generation_pb2.Usage) -> Usage:
 def _timings(timings: generation_pb2.Timings) -> Timings:
     return Timings(
         time_to_first_token_s=timings.time_to_first_token_s,
+        fetch_s=timings.fetch_s,
         plan_s=timings.plan_s,
         decode_s=timings.decode_s,
+        resize_s=timings.resize_s,
+        wait_for_encoder_s=timings.wait_for_encoder_s,
         encode_s=timings.encode_s,
+        prune_s=timings.prune_s,
         transfer_s=timings.transfer_s,
-        queue_s=timings.queue_s,
+        wait_for_prefill_s=timings.wait_for_prefill_s,
         prefill_s=timings.prefill_s,
         generate_s=timings.generate_s,
     )

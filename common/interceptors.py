@@ -12,10 +12,11 @@ from typing import Any
 import grpc
 import structlog
 
+from common.budgets import ClientBudgets
 from common.channels import DETAILS_KEY, REQUEST_ID_KEY, status_details, status_message
-from common.errors import FramesieveError, PeerContract, Unavailable
+from common.errors import FramesieveError, PeerContract, Unauthenticated, Unavailable
+from common.metrics import MESSAGE_BYTES, REFUSALS, REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
 from common.parsing import parsed
-from common.telemetry import REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
 
 OUR_METHODS = "/framesieve."
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -32,7 +33,8 @@ Behaviour = Callable[[Any, Any], AsyncIterator[Any]]
 class RequestInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every streaming method of framesieve.v1; health and reflection pass untouched."""
 
-    def __init__(self) -> None:
+    def __init__(self, budgets: ClientBudgets | None = None) -> None:
+        self._budgets = budgets or ClientBudgets()
         self._running: set[asyncio.Task[Any]] = set()
         self._cut_off: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
@@ -65,10 +67,12 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             return handler
         streamed = handler.request_streaming
         wrap = grpc.stream_stream_rpc_method_handler if streamed else grpc.unary_stream_rpc_method_handler
-        behaviour = parsed(handler)
+        name = method.rsplit("/", 1)[-1]
+        parse = _parse_weighed(handler.request_deserializer, name)
+        behaviour = self._budgets.limited(parsed(handler, parse), streamed)
         return wrap(
-            _guarded(self._drained(behaviour, _stage_of(method)), method),
-            response_serializer=handler.response_serializer,
+            guarded(self._drained(behaviour, _stage_of(method)), method),
+            response_serializer=_serialize_weighed(handler.response_serializer, name),
         )
 
     def _drained(self, behaviour: Behaviour, stage: str) -> Behaviour:
@@ -87,6 +91,8 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
                     raise
                 task.uncancel()
                 raise Unavailable(f"{stage} is draining, and the time to finish is over", stage) from None
+            except Unauthenticated as error:  # it is not the caller's token that is refused up there
+                raise PeerContract("an upstream service does not know the token of --upstream-token-file") from error
             finally:
                 self._running.discard(task)
                 if not self._running:
@@ -95,7 +101,25 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         return drained
 
 
-def _guarded(behaviour: Behaviour, path: str) -> Behaviour:
+def _parse_weighed(parse: Any, method: str) -> Callable[[bytes], Any]:
+    def weighed(data: bytes) -> Any:
+        MESSAGE_BYTES.labels(method, "received").inc(len(data))
+        return parse(data)
+
+    return weighed
+
+
+def _serialize_weighed(serialize: Any, method: str) -> Callable[[Any], bytes]:
+    def weighed(response: Any) -> bytes:
+        data: bytes = serialize(response)
+        MESSAGE_BYTES.labels(method, "sent").inc(len(data))
+        return data
+
+    return weighed
+
+
+def guarded(behaviour: Behaviour, path: str) -> Behaviour:
+    """The same behaviour with a request id, its outcome counted, and a status for whatever it raises."""
     method, stage = path.rsplit("/", 1)[-1], _stage_of(path)
 
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
@@ -114,11 +138,13 @@ def _guarded(behaviour: Behaviour, path: str) -> Behaviour:
             if isinstance(error, PeerContract):
                 log.error("peer broke the contract", error=str(error))
                 error = PeerContract(f"a peer of {method} broke the contract, request id {bound_request_id()}")
+            REFUSALS.labels(method, error.reason).inc()
             await _refuse(context, error, stage)
         except Exception as error:
             code = "INTERNAL"
             log.exception("bug", error=repr(error))
             bug = FramesieveError(f"an internal error in {method}, request id {bound_request_id()}")
+            REFUSALS.labels(method, bug.reason).inc()
             await _refuse(context, bug, stage)
         finally:
             REQUESTS_RUNNING.labels(method).dec()

@@ -15,9 +15,8 @@ from common.errors import InvalidRequest
 Parse = Callable[[bytes], Any]
 
 
-def parsed(handler: Any) -> Callable[[Any, Any], AsyncIterator[Any]]:
+def parsed(handler: Any, parse: Parse) -> Callable[[Any, Any], AsyncIterator[Any]]:
     """The streaming behaviour of an RpcMethodHandler, for requests that are still bytes."""
-    parse = handler.request_deserializer
     if handler.request_streaming:
         return lambda requests, context: handler.stream_stream(_each(requests, parse), context)
     return lambda request, context: handler.unary_stream(_message(request, parse), context)

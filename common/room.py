@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from time import monotonic_ns
 
 
 class Room:
@@ -23,7 +24,17 @@ class Room:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.held_bytes = 0
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._waiting: deque[tuple[asyncio.Future[None], int, int]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """How many wait; from any thread."""
+        return len(self._since_ns())
+
+    @property
+    def oldest_ns(self) -> int | None:
+        """Since when the first of them has waited, on the monotonic clock; from any thread."""
+        return next(iter(self._since_ns()), None)
 
     @asynccontextmanager
     async def reserved(self, size_bytes: int) -> AsyncIterator[None]:
@@ -39,7 +50,7 @@ class Room:
         """Returns once the bytes are the caller's, until `release`. A caller that is cancelled holds nothing."""
         assert size_bytes <= self.size_bytes, f"{size_bytes} of {self.size_bytes} bytes would be waited for for ever"
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((admitted, size_bytes))
+        self._waiting.append((admitted, size_bytes, monotonic_ns()))
         self._admit()
         try:
             await admitted
@@ -54,9 +65,12 @@ class Room:
         assert self.held_bytes >= 0, "released twice"
         self._admit()
 
+    def _since_ns(self) -> list[int]:
+        return [since_ns for admitted, _, since_ns in list(self._waiting) if not admitted.done()]
+
     def _admit(self) -> None:
         while self._waiting:
-            admitted, size_bytes = self._waiting[0]
+            admitted, size_bytes, _ = self._waiting[0]
             if not admitted.cancelled():
                 if self.held_bytes + size_bytes > self.size_bytes:
                     return

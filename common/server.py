@@ -16,25 +16,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
-from common.channels import MAX_RECEIVE_BYTES
+from common.budgets import ClientBudgets
 from common.errors import StartupError
 from common.exit_status import ExitStatus, at_once
+from common.guards import guarded_server, listen, metrics_tls
 from common.interceptors import RequestInterceptor
 from common.malloc import keep_freed_memory
+from common.metrics import serve_metrics
 from common.settings import ServiceSettings
-from common.telemetry import serve_metrics
 
 _LINGER_S = 0.25
 _HEALTH_S = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
-    ("grpc.so_reuseport", 0),
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
-    # Clients connect anew, and so find replicas that came after them. Requests that run are not cut off.
-    ("grpc.max_connection_age_ms", 300_000),
-)
 
 log = structlog.get_logger()
 
@@ -62,18 +55,20 @@ async def serve(
     service: the full gRPC name, framesieve.v1.….
     register: adds the servicer to the server.
     well: whether the service can do its work; health says so, however many requests it still answers.
-    Returns CUT_OFF if requests outlasted the grace. Raises StartupError if the address cannot be listened on.
+    Returns CUT_OFF if requests outlasted the grace. Raises StartupError if the address cannot be listened on as the
+    settings say.
     """
-    requests = RequestInterceptor()
-    server = grpc.aio.server(interceptors=[requests], options=_OPTIONS)
+    requests = RequestInterceptor(ClientBudgets(settings.max_requests_per_client, settings.max_bytes_per_client))
+    server = guarded_server(settings, requests)
     register(server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = ("", service, "grpc.health.v1.Health")
-    reflection.enable_server_reflection((*names[1:], reflection.SERVICE_NAME), server)
+    if settings.reflection:
+        reflection.enable_server_reflection((*names[1:], reflection.SERVICE_NAME), server)
     try:
-        server.add_insecure_port(settings.listen)
-        serve_metrics(settings.metrics_port, _metrics_host(settings.listen))
+        listen(server, settings)
+        serve_metrics(settings.metrics_port, _metrics_host(settings.listen), **metrics_tls(settings))
     except (RuntimeError, OSError) as error:
         raise StartupError(
             f"cannot listen on --listen {settings.listen} and --metrics-port {settings.metrics_port}: {error}"

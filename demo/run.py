@@ -117,7 +117,7 @@ def cost_table(rows: list[Row]) -> Table:
     table.add_row("prompt tokens", *(str(row.usage.prompt_tokens_full) for row in rows))
     table.add_row("after pruning", *(str(row.usage.prompt_tokens) for row in rows), end_section=True)
     for index, stage in enumerate(rows[0].timings.stages_s):
-        label = f"{'+' if index else ' '} {stage}"
+        label = f"{'+' if index else ' '} {stage.replace('_', ' ')}"
         table.add_row(label, *(_ms(row.timings.stages_s[stage]) for row in rows))
     first_s = (row.timings.time_to_first_token_s for row in rows)
     table.add_row("= first token", *map(_ms, first_s), style="bold", end_section=True)

@@ -9,13 +9,17 @@ import torch
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
+from common.exit_status import ExitStatus
+from common.guards import upstream_credentials
+from common.metrics import begin
 from common.room import Room
-from common.server import ExitStatus, run, serve
+from common.server import run, serve
 from common.telemetry import configure_logging
 from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 from services.encoder.batcher import Batcher
 from services.encoder.cache import EmbedsCache
 from services.encoder.families import load_tower
+from services.encoder.metrics import watch
 from services.encoder.servicer import SERVICE, EncoderServicer
 from services.encoder.settings import EncoderSettings
 
@@ -25,13 +29,17 @@ async def main() -> ExitStatus:
     configure_logging("encoder", settings.log_format)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    credentials = upstream_credentials(settings)
     checkpoint = Checkpoint(settings.model)
     tower = load_tower(checkpoint, settings.dtype, _device(settings.device))
     batcher = Batcher(tower.encode, settings.batch_tokens)
     cache = EmbedsCache(tower, batcher, Room(settings.output_buffer_bytes), settings.cache_bytes)
+    outputs = Room(settings.output_buffer_bytes)
+    begin("encoder", "Encode", checkpoint, str(tower.dtype).removeprefix("torch."), str(tower.device))
+    watch(batcher, cache, outputs)
     try:
-        async with open_channel(settings.preprocessing) as channel:
-            servicer = EncoderServicer(checkpoint.fingerprint, cache, Room(settings.output_buffer_bytes), channel)
+        async with open_channel(settings.preprocessing, credentials) as channel:
+            servicer = EncoderServicer(checkpoint.fingerprint, cache, outputs, channel, credentials)
             register = partial(add_EncoderServiceServicer_to_server, servicer)
             return await serve(SERVICE, settings, register, lambda: batcher.alive)
     finally:

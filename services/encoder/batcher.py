@@ -13,24 +13,28 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from time import monotonic_ns
 from typing import TypeAlias
 
 import structlog
 import torch
-from prometheus_client import Gauge, Histogram
 from torch import Tensor
 
 from common.errors import Unavailable
-from common.telemetry import busy
-
-QUEUED_SLICES = Gauge("framesieve_encoder_queued_slices", "Temporal slices that wait for the tower")
-BATCH_TOKENS = Histogram(
-    "framesieve_encoder_batch_tokens", "Merged tokens in one forward", buckets=[2**power for power in range(4, 17)]
-)
+from common.metrics import busy
+from services.encoder.metrics import BATCH_SLICES, BATCH_TOKENS
 
 log = structlog.get_logger()
 
 Encode: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """When a forward began and ended, on this host's monotonic clock."""
+
+    begun_ns: int
+    ended_ns: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +43,8 @@ class Slice:
 
     frames: Tensor
     target: Tensor
-    encoded: Future[None] = field(default_factory=Future)
+    encoded: Future[Forward] = field(default_factory=Future)
+    queued_ns: int = field(default_factory=monotonic_ns)
 
     @property
     def tokens(self) -> int:
@@ -63,7 +68,18 @@ class Batcher:
         """Whether slices are taken: until it is closed, or its thread ends by a bug."""
         return not self._closing
 
-    def submit(self, frames: Tensor, target: Tensor) -> Future[None]:
+    @property
+    def queued(self) -> int:
+        """How many slices wait."""
+        return len(self._queue)
+
+    @property
+    def oldest_ns(self) -> int | None:
+        """Since when the first of them has waited, on the monotonic clock."""
+        with self._changed:
+            return self._queue[0].queued_ns if self._queue else None
+
+    def submit(self, frames: Tensor, target: Tensor) -> Future[Forward]:
         """Queues a slice; the future is done once `target` holds its embeddings, or has the forward's error.
 
         Cancelling the future before its forward starts takes the slice out of the queue.
@@ -76,7 +92,6 @@ class Batcher:
             if self._closing:
                 raise _ended()
             self._queue.append(piece)
-            QUEUED_SLICES.inc()
             self._changed.notify()
         return piece.encoded
 
@@ -90,13 +105,12 @@ class Batcher:
             piece.encoded.cancel()
         self._thread.join()
 
-    def _withdraw(self, encoded: Future[None]) -> None:
+    def _withdraw(self, encoded: Future[Forward]) -> None:
         if not encoded.cancelled():
             return
         with self._changed:
             for piece in [each for each in self._queue if each.encoded is encoded]:
                 self._queue.remove(piece)
-                QUEUED_SLICES.dec()
 
     def _run(self) -> None:
         try:
@@ -111,7 +125,6 @@ class Batcher:
         with self._changed:
             self._closing = True
             left, self._queue = self._queue, deque()
-            QUEUED_SLICES.dec(len(left))
         for piece in left:
             if piece.encoded.set_running_or_notify_cancel():
                 piece.encoded.set_exception(_ended())
@@ -119,6 +132,7 @@ class Batcher:
     def _run_batch(self) -> bool:
         """Waits for a batch and runs it; False once closed. Nothing of it outlives the call: targets are large."""
         batch = self._next_batch()
+        begun_ns = monotonic_ns()
         try:
             if batch:
                 with busy("encode"):
@@ -131,11 +145,13 @@ class Batcher:
             for piece in batch:
                 piece.encoded.set_exception(error)
         else:
+            forward = Forward(begun_ns, monotonic_ns())
             for piece in batch:
-                piece.encoded.set_result(None)
+                piece.encoded.set_result(forward)
         return bool(batch)
 
     def _forward(self, batch: Sequence[Slice]) -> None:
+        BATCH_SLICES.observe(len(batch))
         BATCH_TOKENS.observe(sum(piece.tokens for piece in batch))
         embeds = self._encode([piece.frames for piece in batch])
         with torch.inference_mode():
@@ -151,7 +167,6 @@ class Batcher:
                 self._changed.wait_for(lambda: self._queue or self._closing)
                 while self._queue and (not batch or tokens + self._queue[0].tokens <= self.budget_tokens):
                     piece = self._queue.popleft()
-                    QUEUED_SLICES.dec()
                     if piece.encoded.set_running_or_notify_cancel():
                         batch.append(piece)
                         tokens += piece.tokens

@@ -13,24 +13,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Protocol
 
-from prometheus_client import Counter, Gauge
-
 from common.plan import MediaPlan
 from common.room import Room
 from services.encoder.batcher import Batcher
 from services.encoder.cache_key import cache_key
 from services.encoder.encoding import Encoding
+from services.encoder.metrics import EVICTIONS, LOOKUPS
 from services.encoder.pruning import SCORES_BYTES, Scores
 from services.encoder.tower import Tower
-
-LOOKUPS = Counter(
-    "framesieve_encoder_cache_lookups_total",
-    "Media items asked for: kept (hit), being made for another (shared), or neither (miss)",
-    ["outcome"],
-)
-EVICTIONS = Counter("framesieve_encoder_cache_evictions_total", "Media items that gave way to others")
-HELD_BYTES = Gauge("framesieve_encoder_cache_bytes", "Bytes of the embeddings and scores that are kept")
-WAITERS = Gauge("framesieve_encoder_cache_waiters", "Requested items that wait for an entry, or read it")
 
 
 class Source(Protocol):
@@ -88,6 +78,7 @@ class EmbedsCache:
         self.room = room
         self.size_bytes = size_bytes
         self.held_bytes = 0
+        self.waiters = 0  # requested items that wait for an entry, or read it
         self._batcher = batcher
         self._entries: dict[bytes, Entry] = {}
         self._kept: OrderedDict[bytes, Entry] = OrderedDict()
@@ -113,12 +104,12 @@ class EmbedsCache:
     def leave(self, entry: Entry) -> None:
         """One who waited has what it wanted, or wants it no more."""
         entry.waiters -= 1
-        WAITERS.dec()
+        self.waiters -= 1
         if entry.waiters or (entry.key is not None and self._kept.get(entry.key) is entry):
             return
         if entry.key is not None and entry.encoding.complete and self._fits(entry.size_bytes):
             self._kept[entry.key] = entry
-            self._hold(entry.size_bytes)
+            self.held_bytes += entry.size_bytes
             entry.encoding.give_room_back()
             return
         self._drop(entry)
@@ -130,7 +121,7 @@ class EmbedsCache:
 
     def _awaited(self, entry: Entry) -> Entry:
         entry.waiters += 1
-        WAITERS.inc()
+        self.waiters += 1
         return entry
 
     def _fits(self, size_bytes: int) -> bool:
@@ -143,14 +134,10 @@ class EmbedsCache:
             if self.held_bytes + size_bytes <= self.size_bytes:
                 break
             entry = self._kept.pop(key)
-            self._hold(-entry.size_bytes)
+            self.held_bytes -= entry.size_bytes
             self._drop(entry)
             EVICTIONS.inc()
         return True
-
-    def _hold(self, size_bytes: int) -> None:
-        self.held_bytes += size_bytes
-        HELD_BYTES.set(self.held_bytes)
 
     def _drop(self, entry: Entry) -> None:
         if entry.key is not None and self._entries.get(entry.key) is entry:

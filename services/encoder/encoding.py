@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from time import monotonic_ns
 
 import torch
-from prometheus_client import Gauge
 from torch import Tensor
 
 from common.plan import MediaPlan
 from common.room import Room
-from common.telemetry import busy
 from common.tensors import TensorBuffer
-from services.encoder.batcher import Batcher
+from services.encoder.batcher import Batcher, Forward
 from services.encoder.tower import Tower
-
-RESERVED_BYTES = Gauge("framesieve_encoder_reserved_bytes", "Bytes of room that items being encoded hold")
 
 # So many forwards' worth of an item's slices may wait for the tower; more wait with the decoder.
 _FORWARDS_AHEAD = 2
@@ -32,12 +29,31 @@ _FORWARDS_AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class FrameSlice:
-    """One temporal slice of an item, whole: UINT8 [frames, height, width, 3]. index: its place in the item's grid."""
+    """One temporal slice of an item, whole: UINT8 [frames, height, width, 3]. index: its place in the item's grid.
+
+    decoded_ns, resized_ns: when its last frame was, on this host's monotonic clock.
+    """
 
     media_index: int
     index: int
     frames: TensorBuffer
     repaired_frames: int
+    decoded_ns: int
+    resized_ns: int
+
+
+@dataclass(slots=True)
+class Moments:
+    """When the last of an item's slices left each stage, on this host's monotonic clock; None: it was never there.
+
+    begun_ns: the tower had begun with it. pruned_ns is a requested item's own.
+    """
+
+    decoded_ns: int | None = None
+    resized_ns: int | None = None
+    begun_ns: int = 0
+    encoded_ns: int = 0
+    pruned_ns: int = 0
 
 
 class Encoding:
@@ -51,6 +67,7 @@ class Encoding:
         self.decoded_slices = 0
         self.encoded_slices = 0
         self.repaired_frames = 0
+        self.moments = Moments()
         self.failure: BaseException | None = None
         self._shape = (1 + tower.embed_levels, plan.grid.tokens, tower.embed_dim)
         self._tower = tower
@@ -58,7 +75,7 @@ class Encoding:
         self._room = room
         self._reserved_bytes = 0
         self._buffer: Tensor | None = None
-        self._slices: list[asyncio.Future[None]] = []
+        self._slices: list[asyncio.Future[Forward]] = []
         self._ahead = asyncio.Semaphore(max(1, _FORWARDS_AHEAD * batcher.budget_tokens // plan.grid.slice_tokens))
         self._changed = asyncio.Event()
 
@@ -85,10 +102,8 @@ class Encoding:
         """Waits for room for all of it; at once, if it has been had before."""
         if self._buffer is not None:
             return
-        with busy("wait_for_room"):
-            await self._room.reserve(self.size_bytes)
+        await self._room.reserve(self.size_bytes)
         self._reserved_bytes = self.size_bytes
-        RESERVED_BYTES.inc(self._reserved_bytes)
         self._buffer = torch.empty(self._shape, dtype=self._tower.dtype, device=self._tower.device)
 
     async def add(self, piece: FrameSlice) -> None:
@@ -100,6 +115,7 @@ class Encoding:
             return
         assert piece.index == self.decoded_slices
         self.repaired_frames += piece.repaired_frames
+        self.moments.decoded_ns, self.moments.resized_ns = piece.decoded_ns, piece.resized_ns
         self.decoded_slices += 1
         self.tell()
         await self._ahead.acquire()
@@ -116,7 +132,9 @@ class Encoding:
     async def fill(self, embeds: Tensor) -> None:
         """Takes all of its embeddings, (1 + levels, tokens, D) of any float dtype, in place of slices."""
         assert self._buffer is not None
+        self.moments.begun_ns = monotonic_ns()
         await asyncio.to_thread(self._buffer.copy_, embeds)
+        self.moments.encoded_ns = monotonic_ns()
         self.decoded_slices = self.encoded_slices = self.plan.grid.t
         self.tell()
 
@@ -133,7 +151,6 @@ class Encoding:
     def give_room_back(self) -> None:
         """The buffer is held on in somebody else's account; safe to call again."""
         if self._reserved_bytes:
-            RESERVED_BYTES.dec(self._reserved_bytes)
             self._room.release(self._reserved_bytes)
             self._reserved_bytes = 0
 
@@ -145,13 +162,16 @@ class Encoding:
         self._buffer = None
         self.give_room_back()
 
-    def _slice_done(self, encoded: asyncio.Future[None]) -> None:
+    def _slice_done(self, encoded: asyncio.Future[Forward]) -> None:
         self._ahead.release()
         if encoded.cancelled():
             return
         if error := encoded.exception():
             self.fail(error)
             return
+        forward = encoded.result()
+        self.moments.begun_ns = max(self.moments.begun_ns, forward.begun_ns)
+        self.moments.encoded_ns = max(self.moments.encoded_ns, forward.ended_ns)
         self.encoded_slices += 1
         self.tell()
 

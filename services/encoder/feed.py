@@ -36,6 +36,11 @@ class Feed:
         self._reading: asyncio.Task[None] | None = None
         self._left = False
 
+    @property
+    def fetched_ns(self) -> int | None:
+        """When media that came by URL had been fetched, once the plan is there."""
+        return self._stream.fetched_ns
+
     async def plan(self, prompt: prompt_pb2.Prompt, brought: Mapping[int, Grid]) -> PromptPlan:
         """Of the prompt, checked. brought: see `Expectation.check`. From here on the stream is read."""
         plan = await self._stream.plan(prompt, brought)

@@ -10,14 +10,15 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from time import monotonic_ns
 from typing import Any
 
 import grpc
 
 from common.channels import read_from, upstream_errors
 from common.errors import PeerContract
+from common.moments import moment_ns
 from common.plan import Grid, MediaPlan, Modality, PromptPlan
-from common.telemetry import STREAMED_BYTES
 from common.tensors import DType, TensorBuffer
 from common.wire import PlanReceiver, add_chunk, buffer_for, modalities_of
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
@@ -80,15 +81,21 @@ class FrameStream:
         self._call: Any = stub.Preprocess(**options)
         self._due: deque[tuple[int, MediaPlan]] = deque()
         self._all_selected = False
+        self.fetched_ns: int | None = None
 
     async def plan(self, prompt: prompt_pb2.Prompt, brought: Mapping[int, Grid]) -> PromptPlan:
-        """Sends the prompt and returns its plan, checked. brought: see `Expectation.check`."""
+        """Sends the prompt and returns its plan, checked. brought: see `Expectation.check`.
+
+        `fetched_ns` then says when media that came by URL had been fetched, on this host's monotonic clock.
+        """
         modalities = modalities_of(prompt)
         await self._write(PreprocessRequest(prompt=prompt))
         receiver = PlanReceiver()
         while (message := await self._read()) is not None:
             if not message.HasField("plan"):
                 raise PeerContract("preprocessing sent frames before its plan was complete")
+            if self.fetched_ns is None and message.HasField("fetched_ago_s"):
+                self.fetched_ns = moment_ns(message.fetched_ago_s, monotonic_ns())
             plan = receiver.add(message.plan)
             if plan is not None:
                 self._expected.check(plan, modalities, brought)
@@ -128,20 +135,22 @@ class FrameStream:
         frames = min(self._temporal_patch, item.frames - start)
         shape = (frames, item.frame_height_px, item.frame_width_px, 3)
         buffer: TensorBuffer | None = None
-        repaired = 0
+        repaired = decoded_ns = resized_ns = 0
         while buffer is None or not buffer.complete:
             if chunk is None or (chunk.media_index, chunk.first_frame) != (media_index, start):
                 came = "nothing" if chunk is None else f"frame {chunk.first_frame} of media {chunk.media_index}"
                 raise PeerContract(f"frame {start} of {item.frames} of media {media_index} was due, {came} came")
             if buffer is None:
                 buffer = buffer_for(chunk.chunk, [DType.UINT8], shape)
-                repaired = chunk.repaired_frames
-            STREAMED_BYTES.labels("received", "frames").inc(add_chunk(buffer, chunk.chunk))
+                repaired, heard_ns = chunk.repaired_frames, monotonic_ns()
+                decoded_ns = moment_ns(chunk.decoded_ago_s, heard_ns)
+                resized_ns = moment_ns(chunk.resized_ago_s, heard_ns)
+            add_chunk(buffer, chunk.chunk)
             if not buffer.complete:
                 chunk = await self._read_frames()
         if not 0 <= repaired <= frames:
             raise PeerContract(f"{repaired} of {frames} frames cannot have been repaired")
-        return FrameSlice(media_index, start // self._temporal_patch, buffer, repaired)
+        return FrameSlice(media_index, start // self._temporal_patch, buffer, repaired, decoded_ns, resized_ns)
 
     async def _read_frames(self) -> FramesChunk | None:
         message = await self._read()

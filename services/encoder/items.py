@@ -12,26 +12,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from time import monotonic_ns
 
 import numpy as np
 import torch
-from prometheus_client import Counter, Gauge
 from torch import Tensor
 
 from common.errors import MediaRejected
-from common.plan import Int32Array, MediaPlan, Modality
-from common.retention import NONE, Pruning, retained_count
+from common.metrics import busy
+from common.plan import Int32Array, MediaPlan
+from common.retention import Pruning, retained_count
 from common.room import Room
-from common.telemetry import busy
 from common.tensors import DType
 from services.encoder.cache import EmbedsCache, Entry, Source
-from services.encoder.encoding import Encoding, embeds_bytes
+from services.encoder.encoding import Encoding, Moments, embeds_bytes
+from services.encoder.metrics import count_item
 from services.encoder.pruning import keep_tokens
-
-OUTPUT_BYTES = Gauge("framesieve_encoder_output_bytes", "Bytes of pruned embeddings that are reserved or being sent")
-ITEMS = Counter("framesieve_encoder_items_total", "Media items that were answered", ["modality"])
-TOKENS = Counter("framesieve_encoder_tokens_total", "Tokens of these items", ["pruning", "method"])
 
 _DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16}
 
@@ -58,6 +55,8 @@ class Item:
         self._count = retained_count(plan.grid, pruning, plan.modality)
         self._output_bytes = embeds_bytes(cache.tower, self._count)
         self._reserved = False
+        self._joined_ns = 0
+        self._pruned_ns = 0
         self._entry: Entry | None = None
         self._encoding: Encoding | None = None
         self._embeds: Embeds | None = None
@@ -67,6 +66,13 @@ class Item:
         """What is to be sent, once it is obtained and until it is closed."""
         assert self._embeds is not None
         return self._embeds
+
+    @property
+    def moments(self) -> Moments:
+        """When an obtained item left each stage; one that was made before had begun as soon as there was room."""
+        assert self._encoding is not None
+        moments = self._encoding.moments
+        return replace(moments, begun_ns=max(self._joined_ns, moments.begun_ns), pruned_ns=self._pruned_ns)
 
     @property
     def decoded_slices(self) -> int:
@@ -87,12 +93,11 @@ class Item:
         Raises MediaRejected if it can never fit, and what the source has failed by.
         """
         self._check_fits()
-        with busy("wait_for_room"):
-            await self._outputs.reserve(self._output_bytes)
+        await self._outputs.reserve(self._output_bytes)
         self._reserved = True
-        OUTPUT_BYTES.inc(self._output_bytes)
         self._entry = self._cache.join(self.plan) if brought is None else self._cache.alone(self.plan)
         self._encoding = self._entry.encoding
+        self._joined_ns = monotonic_ns()
         if brought is not None:
             await self._encoding.reserve()
             await self._encoding.fill(brought)
@@ -124,7 +129,6 @@ class Item:
         self._leave()
         self._embeds = None
         if self._reserved:
-            OUTPUT_BYTES.dec(self._output_bytes)
             self._outputs.release(self._output_bytes)
             self._reserved = False
 
@@ -156,7 +160,8 @@ class Item:
                 kept = keep_tokens(embeds[0], self.plan.grid, self._pruning, entry.scores)
                 embeds = embeds[:, kept.long()]
             embeds = embeds.cpu()
-        self._count_tokens()
+        count_item(self.plan, self._pruning, self._count)
+        self._pruned_ns = monotonic_ns()
         levels, count, width = embeds.shape
         return Embeds(
             kept=None if kept is None else kept.cpu().numpy().astype(np.int32, copy=False),
@@ -164,10 +169,3 @@ class Item:
             shape=(levels, count, width),
             data=embeds.view(torch.uint8).numpy().data,
         )
-
-    def _count_tokens(self) -> None:
-        ITEMS.labels(self.plan.modality.value).inc()
-        pruned = self.plan.modality is Modality.VIDEO and self._pruning.rate
-        method = self._pruning.method if pruned else NONE
-        TOKENS.labels("before", method).inc(self.plan.grid.tokens)
-        TOKENS.labels("after", method).inc(self._count)

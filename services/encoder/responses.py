@@ -10,10 +10,12 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from common.telemetry import STREAMED_BYTES
+from common.moments import ago_s
+from common.plan import PromptPlan
 from common.tensors import pieces
-from common.wire import fill_chunk, int32_tensor
-from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, MediaProgress
+from common.wire import fill_chunk, int32_tensor, plan_messages
+from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, MediaProgress, StageAges
+from services.encoder.encoding import Moments
 from services.encoder.items import Item
 
 # Messages made ahead of a slow reader, 1 MiB each at most.
@@ -33,6 +35,13 @@ class Responses:
         async with self._order:
             await self._queue.put(response)
 
+    async def put_plan(self, plan: PromptPlan, fetched_ns: int | None) -> None:
+        """fetched_ns: when media that came by URL had been fetched, if any was; told in the first piece."""
+        fetched_ago_s = None if fetched_ns is None else ago_s(fetched_ns)
+        for message in plan_messages(plan):
+            await self.put(EncodeResponse(plan=message, fetched_ago_s=fetched_ago_s))
+            fetched_ago_s = None
+
     def offer_progress(self, item: Item) -> None:
         """Says how far the item is, if the reader keeps up: at each stage's end, and between at most every 50 ms."""
         if not self._order.locked() and not self._queue.full() and (progress := self._progress(item)):
@@ -44,7 +53,7 @@ class Responses:
         async with self._order:
             if progress := self._progress(item):
                 await self._queue.put(progress)
-        extra: dict[str, Any] = {"repaired_frames": item.repaired_frames}
+        extra: dict[str, Any] = {"repaired_frames": item.repaired_frames, "ages": _ages(item.moments)}
         if embeds.kept is not None:
             extra["kept"] = int32_tensor(embeds.kept)
         for offset, piece in pieces(embeds.data):
@@ -52,7 +61,6 @@ class Responses:
             fill_chunk(response.embeds.chunk, embeds.dtype, embeds.shape, offset, piece)
             await self.put(response)
             extra = {}
-        STREAMED_BYTES.labels("sent", "embeds").inc(embeds.data.nbytes)
 
     async def until_done(self, task: asyncio.Task[None]) -> AsyncIterator[EncodeResponse]:
         """Everything that was put until `task` is done; then raises what it raised."""
@@ -77,3 +85,13 @@ class Responses:
     def _wake(self, _: asyncio.Task[None]) -> None:
         if self._queue.empty():
             self._queue.put_nowait(None)
+
+
+def _ages(moments: Moments) -> StageAges:
+    return StageAges(
+        decoded_s=None if moments.decoded_ns is None else ago_s(moments.decoded_ns),
+        resized_s=None if moments.resized_ns is None else ago_s(moments.resized_ns),
+        begun_s=ago_s(moments.begun_ns),
+        encoded_s=ago_s(moments.encoded_ns),
+        pruned_s=ago_s(moments.pruned_ns),
+    )

@@ -17,13 +17,13 @@ from typing import Any, TypeAlias
 import grpc
 
 from common.channels import passed_on
+from common.credentials import NO_CREDENTIALS, Credentials
 from common.errors import InvalidRequest
 from common.plan import PromptPlan
 from common.prompt_limits import check_prompt
 from common.retention import Pruning
 from common.room import Room
 from common.selection import selections
-from common.wire import plan_messages
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from services.encoder.cache import EmbedsCache
@@ -42,21 +42,29 @@ Context: TypeAlias = grpc.aio.ServicerContext[EncodeRequest, EncodeResponse]
 class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
     """Serves the tower behind `cache`; outputs: room for what waits to be sent, as much as the cache's at least.
 
-    preprocessing: the channel to the service that decodes.
+    preprocessing: the channel to the service that decodes; credentials: whose token is shown to it.
     """
 
-    def __init__(self, fingerprint: bytes, cache: EmbedsCache, outputs: Room, preprocessing: grpc.aio.Channel) -> None:
+    def __init__(
+        self,
+        fingerprint: bytes,
+        cache: EmbedsCache,
+        outputs: Room,
+        preprocessing: grpc.aio.Channel,
+        credentials: Credentials = NO_CREDENTIALS,
+    ) -> None:
         assert outputs.size_bytes >= cache.room.size_bytes
         self._tower = cache.tower
         self._cache = cache
         self._outputs = outputs
         self._preprocessing = preprocessing
+        self._credentials = credentials
         self._expected = Expectation(self._tower.patches, self._tower.embed_levels, fingerprint)
 
     async def Encode(self, request_iterator: Requests, context: Context) -> AsyncIterator[EncodeResponse]:
         responses = Responses()
         # No deadline of this caller's: others may wait for what its stream decodes. It ends by being cancelled.
-        options = {**passed_on(context), "timeout": None}
+        options = {**passed_on(context, self._credentials), "timeout": None}
         task = asyncio.create_task(self._answer(aiter(request_iterator), options, responses))
         # A caller that is gone is noticed here even while the last response is still being written.
         context.add_done_callback(lambda _: _abandon(task))  # type: ignore[arg-type]  # the stub's own type is no protocol
@@ -81,8 +89,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             grids = {index: embeds.grid for index, embeds in brought.items()}
             plan = await feed.plan(first.prompt.prompt, grids)
             del first  # its media may be large
-            for message in plan_messages(plan):
-                await responses.put(EncodeResponse(plan=message))
+            await responses.put_plan(plan, feed.fetched_ns)
             await self._encode(selections(requests, len(plan.media)), plan, prunings, brought, feed, responses)
         finally:
             feed.leave()

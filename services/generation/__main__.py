@@ -9,8 +9,11 @@ import torch
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
+from common.exit_status import ExitStatus
+from common.guards import upstream_credentials
+from common.metrics import begin
 from common.room import Room
-from common.server import ExitStatus, run, serve
+from common.server import run, serve
 from common.telemetry import configure_logging
 from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from services.generation.arrivals import ModelInput
@@ -22,7 +25,7 @@ from services.generation.families.language_model import LanguageModel
 from services.generation.generation_config import sampling_defaults
 from services.generation.graphs import CudaCapture
 from services.generation.media import MediaClient
-from services.generation.metrics import watch
+from services.generation.metrics import count_step, watch
 from services.generation.prompt_limit import PromptLimit
 from services.generation.runner import Runner
 from services.generation.servicer import SERVICE, GenerationServicer
@@ -36,6 +39,7 @@ async def main() -> ExitStatus:
     configure_logging("generation", settings.log_format)
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    credentials = upstream_credentials(settings)
     checkpoint = Checkpoint(settings.model)
     defaults, tokenizer = sampling_defaults(checkpoint), load_tokenizer(checkpoint.folder)
     model = load_language_model(checkpoint, _dtype(settings, checkpoint), _device(settings))
@@ -51,14 +55,20 @@ async def main() -> ExitStatus:
         settings.max_running_requests,
         settings.max_waiting_requests,
         settings.speculative_tokens,
+        count_step,
     )
     room = Room(settings.media_buffer_bytes)
-    watch(engine, room)
+    begin("generation", "Generate", checkpoint, str(model.dtype).removeprefix("torch."), str(model.device))
+    watch(engine, room, settings.max_running_requests, settings.max_waiting_requests)
     engine.start()
     try:
-        async with open_channel(settings.preprocessing) as preprocessing, open_channel(settings.encoder) as encoder:
+        async with (
+            open_channel(settings.preprocessing, credentials) as preprocessing,
+            open_channel(settings.encoder, credentials) as encoder,
+        ):
             media = MediaClient(preprocessing, encoder, _model_input(checkpoint, model), room)
-            servicer = GenerationServicer(engine, media, tokenizer, defaults, PromptLimit(limit_tokens))
+            limit = PromptLimit(limit_tokens)
+            servicer = GenerationServicer(engine, media, tokenizer, defaults, limit, credentials)
             register = partial(add_GenerationServiceServicer_to_server, servicer)
             return await serve(SERVICE, settings, register, lambda: engine.alive)
     finally:

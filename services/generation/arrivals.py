@@ -12,12 +12,14 @@ import torch
 
 from common.digest import tagged_digest
 from common.errors import PeerContract
+from common.metrics import busy
+from common.moments import moment_ns
 from common.plan import Int32Array, MediaPlan
-from common.telemetry import STREAMED_BYTES, busy
 from common.tensors import DType, TensorBuffer
 from common.wire import add_chunk, buffer_for, int32_array
 from framesieve.v1 import encoder_pb2
 from services.generation.answers import MediaItem
+from services.generation.timing import Stage
 
 TORCH_DTYPES = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16, DType.FLOAT32: torch.float32}
 _DOMAIN = b"framesieve media item v2"
@@ -58,10 +60,7 @@ class Arrival:
         self._kept: Int32Array | None = None
         self._repaired_frames = 0
         self._progress = Progress(index, 0, 0)
-
-    @property
-    def decoded(self) -> bool:
-        return self._plan.brings_embeds or self.begun or self._progress.decoded_slices == self._plan.grid.t
+        self.left_ns: dict[Stage, int] = {}  # when it left each stage that it went through, once it has begun to arrive
 
     @property
     def begun(self) -> bool:
@@ -84,7 +83,8 @@ class Arrival:
         self._progress = reached
         return reached
 
-    def add(self, message: encoder_pb2.EmbedsChunk) -> None:
+    def add(self, message: encoder_pb2.EmbedsChunk, heard_ns: int) -> None:
+        """Takes a piece that was read at `heard_ns` of the clock that `left_ns` is told by."""
         if self.complete:
             raise PeerContract(f"item {self._index} was sent twice")
         if self._buffer is None:
@@ -92,15 +92,16 @@ class Arrival:
             if not 0 <= message.repaired_frames <= self._plan.frames:
                 raise PeerContract(f"{message.repaired_frames} of {self._plan.frames} frames cannot be repaired")
             self._repaired_frames = message.repaired_frames
+            self._note_ages(message.ages, heard_ns)
             self._buffer = buffer_for(message.chunk, list(TORCH_DTYPES), self._shape)
         elif message.HasField("kept"):
             raise PeerContract(f"item {self._index} says what was kept in a later piece than its first")
-        STREAMED_BYTES.labels("received", "embeds").inc(add_chunk(self._buffer, message.chunk))
+        add_chunk(self._buffer, message.chunk)
 
     def item(self) -> MediaItem:
         """The complete item. Reads and converts all of its embeddings, so call it beside the loop."""
         assert self._buffer is not None
-        with busy("receive"):
+        with busy("transfer"):
             sent = torch.frombuffer(self._buffer.data, dtype=TORCH_DTYPES[self._buffer.dtype]).view(self._shape)
             # Checked after converting: what is finite in float32 may be too large for float16.
             embeds = sent.to(self._dtype)
@@ -109,6 +110,18 @@ class Arrival:
             if not bool(embeds.isfinite().all()):
                 raise PeerContract(f"the embeddings of item {self._index} are not finite in {self._dtype}")
         return MediaItem(self._index, self._kept, embeds, self._repaired_frames, digest)
+
+    def _note_ages(self, ages: encoder_pb2.StageAges, heard_ns: int) -> None:
+        told = {
+            Stage.WAIT_FOR_ENCODER: ages.begun_s,
+            Stage.ENCODE: ages.encoded_s,
+            Stage.PRUNE: ages.pruned_s,
+        }
+        if ages.HasField("decoded_s"):
+            told[Stage.DECODE] = ages.decoded_s
+        if ages.HasField("resized_s"):
+            told[Stage.RESIZE] = ages.resized_s
+        self.left_ns = {stage: moment_ns(ago_s, heard_ns) for stage, ago_s in told.items()}
 
     def _checked_kept(self, message: encoder_pb2.EmbedsChunk) -> Int32Array | None:
         count, tokens = self._shape[1], self._plan.grid.tokens

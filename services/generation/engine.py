@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, takewhile
 from queue import Empty, SimpleQueue
+from time import monotonic_ns
 
 import structlog
 import torch
@@ -24,28 +25,12 @@ from services.generation.request import Event, Failed, Finished, FinishReason, P
 from services.generation.runner import Runner
 from services.generation.sampler import Chosen, SamplingState, sample
 from services.generation.scheduler import Scheduler
+from services.generation.stats import EngineStats, Step, prompt_tokens, since_ns
 from services.generation.windows import Window
 
 log = structlog.get_logger()
 
 STOP_WAIT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """As of the last step. `*_total` only grow."""
-
-    running: int = 0
-    waiting: int = 0
-    awaiting_media: int = 0
-    blocks_used: int = 0
-    blocks_idle: int = 0
-    blocks_total: int = 0
-    steps_total: int = 0
-    tokens_computed_total: int = 0
-    preemptions_total: int = 0
-    guesses_total: int = 0
-    right_guesses_total: int = 0
 
 
 class Engine:
@@ -54,6 +39,7 @@ class Engine:
     chunk_tokens: at most this many tokens a step.
     max_running, max_waiting: requests that compute, and others that may queue behind them or await media.
     guess_tokens: at most this many tokens of each answer are guessed a step.
+    on_step: told in the engine's thread what each step came to.
     """
 
     def __init__(
@@ -64,6 +50,7 @@ class Engine:
         max_running: int,
         max_waiting: int,
         guess_tokens: int = 0,
+        on_step: Callable[[Step], None] = lambda _: None,
     ) -> None:
         self._runner = runner
         self._scheduler = Scheduler(allocator, chunk_tokens, max_running, guess_tokens)
@@ -77,7 +64,10 @@ class Engine:
         self._guesses = 0
         self._right_guesses = 0
         self._stopping = False
-        self._stats = EngineStats(blocks_total=allocator.total)
+        self._steps = 0
+        self._tokens_computed = 0
+        self._told = (0, 0, 0)  # preemptions, guesses and right guesses, as of the last step
+        self._on_step = on_step
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
     # --- from any thread ---------------------------------------------------------------------------------------
@@ -143,7 +133,26 @@ class Engine:
         self._commands.put((request, lambda: self._forget(request)))
 
     def stats(self) -> EngineStats:
-        return self._stats
+        """As of now. Waits while a step is scheduled, not while it is computed; never from the engine's own thread."""
+        with self._lock:
+            scheduler, blocks = self._scheduler, self._scheduler.allocator
+            return EngineStats(
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+                awaiting_media=len(scheduler.awaiting_media),
+                following=len(scheduler.following),
+                running_since_ns=since_ns(scheduler.running),
+                waiting_since_ns=since_ns(scheduler.waiting),
+                awaiting_media_since_ns=since_ns(scheduler.awaiting_media),
+                blocks_used=blocks.used,
+                blocks_idle=blocks.idle,
+                blocks_total=blocks.total,
+                steps_total=self._steps,
+                tokens_computed_total=self._tokens_computed,
+                preemptions_total=scheduler.preemptions,
+                guesses_total=self._guesses,
+                right_guesses_total=self._right_guesses,
+            )
 
     # --- in the engine's thread --------------------------------------------------------------------------------
 
@@ -151,6 +160,7 @@ class Engine:
         """Takes commands, then schedules, runs and hands out tokens. False if there was nothing to run."""
         self._take_commands()
         windows: list[Window] = []
+        began_ns = monotonic_ns()
         try:
             with self._lock:
                 windows = self._scheduler.schedule()
@@ -164,7 +174,7 @@ class Engine:
             # A schedule that failed says nothing about who is to blame, and leaves nothing to go on with.
             with self._lock:
                 self._fail([window.request for window in windows] or self._scheduler.requests(), _as_failure(error))
-        self._publish(windows)
+        self._publish(windows, began_ns)
         return bool(windows)
 
     def check_integrity(self) -> None:
@@ -297,20 +307,25 @@ class Engine:
         request.embeds = []
         self._in_flight -= 1
 
-    def _publish(self, windows: list[Window]) -> None:
-        scheduler, before = self._scheduler, self._stats
-        self._stats = EngineStats(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            awaiting_media=len(scheduler.awaiting_media),
-            blocks_used=scheduler.allocator.used,
-            blocks_idle=scheduler.allocator.idle,
-            blocks_total=scheduler.allocator.total,
-            steps_total=before.steps_total + bool(windows),
-            tokens_computed_total=before.tokens_computed_total + sum(window.tokens for window in windows),
-            preemptions_total=scheduler.preemptions,
-            guesses_total=self._guesses,
-            right_guesses_total=self._right_guesses,
+    def _publish(self, windows: list[Window], began_ns: int) -> None:
+        """Adds a step up, and tells what it came to."""
+        if not windows:
+            return
+        tokens, of_prompts = sum(window.tokens for window in windows), sum(map(prompt_tokens, windows))
+        self._steps += 1
+        self._tokens_computed += tokens
+        told, self._told = self._told, (self._scheduler.preemptions, self._guesses, self._right_guesses)
+        preemptions, guesses, right_guesses = (now - before for now, before in zip(self._told, told, strict=True))
+        self._on_step(
+            Step(
+                seconds=(monotonic_ns() - began_ns) * 1e-9,
+                sequences=len(windows),
+                prompt_tokens=of_prompts,
+                answer_tokens=tokens - of_prompts,
+                preemptions=preemptions,
+                guesses=guesses,
+                right_guesses=right_guesses,
+            )
         )
 
 

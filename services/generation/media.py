@@ -32,6 +32,8 @@ from services.generation.arrivals import Arrival, ModelInput, Progress
 from services.generation.timing import Stage, StageClock
 from services.generation.upstream import Selected, Upstream
 
+_STAGES_OF_ITEMS = (Stage.DECODE, Stage.RESIZE, Stage.WAIT_FOR_ENCODER, Stage.ENCODE, Stage.PRUNE)
+
 
 class MediaClient:
     """Opens a session for each request. Room is shared by all of them."""
@@ -62,6 +64,10 @@ class MediaClient:
         try:
             plan = await upstream.plan()
             _check_plan(plan, prompt, self._model)
+            if upstream.fetched_ns is None:
+                clock.skip(Stage.FETCH)
+            else:
+                clock.finish(Stage.FETCH, upstream.fetched_ns)
             clock.finish(Stage.PLAN if modalities else Stage.TRANSFER)
             async with AsyncExitStack() as held:
                 yield MediaSession(plan, prunings, upstream, self._model, self._room, held)
@@ -144,7 +150,7 @@ class MediaSession:
                     event = _arrival(arrivals, response.progress.media_index).progress(response.progress)
                 case "embeds":
                     arrival = _arrival(arrivals, response.embeds.media_index)
-                    arrival.add(response.embeds)
+                    arrival.add(response.embeds, clock.now_ns())
                     if arrival.complete:
                         event = await asyncio.to_thread(arrival.item)
                 case other:
@@ -158,10 +164,14 @@ class MediaSession:
         return {index: Arrival(index, self.plan.media[index], self.kept_counts[index], self._model) for index in wanted}
 
     def _note_progress(self, arrivals: Collection[Arrival], clock: StageClock) -> None:
-        if all(arrival.decoded for arrival in arrivals):
-            clock.finish(Stage.DECODE)
-        if all(arrival.begun for arrival in arrivals):
-            clock.finish(Stage.ENCODE)
+        """A stage that no item went through was finished as soon as those before it."""
+        if arrivals and all(arrival.begun for arrival in arrivals):
+            for stage in _STAGES_OF_ITEMS:
+                left_ns = [arrival.left_ns[stage] for arrival in arrivals if stage in arrival.left_ns]
+                if left_ns:
+                    clock.finish(stage, max(left_ns))
+                else:
+                    clock.skip(stage)
         if all(arrival.complete for arrival in arrivals):
             clock.finish(Stage.TRANSFER)
 

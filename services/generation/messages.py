@@ -104,11 +104,15 @@ def timings_message(clock: StageClock) -> generation_pb2.Timings:
     stages = clock.stages_ns()
     return generation_pb2.Timings(
         time_to_first_token_s=clock.first_token_ns * _NS,
+        fetch_s=stages[Stage.FETCH] * _NS,
         plan_s=stages[Stage.PLAN] * _NS,
         decode_s=stages[Stage.DECODE] * _NS,
+        resize_s=stages[Stage.RESIZE] * _NS,
+        wait_for_encoder_s=stages[Stage.WAIT_FOR_ENCODER] * _NS,
         encode_s=stages[Stage.ENCODE] * _NS,
+        prune_s=stages[Stage.PRUNE] * _NS,
         transfer_s=stages[Stage.TRANSFER] * _NS,
-        queue_s=stages[Stage.QUEUE] * _NS,
+        wait_for_prefill_s=stages[Stage.WAIT_FOR_PREFILL] * _NS,
         prefill_s=stages[Stage.PREFILL] * _NS,
         generate_s=clock.generate_ns * _NS,
     )

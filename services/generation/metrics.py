@@ -6,14 +6,17 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from common.metrics import FINE_SECONDS_BUCKETS, SECONDS_BUCKETS, STAGE_BUSY_SECONDS, age_seconds
 from common.plan import MediaPlan, Modality
-from common.retention import NONE, Pruning
+from common.retention import METHODS, NONE, Pruning
 from common.room import Room
-from common.telemetry import SECONDS_BUCKETS
-from services.generation.engine import Engine, EngineStats
-from services.generation.timing import StageClock
+from services.generation.engine import Engine
+from services.generation.request import FinishReason
+from services.generation.stats import EngineStats, Step
+from services.generation.timing import Stage, StageClock
 
 _PREFIX = "framesieve_generation_"
+_NS = 1e-9
 
 FIRST_TOKEN_SECONDS = Histogram(
     f"{_PREFIX}time_to_first_token_seconds", "From a request's arrival to its first token", buckets=SECONDS_BUCKETS
@@ -24,6 +27,10 @@ STAGE_SECONDS = Histogram(
     ["stage"],
     buckets=SECONDS_BUCKETS,
 )
+INTER_TOKEN_SECONDS = Histogram(
+    f"{_PREFIX}inter_token_seconds", "From a token of an answer to the next", buckets=FINE_SECONDS_BUCKETS
+)
+ANSWERS = Counter(f"{_PREFIX}answers_total", "Answers that were finished, by why they ended", ["reason"])
 PROMPT_TOKENS = Counter(f"{_PREFIX}prompt_tokens_total", "Prompt tokens, before and after pruning", ["pruning"])
 MEDIA_TOKENS = Counter(
     f"{_PREFIX}media_tokens_total", "Tokens of media items, before and after pruning", ["method", "pruning"]
@@ -31,8 +38,17 @@ MEDIA_TOKENS = Counter(
 CACHED_TOKENS = Counter(
     f"{_PREFIX}cached_prompt_tokens_total", "Prompt tokens, after pruning, that earlier requests had computed"
 )
+PREFIX_LOOKUPS = Counter(
+    f"{_PREFIX}prefix_lookups_total",
+    "Requests by whether earlier ones had computed a part of their prompt",
+    ["outcome"],
+)
 GENERATED_TOKENS = Counter(f"{_PREFIX}generated_tokens_total", "Tokens generated")
-QUEUE = Gauge(f"{_PREFIX}engine_requests", "Requests in the engine, by what they do", ["state"])
+QUEUE = Gauge(f"{_PREFIX}engine_requests", "Answers in the engine, by what they do", ["state"])
+QUEUE_OLDEST_SECONDS = Gauge(
+    f"{_PREFIX}engine_oldest_seconds", "For how long one of these has done so, at most; 0 if there is none", ["state"]
+)
+QUEUE_LIMIT = Gauge(f"{_PREFIX}engine_requests_limit", "--max-running-requests and --max-waiting-requests", ["state"])
 BLOCKS_USED = Gauge(f"{_PREFIX}kv_blocks_used", "Blocks of the KV cache that requests hold")
 BLOCKS_IDLE = Gauge(
     f"{_PREFIX}kv_blocks_idle", "Blocks of the KV cache that nobody holds, kept for who begins the same"
@@ -40,22 +56,68 @@ BLOCKS_IDLE = Gauge(
 BLOCKS = Gauge(f"{_PREFIX}kv_blocks", "Blocks of the KV cache")
 MEDIA_BYTES_USED = Gauge(f"{_PREFIX}media_buffer_used_bytes", "Bytes of --media-buffer-bytes that requests hold")
 MEDIA_BYTES = Gauge(f"{_PREFIX}media_buffer_bytes", "--media-buffer-bytes")
+STEP_SECONDS = Histogram(f"{_PREFIX}step_seconds", "Steps of the engine", buckets=FINE_SECONDS_BUCKETS)
+# From one answer's next token to a full --prefill-chunk-tokens; --max-running-requests sequences at most.
+STEP_TOKENS = Histogram(f"{_PREFIX}step_tokens", "Tokens of one step", buckets=[2**power for power in range(15)])
+STEP_SEQUENCES = Histogram(
+    f"{_PREFIX}step_sequences", "Sequences of one step", buckets=[2**power for power in range(10)]
+)
+COMPUTED_TOKENS = Counter(
+    f"{_PREFIX}computed_tokens_total", "Tokens computed: of prompts (prefill), and of answers, with guesses", ["phase"]
+)
+PREEMPTIONS = Counter(f"{_PREFIX}preemptions_total", "Times that an answer lost its blocks to an older one")
+GUESSES = Counter(f"{_PREFIX}guesses_total", "Tokens guessed")
+RIGHT_GUESSES = Counter(f"{_PREFIX}right_guesses_total", "Tokens guessed right")
+
+for _busy in ("transfer", "prefill"):
+    STAGE_BUSY_SECONDS.labels(_busy)
+for _stage in Stage:
+    STAGE_SECONDS.labels(_stage.name.lower())
+for _reason in FinishReason:
+    ANSWERS.labels(_reason.value)
+for _when in ("before", "after"):
+    PROMPT_TOKENS.labels(_when)
+    for _method in METHODS:
+        MEDIA_TOKENS.labels(_method, _when)
+for _outcome in ("hit", "miss"):
+    PREFIX_LOOKUPS.labels(_outcome)
+for _phase in ("prefill", "decode"):
+    COMPUTED_TOKENS.labels(_phase)
 
 
-def watch(engine: Engine, room: Room) -> None:
+def watch(engine: Engine, room: Room, max_running: int, max_waiting: int) -> None:
     """Has the gauges ask the engine and the room whenever they are read."""
 
-    def ask(gauge: Gauge, value: Callable[[EngineStats], int]) -> None:
+    def ask(gauge: Gauge, value: Callable[[EngineStats], float]) -> None:
         gauge.set_function(lambda: value(engine.stats()))
 
     ask(QUEUE.labels("running"), lambda stats: stats.running)
     ask(QUEUE.labels("waiting"), lambda stats: stats.waiting)
     ask(QUEUE.labels("awaiting_media"), lambda stats: stats.awaiting_media)
+    ask(QUEUE.labels("following"), lambda stats: stats.following)
+    ask(QUEUE_OLDEST_SECONDS.labels("running"), lambda stats: age_seconds(stats.running_since_ns))
+    ask(QUEUE_OLDEST_SECONDS.labels("waiting"), lambda stats: age_seconds(stats.waiting_since_ns))
+    ask(QUEUE_OLDEST_SECONDS.labels("awaiting_media"), lambda stats: age_seconds(stats.awaiting_media_since_ns))
     ask(BLOCKS_USED, lambda stats: stats.blocks_used)
     ask(BLOCKS_IDLE, lambda stats: stats.blocks_idle)
     ask(BLOCKS, lambda stats: stats.blocks_total)
+    QUEUE_LIMIT.labels("running").set(max_running)
+    QUEUE_LIMIT.labels("waiting").set(max_waiting)
     MEDIA_BYTES_USED.set_function(lambda: room.held_bytes)
     MEDIA_BYTES.set(room.size_bytes)
+
+
+def count_step(step: Step) -> None:
+    STEP_SECONDS.observe(step.seconds)
+    STEP_TOKENS.observe(step.prompt_tokens + step.answer_tokens)
+    STEP_SEQUENCES.observe(step.sequences)
+    COMPUTED_TOKENS.labels("prefill").inc(step.prompt_tokens)
+    COMPUTED_TOKENS.labels("decode").inc(step.answer_tokens)
+    PREEMPTIONS.inc(step.preemptions)
+    GUESSES.inc(step.guesses)
+    RIGHT_GUESSES.inc(step.right_guesses)
+    if step.prompt_tokens:
+        STAGE_BUSY_SECONDS.labels("prefill").observe(step.seconds)
 
 
 def count_prompt(
@@ -74,7 +136,18 @@ def count_prompt(
         MEDIA_TOKENS.labels(method, "after").inc(kept)
 
 
-def observe_first_token(clock: StageClock) -> None:
-    FIRST_TOKEN_SECONDS.observe(clock.first_token_ns / 1e9)
+def count_first_token(clock: StageClock, cached_tokens: int) -> None:
+    """Counts a request's first token, before which `cached_tokens` of its prompt had not to be computed."""
+    FIRST_TOKEN_SECONDS.observe(clock.first_token_ns * _NS)
     for stage, duration_ns in clock.stages_ns().items():
-        STAGE_SECONDS.labels(stage.name.lower()).observe(duration_ns / 1e9)
+        STAGE_SECONDS.labels(stage.name.lower()).observe(duration_ns * _NS)
+    CACHED_TOKENS.inc(cached_tokens)
+    PREFIX_LOOKUPS.labels("hit" if cached_tokens else "miss").inc()
+
+
+def count_next_token(since_last_ns: int) -> None:
+    INTER_TOKEN_SECONDS.observe(since_last_ns * _NS)
+
+
+def count_answer(reason: FinishReason) -> None:
+    ANSWERS.labels(reason.value).inc()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from time import monotonic_ns
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -229,6 +230,7 @@ class Request:
         self.output_ids: list[int] = []
         self.guesses: tuple[int, ...] = ()  # tokens that may follow, of the window that is due
         self.status = Status.NEW
+        self.since_ns = 0  # when it got its status, on the monotonic clock
         self.arrival = -1  # the engine numbers requests as they come
         self.blocks: list[int] = []
         self.pinned = 0  # of its first blocks: media rows in them are in the cache alone, so it never lets go of them
@@ -306,6 +308,7 @@ class Request:
     def move_to(self, status: Status) -> None:
         assert status in TRANSITIONS[self.status], f"{self} cannot become {status.value}"
         self.status = status
+        self.since_ns = monotonic_ns()
 
 
 def _full_indices(item: MediaPlan) -> NDArray[np.intp]:

@@ -15,6 +15,7 @@ import grpc
 import structlog
 
 from common.channels import passed_on
+from common.credentials import NO_CREDENTIALS, Credentials
 from common.errors import InvalidRequest
 from common.interceptors import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
@@ -33,7 +34,13 @@ from services.generation.messages import (
     sampling_request,
     usage_message,
 )
-from services.generation.metrics import CACHED_TOKENS, GENERATED_TOKENS, count_prompt, observe_first_token
+from services.generation.metrics import (
+    GENERATED_TOKENS,
+    count_answer,
+    count_first_token,
+    count_next_token,
+    count_prompt,
+)
 from services.generation.prompt_limit import PromptLimit
 from services.generation.request import Event, Failed, Finished, PrefillStarted, Request, Tokens
 from services.generation.sampler import SamplingParams
@@ -45,22 +52,30 @@ Context: TypeAlias = grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """defaults: the checkpoint's; limit: of prompt and answer together."""
+    """defaults: the checkpoint's; limit: of prompt and answer together; credentials: whose token is shown upstream."""
 
     def __init__(
-        self, engine: Engine, media: MediaClient, tokenizer: Tokenizer, defaults: SamplingDefaults, limit: PromptLimit
+        self,
+        engine: Engine,
+        media: MediaClient,
+        tokenizer: Tokenizer,
+        defaults: SamplingDefaults,
+        limit: PromptLimit,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self._engine = engine
         self._media = media
         self._tokenizer = tokenizer
         self._defaults = defaults
         self._limit = limit
+        self._credentials = credentials
 
     async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:
         clock = StageClock()
         request_id = _request_id(request.request_id)
         wanted = sampling_request(request.sampling)
-        async with self._media.open(request.prompt, request.pruning, clock, **passed_on(context)) as session:
+        call = passed_on(context, self._credentials)
+        async with self._media.open(request.prompt, request.pruning, clock, **call) as session:
             plan, prunings, kept_counts = session.plan, session.prunings, session.kept_counts
             room = self._limit.room(plan, prunings, kept_counts, wanted.max_new_tokens)
             usage = usage_message(plan, prunings, kept_counts)
@@ -81,21 +96,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 count_prompt(usage.prompt_tokens_full, usage.prompt_tokens, plan.media, prunings, kept_counts)
                 yield accepted_response(request_id, usage)
                 unfinished = len(answers)
+                told_ns: dict[int, int] = {}  # when each answer's last token came
                 while unfinished:
                     at_ns, index, event = await events.get()
                     match event:
                         case Progress():
                             yield progress_response(event)
                         case PrefillStarted():
-                            clock.finish(Stage.QUEUE, at_ns)
+                            clock.finish(Stage.WAIT_FOR_PREFILL, at_ns)
                         case Tokens():
                             if clock.token(at_ns):
-                                observe_first_token(clock)
-                                CACHED_TOKENS.inc(question.cached_tokens)
+                                count_first_token(clock, question.cached_tokens)
+                            if index in told_ns:
+                                count_next_token(at_ns - told_ns[index])
+                            told_ns[index] = at_ns
                             GENERATED_TOKENS.inc(len(event.token_ids))
                             yield delta_response(event, index)
                         case Finished():
                             unfinished -= 1
+                            count_answer(event.reason)
                             usage.completion_tokens = event.completion_tokens
                             usage.cached_prompt_tokens = question.cached_tokens
                             yield finished_response(event.reason, usage, clock, index)

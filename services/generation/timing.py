@@ -1,10 +1,11 @@
 """Where the time to the first token went. Each instant belongs to the earliest stage that is not finished.
 
-    finished at:  plan 3 · decode 9 · encode 7 · transfer 10 · queue 10 · first token 14
-    0 ── plan ── 3 ──────── decode ──────── 9 ─ transfer ─ 10 ── prefill ── 14      encode, queue: 0
+    finished at:  fetch 0 · plan 3 · decode 9 · encode 7 · prune 9 · transfer 10 · first token 14
+    0 ── plan ── 3 ──────── decode ──────── 9 ─ transfer ─ 10 ── prefill ── 14      the others: 0
 
 So the stages sum to the time to the first token even where they overlap. Whole nanoseconds of one clock of one host:
-sums are exact, and no two hosts' clocks are compared. It knows nothing of what the stages do.
+sums are exact. What other hosts did is told as how long ago it was, and placed on this clock by when that was heard, so
+no two hosts' clocks are compared. It knows nothing of what the stages do.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from time import monotonic_ns
 class Stage(IntEnum):
     """In the order in which a request goes through them."""
 
-    PLAN = 0
-    DECODE = 1
-    ENCODE = 2
-    TRANSFER = 3
-    QUEUE = 4
-    PREFILL = 5
+    FETCH = 0
+    PLAN = 1
+    DECODE = 2
+    RESIZE = 3
+    WAIT_FOR_ENCODER = 4
+    ENCODE = 5
+    PRUNE = 6
+    TRANSFER = 7
+    WAIT_FOR_PREFILL = 8
+    PREFILL = 9
 
 
 class StageClock:
@@ -34,10 +39,17 @@ class StageClock:
         self._finished_ns: dict[Stage, int] = {}
         self._last_ns: int | None = None
 
+    def now_ns(self) -> int:
+        return self._clock_ns()
+
+    def skip(self, stage: Stage) -> None:
+        """Notes that a stage was not needed, nor any earlier one."""
+        self.finish(stage, self._start_ns)
+
     def finish(self, stage: Stage, at_ns: int | None = None) -> None:
         """Notes that a stage is finished, and with it every earlier one. What was noted before stands.
 
-        at_ns: when, if not now.
+        at_ns: when, if not now. A time before the request, or before an earlier stage's, is that one's.
         """
         at_ns = self._clock_ns() if at_ns is None else at_ns
         for each in Stage:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from time import monotonic_ns
 from typing import Any, TypeAlias
 
 import grpc
@@ -16,6 +17,7 @@ import structlog
 
 from common.channels import read_from
 from common.errors import PeerContract, Unavailable
+from common.moments import moment_ns
 from common.plan import PromptPlan
 from common.retries import Retries
 from common.wire import PlanReceiver
@@ -51,10 +53,14 @@ class Upstream:
         self._metadata = metadata
         self._attempt = 0
         self._answered = False
+        self.fetched_ns: int | None = None
         self._begin()
 
     async def plan(self) -> PromptPlan:
-        """The prompt's. Raises PeerContract, and what the service raises."""
+        """The prompt's. Raises PeerContract, and what the service raises.
+
+        `fetched_ns` then says when media that came by URL had been fetched, on this host's monotonic clock.
+        """
         while True:
             try:
                 return await self._receive_plan()
@@ -112,5 +118,7 @@ class Upstream:
                 raise PeerContract("the stream ended before its plan was complete")
             if not response.HasField("plan"):
                 raise PeerContract("the stream did not begin with a plan")
+            if self.fetched_ns is None and response.HasField("fetched_ago_s"):
+                self.fetched_ns = moment_ns(response.fetched_ago_s, monotonic_ns())
             if plan := receiver.add(response.plan):
                 return plan

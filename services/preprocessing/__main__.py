@@ -6,7 +6,9 @@ from functools import partial
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
-from common.server import ExitStatus, run, serve
+from common.exit_status import ExitStatus
+from common.metrics import begin
+from common.server import run, serve
 from common.telemetry import configure_logging
 from framesieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer_to_server
 from services.preprocessing.fetch.fetcher import Fetcher
@@ -29,7 +31,9 @@ async def main() -> ExitStatus:
         raise StartupError(f"--media-root {settings.media_root} is no folder")
     reading = Pool(_READING_WORKERS, settings.limits, settings.inflight_bytes, count_replaced)
     decoding = Pool(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced)
-    planner = Planner(Checkpoint(settings.model), settings.media_root)
+    checkpoint = Checkpoint(settings.model)
+    planner = Planner(checkpoint, settings.media_root)
+    begin("preprocessing", "Preprocess", checkpoint)
     watch(reading, decoding)
     # Left from the right: a plan that still waits for a worker is told at once that there is none any more.
     async with Threads(_PLANNING_THREADS) as planning, started(reading, decoding):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import Any
 
 from common.errors import InvalidRequest, MediaRejected
-from common.plan import Grid, Modality
+from common.moments import ago_s
+from common.plan import Grid, Modality, PromptPlan
 from common.prompt_limits import check_inline_bytes, check_prompt
 from common.tensors import DType, pieces
-from common.wire import fill_chunk, tensor_digest
+from common.wire import fill_chunk, plan_messages, tensor_digest
 from framesieve.v1 import preprocessing_pb2, prompt_pb2
 from services.preprocessing.embeds import Embeds
 from services.preprocessing.fetch.data_uri import decode_data_uri
@@ -149,15 +151,24 @@ def _sampling(message: prompt_pb2.FrameSampling, modality: Modality, name: str) 
         raise InvalidRequest(f"{name}.{error}") from error
 
 
+def plan_responses(plan: PromptPlan, fetched_ns: int | None) -> Iterator[preprocessing_pb2.PreprocessResponse]:
+    """The plan in pieces; when its media had been fetched, if any was, stands in the first."""
+    fetched_ago_s = None if fetched_ns is None else ago_s(fetched_ns)
+    for message in plan_messages(plan):
+        yield preprocessing_pb2.PreprocessResponse(plan=message, fetched_ago_s=fetched_ago_s)
+        fetched_ago_s = None
+
+
 def frames_responses(media_index: int, piece: Slice) -> Iterator[preprocessing_pb2.PreprocessResponse]:
-    """One slice in pieces; what was repaired stands in the first."""
-    repaired = piece.repaired_frames
+    """One slice in pieces; what was repaired, and when it was made, stands in the first."""
+    first: dict[str, Any] = {
+        "repaired_frames": piece.repaired_frames,
+        "decoded_ago_s": ago_s(piece.decoded_ns),
+        "resized_ago_s": ago_s(piece.resized_ns),
+    }
     for offset, part in pieces(piece.pixels.data):
-        response = preprocessing_pb2.PreprocessResponse(
-            frames=preprocessing_pb2.FramesChunk(
-                media_index=media_index, first_frame=piece.first_frame, repaired_frames=repaired
-            )
-        )
+        frames = preprocessing_pb2.FramesChunk(media_index=media_index, first_frame=piece.first_frame, **first)
+        response = preprocessing_pb2.PreprocessResponse(frames=frames)
         fill_chunk(response.frames.chunk, DType.UINT8, piece.pixels.shape, offset, part)
         yield response
-        repaired = 0
+        first = {}

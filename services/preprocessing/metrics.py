@@ -1,28 +1,45 @@
-"""What preprocessing counts beside what all services count."""
+"""What preprocessing tells Prometheus beside what every service does."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterable
+
 from prometheus_client import Counter, Gauge
 
+from common.metrics import STAGE_BUSY_SECONDS, age_seconds
 from services.preprocessing.slices import Slice
+from services.preprocessing.sources import Source
 from services.preprocessing.workers.pool import Pool
 from services.preprocessing.workers.process import Fault
 
 _PREFIX = "framesieve_preprocessing_"
 
 FRAMES = Counter(f"{_PREFIX}frames_total", "Frames sent, by what became of them", ["outcome"])
-WORKERS_REPLACED = Counter(
-    f"{_PREFIX}workers_replaced_total", "Worker processes that were replaced, by what was wrong with them", ["reason"]
+FETCHED_BYTES = Counter(f"{_PREFIX}fetched_bytes_total", "Bytes of media that came by URL")
+WORKER_RESTARTS = Counter(
+    f"{_PREFIX}worker_restarts_total", "Worker processes that were replaced, by what was wrong with them", ["reason"]
 )
-JOBS = Gauge(f"{_PREFIX}jobs", "Media that worker processes read or decode, or that wait for one", ["stage"])
-INFLIGHT_BYTES = Gauge(f"{_PREFIX}inflight_used_bytes", "Bytes of --inflight-bytes that decoded slices hold")
+WORKERS = Gauge(f"{_PREFIX}workers", "Worker processes that there are to be", ["pool"])
+WORKERS_BUSY = Gauge(f"{_PREFIX}workers_busy", "Of these, those that have a job", ["pool"])
+JOBS = Gauge(f"{_PREFIX}jobs", "Media that worker processes read or decode, or that wait for one", ["pool"])
+QUEUE_JOBS = Gauge(f"{_PREFIX}queue_jobs", "Of these, those that wait for a worker", ["pool"])
+QUEUE_OLDEST_SECONDS = Gauge(
+    f"{_PREFIX}queue_oldest_seconds", "How long the first of these has waited; 0 if none does", ["pool"]
+)
+INFLIGHT_BYTES_USED = Gauge(f"{_PREFIX}inflight_used_bytes", "Bytes of --inflight-bytes that decoded slices hold")
+INFLIGHT_BYTES = Gauge(f"{_PREFIX}inflight_bytes", "--inflight-bytes")
 
-for each in Fault:
-    WORKERS_REPLACED.labels(each)
+for _stage in ("fetch", "plan", "decode", "resize"):
+    STAGE_BUSY_SECONDS.labels(_stage)
+for _fault in Fault:
+    WORKER_RESTARTS.labels(_fault)
+for _outcome in ("decoded", "repaired"):
+    FRAMES.labels(_outcome)
 
 
 def count_replaced(fault: Fault) -> None:
-    WORKERS_REPLACED.labels(fault).inc()
+    WORKER_RESTARTS.labels(fault).inc()
 
 
 def count_frames(sent: Slice) -> None:
@@ -30,8 +47,21 @@ def count_frames(sent: Slice) -> None:
     FRAMES.labels("repaired").inc(sent.repaired_frames)
 
 
+def count_fetched(sources: Iterable[Source]) -> None:
+    FETCHED_BYTES.inc(sum(os.fstat(source.descriptor).st_size for source in sources))
+
+
 def watch(reading: Pool, decoding: Pool) -> None:
     """Has the gauges ask the pools whenever they are read."""
-    JOBS.labels("read").set_function(lambda: reading.jobs)
-    JOBS.labels("decode").set_function(lambda: decoding.jobs)
-    INFLIGHT_BYTES.set_function(lambda: decoding.inflight_bytes)
+    INFLIGHT_BYTES.set(decoding.inflight.size_bytes)
+    INFLIGHT_BYTES_USED.set_function(lambda: decoding.inflight_bytes)
+    for name, pool in {"read": reading, "decode": decoding}.items():
+        WORKERS.labels(name).set(pool.size)
+        _ask(WORKERS_BUSY.labels(name), pool, lambda pool: pool.busy)
+        _ask(JOBS.labels(name), pool, lambda pool: pool.jobs)
+        _ask(QUEUE_JOBS.labels(name), pool, lambda pool: pool.waiting)
+        _ask(QUEUE_OLDEST_SECONDS.labels(name), pool, lambda pool: age_seconds(pool.oldest_ns))
+
+
+def _ask(gauge: Gauge, pool: Pool, value: Callable[[Pool], float]) -> None:
+    gauge.set_function(lambda: value(pool))

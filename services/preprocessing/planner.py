@@ -69,12 +69,11 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedPrompt:
-    """A plan, its media ready to be decoded, and their open files, which whoever asked for it closes."""
+    """A plan, its media ready to be decoded, their open files, which whoever asked for it closes, and what it took."""
 
     plan: PromptPlan
     media: tuple[PlannedMedia, ...]
     files: ExitStack
-    open_s: float
     plan_s: float
 
 
@@ -120,10 +119,9 @@ class Planner:
                 if isinstance(request.location, Source):
                     files.callback(request.location.close)
             items = [self._open(request, files, read) for request in conversation.media]
-            opened = time.perf_counter()
             plan = self._lay_out(conversation.turns, items)
             media = tuple(item.planned for item in items)
-            return PlannedPrompt(plan, media, files.pop_all(), opened - start, time.perf_counter() - opened)
+            return PlannedPrompt(plan, media, files.pop_all(), time.perf_counter() - start)
 
     def _open(self, request: MediaRequest, files: ExitStack, read: Readers) -> _Item:
         if isinstance(request.location, Embeds):

@@ -9,19 +9,19 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from functools import partial
+from time import monotonic_ns
 from typing import TypeAlias
 
 import grpc
 
 from common.errors import InvalidRequest
+from common.metrics import STAGE_BUSY_SECONDS, busy
 from common.selection import selections
-from common.telemetry import STAGE_BUSY_SECONDS, STREAMED_BYTES, busy
-from common.wire import plan_messages
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 from services.preprocessing.fetch.fetcher import Fetcher
-from services.preprocessing.messages import conversation_of, frames_responses
-from services.preprocessing.metrics import count_frames
+from services.preprocessing.messages import conversation_of, frames_responses, plan_responses
+from services.preprocessing.metrics import count_fetched, count_frames
 from services.preprocessing.planner import Conversation, PlannedPrompt, Planner, Readers
 from services.preprocessing.slices import PlannedMedia
 from services.preprocessing.threads import Threads
@@ -47,20 +47,35 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
 
     async def Preprocess(self, request_iterator: Requests, context: Context) -> AsyncIterator[PreprocessResponse]:
         requests = aiter(request_iterator)
-        planned = await self._plan(await anext(requests, None))
+        conversation, fetched_ns = await self._fetched(await self._conversation(await anext(requests, None)))
+        planned = await self._planned(conversation)
         with planned.files:
-            for message in plan_messages(planned.plan):
-                yield PreprocessResponse(plan=message)
+            for response in plan_responses(planned.plan, fetched_ns):
+                yield response
             async for media_index in selections(requests, len(planned.media)):
                 # Closed before the files are: an abandoned generator would be closed some time later.
                 async with aclosing(self._frames(media_index, planned.media[media_index])) as responses:
                     async for response in responses:
                         yield response
 
-    async def _plan(self, request: PreprocessRequest | None) -> PlannedPrompt:
+    async def _conversation(self, request: PreprocessRequest | None) -> Conversation:
         if request is None or not request.HasField("prompt"):
             raise InvalidRequest("the first request of a stream must be a prompt")
-        conversation = await self._fetched(await self._planning.call(partial(conversation_of, request.prompt)))
+        return await self._planning.call(partial(conversation_of, request.prompt))
+
+    async def _fetched(self, conversation: Conversation) -> tuple[Conversation, int | None]:
+        """The same without URLs, and when the last was fetched, if any was.
+
+        Whoever leaves meanwhile leaves no connection and no file.
+        """
+        if not conversation.links:
+            return conversation, None
+        with busy("fetch"):
+            sources = await self._fetcher.fetch_all(conversation.links)
+        count_fetched(sources.values())
+        return conversation.with_fetched(sources), monotonic_ns()
+
+    async def _planned(self, conversation: Conversation) -> PlannedPrompt:
         reading = Reading(self._reading_workers)
         read = Readers(reading.packets, reading.picture)
         job = asyncio.ensure_future(self._planning.call(partial(self._planner.plan, conversation, read)))
@@ -70,16 +85,8 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
             reading.leave()
             job.add_done_callback(_close_files)  # the thread runs on, and nobody else sees what it opened
             raise
-        STAGE_BUSY_SECONDS.labels("open").observe(planned.open_s)
         STAGE_BUSY_SECONDS.labels("plan").observe(planned.plan_s)
         return planned
-
-    async def _fetched(self, conversation: Conversation) -> Conversation:
-        """The same without URLs. Whoever leaves meanwhile leaves no connection and no file."""
-        if not conversation.links:
-            return conversation
-        with busy("fetch"):
-            return conversation.with_fetched(await self._fetcher.fetch_all(conversation.links))
 
     async def _frames(self, media_index: int, media: PlannedMedia) -> AsyncGenerator[PreprocessResponse, None]:
         job = slices_job(media)
@@ -92,7 +99,6 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     decode_s += each.decode_s
                     resize_s += each.resize_s
                     count_frames(each)
-                    STREAMED_BYTES.labels("sent", "frames").inc(each.pixels.nbytes)
                     for response in frames_responses(media_index, each):
                         yield response
         finally:

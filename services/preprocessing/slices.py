@@ -1,15 +1,16 @@
 """Planned media as what is sent: temporal slices of resized frames, made one at a time.
 
-It joins decoding and resizing, and measures how long each took. Who runs it, and how far ahead, is told in `workers`.
+It joins decoding and resizing, and measures how long each took and when it was done. Who runs it, and how far ahead, is
+told in `workers`.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from time import monotonic_ns
 from typing import ClassVar
 
 import numpy as np
@@ -20,12 +21,15 @@ from services.preprocessing.pictures import Picture, decode_picture
 from services.preprocessing.resize import UInt8Array, resize
 from services.preprocessing.sources import Source
 
+_NS = 1e-9
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slice:
     """One temporal slice: its first frame's index within the item, and its frames, uint8 [frames, H, W, 3], RGB.
 
     repaired_frames: how many of them could not be decoded and repeat the one before.
+    decode_s, resize_s: how long that took. decoded_ns, resized_ns: when the last frame was, on the monotonic clock.
     """
 
     first_frame: int
@@ -33,6 +37,8 @@ class Slice:
     repaired_frames: int
     decode_s: float
     resize_s: float
+    decoded_ns: int
+    resized_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +52,13 @@ class PlannedPicture:
 
     def slices(self) -> Generator[Slice, None, None]:
         """The one slice. Raises MediaDamaged if the picture cannot be decoded."""
-        start = time.perf_counter()
+        start_ns = monotonic_ns()
         pixels = decode_picture(self.source, self.picture)
-        decoded = time.perf_counter()
-        resized = resize(pixels, self.height_px, self.width_px)
-        yield Slice(0, np.ascontiguousarray(resized[None]), 0, decoded - start, time.perf_counter() - decoded)
+        decoded_ns = monotonic_ns()
+        resized = np.ascontiguousarray(resize(pixels, self.height_px, self.width_px)[None])
+        resized_ns = monotonic_ns()
+        spent_s = (decoded_ns - start_ns) * _NS, (resized_ns - decoded_ns) * _NS
+        yield Slice(0, resized, 0, *spent_s, decoded_ns, resized_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +80,18 @@ class PlannedVideo:
 
     def _slice(self, first: int, frames: Iterator[DecodedFrame]) -> Slice:
         pixels = np.empty((self.slice_frames, self.height_px, self.width_px, 3), np.uint8)
-        repaired, decode_s, resize_s = 0, 0.0, 0.0
+        repaired, decode_ns, resize_ns = 0, 0, 0
+        resized_ns = monotonic_ns()
         for row in pixels:
-            start = time.perf_counter()
+            start_ns = resized_ns
             frame = next(frames)
-            decoded = time.perf_counter()
+            decoded_ns = monotonic_ns()
             row[:] = resize(frame.pixels, self.height_px, self.width_px)
-            decode_s += decoded - start
-            resize_s += time.perf_counter() - decoded
+            resized_ns = monotonic_ns()
+            decode_ns += decoded_ns - start_ns
+            resize_ns += resized_ns - decoded_ns
             repaired += frame.repaired
-        return Slice(first, pixels, repaired, decode_s, resize_s)
+        return Slice(first, pixels, repaired, decode_ns * _NS, resize_ns * _NS, decoded_ns, resized_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeRespons
 from services.encoder.batcher import Batcher
 from services.encoder.cache import EmbedsCache
 from services.encoder.families import load_tower
+from services.encoder.metrics import watch
 from services.encoder.servicer import EncoderServicer
 from services.encoder.tower import Tower
 from tests.contract.encoder_peers import FINGERPRINT, GRID, FakePreprocessing, Media, frames_of, prompt_of, video
@@ -64,6 +65,7 @@ async def running(
     fake, outputs = FakePreprocessing(tower.patches, tower.embed_levels), Room(room_bytes)
     batcher = Batcher(tower.encode, budget_tokens)
     cache = EmbedsCache(tower, batcher, Room(room_bytes), cache_bytes)
+    watch(batcher, cache, outputs)
     try:
         async with serving(f"unix:{folder}/p", fake) as upstream:
             servicer = EncoderServicer(FINGERPRINT, cache, outputs, upstream)
@@ -176,8 +178,9 @@ async def check_idle(stack: Stack) -> None:
 
 
 def in_use(stack: Stack) -> dict[str, float]:
-    names = ("reserved_bytes", "output_bytes", "cache_waiters", "queued_slices")
-    gauges = {name: metric(name) for name in names}
+    gauges = {name: metric(name) for name in ("cache_waiters", "queue_slices", "queue_oldest_seconds")}
+    for room in ("encoding", "output"):
+        gauges |= {f"{name} {room}": metric(name, room=room) for name in ("room_used_bytes", "room_waiting")}
     return {**gauges, "room": stack.room.held_bytes, "outputs": stack.outputs.held_bytes}
 
 

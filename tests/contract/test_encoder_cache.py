@@ -97,7 +97,7 @@ async def test_the_least_recently_used_gives_way_and_the_bound_is_kept(tmp_path:
         evictions = metric("cache_evictions_total")
         for content in (1, 2, 1, 3, 1, 2):  # 3 takes the place of 2, and 2 that of 3
             await encode(stack, first_request([video(content)]), SELECT_ALL)
-            assert metric("cache_bytes") == stack.cache.held_bytes <= 2 * kept_bytes(tower)
+            assert metric("cache_used_bytes") == stack.cache.held_bytes <= 2 * kept_bytes(tower)
         assert len(stack.preprocessing.selected) == 4
         assert metric("cache_evictions_total") == evictions + 2
         await check_idle(stack)

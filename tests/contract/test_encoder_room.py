@@ -145,7 +145,7 @@ async def test_callers_leave_while_their_media_is_decoded(stack: Stack) -> None:
 async def test_callers_leave_while_the_tower_runs(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = Stop(stack.tower.encode)
     monkeypatch.setattr(stack.batcher, "_encode", stop)
-    await leave(stack, lambda: stop.reached.is_set() and in_use(stack)["queued_slices"] > 0, stop.go.set)
+    await leave(stack, lambda: stop.reached.is_set() and in_use(stack)["queue_slices"] > 0, stop.go.set)
 
 
 async def test_callers_leave_while_tokens_are_chosen(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:

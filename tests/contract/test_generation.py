@@ -65,11 +65,15 @@ async def test_stages_sum_to_the_time_to_first_token(tmp_path: Path, tiny_checkp
         for call in (service.ask(), service.ask_text()):
             timings = (await answers(call))[-1].finished.timings
             stages = [
+                timings.fetch_s,
                 timings.plan_s,
                 timings.decode_s,
+                timings.resize_s,
+                timings.wait_for_encoder_s,
                 timings.encode_s,
+                timings.prune_s,
                 timings.transfer_s,
-                timings.queue_s,
+                timings.wait_for_prefill_s,
                 timings.prefill_s,
             ]
             assert sum(stages) == pytest.approx(timings.time_to_first_token_s, abs=1e-9)

@@ -51,7 +51,7 @@ async def test_tokens_and_stages_are_counted_as_they_are_told(tmp_path: Path, ti
 
 async def test_gauges_show_what_is_held(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
-        watch(service.engine, service.room)
+        watch(service.engine, service.room, 4, 8)
         stats = service.engine.stats()
         assert value("kv_blocks") == stats.blocks_total > 0
         assert value("kv_blocks_used") == 0

@@ -52,4 +52,4 @@ async def test_two_hundred_at_once_are_answered_or_refused(checkpoint: Path) -> 
             assert again.usage.completion_tokens >= 1
         for name in ("framesieve_generation_kv_blocks_used", "framesieve_generation_media_buffer_used_bytes"):
             assert await settles(lambda name=name: metric(stack, "generation", name), 0)
-        assert await settles(lambda: metric(stack, "encoder", "framesieve_encoder_reserved_bytes"), 0)
+        assert await settles(lambda: metric(stack, "encoder", "framesieve_encoder_room_used_bytes"), 0)

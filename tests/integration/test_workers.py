@@ -52,7 +52,7 @@ def runs(process: int) -> bool:
 
 
 def replaced(stack: LocalStack, reason: str) -> float:
-    return metric(stack, "preprocessing", "framesieve_preprocessing_workers_replaced_total", reason=reason)
+    return metric(stack, "preprocessing", "framesieve_preprocessing_worker_restarts_total", reason=reason)
 
 
 def long_clip() -> bytes:
@@ -124,7 +124,7 @@ async def test_a_worker_that_is_killed_costs_one_request_and_is_replaced(strict:
     pid = strict.processes["preprocessing"].pid
     before, idle = replaced(strict, "crashed"), {each: cpu_ticks(each) for each in children(pid)}
     asking = asyncio.create_task(asked(strict, Video(server_path="long.mp4", fps=1.0)))
-    jobs = partial(metric, strict, "preprocessing", "framesieve_preprocessing_jobs", stage="decode")
+    jobs = partial(metric, strict, "preprocessing", "framesieve_preprocessing_jobs", pool="decode")
     assert await settles(jobs, 1, within_s=30)
     busy = await _busiest(idle)
     os.kill(busy, signal.SIGKILL)

@@ -18,7 +18,7 @@ from common.retention import Pruning
 from tests.unit.instant_loop import run
 
 USAGE = Usage(prompt_tokens_full=100, prompt_tokens=40, completion_tokens=3, media=())
-TIMINGS = Timings(0.1, 0.1, 0, 0, 0, 0, 0, 0.1)
+TIMINGS = Timings(0.1, 0, 0.1, 0, 0, 0, 0, 0, 0, 0, 0, generate_s=0.1)
 ANSWER: list[Event | float] = [
     Accepted("r", USAGE),
     0.05,

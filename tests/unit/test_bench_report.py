@@ -20,7 +20,7 @@ from client.bench_table import table
 from common.retention import Pruning
 
 PLAIN, PRUNED = Pruning(0.0), Pruning(0.75)
-TIMINGS = Timings(1.0, 0.1, 0.2, 0.3, 0.1, 0.1, 0.2, 0.5)
+TIMINGS = Timings(1.0, 0.0, 0.1, 0.2, 0.0, 0.1, 0.2, 0.0, 0.1, 0.1, 0.2, generate_s=0.5)
 
 
 def answered(number: int, pruning: Pruning, *, due_s: float, first_s: float, total_s: float, kept: int) -> Record:
@@ -78,7 +78,8 @@ def test_a_report_counts_the_answered_ones() -> None:
     assert report.prompt_tokens_per_s == (100 + 28 + 100 + 32) / 8
     assert report.all.retained == pytest.approx(260 / 400)
     assert report.all.stages_s == {
-        "plan": 0.1, "decode": 0.2, "encode": 0.3, "transfer": 0.1, "queue": 0.1, "prefill": 0.2
+        "fetch": 0.0, "plan": 0.1, "decode": 0.2, "resize": 0.0, "wait_for_encoder": 0.1,
+        "encode": 0.2, "prune": 0.0, "transfer": 0.1, "wait_for_prefill": 0.1, "prefill": 0.2,
     }  # fmt: skip
 
 

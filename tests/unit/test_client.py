@@ -127,7 +127,8 @@ async def test_the_answer_is_its_deltas_joined_with_usage_and_timings(tmp_path: 
     assert media.repaired_frames == 1
     assert media.first_slice_only
     assert answer.timings.stages_s == {
-        "plan": 0.25, "decode": 0.5, "encode": 0.0, "transfer": 0.0, "queue": 0.0, "prefill": 0.0,
+        "fetch": 0.0, "plan": 0.25, "decode": 0.5, "resize": 0.0, "wait_for_encoder": 0.0,
+        "encode": 0.0, "prune": 0.0, "transfer": 0.0, "wait_for_prefill": 0.0, "prefill": 0.0,
     }  # fmt: skip
     assert sum(answer.timings.stages_s.values()) == answer.timings.time_to_first_token_s
     assert answer.timings.tokens_per_second(completion_tokens=2) == 1 / 0.5

@@ -360,7 +360,7 @@ def test_a_bug_that_ends_the_thread_leaves_nobody_waiting(models: Models, monkey
     waits = tiny.ask("waits for media", ABOUT_VIDEO, SamplingParams(1))
     tiny.drain()
 
-    def broken(windows: Sequence[Window]) -> None:
+    def broken(windows: Sequence[Window], began_ns: int) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(tiny.engine, "_publish", broken)

@@ -92,7 +92,7 @@ def encoding_in(room: Room, batcher: Batcher) -> Encoding:
 def slice_of(value: int, index: int, repaired_frames: int = 0) -> FrameSlice:
     buffer = TensorBuffer(DType.UINT8, (1, 2, 2, 3))
     buffer.add(DType.UINT8, (1, 2, 2, 3), 0, bytes([value] * 12))
-    return FrameSlice(0, index, buffer, repaired_frames)
+    return FrameSlice(0, index, buffer, repaired_frames, decoded_ns=0, resized_ns=0)
 
 
 async def encode_all(encoding: Encoding, gated: GatedTower, values: Sequence[int]) -> None:

@@ -65,7 +65,7 @@ def test_an_index_out_of_order_breaks_the_contract(place: int, value: int) -> No
 )
 def test_a_slice_that_cannot_be_true_breaks_the_contract(wrong: dict[str, Any]) -> None:
     job = VideoSlices(planned(bytes_source("video", b"media"), read_packets(bytes_source("video", clip(4))), (0, 1)))
-    facts = {"repaired_frames": 0, "decode_s": 0.5, "resize_s": 0.25}
+    facts = {"repaired_frames": 0, "decode_s": 0.5, "resize_s": 0.25, "decoded_ns": 5, "resized_ns": 7}
     pixels: UInt8Array = np.zeros(2 * HEIGHT_PX * WIDTH_PX * 3, np.uint8)
     assert job.piece(0, Facts(facts), pixels).pixels.shape == (2, HEIGHT_PX, WIDTH_PX, 3)
     with pytest.raises(PeerContract):

@@ -42,21 +42,37 @@ def test_stages_sum_to_the_time_to_first_token_and_own_their_instants(
 
 def test_a_stage_that_finishes_while_an_earlier_one_runs_takes_no_time() -> None:
     clock = clock_at(0)
+    clock.skip(Stage.FETCH)
     clock.finish(Stage.PLAN, 3)
     clock.finish(Stage.DECODE, 9)
-    clock.finish(Stage.ENCODE, 9)
+    clock.finish(Stage.RESIZE, 8)
+    clock.finish(Stage.ENCODE, 7)
+    clock.finish(Stage.PRUNE, 9)
     clock.finish(Stage.TRANSFER, 10)
-    clock.finish(Stage.QUEUE, 10)
+    clock.finish(Stage.WAIT_FOR_PREFILL, 10)
     clock.token(14)
-    assert list(clock.stages_ns().values()) == [3, 6, 0, 1, 0, 4]
+    took = {stage: duration for stage, duration in clock.stages_ns().items() if duration}
+    assert took == {Stage.PLAN: 3, Stage.DECODE: 6, Stage.TRANSFER: 1, Stage.PREFILL: 4}
 
 
 def test_the_first_note_of_a_stage_stands() -> None:
     clock = clock_at(0, 5, 6)
-    clock.finish(Stage.PLAN)
-    clock.finish(Stage.PLAN)
+    clock.finish(Stage.FETCH)
+    clock.finish(Stage.FETCH)
     clock.token(7)
-    assert clock.stages_ns()[Stage.PLAN] == 5
+    assert clock.stages_ns()[Stage.FETCH] == 5
+
+
+def test_what_ended_before_the_request_began_took_none_of_its_time() -> None:
+    clock = clock_at(100)
+    clock.skip(Stage.FETCH)
+    clock.finish(Stage.PLAN, 110)
+    clock.finish(Stage.DECODE, -(10**30))
+    clock.finish(Stage.RESIZE, 90)
+    clock.finish(Stage.TRANSFER, 120)
+    clock.token(130)
+    took = {stage: duration for stage, duration in clock.stages_ns().items() if duration}
+    assert took == {Stage.PLAN: 10, Stage.WAIT_FOR_ENCODER: 10, Stage.WAIT_FOR_PREFILL: 10}
 
 
 def test_tokens_after_the_first_count_as_generation() -> None:

@@ -231,7 +231,15 @@ def _slice(first_frame: int, shape: tuple[int, ...], facts: Facts, data: UInt8Ar
     if data.size != np.prod(shape):
         raise PeerContract(f"a worker's slice has {data.size} bytes, not those of {shape}")
     repaired = facts.integer("repaired_frames", 0, shape[0])
-    return Slice(first_frame, data.reshape(shape), repaired, facts.seconds("decode_s"), facts.seconds("resize_s"))
+    return Slice(
+        first_frame=first_frame,
+        pixels=data.reshape(shape),
+        repaired_frames=repaired,
+        decode_s=facts.seconds("decode_s"),
+        resize_s=facts.seconds("resize_s"),
+        decoded_ns=facts.integer("decoded_ns", 0, _INT64),
+        resized_ns=facts.integer("resized_ns", 0, _INT64),
+    )
 
 
 def _frame_size(facts: Facts) -> tuple[int, int]:

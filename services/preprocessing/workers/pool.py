@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from time import monotonic_ns
 from types import TracebackType
 from typing import Generic, Self, TypeAlias, TypeVar
 
@@ -61,22 +62,23 @@ class Pool:
         entry: str = "services.preprocessing.workers.worker",
     ) -> None:
         """inflight_bytes: of pieces that are made and wait for their readers. entry: the module that workers run."""
-        self._size = size
+        self.size = size
         self._limits = limits
-        self._inflight = InFlight(inflight_bytes)
+        self.inflight = InFlight(inflight_bytes)
         self._on_replaced = on_replaced
         self._entry = entry
         self._workers: set[WorkerProcess] = set()
         self._missing: set[WorkerProcess] = set()  # those whose successors do not start
         self._idle: asyncio.Queue[WorkerProcess] = asyncio.Queue()
-        self._waiting = 0
+        self.busy = 0  # workers that have a job
+        self._waiting: dict[object, int] = {}  # since when, the first first
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         try:
-            await asyncio.gather(*(self._background(self._start()) for _ in range(self._size)))
+            await asyncio.gather(*(self._background(self._start()) for _ in range(self.size)))
         except BaseException as error:
             await self.__aexit__(None, None, None)
             if isinstance(error, WorkerFault | PeerContract):
@@ -99,17 +101,27 @@ class Pool:
     @property
     def able(self) -> bool:
         """Whether there are workers, or none has failed to start: else jobs wait for nobody."""
-        return len(self._missing) < self._size
+        return len(self._missing) < self.size
 
     @property
     def jobs(self) -> int:
         """How many have been asked for and not left."""
-        return self._inflight.shares
+        return self.inflight.shares
+
+    @property
+    def waiting(self) -> int:
+        """How many of these wait for a worker."""
+        return len(self._waiting)
+
+    @property
+    def oldest_ns(self) -> int | None:
+        """Since when the first of them has waited, on the monotonic clock; from any thread."""
+        return next(iter(list(self._waiting.values())), None)
 
     @property
     def inflight_bytes(self) -> int:
         """Of pieces that are made, or may be, and are not read."""
-        return self._inflight.held_bytes
+        return self.inflight.held_bytes
 
     async def call(self, job: Job[T]) -> T:
         """The only piece of a job that has one."""
@@ -130,7 +142,7 @@ class Pool:
     async def _running(self, job: Job[T], piece_bytes: int) -> AsyncIterator[AsyncGenerator[T, None]]:
         if self._loop is None:
             raise _stopping()
-        run = _Run(job, self._inflight.share(piece_bytes), self._limits.wall_s)
+        run = _Run(job, self.inflight.share(piece_bytes), self._limits.wall_s)
         task = self._background(self._make(run))
         try:
             async with aclosing(_taken(run)) as taken:
@@ -170,7 +182,7 @@ class Pool:
             elif self._waiting:
                 return
             else:
-                await self._inflight.changed()
+                await self.inflight.changed()
 
     async def _piece(self, run: _Run[T], worker: WorkerProcess) -> T:
         clock = asyncio.get_running_loop().time
@@ -202,6 +214,7 @@ class Pool:
         """The next worker that is free, inside. name: of the media that it is for."""
         worker = await self._next_idle()
         fault: Fault | None = None
+        self.busy += 1
         try:
             yield worker
         except PeerContract:
@@ -211,19 +224,19 @@ class Pool:
             fault = error.fault
             raise MediaRejected(f"{name} cannot be decoded: {error}") from error
         finally:
+            self.busy -= 1
             self._background(self._settle(worker) if fault is None else self._replace(worker, fault))
 
     async def _next_idle(self) -> WorkerProcess:
-        while True:
-            self._waiting += 1
-            self._inflight.wake()
-            try:
-                worker = await self._idle.get()
-            finally:
-                self._waiting -= 1
-            if worker.alive:
-                return worker
-            self._background(self._replace(worker, Fault.CRASHED))
+        place = object()
+        self._waiting[place] = monotonic_ns()
+        self.inflight.wake()
+        try:
+            while not (worker := await self._idle.get()).alive:
+                self._background(self._replace(worker, Fault.CRASHED))
+        finally:
+            del self._waiting[place]
+        return worker
 
     async def _settle(self, worker: WorkerProcess) -> None:
         """Ends what the worker does, if anything, and sets it free."""

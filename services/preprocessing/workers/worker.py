@@ -165,8 +165,8 @@ def _task(message: Message, limits: Limits) -> Task:
 def _answers(slices: Generator[Slice, None, None]) -> Generator[Answer, None, None]:
     with closing(slices):
         for each in slices:
-            facts = {"repaired_frames": each.repaired_frames, "decode_s": each.decode_s, "resize_s": each.resize_s}
-            yield Answer(facts, each.pixels)
+            names = ("repaired_frames", "decode_s", "resize_s", "decoded_ns", "resized_ns")
+            yield Answer({name: getattr(each, name) for name in names}, each.pixels)
 
 
 def _send_piece(connection: socket.socket, answer: Answer) -> None:

@@ -1,0 +1,82 @@
+"""What the encoder tells Prometheus beside what every service does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from common.metrics import STAGE_BUSY_SECONDS, age_seconds
+from common.plan import MediaPlan, Modality
+from common.retention import METHODS, NONE, Pruning
+from common.room import Room
+
+if TYPE_CHECKING:  # both count here
+    from services.encoder.batcher import Batcher
+    from services.encoder.cache import EmbedsCache
+
+_PREFIX = "framesieve_encoder_"
+
+QUEUE_SLICES = Gauge(f"{_PREFIX}queue_slices", "Temporal slices that wait for the tower")
+QUEUE_OLDEST_SECONDS = Gauge(f"{_PREFIX}queue_oldest_seconds", "How long the first of these has waited; 0 if none does")
+# A forward holds one slice at least; a slice has from a few to a few thousand tokens, --batch-tokens a forward.
+BATCH_SLICES = Histogram(f"{_PREFIX}batch_slices", "Slices in one forward", buckets=[2**power for power in range(10)])
+BATCH_TOKENS = Histogram(
+    f"{_PREFIX}batch_tokens", "Merged tokens in one forward", buckets=[2**power for power in range(4, 17)]
+)
+ITEMS = Counter(f"{_PREFIX}items_total", "Media items that were answered", ["modality"])
+TOKENS = Counter(f"{_PREFIX}tokens_total", "Tokens of these items, before and after pruning", ["method", "pruning"])
+LOOKUPS = Counter(
+    f"{_PREFIX}cache_lookups_total",
+    "Media items asked for: kept (hit), being made for another (shared), or neither (miss)",
+    ["outcome"],
+)
+EVICTIONS = Counter(f"{_PREFIX}cache_evictions_total", "Media items that gave way to others")
+CACHE_BYTES_USED = Gauge(f"{_PREFIX}cache_used_bytes", "Bytes of the embeddings and scores that are kept")
+CACHE_BYTES = Gauge(f"{_PREFIX}cache_bytes", "--cache-bytes")
+CACHE_WAITERS = Gauge(f"{_PREFIX}cache_waiters", "Requested items that wait for an entry, or read it")
+ROOM_BYTES_USED = Gauge(
+    f"{_PREFIX}room_used_bytes", "Bytes reserved: for items being encoded, and for what is to be sent", ["room"]
+)
+ROOM_BYTES = Gauge(f"{_PREFIX}room_bytes", "How many there are; --output-buffer-bytes", ["room"])
+ROOM_WAITING = Gauge(f"{_PREFIX}room_waiting", "Items that wait for room", ["room"])
+ROOM_OLDEST_SECONDS = Gauge(
+    f"{_PREFIX}room_oldest_seconds", "How long the first of these has waited; 0 if none does", ["room"]
+)
+
+for _stage in ("encode", "prune"):
+    STAGE_BUSY_SECONDS.labels(_stage)
+for _modality in Modality:
+    ITEMS.labels(_modality.value)
+for _method in METHODS:
+    TOKENS.labels(_method, "before")
+    TOKENS.labels(_method, "after")
+for _outcome in ("hit", "shared", "miss"):
+    LOOKUPS.labels(_outcome)
+
+
+def count_item(item: MediaPlan, pruning: Pruning, kept: int) -> None:
+    """Counts an item that was answered with `kept` of its tokens."""
+    ITEMS.labels(item.modality.value).inc()
+    method = pruning.method if item.modality is Modality.VIDEO and pruning.rate else NONE
+    TOKENS.labels(method, "before").inc(item.grid.tokens)
+    TOKENS.labels(method, "after").inc(kept)
+
+
+def watch(batcher: Batcher, cache: EmbedsCache, outputs: Room) -> None:
+    """Has the gauges ask these whenever they are read."""
+    QUEUE_SLICES.set_function(lambda: batcher.queued)
+    QUEUE_OLDEST_SECONDS.set_function(lambda: age_seconds(batcher.oldest_ns))
+    CACHE_BYTES.set(cache.size_bytes)
+    CACHE_BYTES_USED.set_function(lambda: cache.held_bytes)
+    CACHE_WAITERS.set_function(lambda: cache.waiters)
+    for name, room in {"encoding": cache.room, "output": outputs}.items():
+        ROOM_BYTES.labels(name).set(room.size_bytes)
+        _ask(ROOM_BYTES_USED.labels(name), room, lambda room: room.held_bytes)
+        _ask(ROOM_WAITING.labels(name), room, lambda room: room.waiting)
+        _ask(ROOM_OLDEST_SECONDS.labels(name), room, lambda room: age_seconds(room.oldest_ns))
+
+
+def _ask(gauge: Gauge, room: Room, value: Callable[[Room], float]) -> None:
+    gauge.set_function(lambda: value(room))
