@@ -39,6 +39,7 @@ CALLER = {"framesieve/caller": "true"}
 PLACES = {
     **{name: service(name) for name in GRPC},
     "caller": Place(CALLER, "app", callers=True),
+    "caller of another team": Place(CALLER, "batch", callers=True),
     "unlabelled pod beside a caller": Place({}, "app", callers=True),
     "pod that calls itself a caller": Place(CALLER, "elsewhere"),
     "caller's label among the services": Place(CALLER),
@@ -57,6 +58,7 @@ PLACES = {
 PORTS = sorted({*GRPC.values(), *METRICS.values(), 22, 53, 80, 443})
 CHAIN = {
     ("caller", "generation", 50053),
+    ("caller of another team", "generation", 50053),
     ("generation", "encoder", 50052),
     ("generation", "preprocessing", 50051),
     ("encoder", "preprocessing", 50051),
