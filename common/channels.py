@@ -72,6 +72,9 @@ _SERVICE_CONFIG = {
     "retryThrottling": {"maxTokens": 400, "tokenRatio": 0.1},
 }
 
+# grpc.aio's words where a call ends while it is written to. The status that ended it is lost.
+_ENDED_WHILE_WRITTEN_TO = "Internal error from Core"
+
 _BY_REASON: dict[str, type[FramesieveError]] = {
     leaf.reason: leaf
     for leaf in (
@@ -177,7 +180,8 @@ def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveErro
         if info.reason != Overloaded.reason and "larger than max" in message:
             return PeerContract(f"{stage} sent more at once than any message may have: {message}")
         return Overloaded(message, min(max(0, retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9), 60) or 1.0)
-    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+    gone = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    if gone or message == _ENDED_WHILE_WRITTEN_TO:
         if info.reason == Unavailable.reason:
             return Unavailable(message, info.metadata.get("stage", stage))
         return _noted(Unavailable(f"{stage} cannot be reached", stage), message)
