@@ -1,0 +1,133 @@
+"""What a signal does to a service's process, what its callers are told, and what it ends with."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common import errors
+from common.channels import upstream_errors
+from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
+from tests import media
+from tests.integration.fleet import Service, until
+from tests.integration.test_workers import children, runs
+
+Start = Callable[..., Service]
+
+
+@pytest.fixture
+def start(checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
+    started: list[Service] = []
+
+    def one(*flags: str) -> Service:
+        service = Service("preprocessing", checkpoint, tmp_path, ("--decode-workers", "1", *flags))
+        started.append(service)
+        service.start()
+        return service
+
+    yield one
+    for each in started:
+        each.close()
+
+
+@asynccontextmanager
+async def held_call(service: Service, held: int = 1) -> AsyncIterator[Any]:
+    """A call that gets no answer, of so many: the workers that would read its media stand still.
+
+    By a bare channel: one of ours would begin it again.
+    """
+    workers = children(service.pid)
+    for each in workers:
+        os.kill(each, signal.SIGSTOP)
+    video = prompt_pb2.Part(video=prompt_pb2.Media(data=media.clip()))
+    message = prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=[video])
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        call = preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess()
+        await call.write(preprocessing_pb2.PreprocessRequest(prompt=prompt_pb2.Prompt(messages=[message])))
+        await until(lambda: service.metric("framesieve_preprocessing_jobs", pool="read") == held)
+        yield call
+    for each in workers:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGCONT)
+
+
+async def test_a_service_without_requests_ends_with_0_and_leaves_no_worker(start: Start) -> None:
+    service = start()
+    service.ready()
+    workers = children(service.pid)
+    service.tell(signal.SIGTERM)
+    assert service.ended() == 0
+    assert not any(map(runs, workers))
+
+
+async def test_whoever_outlasts_the_grace_is_told_so_and_the_status_is_3(start: Start) -> None:
+    service = start("--drain-s", "1")
+    service.ready()
+    async with held_call(service) as call:
+        service.tell(signal.SIGTERM)
+        await until(lambda: not service.serving(), within_s=1)
+        with pytest.raises(errors.Unavailable, match="preprocessing is draining") as told, upstream_errors("a proxy"):
+            await call.read()
+        assert told.value.stage == "preprocessing"
+        assert await asyncio.to_thread(service.ended) == 3
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+async def test_a_second_signal_ends_it_at_once(start: Start, second: signal.Signals) -> None:
+    service = start("--drain-s", "100")
+    service.ready()
+    async with held_call(service) as call:
+        workers = children(service.pid)
+        service.tell(signal.SIGTERM)
+        await until(lambda: not service.serving())
+        service.tell(second)
+        assert await asyncio.to_thread(service.ended) == 128 + second
+        with pytest.raises(errors.Unavailable, match="cannot be reached"), upstream_errors("preprocessing"):
+            await call.read()
+        await until(lambda: not any(map(runs, workers)))
+
+
+async def test_a_service_that_is_not_ready_ends_at_once(start: Start) -> None:
+    service = start()
+    await until(lambda: children(service.pid))
+    service.tell(signal.SIGTERM)
+    assert await asyncio.to_thread(service.ended) == 128 + signal.SIGTERM
+
+
+async def test_what_cannot_start_ends_with_2(start: Start) -> None:
+    service = start("--media-root", "/nowhere")
+    assert await asyncio.to_thread(service.ended) == 2
+    assert "cannot start: --media-root /nowhere is no folder" in service.log()
+
+
+async def test_a_service_whose_workers_do_not_start_is_unwell_until_they_do(start: Start) -> None:
+    service = start()
+    service.ready()
+    async with grpc.aio.insecure_channel(service.address) as prober:
+        health = health_pb2_grpc.HealthStub(prober)
+
+        async def becomes(status: str) -> None:
+            wanted = health_pb2.HealthCheckResponse.ServingStatus.Value(status)
+            async with asyncio.timeout(20):
+                while (await health.Check(health_pb2.HealthCheckRequest())).status != wanted:
+                    await asyncio.sleep(0.05)
+
+        await becomes("SERVING")
+        async with held_call(service), held_call(service, held=2):
+            limits = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (3, limits[1]))  # none is to be had but what is open
+            for each in children(service.pid):
+                os.kill(each, signal.SIGKILL)
+            await becomes("NOT_SERVING")
+            resource.prlimit(service.pid, resource.RLIMIT_NOFILE, limits)
+            await becomes("SERVING")
