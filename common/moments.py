@@ -13,6 +13,9 @@ from time import monotonic_ns
 
 from common.errors import PeerContract
 
+# Before anything that is measured; the largest float in nanoseconds is no number any more.
+_LONG_AGO_S = 1e9
+
 
 def ago_s(at_ns: int) -> float:
     """How long ago a moment of this host's was, in seconds; 0 for one that is yet to come."""
@@ -23,4 +26,4 @@ def moment_ns(peers_ago_s: float, heard_ns: int) -> int:
     """The moment that a peer means. Raises PeerContract for one that is yet to come, or no number of seconds ago."""
     if not (math.isfinite(peers_ago_s) and peers_ago_s >= 0):
         raise PeerContract(f"nothing was {peers_ago_s} s ago")
-    return heard_ns - round(peers_ago_s * 1e9)
+    return heard_ns - round(min(peers_ago_s, _LONG_AGO_S) * 1e9)

@@ -150,6 +150,7 @@ class FakePreprocessing(preprocessing_pb2_grpc.PreprocessingServiceServicer):
     bend_frames: Callable[[list[PreprocessResponse]], list[PreprocessResponse]] = lambda messages: messages
     fail: Exception | None = None
     failing: frozenset[int] = frozenset()
+    fetched_ago_s: float | None = None
     stall: bool = False
     on_select: Callable[[], None] = lambda: None
     prompts: list[prompt_pb2.Prompt] = field(default_factory=list)
@@ -165,7 +166,7 @@ class FakePreprocessing(preprocessing_pb2_grpc.PreprocessingServiceServicer):
         self.prompts.append(first.prompt)
         media = media_of(first.prompt)
         for plan in plan_messages(self.bend_plan(plan_of(media, self.patches, self.embed_levels))):
-            yield PreprocessResponse(plan=plan)
+            yield PreprocessResponse(plan=plan, fetched_ago_s=self.fetched_ago_s)
         async for request in requests:
             index = request.select.media_index
             self.selected.append(index)

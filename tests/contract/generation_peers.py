@@ -99,6 +99,7 @@ class Encoder(encoder_pb2_grpc.EncoderServiceServicer):
 
     plan: PromptPlan
     items: Sequence[EncodeResponse] = ()
+    fetched_ago_s: float | None = None
     hold: asyncio.Event | None = None
     fault: Exception | None = None
     selections: list[list[int]] = field(default_factory=list)
@@ -111,7 +112,7 @@ class Encoder(encoder_pb2_grpc.EncoderServiceServicer):
         try:
             assert (await anext(requests)).HasField("prompt")
             for message in plan_messages(self.plan):
-                yield EncodeResponse(plan=message)
+                yield EncodeResponse(plan=message, fetched_ago_s=self.fetched_ago_s)
             self.selections.append(selected)
             async for request in requests:
                 selected.append(request.select.media_index)  # noqa: PERF401  (tests watch them come)
@@ -131,6 +132,7 @@ class Preprocessing(preprocessing_pb2_grpc.PreprocessingServiceServicer):
     """Sends the plan."""
 
     plan: PromptPlan
+    fetched_ago_s: float | None = None
     calls: int = 0
 
     async def Preprocess(
@@ -139,4 +141,4 @@ class Preprocessing(preprocessing_pb2_grpc.PreprocessingServiceServicer):
         self.calls += 1
         assert (await anext(requests)).HasField("prompt")
         for message in plan_messages(self.plan):
-            yield PreprocessResponse(plan=message)
+            yield PreprocessResponse(plan=message, fetched_ago_s=self.fetched_ago_s)

@@ -22,7 +22,7 @@ from framesieve.v1.encoder_pb2 import EncodeResponse
 from services.generation.answers import MediaItem
 from services.generation.arrivals import ModelInput, Progress
 from services.generation.media import MediaClient, MediaSession
-from services.generation.timing import Stage, StageClock
+from services.generation.timing import StageClock
 from tests.contract.generation_peers import (
     Encoder,
     Preprocessing,
@@ -383,42 +383,3 @@ async def test_a_session_that_waits_for_room_can_be_left(tmp_path: Path) -> None
                 await waiting
         assert room.held_bytes == 0
         assert len(await ask(client)) == 5
-
-
-async def stages_ns(folder: Path, plan: PromptPlan, messages: list[EncodeResponse]) -> list[int]:
-    """How long each stage takes where each message read is a moment of its own, and the first token comes at 20."""
-    now = 0
-    clock = StageClock(lambda: now)
-    async with (
-        client_of(folder, Encoder(plan, messages)) as (client, _),
-        client.open(prompt_message(plan), PRUNING, clock) as session,
-    ):
-        read = session._upstream.read
-
-        async def counted() -> Any:
-            nonlocal now
-            message = await read()
-            now += 1
-            return message
-
-        session._upstream.read = counted  # type: ignore[method-assign]
-        await receive_all(session, clock)
-    clock.token(20)
-    stages = clock.stages_ns()
-    return [stages[stage] for stage in Stage]
-
-
-async def test_stages_finish_with_the_messages_that_end_them(tmp_path: Path) -> None:
-    # The image's progress is the sixth message, its first piece the seventh and its last the eighth.
-    assert await stages_ns(tmp_path, PLAN, items()) == [0, 6, 1, 1, 12, 0]
-
-
-async def test_embeddings_that_came_with_the_prompt_are_not_waited_for_as_if_they_were_decoded(tmp_path: Path) -> None:
-    messages = embeds_messages(0, VIDEO_EMBEDS, KEPT, 64) + embeds_messages(1, IMAGE_EMBEDS, None, 64)
-    assert await stages_ns(tmp_path, brought(PLAN, 0, 1), messages) == [0, 0, 4, 1, 15, 0]
-
-
-async def test_decoding_ends_with_the_last_item_that_is_decoded(tmp_path: Path) -> None:
-    messages = items()
-    del messages[5]  # the image's progress
-    assert await stages_ns(tmp_path, brought(PLAN, 1), messages) == [0, 2, 4, 1, 13, 0]
