@@ -34,6 +34,9 @@ class ServiceSettings(BaseSettings):
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="auto is console on a terminal, else json"
     )
+    log_level: Literal["debug", "info", "warning"] = Field(
+        "info", description="the least of what is logged; at info, a line for each request when it has ended"
+    )
     reflection: bool = Field(True, description="whether callers may ask which methods and messages there are")
 
     tls_cert: Path | None = Field(

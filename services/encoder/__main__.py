@@ -11,10 +11,10 @@ from common.checkpoint import Checkpoint
 from common.errors import StartupError
 from common.exit_status import ExitStatus
 from common.guards import upstream_credentials
+from common.logs import configure_logging
 from common.metrics import begin
 from common.room import Room
 from common.server import run, serve
-from common.telemetry import configure_logging
 from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 from services.encoder.batcher import Batcher
 from services.encoder.cache import EmbedsCache
@@ -26,7 +26,7 @@ from services.encoder.settings import EncoderSettings
 
 async def main() -> ExitStatus:
     settings = EncoderSettings.load()
-    configure_logging("encoder", settings.log_format)
+    configure_logging("encoder", settings.log_format, settings.log_level)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     credentials = upstream_credentials(settings)

@@ -11,10 +11,10 @@ from common.checkpoint import Checkpoint
 from common.errors import StartupError
 from common.exit_status import ExitStatus
 from common.guards import upstream_credentials
+from common.logs import configure_logging
 from common.metrics import begin
 from common.room import Room
 from common.server import run, serve
-from common.telemetry import configure_logging
 from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from services.generation.arrivals import ModelInput
 from services.generation.blocks import BlockAllocator
@@ -36,7 +36,7 @@ BLOCK_TOKENS = 16
 
 async def main() -> ExitStatus:
     settings = GenerationSettings.load()
-    configure_logging("generation", settings.log_format)
+    configure_logging("generation", settings.log_format, settings.log_level)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     credentials = upstream_credentials(settings)

@@ -7,9 +7,9 @@ from functools import partial
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
 from common.exit_status import ExitStatus
+from common.logs import configure_logging
 from common.metrics import begin
 from common.server import run, serve
-from common.telemetry import configure_logging
 from framesieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer_to_server
 from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.metrics import count_replaced, watch
@@ -26,7 +26,7 @@ _READING_WORKERS = 2
 
 async def main() -> ExitStatus:
     settings = PreprocessingSettings.load()
-    configure_logging("preprocessing", settings.log_format)
+    configure_logging("preprocessing", settings.log_format, settings.log_level)
     if settings.media_root is not None and not settings.media_root.is_dir():
         raise StartupError(f"--media-root {settings.media_root} is no folder")
     reading = Pool(_READING_WORKERS, settings.limits, settings.inflight_bytes, count_replaced)
