@@ -1,0 +1,161 @@
+"""`make fuzz-rpc`: mutated calls of all three methods, and whole ones behind bent peers, against three real processes.
+
+What counts as passing: the call ends in time, with a status that says whose fault it was and nothing of the service's
+inside; the processes live and serve; and once all have ended nothing is held, and no more memory than before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from common.channels import REQUEST_ID_KEY, error_from_status
+from demo.checkpoint import TINY, write_checkpoint
+from tests.fuzz.rpc_cases import Case, case
+from tests.fuzz.rpc_stack import PATHS, FuzzedStack, fuzzed_stack
+
+CALL_LIMIT_S = 30
+IDLE_LIMIT_S = 10
+GROWTH_BYTES = 96 * 2**20
+_LOST = "Internal error from Core"
+_AT_ONCE = 12
+_BATCH = 250
+_INSIDE = re.compile(r"0x[0-9a-f]{6,}|/work\b|/home\b|site-packages|<\S.* object at|Traceback|\.py\b")
+
+
+@dataclass
+class Report:
+    """How calls ended, and what was wrong: what has a case can be run again by its number."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+
+async def fuzz(checkpoint: Path, seed: int, numbers: Iterable[int], progress: bool = False) -> Report:
+    """Runs the cases of these numbers."""
+    report, cases = Report(), [case(seed, number) for number in numbers]
+    async with fuzzed_stack(checkpoint) as stack:
+        await _warm_up(stack, seed)
+        idle, settled = stack.held(), stack.resident_bytes()
+        for start in range(0, len(cases), _BATCH):
+            batch = cases[start : start + _BATCH]
+            await _run(stack, batch, report)
+            if unwell := await stack.unwell():
+                report.faults.append(f"after cases {batch[0].number} to {batch[-1].number} of seed {seed}, {unwell}")
+                return report
+            if start < len(cases) // 4:
+                settled = stack.resident_bytes()
+            if progress:
+                print(f"{start + len(batch)} of {len(cases)}: {len(report.faults)} faults", flush=True)
+        report.faults += await _leaks(stack, idle)
+        grown = stack.resident_bytes()
+        report.faults += [
+            f"{name} grew from {before >> 20} to {grown[name] >> 20} MiB"
+            for name, before in settled.items()
+            if grown[name] - before > GROWTH_BYTES
+        ]
+        report.faults += stack.bugs()
+    return report
+
+
+async def _warm_up(stack: FuzzedStack, seed: int) -> None:
+    """Whole calls to every service, so that what is kept on purpose is there."""
+    whole = (each for number in range(-1, -10_000, -1) if (each := case(seed, number)).kind == "whole")
+    report = Report()
+    await _run(stack, [next(whole) for _ in range(12)], report)
+    assert not report.faults, report.faults
+
+
+async def _run(stack: FuzzedStack, cases: list[Case], report: Report) -> None:
+    at_once = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(each: Case) -> None:
+        async with at_once:
+            start = time.monotonic()
+            code, reason, message = await _ended(stack, each)
+            fault = each.fault_of(code, reason)
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED and each.timeout_s is None:
+                fault = f"it had not ended after {time.monotonic() - start:.0f} s"
+            if _INSIDE.search(message) or any(path in message for path in stack.hidden):
+                fault = "its message tells of the inside"
+        report.ends[f"{each.service} {each.kind}: {code.name}"] += 1
+        if fault:
+            report.faults.append(
+                f"{fault}: {each.kind} of {each.service}, bent {each.bent}; it said {message[:300]!r}; "
+                f"again: python -m tests.fuzz.rpc --seed {each.seed} --only {each.number}"
+            )
+
+    await asyncio.gather(*(one(each) for each in cases))
+
+
+async def _ended(stack: FuzzedStack, each: Case) -> tuple[grpc.StatusCode, str, str]:
+    """Status, reason and message of one call. Where grpc.aio lost them, since it still wrote, it is made again."""
+    while True:
+        ended = await _ended_once(stack, each)
+        if ended[2] != _LOST:
+            return ended
+
+
+async def _ended_once(stack: FuzzedStack, each: Case) -> tuple[grpc.StatusCode, str, str]:
+    channel, path = stack.channels[each.service], PATHS[each.service]
+    options = {"timeout": each.timeout_s or CALL_LIMIT_S, "metadata": ((REQUEST_ID_KEY, each.request_id),)}
+    if each.service == "generation":
+        call = channel.unary_stream(path)(each.requests[0], **options)
+    else:
+        call = channel.stream_stream(path)(iter(each.requests), **options)
+    read = 0
+    try:
+        async for _ in call:
+            if read == each.leave_after:
+                call.cancel()
+            read += 1
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error_from_status(error, each.service).reason, error.details() or ""
+    except asyncio.CancelledError:
+        if not call.cancelled():
+            raise
+        return grpc.StatusCode.CANCELLED, "", ""
+    return await call.code(), "", ""
+
+
+async def _leaks(stack: FuzzedStack, idle: dict[str, float]) -> list[str]:
+    """What is held though nothing runs."""
+    deadline = time.monotonic() + IDLE_LIMIT_S
+    while leaks := [f"{name} is {held}" for name, held in stack.held().items() if held != idle.get(name, 0)]:
+        if time.monotonic() > deadline:
+            return leaks
+        await asyncio.sleep(0.1)
+    return []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="the one case of this number, again")
+    args = parser.parse_args()
+    print(f"seed {args.seed}", flush=True)
+    numbers = range(args.cases) if args.only is None else [args.only]
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = write_checkpoint(Path(folder), TINY, seed=1)
+        start = time.monotonic()
+        report = asyncio.run(fuzz(checkpoint, args.seed, numbers, progress=True))
+    for end, count in sorted(report.ends.items()):
+        print(f"{count:6} {end}")
+    print(f"{report.ends.total()} calls in {time.monotonic() - start:.0f} s, {len(report.faults)} faults")
+    print("\n".join(report.faults[:50]))
+    sys.exit(1 if report.faults else 0)
+
+
+if __name__ == "__main__":
+    main()

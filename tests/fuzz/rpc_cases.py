@@ -1,0 +1,188 @@
+"""Calls that should be answered, and what is done to them: each case follows from its seed and number alone.
+
+structure, bytes   a request is mutated
+order              requests are dropped, doubled, swapped, or come at the wrong time
+leaving            the caller cancels after so many answers, or its deadline passes
+peer               the request is whole, and an upstream's answers are bent on their way (`rpc_stack`)
+whole              nothing is wrong, and it must be answered
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from dataclasses import dataclass, replace
+from functools import cache
+
+import grpc
+from google.protobuf.message import Message
+
+from common.errors import PeerContract
+from demo.checkpoint import TINY
+from framesieve.v1 import prompt_pb2, tensor_pb2
+from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
+from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from tests import media
+from tests.fuzz.rpc_mutations import mutate, mutate_bytes
+
+SERVICES = ("preprocessing", "encoder", "generation")
+_KINDS = {"structure": 45, "bytes": 10, "order": 10, "leaving": 10, "peer": 22, "whole": 3}
+_STREAMED = ("preprocessing", "encoder")
+_PEERS = {"encoder": ("preprocessing",), "generation": ("encoder", "encoder", "preprocessing")}
+
+_REFUSALS = frozenset(
+    {
+        grpc.StatusCode.OK,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. bent: whose answers are bent on their way. leave_after: of so many answers; timeout_s: None is long."""
+
+    seed: int
+    number: int
+    kind: str
+    service: str
+    requests: tuple[bytes, ...]
+    bent: str = "nobody"
+    leave_after: int | None = None
+    timeout_s: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        """Goes along to every service, and tells those in between what to do."""
+        return f"fuzz-{self.bent}-{self.seed}-{self.number}"
+
+    def fault_of(self, code: grpc.StatusCode, reason: str) -> str | None:
+        """What is wrong with ending so, if anything."""
+        if self.kind == "whole" and code is not grpc.StatusCode.OK:
+            return f"a whole request was refused with {code.name}"
+        if code in _REFUSALS:
+            return None
+        if self.leave_after is not None and code is grpc.StatusCode.CANCELLED:
+            return None
+        if self.timeout_s is not None and code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return None
+        if self.kind == "peer" and code is grpc.StatusCode.INTERNAL and reason == PeerContract.reason:
+            return None
+        return f"{code.name} {reason}"
+
+
+def case(seed: int, number: int) -> Case:
+    random_ = random.Random(f"{seed}-{number}")
+    kind = random_.choices(list(_KINDS), list(_KINDS.values()))[0]
+    service = random_.choice({"peer": tuple(_PEERS), "order": _STREAMED}.get(kind, SERVICES))
+    prompt = _prompt(number, random_)
+    requests = _conversation(service, prompt, random_)
+    made = Case(seed, number, kind, service, tuple(each.SerializeToString() for each in requests))
+    match kind:
+        case "structure":
+            mutate(random_.choice((requests[0], requests[0], random_.choice(requests))), random_)
+            return replace(made, requests=tuple(each.SerializeToString() for each in requests))
+        case "bytes":
+            place = random_.randrange(len(requests))
+            whole = made.requests
+            return replace(made, requests=(*whole[:place], mutate_bytes(whole[place], random_), *whole[place + 1 :]))
+        case "order":
+            return replace(made, requests=_disordered(made.requests, random_))
+        case "leaving" if random_.random() < 0.5:
+            return replace(made, timeout_s=random_.choice((0.001, 0.01, 0.03, 0.1)))
+        case "leaving":
+            return replace(made, leave_after=random_.randrange(8))
+        case "peer":
+            return replace(made, bent=random_.choice(_PEERS[service]))
+    return made
+
+
+def _disordered(requests: tuple[bytes, ...], random_: random.Random) -> tuple[bytes, ...]:
+    changed = list(requests)
+    for _ in range(random_.randrange(1, 4)):
+        here = random_.randrange(len(changed) + 1)
+        match random_.randrange(5):
+            case 0 if changed:
+                del changed[here - 1]
+            case 1:
+                changed.insert(here, random_.choice(requests))
+            case 2:
+                index = random_.choice((0, 1, 2, 3, -1, 2**31 - 1))
+                select = PreprocessRequest(select=prompt_pb2.Select(media_index=index))
+                changed.insert(here, select.SerializeToString())
+            case 3:
+                random_.shuffle(changed)
+            case _:
+                changed.insert(here, b"")
+    return tuple(changed)
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------
+
+
+def _conversation(service: str, prompt: prompt_pb2.Prompt, random_: random.Random) -> list[Message]:
+    """A whole one: every request of a stream."""
+    pruning = prompt_pb2.Pruning(
+        rate=random_.choice((0, 0.5, 0.75)), method=random_.choice(("evs", "vidcom2", "random"))
+    )
+    if service == "generation":
+        sampling = Sampling(max_new_tokens=3, temperature=0.7, top_p=0.9, top_k=20, seed=7, stop=["\n\n"], n=1)
+        sampling.stop_token_ids.append(1)
+        sampling.logprobs, sampling.top_logprobs, sampling.repetition_penalty = True, 2, 1.1
+        return [GenerateRequest(prompt=prompt, pruning=pruning, sampling=sampling)]
+    items = sum(part.WhichOneof("content") != "text" for message in prompt.messages for part in message.parts)
+    selects = [prompt_pb2.Select(media_index=index) for index in random_.sample(range(items), items)]
+    if random_.random() < 0.5:
+        selects = [prompt_pb2.Select(all=True)]
+    if service == "encoder":
+        first = EncodeRequest(prompt=EncodePrompt(prompt=prompt, pruning=pruning))
+        return [first, *(EncodeRequest(select=select) for select in selects)]
+    return [PreprocessRequest(prompt=prompt), *(PreprocessRequest(select=select) for select in selects)]
+
+
+def _prompt(number: int, random_: random.Random) -> prompt_pb2.Prompt:
+    """Text and up to three media, which no other case asks about: what is cached is not asked for again."""
+    prompt = prompt_pb2.Prompt()
+    prompt.messages.add(role=prompt_pb2.ROLE_SYSTEM).parts.add(text="Answer.")
+    user = prompt.messages.add(role=prompt_pb2.ROLE_USER)
+    for kind in random_.choices(("video", "image", "embeds", "path"), k=random_.randrange(4)):
+        part = user.parts.add()
+        if kind == "image":
+            part.image.data = _picture() + struct.pack(">q", number)
+            part.image.frame_sampling.max_pixels = 3136
+        elif kind == "embeds":
+            part.video.embeds.CopyFrom(_embeds(number))
+        else:
+            part.video.frame_sampling.CopyFrom(prompt_pb2.FrameSampling(fps=2, min_frames=4, max_frames=8, start_s=0.0))
+            part.video.pruning.rate = 0.5
+            if kind == "path":
+                part.video.path = "clip.mp4"
+            else:
+                part.video.data = clip() + struct.pack(">I4sq", 16, b"free", number)
+    user.parts.add(text="What moves?")
+    return prompt
+
+
+@cache
+def clip() -> bytes:
+    """Two seconds of 56 × 56 pixels."""
+    return media.clip(8, fps=4, width=56, height=56)
+
+
+@cache
+def _picture() -> bytes:
+    return media.picture(56, 56)
+
+
+def _embeds(number: int) -> prompt_pb2.MediaEmbeds:
+    """2 × 2 × 2 tokens of the tiny model's width."""
+    shape = [1, 8, TINY.hidden]
+    data = struct.pack("<f", number) * (8 * TINY.hidden)
+    return prompt_pb2.MediaEmbeds(
+        tensor=tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_FLOAT32, shape=shape, data=data),
+        grid=prompt_pb2.Grid(t=2, h=2, w=2),
+        seconds_per_grid=prompt_pb2.Rational(numerator=1, denominator=1),
+    )

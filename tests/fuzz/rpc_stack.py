@@ -1,0 +1,199 @@
+"""Three real processes, and between them whoever bends what an upstream answers, as the request's id tells.
+
+caller ──▶ generation ──▶ [bent encoder] ──▶ encoder ──▶ [bent preprocessing] ──▶ preprocessing
+                     └──▶ [bent preprocessing]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import socket
+import tempfile
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from client.launcher import Endpoint, LocalStack
+from common.channels import MAX_RECEIVE_BYTES, REQUEST_ID_KEY
+from framesieve.v1.encoder_pb2 import EncodeResponse
+from framesieve.v1.preprocessing_pb2 import PreprocessResponse
+from tests.fuzz.rpc_cases import SERVICES, clip
+from tests.fuzz.rpc_mutations import mutate, mutate_bytes
+
+PATHS = {
+    "preprocessing": "/framesieve.v1.PreprocessingService/Preprocess",
+    "encoder": "/framesieve.v1.EncoderService/Encode",
+    "generation": "/framesieve.v1.GenerationService/Generate",
+}
+_ANSWERS: dict[str, type[PreprocessResponse] | type[EncodeResponse]] = {
+    "preprocessing": PreprocessResponse,
+    "encoder": EncodeResponse,
+}
+# Grown by what earlier requests left on purpose.
+_KEPT = re.compile(r"cache|idle")
+_SILENCE_S = 1.0
+# A case ends with its messages, not with the answer to a very long one.
+_FLAGS = {
+    "preprocessing": ("--fetch-schemes", "", "--decode-workers", "2"),
+    "encoder": ("--cache-bytes", str(2**20), "--output-buffer-bytes", str(2**24), "--threads", "1"),
+    "generation": ("--kv-cache-tokens", "1024", "--max-prompt-tokens", "256", "--threads", "1"),
+}
+
+
+class FuzzedStack:
+    """The services, channels to them that speak bytes, and what they tell of themselves."""
+
+    def __init__(self, stack: LocalStack, channels: dict[str, grpc.aio.Channel], hidden: Sequence[str]) -> None:
+        self.channels = channels
+        self.hidden = hidden
+        self._stack = stack
+        self._processes = {name: process.pid for name, process in stack.processes.items()}
+
+    async def unwell(self) -> str | None:
+        """Which service is not as it was, if one is."""
+        if ended := self._stack.ended():
+            return f"{ended} has ended:\n{self._stack.log(ended)[-4000:]}"
+        for name, channel in self.channels.items():
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+            if answer.status != health_pb2.HealthCheckResponse.SERVING:
+                return f"{name} does not serve"
+        return None
+
+    def held(self) -> dict[str, float]:
+        """Every gauge of the services that should be as before once nothing runs."""
+        found: dict[str, float] = {}
+        for name, port in self._stack.metrics_ports.items():
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+                text = answer.read().decode()
+            gauges = set(re.findall(r"^# TYPE (framesieve_\w+) gauge$", text, re.MULTILINE))
+            for sample, labels, value in re.findall(r"^(\w+)(\{.*\})? (\S+)$", text, re.MULTILINE):
+                if sample in gauges and not _KEPT.search(sample):
+                    found[f"{name}: {sample}{labels}"] = float(value)
+        return found
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Of each service's own process."""
+        found = {}
+        for name, process in self._processes.items():
+            status = Path(f"/proc/{process}/status").read_text()
+            match = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
+            assert match
+            found[name] = int(match[1]) * 1024
+        return found
+
+    def bugs(self) -> list[str]:
+        """What the services have logged as their own mistakes."""
+        return [
+            f"{name}: {line}"
+            for name in SERVICES
+            for line in self._stack.log(name).splitlines()
+            if '"event": "bug"' in line or "Traceback" in line
+        ]
+
+
+@asynccontextmanager
+async def fuzzed_stack(checkpoint: Path) -> AsyncIterator[FuzzedStack]:
+    async with AsyncExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="fuzz-")))
+        (folder / "media").mkdir()
+        (folder / "media" / "clip.mp4").write_bytes(clip())
+        endpoints = {name: Endpoint(f"unix:{folder}/{name}", _free_port()) for name in SERVICES}
+        bent = {name: f"unix:{folder}/bent-{name}" for name in _ANSWERS}
+        flags = {
+            "preprocessing": _FLAGS["preprocessing"],
+            "encoder": (*_FLAGS["encoder"], "--preprocessing", bent["preprocessing"]),
+            "generation": (
+                *(*_FLAGS["generation"], "--preprocessing", bent["preprocessing"]),
+                *("--encoder", bent["encoder"]),
+            ),
+        }
+        for name, address in bent.items():
+            await opened.enter_async_context(_bending(name, address, endpoints[name].address))
+        local = LocalStack(checkpoint, media_root=folder / "media", endpoints=endpoints, flags=flags, drain_s=5)
+        stack = await opened.enter_async_context(local)
+        channels = {
+            name: await opened.enter_async_context(grpc.aio.insecure_channel(endpoint.address))
+            for name, endpoint in endpoints.items()
+        }
+        hidden = (str(folder), str(checkpoint), str(Path(__file__).parent.parent.parent))
+        yield FuzzedStack(stack, channels, hidden)
+
+
+@asynccontextmanager
+async def _bending(name: str, address: str, upstream: str) -> AsyncIterator[None]:
+    """Passes calls on, and bends what is answered to those that name it."""
+    options = [("grpc.max_receive_message_length", MAX_RECEIVE_BYTES)]
+    async with grpc.aio.insecure_channel(upstream, options=options) as channel:
+
+        async def behaviour(requests: Any, context: Any) -> AsyncIterator[bytes]:
+            request_id = str(dict(context.invocation_metadata())[REQUEST_ID_KEY])
+            call = channel.stream_stream(PATHS[name])(
+                requests, timeout=context.time_remaining(), metadata=((REQUEST_ID_KEY, request_id),)
+            )
+            try:
+                bends = request_id.startswith(f"fuzz-{name}-")
+                async for answer in _bent(call, name, random.Random(request_id)) if bends else call:
+                    yield answer
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata()))
+            finally:
+                call.cancel()
+
+        _, service, method = PATHS[name].split("/")
+        handlers = {method: grpc.stream_stream_rpc_method_handler(behaviour)}
+        server = grpc.aio.server(options=options)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        server.add_insecure_port(address)
+        await server.start()
+        try:
+            yield
+        finally:
+            await server.stop(None)
+
+
+async def _bent(answers: AsyncIterator[bytes], name: str, random_: random.Random) -> AsyncIterator[bytes]:
+    """The answers, but for one of them."""
+    target = random_.choice((0, 0, 1, 2, 3, random_.randrange(20)))
+    how = random_.choice(("structure",) * 6 + ("bytes", "drop", "double", "late", "repeat", "end"))
+    late: list[bytes] = []
+    each = aiter(answers)
+    for place in count():
+        try:
+            # Who takes a bent answer may have nothing more to ask for, and a peer that says nothing is none of this.
+            answer = await asyncio.wait_for(anext(each), _SILENCE_S if place > target else None)
+        except (TimeoutError, StopAsyncIteration):
+            return
+        if place == target:
+            match how:
+                case "structure":
+                    message = _ANSWERS[name].FromString(answer)
+                    mutate(message, random_)
+                    yield message.SerializeToString()
+                case "bytes":
+                    yield mutate_bytes(answer, random_)
+                case "double" | "repeat":
+                    for _ in range(2 if how == "double" else 200):
+                        yield answer
+                case "late":
+                    late.append(answer)
+                case "end":
+                    return
+        else:
+            yield answer
+            while late:
+                yield late.pop()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
