@@ -6,7 +6,7 @@ PROTOS := $(wildcard protos/framesieve/v1/*.proto)
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos demo test test-gpu lint format bench bench-engine bench-media fuzz demo-model demo-eval up down clean
+.PHONY: help setup protos demo test test-gpu lint format bench bench-engine bench-media fuzz fuzz-rpc demo-model demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ bench-engine: setup  ## Measure the engine against transformers' generate, and p
 
 bench-media: setup  ## Measure the path from a file to pruned embeddings against other ways to do the same
 	$(BIN)/python -m benchmarks.media
+
+fuzz-rpc: setup  ## Put ten thousand mutated calls, and answers of bent peers, through the three services
+	$(BIN)/python -m tests.fuzz.rpc
 
 fuzz: setup  ## Put thousands of broken media files through planning and decoding
 	$(BIN)/python -m tests.fuzz.run
