@@ -1,4 +1,4 @@
-"""A thousand mutated calls, and whole ones behind bent peers, against three real processes. `make fuzz-rpc` has more."""
+"""A thousand mutated calls, and whole ones behind bent peers, against three real processes (`make fuzz-rpc`: more)."""
 
 from __future__ import annotations
 
