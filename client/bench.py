@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import shlex
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +24,17 @@ from client.bench_run import Run, measure
 from client.bench_table import table
 from client.bench_workload import Entry, Workload, read_workload, synthesised
 from client.client import DEFAULT_ADDRESS
-from client.command_options import JsonOption, print_json, pruning_of
+from client.command_options import (
+    JsonOption,
+    PlaintextTokenOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+    TokenFileOption,
+    access_of,
+    print_json,
+    pruning_of,
+)
 from client.launcher import SIGTERM_STATUS, LocalStack, unwind_on_sigterm
 from client.terminal import errors_told, stderr
 from client.wire import Options
@@ -50,6 +61,13 @@ def bench(
     ] = False,
     model: Annotated[
         Path | None, typer.Option(help="Their checkpoint folder; implies --start. Default: the embedded demo model.")
+    ] = None,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="host:port of a service's /metrics, once for each replica of all three; --json then says what they "
+            "spent, for framesieve capacity. Known of services that are started for the run."
+        ),
     ] = None,
     clients: Annotated[
         int | None,
@@ -98,6 +116,11 @@ def bench(
         Path | None,
         typer.Option("--plot", help="Write distributions and throughput as a PNG; needs the extra 'plot'."),
     ] = None,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    token_file: TokenFileOption = None,
+    allow_plaintext_token: PlaintextTokenOption = False,
 ) -> None:
     """Measure a server under load: latencies, throughput, what pruning saves.
 
@@ -120,6 +143,8 @@ def bench(
         {"--requests": requests, "--duration-s": duration_s},
         {"--server": server, "--start": start or None},
         {"--server": server, "--model": model},
+        {"--metrics": metrics, "--start": start or None},
+        {"--metrics": metrics, "--model": model},
         {"--workload": workload, "--unique/--repeat": unique},
         positive={"--rate": rate, "--duration-s": duration_s, "--timeout-s": timeout_s},
     )
@@ -136,10 +161,12 @@ def bench(
         entries = _entries(workload, on_server) if workload else synthesised(seed)
         asked = Workload(entries, prunings, unique=workload is None and unique is not False)
         extent = Extent(None if duration_s else requests or _REQUESTS, duration_s)
+        access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
         options = Options(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, timeout_s=timeout_s)
         began = datetime.now(UTC).isoformat(timespec="seconds")
-        with _served(server, start, model) as (address, served):
-            run = Run(address, asked, clients or (None if rate else _CLIENTS), rate, extent, warmup, seed, options)
+        with _served(server, start, model, metrics or ()) as (address, served, told_at):
+            loop = clients or (None if rate else _CLIENTS)
+            run = Run(address, asked, loop, rate, extent, warmup, seed, options, access, told_at)
             outcome = asyncio.run(measure(run))
         if output is not None:
             plot(outcome.records, outcome.wall_s, f"{_command(context)}  ·  {began}", output)
@@ -154,6 +181,7 @@ def bench(
     }
     if as_json:
         told = {"run": about, "interrupted": outcome.interrupted, "abandoned": outcome.abandoned, **report_json(report)}
+        told["services"] = [dataclasses.asdict(each) for each in outcome.spent]
         if with_records:
             told["records"] = [record_json(record) for record in outcome.records]
         print_json(told)
@@ -193,18 +221,21 @@ def _entries(workload: Path, on_server: bool) -> list[Entry]:
 
 
 @contextlib.contextmanager
-def _served(server: str | None, start: bool, model: Path | None) -> Iterator[tuple[str, str]]:
-    """The address to ask, and what the report says of it. Raises StartupError."""
+def _served(
+    server: str | None, start: bool, model: Path | None, metrics: Sequence[str]
+) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """The address to ask, what the report says of it, and where metrics are told. Raises StartupError."""
     if server is not None or not (start or model is not None or not _listens()):
         address = server or DEFAULT_ADDRESS
-        yield address, address
+        yield address, address, tuple(metrics)
         return
     unwind_on_sigterm(SIGTERM_STATUS)
     stack = LocalStack(model)
     with stderr.status("starting three services …"):
         stack.start()
     try:
-        yield stack.address, f"three services started for this run, {model or 'the embedded model'}"
+        told_at = tuple(f"127.0.0.1:{port}" for port in stack.metrics_ports.values())
+        yield stack.address, f"three services started for this run, {model or 'the embedded model'}", told_at
     finally:
         stack.stop()
 

@@ -45,6 +45,8 @@ class Group:
 
     first_token_s, total_s: from when a question was due; token_gap_s: pooled over the tokens of all answers.
     prompt_tokens: after pruning; cached_prompt_tokens of them were computed before. stages_s: medians, by name.
+    held_s: mean time from arrival to the end of the answer, by the server's clock.
+    kv_token_s: mean product of a request's tokens and the time that they lie in the KV cache, prefill and answer.
     """
 
     asked: int
@@ -57,12 +59,15 @@ class Group:
     cached_prompt_tokens: int
     completion_tokens: int
     stages_s: dict[str, float]
+    held_s: float | None
+    kv_token_s: float | None
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Group:
         answered = [record for record in records if record.failure is None]
         usages = [record.usage for record in answered if record.usage]
-        stages = [record.timings.stages_s for record in answered if record.timings]
+        costs = [(each.usage, each.timings) for each in answered if each.usage and each.timings]
+        stages = [timings.stages_s for _, timings in costs]
         return cls(
             asked=len(records),
             answered=len(answered),
@@ -74,12 +79,23 @@ class Group:
             cached_prompt_tokens=sum(usage.cached_prompt_tokens for usage in usages),
             completion_tokens=sum(usage.completion_tokens for usage in usages),
             stages_s={name: statistics.median(each[name] for each in stages) for name in (stages[0] if stages else ())},
+            held_s=_mean([timings.time_to_first_token_s + timings.generate_s for _, timings in costs]),
+            kv_token_s=_mean(
+                [
+                    (usage.prompt_tokens + usage.completion_tokens) * (timings.prefill_s + timings.generate_s)
+                    for usage, timings in costs
+                ]
+            ),
         )
 
     @property
     def retained(self) -> float | None:
         """Prompt tokens after pruning, as a share of those before; None where nothing was answered."""
         return self.prompt_tokens / self.prompt_tokens_full if self.prompt_tokens_full else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 @dataclass(frozen=True, slots=True)

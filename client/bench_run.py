@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from client.access import Access
 from client.bench_load import Extent, closed_loop, open_loop, poisson_arrivals
 from client.bench_measure import Record, timed
+from client.bench_metrics import Spent, read_metrics, spent
 from client.bench_workload import Workload
 from client.client import FramesieveClient
 from client.terminal import stderr
@@ -21,7 +23,10 @@ _WARMUP_CLIENTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is asked, when, of whom. Exactly one of clients and rate (questions a second) is set."""
+    """What is asked, when, of whom. Exactly one of clients and rate (questions a second) is set.
+
+    metrics: addresses of the services' /metrics; without them nobody says what the load cost.
+    """
 
     server: str
     workload: Workload
@@ -31,6 +36,8 @@ class Run:
     warmup: int
     seed: int
     options: Options
+    access: Access
+    metrics: tuple[str, ...] = ()
 
     @property
     def load(self) -> str:
@@ -49,6 +56,7 @@ class Outcome:
 
     wall_s: from the load's begin to its last answer, or to its interruption.
     abandoned: questions that were under way when it was interrupted; they have no record.
+    spent: by the services, on a load that was not interrupted.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -56,10 +64,11 @@ class Outcome:
     wall_s: float = 0.0
     interrupted: bool = False
     abandoned: int = 0
+    spent: tuple[Spent, ...] = ()
 
 
 async def measure(run: Run) -> Outcome:
-    """Raises Unavailable where all of the warm-up finds no server."""
+    """Raises Unavailable where all of the warm-up finds no server, or nobody tells metrics."""
     outcome = Outcome()
     load = asyncio.create_task(_load(run, outcome))
     loop = asyncio.get_running_loop()
@@ -76,10 +85,11 @@ async def measure(run: Run) -> Outcome:
 
 
 async def _load(run: Run, outcome: Outcome) -> None:
-    async with FramesieveClient(run.server) as client:
+    async with FramesieveClient(run.server, **run.access) as client:
         if run.warmup:
             with stderr.status(f"warming up: {run.warmup} requests …"):
                 await _warm_up(run, client, outcome)
+        before = await read_metrics(run.metrics)
         clock = asyncio.get_running_loop().time
         began_s = clock()
 
@@ -98,6 +108,7 @@ async def _load(run: Run, outcome: Outcome) -> None:
                     await open_loop(ask, poisson_arrivals(run.rate, run.seed, run.extent))
             finally:
                 outcome.wall_s = clock() - began_s
+        outcome.spent = spent(before, await read_metrics(run.metrics))
 
 
 async def _warm_up(run: Run, client: FramesieveClient, outcome: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""The `framesieve` command: serve, ask, inspect, bench.
+"""The `framesieve` command: serve, ask, inspect, bench, capacity.
 
 Answers and JSON go to stdout, everything else to stderr. Exit status: 0; 1 for an error, told in one line that begins
 with its reason; 2 for wrong usage; 130 after Ctrl-C. `serve` is told to stop by that, and has statuses of its own.
@@ -15,6 +15,7 @@ import typer
 
 from client.asking import ask
 from client.bench import bench
+from client.capacity import capacity
 from client.client import DEFAULT_ADDRESS
 from client.command_options import (
     FpsOption,
@@ -22,7 +23,13 @@ from client.command_options import (
     MaxFramesOption,
     MethodOption,
     OnServerOption,
+    PlaintextTokenOption,
     RateOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+    TokenFileOption,
+    access_of,
     media_part,
     print_json,
     pruning_of,
@@ -94,6 +101,11 @@ def inspect_media(
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder, where no service is named.")] = None,
     on_server: OnServerOption = False,
     as_json: JsonOption = False,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    token_file: TokenFileOption = None,
+    allow_plaintext_token: PlaintextTokenOption = False,
 ) -> None:
     """Draw which patches of a video pruning keeps: frames side by side, pruned patches dimmed.
 
@@ -107,7 +119,8 @@ def inspect_media(
         raise typer.BadParameter("--preprocessing and --encoder are given together or not at all")
     with errors_told():
         if preprocessing is not None and encoder is not None:
-            seen = asyncio.run(inspect(preprocessing, encoder, part, pruning))
+            access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
+            seen = asyncio.run(inspect(preprocessing, encoder, part, pruning, **access))
         else:
             unwind_on_sigterm(SIGTERM_STATUS)
             started = LocalStack(model, services=("preprocessing", "encoder"))
@@ -118,6 +131,7 @@ def inspect_media(
 
 
 app.command()(bench)
+app.command()(capacity)
 
 
 _METHOD_NAMES = {EVS: "EVS", VIDCOM2: "VidCom2", RANDOM: "a random choice", NONE: "no pruning"}

@@ -1,0 +1,111 @@
+"""What services spent is what their metrics rose by, read from real endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from client.bench_metrics import read_metrics, spent
+from common.errors import InvalidRequest, Unavailable
+
+
+@dataclass
+class Replica:
+    """One service's endpoint, with the metrics that are read of it."""
+
+    service: str
+    address: str = ""
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+    def __post_init__(self) -> None:
+        Gauge("framesieve_build_info", "…", ["service", "version"], registry=self.registry).labels(self.service, "1")
+        self.busy = Histogram("framesieve_stage_busy_seconds", "…", ["stage"], registry=self.registry)
+        self.bytes = Counter("framesieve_message_bytes", "…", ["method", "direction"], registry=self.registry)
+        self.processor = Counter("process_cpu_seconds", "…", registry=self.registry)
+        if self.service == "generation":
+            self.step = Histogram("framesieve_generation_step_seconds", "…", registry=self.registry)
+        if self.service == "preprocessing":
+            workers = Gauge("framesieve_preprocessing_workers", "…", ["pool"], registry=self.registry)
+            workers.labels("read").set(2)
+            workers.labels("decode").set(3)
+
+
+@pytest.fixture
+def replicas() -> Iterator[list[Replica]]:
+    found = [Replica(service) for service in ("generation", "preprocessing", "preprocessing", "encoder")]
+    servers = [start_http_server(0, "127.0.0.1", each.registry) for each in found]
+    for each, (server, _) in zip(found, servers, strict=True):
+        each.address = f"127.0.0.1:{server.server_port}"
+    yield found
+    for server, thread in servers:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+async def test_what_was_spent_before_the_load_is_not_counted_and_replicas_are_added_up(replicas: list[Replica]) -> None:
+    generation, first, second, encoder = replicas
+    for each in replicas:
+        each.busy.labels("plan").observe(100)
+        each.processor.inc(100)
+    before = await read_metrics([each.address for each in replicas])
+    first.busy.labels("decode").observe(1.5)  # a stage that had no series before
+    second.busy.labels("decode").observe(2.5)
+    second.busy.labels("plan").observe(0.25)
+    generation.step.observe(0.5)
+    encoder.bytes.labels("Encode", "sent").inc(900)
+    encoder.bytes.labels("Encode", "received").inc(50)
+    encoder.processor.inc(7)
+    told = {each.service: each for each in spent(before, await read_metrics([each.address for each in replicas]))}
+    assert [*told] == ["generation", "preprocessing", "encoder"]
+    preprocessing = told["preprocessing"]
+    assert (preprocessing.replicas, preprocessing.workers) == (2, 3)
+    assert preprocessing.busy_s == {"decode": 4.0, "plan": 0.25}
+    assert told["generation"].busy_s == {"plan": 0.0, "step": 0.5}
+    assert (told["generation"].replicas, told["generation"].workers) == (1, 0)
+    assert (told["encoder"].sent_bytes, told["encoder"].received_bytes, told["encoder"].processor_s) == (900, 50, 7)
+    assert preprocessing.sent_bytes == preprocessing.received_bytes == preprocessing.processor_s == 0
+
+
+async def test_who_tells_no_metrics_has_no_cost() -> None:
+    assert spent(await read_metrics([]), await read_metrics([])) == ()
+
+
+async def test_an_address_where_nothing_listens_is_named(replicas: list[Replica]) -> None:
+    with pytest.raises(Unavailable, match=r"no metrics at 127\.0\.0\.1:1: "):
+        await read_metrics([replicas[0].address, "127.0.0.1:1"])
+
+
+async def test_metrics_of_something_else_are_refused() -> None:
+    server, thread = start_http_server(0, "127.0.0.1", CollectorRegistry())
+    address = f"127.0.0.1:{server.server_port}"
+    with pytest.raises(InvalidRequest, match=f"--metrics: {address}/metrics has no framesieve_build_info"):
+        await read_metrics([address])
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+async def test_what_is_no_prometheus_text_is_refused() -> None:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>not {these}</html>")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Page)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    with pytest.raises(InvalidRequest, match="exposes no Prometheus text"):
+        await read_metrics([f"127.0.0.1:{server.server_port}"])
+    server.shutdown()
+    server.server_close()
+    thread.join()
