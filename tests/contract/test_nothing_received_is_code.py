@@ -1,0 +1,101 @@
+"""No service and no client can turn data into code: the modules and calls that do so stand nowhere in their source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGES = ("services", "common", "client")
+
+# What reads objects of any class from bytes.
+MODULES = frozenset(
+    {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "copyreg", "pty"}
+)
+# As they are written.
+CALLS = frozenset(
+    {
+        *("eval", "exec", "compile", "__import__", "execfile"),
+        *("torch.load", "torch.jit.load", "torch.hub.load", "torch.package.PackageImporter", "torch.save"),
+        *("numpy.load", "np.load", "numpy.save", "np.save", "numpy.fromfile", "np.fromfile"),
+        *("yaml.load", "yaml.unsafe_load", "yaml.full_load"),
+        *("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"),
+        *("asyncio.create_subprocess_shell", "pandas.read_pickle"),
+    }
+)
+KEYWORDS = frozenset({"shell", "allow_pickle", "trust_remote_code", "weights_only"})
+METHODS = frozenset({"__reduce__", "__reduce_ex__", "__setstate__", "__getstate__"})
+
+
+def found_in(source: str) -> Iterator[str]:
+    """What stands in the source and must not, with its line."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                told = [name.name for name in names if name.name.split(".")[0] in MODULES]
+            case ast.ImportFrom(module=str(module), names=names):
+                each = [f"{module}.{name.name}" for name in names]
+                told = [name for name in each if name.split(".")[0] in MODULES or name in CALLS]
+            case ast.Call(func=function, keywords=keywords):
+                told = [name for name in [ast.unparse(function)] if name in CALLS]
+                told += [keyword.arg for keyword in keywords if keyword.arg in KEYWORDS]
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                told = [name] if name in METHODS else []
+            case _:
+                told = []
+        yield from (f"line {getattr(node, 'lineno', 0)}: {name}" for name in told)
+
+
+def test_nothing_in_the_services_turns_data_into_code() -> None:
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    assert len(files) > 100
+    found = {str(path.relative_to(ROOT)): list(found_in(path.read_text())) for path in files}
+    assert {path: told for path, told in found.items() if told} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import os, marshal",
+        "def late():\n    from cloudpickle import loads",
+        "from torch import load",
+        "torch.load(path, weights_only=True)",
+        "embeds = np.load(file)",
+        "np.asarray(numpy.load(file, mmap_mode='r'))",
+        "read(file, allow_pickle=True)",
+        "config = yaml.load(text)",
+        "lambda text: eval(text)",
+        "exec(code)",
+        "subprocess.run(command, shell=True)",
+        "os.system('ffmpeg ' + path)",
+        "await asyncio.create_subprocess_shell(command)",
+        "class Frame:\n    def __reduce__(self):\n        return Frame, ()",
+        "Model.from_pretrained(folder, trust_remote_code=True)",
+    ],
+)
+def test_what_would_do_so_is_found(source: str) -> None:
+    assert list(found_in(source))
+
+
+@pytest.mark.parametrize(
+    "source", ["model.eval()", "re.compile(pattern)", "safetensors.torch.load_file(path)", "subprocess.run([path])"]
+)
+def test_what_only_looks_like_it_is_not(source: str) -> None:
+    assert list(found_in(source)) == []
+
+
+def test_weights_come_as_safetensors_alone() -> None:
+    """Other formats of checkpoints are pickles: they are not even looked for."""
+    sources = [path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    strings = [
+        node.value
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert any(text.endswith(".safetensors") for text in strings)
+    assert not [text for text in strings if text.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npy", ".npz"))]
