@@ -72,11 +72,11 @@ demo-model: setup  ## Train the embedded model again (under two hours on two cor
 demo-eval: setup  ## Accuracy of the embedded model on unseen clips, by pruning rate and method
 	$(BIN)/python -m demo.evaluate
 
-up:  ## Start the stack in containers, with Prometheus
-	docker compose --profile monitoring up --build --detach --wait
+up:  ## Start the stack in containers, with Prometheus and Grafana
+	docker compose --profile dashboard up --build --detach --wait
 
 down:  ## Stop the containers
-	docker compose --profile monitoring down
+	docker compose --profile dashboard down
 
 clean:  ## Remove what was generated
 	rm -rf .venv framesieve .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
