@@ -18,6 +18,7 @@ from common.channels import passed_on
 from common.credentials import NO_CREDENTIALS, Credentials
 from common.errors import InvalidRequest
 from common.interceptors import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
+from common.tally import tally
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
 from services.generation.answers import MediaItem
@@ -90,10 +91,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             self._engine.submit(question)
             _note_repairs(usage, question)
             if not question.wanted_media:
-                clock.finish(Stage.TRANSFER)
+                clock.skip(Stage.TRANSFER)
             fetching = asyncio.create_task(self._fetch(session, clock, question, usage, events))
             try:
                 count_prompt(usage.prompt_tokens_full, usage.prompt_tokens, plan.media, prunings, kept_counts)
+                tally(
+                    media=len(plan.media),
+                    prompt_tokens_full=usage.prompt_tokens_full,
+                    prompt_tokens=usage.prompt_tokens,
+                )
                 yield accepted_response(request_id, usage)
                 unfinished = len(answers)
                 told_ns: dict[int, int] = {}  # when each answer's last token came
@@ -107,10 +113,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         case Tokens():
                             if clock.token(at_ns):
                                 count_first_token(clock, question.cached_tokens)
+                                tally(cached_prompt_tokens=question.cached_tokens)
                             if index in told_ns:
                                 count_next_token(at_ns - told_ns[index])
                             told_ns[index] = at_ns
                             GENERATED_TOKENS.inc(len(event.token_ids))
+                            tally(completion_tokens=len(event.token_ids))
                             yield delta_response(event, index)
                         case Finished():
                             unfinished -= 1
