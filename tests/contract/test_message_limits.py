@@ -1,0 +1,103 @@
+"""What one message, one connection and one restless caller may cost a listener: bounds that hold at their edge."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from common.channels import MAX_ANSWER_BYTES, MAX_RECEIVE_BYTES, open_channel, read_from
+from common.errors import PeerContract
+from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2, tensor_pb2
+from tests.contract.guarded_service import METHOD, TIMEOUT_S, Echo, ask, guarded, refusal, select, tcp_address
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS, PING, GOAWAY = 4, 6, 7
+MAX_CONCURRENT_STREAMS = 3
+ENHANCE_YOUR_CALM = 11
+
+
+class Flooding(encoder_pb2_grpc.EncoderServiceServicer):
+    """Answers with a message of as many bytes as the request has as its index."""
+
+    async def Encode(self, requests: AsyncIterator[encoder_pb2.EncodeRequest], context: object) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield encoder_pb2.EncodeResponse(
+                embeds=encoder_pb2.EmbedsChunk(chunk=tensor_pb2.TensorChunk(data=bytes(request.select.media_index)))
+            )
+
+
+def request_of(size_bytes: int) -> bytes:
+    """A valid request of that size, of which a picture is the most."""
+    empty = encoder_pb2.EncodeRequest()
+    image = empty.prompt.prompt.messages.add(role=prompt_pb2.ROLE_USER).parts.add().image
+    image.data = bytes(size_bytes - 64)
+    image.data += bytes(size_bytes - empty.ByteSize())
+    data = empty.SerializeToString()
+    assert len(data) == size_bytes
+    return data
+
+
+async def test_the_receive_limit_is_bounded(tmp_path: Path) -> None:
+    assert MAX_RECEIVE_BYTES == 20 * 2**20  # 16 MiB of media, 4 MiB of text
+    echo = Echo()
+    async with (
+        guarded(f"unix:{tmp_path}/s", echo) as service,
+        grpc.aio.insecure_channel(service.address, [("grpc.max_send_message_length", -1)]) as channel,
+    ):
+        call = channel.stream_stream(METHOD)
+        assert await call(iter([request_of(MAX_RECEIVE_BYTES)]), timeout=TIMEOUT_S).read()
+        code, _, told = await refusal(call(iter([request_of(MAX_RECEIVE_BYTES + 1)]), timeout=TIMEOUT_S).read())
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert f"({MAX_RECEIVE_BYTES + 1} vs. {MAX_RECEIVE_BYTES})" in told
+        assert len(echo.received) == 1
+        assert await ask(channel, 7) == 7  # the next is served
+
+
+async def test_an_answer_that_no_service_sends_is_not_taken_from_one(tmp_path: Path) -> None:
+    assert MAX_ANSWER_BYTES == 8 * 2**20
+    async with guarded(f"unix:{tmp_path}/s", Flooding()) as service, open_channel(service.address) as channel:
+        stub = encoder_pb2_grpc.EncoderServiceStub(channel)
+        answer = await read_from(stub.Encode(iter([select(MAX_ANSWER_BYTES - 64)])), "encoder")
+        assert len(answer.embeds.chunk.data) == MAX_ANSWER_BYTES - 64
+        with pytest.raises(PeerContract, match="more at once than any message may have"):
+            await read_from(stub.Encode(iter([select(MAX_ANSWER_BYTES)])), "encoder")
+
+
+# --- connections, spoken to in HTTP/2's own frames ----------------------------------------------------------------
+
+
+def frame(kind: int, payload: bytes = b"") -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, 0]) + bytes(4) + payload
+
+
+async def frames(reader: asyncio.StreamReader) -> AsyncIterator[tuple[int, bytes]]:
+    """Kind and payload of what comes, until the connection ends."""
+    while head := await reader.read(9):
+        head += await reader.readexactly(9 - len(head))
+        yield head[3], await reader.readexactly(int.from_bytes(head[:3], "big"))
+
+
+async def test_a_connection_has_a_bounded_number_of_requests() -> None:
+    async with guarded(tcp_address(), Echo()) as service:
+        reader, writer = await asyncio.open_connection(*service.address.split(":"))
+        writer.write(PREFACE + frame(SETTINGS))
+        async with asyncio.timeout(TIMEOUT_S):
+            kind, payload = await anext(frames(reader))
+        assert kind == SETTINGS
+        assert dict(struct.iter_unpack(">HI", payload))[MAX_CONCURRENT_STREAMS] == 1024
+        writer.close()
+
+
+async def test_who_pings_all_the_time_is_cut_off() -> None:
+    async with guarded(tcp_address(), Echo()) as service:
+        reader, writer = await asyncio.open_connection(*service.address.split(":"))
+        writer.write(PREFACE + frame(SETTINGS) + frame(PING, bytes(8)) * 10)
+        async with asyncio.timeout(TIMEOUT_S):
+            came = dict([each async for each in frames(reader)])  # to its end, which is the listener's
+        assert int.from_bytes(came[GOAWAY][4:8], "big") == ENHANCE_YOUR_CALM
+        writer.close()
