@@ -16,7 +16,7 @@ from client.terminal import errors_told
 
 _KV_CACHE_TOKENS = 32768
 _MEDIA_BUFFER_BYTES = 2**30
-_NAME_WIDTH = 30
+_NAME_WIDTH = 26
 
 
 def capacity(
@@ -35,8 +35,10 @@ def capacity(
 ) -> None:
     """Say how many of each service a load needs, from a bench of the same requests on the same machines.
 
-    The bench must have seen the services' metrics: it does with --start, or with --metrics of all three. Machines that
-    others kept busy make requests look dearer than they are; docs/capacity.md has the formulas and their limits.
+    The bench must have seen the services' metrics: it does with --start, or with --metrics of all three. Of each
+    service the table says how long a request keeps it busy, how much processor time that takes, how many requests one
+    replica works on at once, and how many must be worked on at a time. On a machine that others keep busy the first
+    figure is too large, and so are the replicas. docs/capacity.md has the formulas and their limits.
 
     Example: framesieve bench --start --clients 4 --json > bench.json
 
@@ -69,13 +71,14 @@ def capacity(
 def _lines(request: Request, load: Load, needed: Plan) -> Iterator[str]:
     yield f"load:      {load.requests_per_s:g} requests/s, {load.utilisation:.0%} of time and room used"
     yield ""
-    yield _row("work", ("s/request", "at once", "busy", "replicas", "cores"))
+    yield _row("work", ("busy, s", "cpu, s", "at once", "needed", "replicas", "cores"))
     for service, cost in request.costs.items():
         need = needed.working[service]
         yield _row(
             f"  {service}",
             (
                 f"{cost.work_s:.3f}",
+                f"{cost.processor_s:.3f}",
                 f"{cost.at_once}",
                 f"{need.used:.2f}",
                 f"{need.replicas}",
@@ -83,7 +86,7 @@ def _lines(request: Request, load: Load, needed: Plan) -> Iterator[str]:
             ),
         )
     yield ""
-    yield _row("held by generation", ("·s/request", "held", "of one", "replicas"))
+    yield _row("held by generation", ("× s/request", "held", "of one", "replicas"))
     for name, of_request, need, of_one, unit in (
         ("KV cache, tokens", request.kv_token_s, needed.kv_cache, load.kv_cache_tokens, 1.0),
         ("media buffer, MB", request.embeds_byte_s, needed.media_buffer, load.media_buffer_bytes, 1e6),
@@ -100,4 +103,4 @@ def _lines(request: Request, load: Load, needed: Plan) -> Iterator[str]:
 
 
 def _row(name: str, values: Sequence[str]) -> str:
-    return f"{name:<{_NAME_WIDTH}}" + "".join(f"{value:>12}" for value in values)
+    return f"{name:<{_NAME_WIDTH}}" + "".join(f"{value:>10}" for value in values)

@@ -139,7 +139,7 @@ def test_a_table_says_the_same(capacity: Callable[..., Result]) -> None:
     assert lines[0] == "measured:  100 requests, 2026-11-21T12:00:00+00:00, framesieve bench --start --json"
     assert lines[1] == "load:      10 requests/s, 50% of time and room used"
     words = [line.split() for line in lines]
-    assert ["preprocessing", "0.800", "4", "8.00", "4", "20.0"] in words
+    assert ["preprocessing", "0.800", "1.000", "4", "8.00", "4", "20.0"] in words
     assert ["KV", "cache,", "tokens", "500", "5000", "6000", "2"] in words
     assert ["media", "buffer,", "MB", "1.8", "18.0", "1073.7", "1"] in words
     assert ["generation", "to", "encoder", "1.100", "11.000"] in words
