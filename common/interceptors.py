@@ -17,6 +17,7 @@ from common.channels import DETAILS_KEY, REQUEST_ID_KEY, status_details, status_
 from common.errors import FramesieveError, PeerContract, Unauthenticated, Unavailable
 from common.metrics import MESSAGE_BYTES, REFUSALS, REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
 from common.parsing import parsed
+from common.tally import Tally, begin_tally, tally
 
 OUR_METHODS = "/framesieve."
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -104,6 +105,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
 def _parse_weighed(parse: Any, method: str) -> Callable[[bytes], Any]:
     def weighed(data: bytes) -> Any:
         MESSAGE_BYTES.labels(method, "received").inc(len(data))
+        tally(received_bytes=len(data))
         return parse(data)
 
     return weighed
@@ -113,19 +115,23 @@ def _serialize_weighed(serialize: Any, method: str) -> Callable[[Any], bytes]:
     def weighed(response: Any) -> bytes:
         data: bytes = serialize(response)
         MESSAGE_BYTES.labels(method, "sent").inc(len(data))
+        tally(sent_bytes=len(data))
         return data
 
     return weighed
 
 
 def guarded(behaviour: Behaviour, path: str) -> Behaviour:
-    """The same behaviour with a request id, its outcome counted, and a status for whatever it raises."""
+    """The same behaviour with a request id, its outcome counted and logged, and a status for whatever it raises."""
     method, stage = path.rsplit("/", 1)[-1], _stage_of(path)
 
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         structlog.contextvars.bind_contextvars(request_id=_request_id(context), method=method)
+        sizes = begin_tally()
         start, code = time.perf_counter(), "OK"
+        refusal: FramesieveError | None = None
         REQUESTS_RUNNING.labels(method).inc()
+        log.debug("request began")
         try:
             async for response in behaviour(request, context):
                 yield response
@@ -134,29 +140,40 @@ def guarded(behaviour: Behaviour, path: str) -> Behaviour:
             code = "DEADLINE_EXCEEDED" if left_s is not None and left_s <= 0 else "CANCELLED"
             raise
         except FramesieveError as error:
-            code = error.status
+            code, refusal = error.status, error
             if isinstance(error, PeerContract):
                 log.error("peer broke the contract", error=str(error))
-                error = PeerContract(f"a peer of {method} broke the contract, request id {bound_request_id()}")
-            REFUSALS.labels(method, error.reason).inc()
-            await _refuse(context, error, stage)
-        except Exception as error:
-            code = "INTERNAL"
-            log.exception("bug", error=repr(error))
-            bug = FramesieveError(f"an internal error in {method}, request id {bound_request_id()}")
-            REFUSALS.labels(method, bug.reason).inc()
-            await _refuse(context, bug, stage)
+                refusal = PeerContract(f"a peer of {method} broke the contract, request id {bound_request_id()}")
+            await _refuse(context, refusal, method, stage)
+        except Exception:
+            code, refusal = (
+                "INTERNAL",
+                FramesieveError(f"an internal error in {method}, request id {bound_request_id()}"),
+            )
+            log.exception("bug")
+            await _refuse(context, refusal, method, stage)
         finally:
             REQUESTS_RUNNING.labels(method).dec()
             REQUESTS.labels(method, code).inc()
-            REQUEST_SECONDS.labels(method).observe(time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            REQUEST_SECONDS.labels(method).observe(seconds)
+            _tell_end(code, refusal, seconds, sizes)
 
     return guarded
 
 
-async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: FramesieveError, stage: str) -> None:
-    notes = getattr(error, "__notes__", [])
-    log.warning("refused", reason=error.reason, error=status_message(error), **({"upstream": notes} if notes else {}))
+def _tell_end(code: str, refusal: FramesieveError | None, seconds: float, sizes: Tally) -> None:
+    told = {"code": code, "seconds": round(seconds, 6), **sizes}
+    if refusal is None:
+        log.info("request ended", **told)
+        return
+    notes = getattr(refusal, "__notes__", [])
+    upstream = {"upstream": notes} if notes else {}
+    log.warning("request ended", reason=refusal.reason, error=status_message(refusal), **upstream, **told)
+
+
+async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: FramesieveError, method: str, stage: str) -> None:
+    REFUSALS.labels(method, error.reason).inc()
     details: tuple[tuple[str, str | bytes], ...] = ((DETAILS_KEY, status_details(error).SerializeToString()),)
     if isinstance(error, Unavailable) and error.stage != stage:
         # What is gone is further up, and this service has tried it again: another of its replicas has no more luck.

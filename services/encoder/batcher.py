@@ -116,8 +116,8 @@ class Batcher:
         try:
             while self._run_batch():
                 pass
-        except Exception as error:
-            log.exception("the tower's thread ended by a bug", error=repr(error))
+        except Exception:
+            log.exception("the tower's thread ended by a bug")
             self._give_up()
 
     def _give_up(self) -> None:

@@ -24,6 +24,7 @@ from common.metrics import busy
 from common.plan import Int32Array, MediaPlan
 from common.retention import Pruning, retained_count
 from common.room import Room
+from common.tally import tally
 from common.tensors import DType
 from services.encoder.cache import EmbedsCache, Entry, Source
 from services.encoder.encoding import Encoding, Moments, embeds_bytes
@@ -117,6 +118,7 @@ class Item:
                 await entry.encoding.changed()
             progressed(self)
         self._embeds = await asyncio.to_thread(self._gather, entry, entry.encoding.embeds)
+        tally(media=1, media_tokens_full=self.plan.grid.tokens, media_tokens=self._count)
         self._leave()
 
     async def settled(self, source: Source) -> None:

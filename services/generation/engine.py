@@ -170,7 +170,7 @@ class Engine:
         except torch.AcceleratorError:  # the device is of no more use to this process
             raise
         except Exception as error:
-            log.exception("step failed", error=repr(error), windows=len(windows))
+            log.exception("step failed", request_ids=[window.request.id for window in windows])
             # A schedule that failed says nothing about who is to blame, and leaves nothing to go on with.
             with self._lock:
                 self._fail([window.request for window in windows] or self._scheduler.requests(), _as_failure(error))
@@ -189,8 +189,8 @@ class Engine:
             self._take_commands()
             with self._lock:
                 self._fail(self._scheduler.requests(), Unavailable("generation was stopped", "generation"))
-        except Exception as error:
-            log.exception("the engine ended by a bug", error=repr(error))
+        except Exception:
+            log.exception("the engine ended by a bug")
             self._give_up()
 
     def _give_up(self) -> None:
@@ -214,7 +214,7 @@ class Engine:
             try:
                 act()
             except Exception as error:
-                log.exception("command failed", error=repr(error), request_id=request and request.id)
+                log.exception("command failed", request_id=request and request.id)
                 if request:
                     self._fail([request], _as_failure(error))
 
@@ -287,8 +287,8 @@ class Engine:
         """A listener that fails is a bug in the listener: its request is given up, the others go on."""
         try:
             request.on_event(event)
-        except Exception as error:
-            log.exception("listener failed", request_id=request.id, error=repr(error))
+        except Exception:
+            log.exception("listener failed", request_id=request.id)
             self.cancel(request)
 
     def _fail(self, requests: Iterable[Request], error: FramesieveError) -> None:

@@ -17,6 +17,7 @@ import grpc
 from common.errors import InvalidRequest
 from common.metrics import STAGE_BUSY_SECONDS, busy
 from common.selection import selections
+from common.tally import tally
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 from services.preprocessing.fetch.fetcher import Fetcher
@@ -49,6 +50,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         requests = aiter(request_iterator)
         conversation, fetched_ns = await self._fetched(await self._conversation(await anext(requests, None)))
         planned = await self._planned(conversation)
+        tally(prompt_tokens_full=planned.plan.tokens, media=len(planned.media))
         with planned.files:
             for response in plan_responses(planned.plan, fetched_ns):
                 yield response
@@ -99,6 +101,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     decode_s += each.decode_s
                     resize_s += each.resize_s
                     count_frames(each)
+                    tally(frames=len(each.pixels))
                     for response in frames_responses(media_index, each):
                         yield response
         finally:

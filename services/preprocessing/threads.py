@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -27,5 +28,7 @@ class Threads:
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Runs it on a thread. If the caller is cancelled it runs on, and nobody sees what it returns."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+        """Runs it on a thread, for the caller's request. If the caller is cancelled it runs on, and nobody sees what it
+        returns.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._threads, copy_context().run, function)

@@ -33,7 +33,6 @@ from common.plan import Int32Array, Modality
 from services.preprocessing.layout import Expansion, GridTokens
 from services.preprocessing.positions import GridSpan
 
-_SHOWN_CHARACTERS = 80
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -82,12 +81,13 @@ class ChatTokens:
         Raises InvalidRequest if the template refuses the turns or has no place for some of what they hold.
         """
         rendered, texts = self._render(turns)
-        missing = next((text for stand_in, text in texts.items() if stand_in not in rendered), None)
-        if missing:
-            raise InvalidRequest(
-                f"prompt.messages hold text that the checkpoint's chat template leaves out (some take a system message "
-                f"only as the first): {missing[:_SHOWN_CHARACTERS]!r}"
-            )
+        places = (place for place, turn in enumerate(turns) for part in turn.parts if not isinstance(part, Modality))
+        for place, (stand_in, text) in zip(places, texts.items(), strict=True):
+            if text and stand_in not in rendered:  # which is not quoted: what is refused is logged
+                raise InvalidRequest(
+                    f"prompt.messages[{place}] holds text that the checkpoint's chat template leaves out (some take a "
+                    f"system message only as the first)"
+                )
         asked = [part for turn in turns for part in turn.parts if isinstance(part, Modality)]
         placed = [self._media[token] for token in self._control_pattern.findall(rendered) if token in self._media]
         if placed != asked:
