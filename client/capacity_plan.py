@@ -21,13 +21,13 @@ HOPS = {
 }
 """Every service, and the hop in front of it."""
 
-# What waits for others, and what generation's engine spends within its steps, which are counted whole.
-_NOT_WORK = {"fetch", "transfer", "prefill"}
+# Waiting for a download; checking what arrives, beside the engine's thread; and what its steps hold, counted whole.
+_NOT_COUNTED = {"fetch", "transfer", "prefill"}
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one request cost one service. Seconds are those of all its stages together.
+    """What one request cost one service.
 
     busy_s: time spent working, by stage. at_once: how many requests one replica works on at a time.
     processor_s: of all processor cores. hop_bytes: both ways, on the hop in front of it.
@@ -40,7 +40,7 @@ class Cost:
 
     @property
     def work_s(self) -> float:
-        return sum(seconds for stage, seconds in self.busy_s.items() if stage not in _NOT_WORK)
+        return sum(seconds for stage, seconds in self.busy_s.items() if stage not in _NOT_COUNTED)
 
 
 @dataclass(frozen=True, slots=True)

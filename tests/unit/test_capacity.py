@@ -27,7 +27,7 @@ LOAD = Load(10.0, 0.5, kv_cache_tokens=6000, media_buffer_bytes=10**9)
 
 def test_replicas_are_the_busy_seconds_of_a_second_over_what_one_does_of_them() -> None:
     needed = plan(REQUEST, LOAD)
-    # Waiting for a download or for embeddings is no work, and the engine's steps hold the prefill.
+    # A download is waited for, embeddings are checked beside the engine, and its steps hold the prefill.
     assert [cost.work_s for cost in COSTS.values()] == pytest.approx([0.8, 0.3, 0.2])
     assert {name: need.used for name, need in needed.working.items()} == pytest.approx(
         {"preprocessing": 8.0, "encoder": 3.0, "generation": 2.0}
