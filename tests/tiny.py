@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import islice
@@ -25,6 +25,7 @@ from services.generation.families.language_model import LanguageModel
 from services.generation.request import Event, Failed, Finished, Request, Tokens
 from services.generation.runner import Runner
 from services.generation.sampler import SamplingParams
+from services.generation.stats import Step
 from services.generation.windows import Window
 from services.preprocessing.positions import GridSpan, TextSpan, positions_of
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
@@ -115,6 +116,7 @@ class TinyEngine:
     max_running: int = 8
     max_waiting: int = 64
     guess_tokens: int = 0
+    on_step: Callable[[Step], None] = lambda _: None
     runner: RecordingRunner = field(init=False)
     engine: Engine = field(init=False)
 
@@ -122,7 +124,13 @@ class TinyEngine:
         self.runner = RecordingRunner(self.model, self.blocks, BLOCK_TOKENS)
         allocator = BlockAllocator(self.blocks, BLOCK_TOKENS)
         self.engine = Engine(
-            self.runner, allocator, self.chunk_tokens, self.max_running, self.max_waiting, self.guess_tokens
+            self.runner,
+            allocator,
+            self.chunk_tokens,
+            self.max_running,
+            self.max_waiting,
+            self.guess_tokens,
+            self.on_step,
         )
 
     def ask(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.errors import Unavailable
-from services.encoder.batcher import Batcher
+from services.encoder.batcher import Batcher, Forward
 
 TIMEOUT_S = 10
 
@@ -43,11 +43,11 @@ def tower() -> StoppedTower:
 
 
 @pytest.fixture
-def submit(tower: StoppedTower) -> Iterator[Callable[[int, int], tuple[Future[None], Tensor]]]:
+def submit(tower: StoppedTower) -> Iterator[Callable[[int, int], tuple[Future[Forward], Tensor]]]:
     """Submits a slice by name and tokens to a batcher with a budget of 10, whose tower is busy with slice 0."""
     batcher = Batcher(tower.encode, budget_tokens=10)
 
-    def submit_slice(name: int, tokens: int) -> tuple[Future[None], Tensor]:
+    def submit_slice(name: int, tokens: int) -> tuple[Future[Forward], Tensor]:
         target = torch.zeros(1, tokens, 2)
         return batcher.submit(torch.tensor([name, tokens]), target), target
 
@@ -59,7 +59,7 @@ def submit(tower: StoppedTower) -> Iterator[Callable[[int, int], tuple[Future[No
     batcher.close()
 
 
-Submit = Callable[[int, int], tuple[Future[None], Tensor]]
+Submit = Callable[[int, int], tuple[Future[Forward], Tensor]]
 
 
 def run_all(tower: StoppedTower) -> None:
@@ -157,3 +157,35 @@ def test_closing_cancels_what_is_queued_and_waits_for_the_running_forward() -> N
     assert not closing.is_alive()
     assert running.done()
     assert tower.forwards == [[1]]
+
+
+def test_those_that_wait_are_told_and_since_when_the_first_of_them(tower: StoppedTower) -> None:
+    batcher = Batcher(tower.encode, budget_tokens=10)
+    submitted = [batcher.submit(torch.tensor([0, 1]), torch.zeros(1, 1, 2))]
+    assert tower.started.acquire(timeout=TIMEOUT_S)
+    assert (batcher.queued, batcher.oldest_ns) == (0, None)  # what runs does not wait
+    before_ns = time.monotonic_ns()
+    submitted.append(batcher.submit(torch.tensor([1, 1]), torch.zeros(1, 1, 2)))
+    between_ns = time.monotonic_ns()
+    submitted.append(batcher.submit(torch.tensor([2, 1]), torch.zeros(1, 1, 2)))
+    assert batcher.queued == 2
+    assert batcher.oldest_ns is not None
+    assert before_ns <= batcher.oldest_ns <= between_ns
+    submitted[1].cancel()
+    assert batcher.queued == 1
+    assert batcher.oldest_ns is not None
+    assert batcher.oldest_ns >= between_ns
+    run_all(tower)
+    submitted[2].result(TIMEOUT_S)
+    assert (batcher.queued, batcher.oldest_ns) == (0, None)
+    batcher.close()
+
+
+def test_slices_are_told_when_their_forward_began_and_ended(tower: StoppedTower, submit: Submit) -> None:
+    before_ns = time.monotonic_ns()
+    (first, _), (second, _) = submit(1, 5), submit(2, 6)
+    run_all(tower)
+    forwards = [first.result(TIMEOUT_S), second.result(TIMEOUT_S)]
+    moments = [moment for forward in forwards for moment in (forward.begun_ns, forward.ended_ns)]
+    assert moments == sorted(moments)
+    assert before_ns < moments[0] < moments[-1] < time.monotonic_ns()

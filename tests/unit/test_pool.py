@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from time import monotonic_ns
 
 import pytest
 
@@ -165,3 +166,22 @@ async def test_a_pool_that_does_not_start_takes_the_others_along(pool_of: Callab
     with pytest.raises(StartupError, match="ended with status 1"):
         async with started(pool_of(), Pool(1, LIMITS, MIB, lambda _: None, "no.such.module")):
             pass
+
+
+async def test_jobs_that_wait_for_a_worker_are_told_and_since_when_the_first_of_them(
+    pool_of: Callable[..., Pool],
+) -> None:
+    async with pool_of(size=1) as pool, AsyncExitStack() as reading:
+        assert (pool.jobs, pool.busy, pool.waiting, pool.oldest_ns) == (0, 0, 0, None)
+        first = await reading.enter_async_context(pool.ahead(counting(100, piece_s=0.1)))
+        await anext(first)
+        assert (pool.jobs, pool.busy, pool.waiting, pool.oldest_ns) == (1, 1, 0, None)
+        before_ns = monotonic_ns()
+        async with pool.ahead(counting(1)), pool.ahead(counting(1)):
+            await until(lambda: pool.waiting == 2)
+            assert (pool.jobs, pool.busy) == (3, 1)
+            assert pool.oldest_ns is not None
+            assert before_ns < pool.oldest_ns < monotonic_ns()
+        await until(lambda: pool.waiting == 0)
+        assert (pool.jobs, pool.busy, pool.oldest_ns) == (1, 1, None)
+    await until(lambda: pool.busy == 0)

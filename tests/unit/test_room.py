@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from time import monotonic_ns
 
 import pytest
 from hypothesis import given
@@ -92,3 +93,24 @@ async def test_a_waiter_that_was_admitted_and_cancelled_at_once_gives_its_room_b
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert room.held_bytes == 0
+
+
+async def test_those_who_wait_are_told_and_since_when_the_first_of_them() -> None:
+    room = Room(10)
+    assert (room.waiting, room.oldest_ns) == (0, None)
+    async with room.reserved(10):
+        before_ns = monotonic_ns()
+        first = asyncio.create_task(hold(room, 4, 0, [], 0))
+        await asyncio.sleep(0)
+        between_ns = monotonic_ns()
+        second = asyncio.create_task(hold(room, 4, 0, [], 1))
+        await asyncio.sleep(0)
+        assert room.waiting == 2
+        assert room.oldest_ns is not None
+        assert before_ns <= room.oldest_ns <= between_ns
+        first.cancel()
+        await asyncio.wait([first])
+        assert room.waiting == 1
+        assert room.oldest_ns > between_ns
+    await second
+    assert (room.waiting, room.oldest_ns) == (0, None)
