@@ -1,12 +1,12 @@
-"""Three real processes: one stack for most tests, one whose buffers hold a single item, one with the demo's model."""
+"""Three real processes: one stack for most tests, and a fleet whose processes are killed and replaced."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,11 @@ import pytest
 from client.launcher import LocalStack
 from demo.checkpoint import TINY, write_checkpoint
 from tests import media
+from tests.integration.fleet import Fleet, Service, free_port, metric_in
 
 KV_CACHE_TOKENS = 2048
+# The long clip's 128 slices of 16 tokens, 64 float32 each: one at a time has room in an encoder of the fleet.
+LONG_ITEM_BYTES = 128 * 16 * 64 * 4
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +40,43 @@ def stack(checkpoint: Path, media_root: Path) -> Iterator[LocalStack]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def fetch_port() -> int:
+    """Where on this machine the fleet may fetch from."""
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory, fetch_port: int) -> Iterator[Fleet]:
+    """Slow on purpose: a tower that takes its time, one slice at a time, and a prompt in small chunks."""
+    folder = tmp_path_factory.mktemp("fleet")
+    sizes = {"tower_hidden": 256, "tower_intermediate": 1024, "tower_depth": 6, "full_attention_blocks": (5,)}
+    model = write_checkpoint(folder / "model", replace(TINY, **sizes), seed=1)  # type: ignore[arg-type]
+
+    def two(name: str, *flags: str) -> tuple[Service, Service]:
+        return Service(name, model, folder, flags), Service(name, model, folder, flags)
+
+    def addresses(services: tuple[Service, Service]) -> str:
+        return ",".join(each.address for each in services)
+
+    domains = ("--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1")
+    preprocessing = two("preprocessing", "--decode-workers", "2", "--fetch-ports", str(fetch_port), *domains)
+    upstream = ("--preprocessing", addresses(preprocessing), "--threads", "1")
+    encoder = two("encoder", *upstream, "--batch-tokens", "16", "--output-buffer-bytes", str(LONG_ITEM_BYTES))
+    flags = ("--max-running-requests", "4", "--prefill-chunk-tokens", "16", "--kv-cache-tokens", "16384")
+    generation = Service("generation", model, folder, (*upstream, "--encoder", addresses(encoder), *flags))
+    made = Fleet(preprocessing, encoder, generation)
+    try:
+        for each in made.first:
+            each.start()
+        for each in made.first:
+            each.ready()
+        yield made
+    finally:
+        for each in (*preprocessing, *encoder, generation):
+            each.close()
+
+
 async def settles(read: Callable[[], float], target: float, within_s: float = 5) -> bool:
     """Whether what is read becomes `target` in time: gauges follow a step behind."""
     deadline = time.monotonic() + within_s
@@ -48,14 +88,8 @@ async def settles(read: Callable[[], float], target: float, within_s: float = 5)
 
 
 def metric(stack: LocalStack, service: str, name: str, **labels: str) -> float:
-    """The sum of a metric's samples that carry `labels`; 0 where there are none yet. The metric must exist."""
+    """As `metric_in`, of a service of the stack."""
     url = f"http://127.0.0.1:{stack.metrics_ports[service]}/metrics"
     with urllib.request.urlopen(url, timeout=5) as answer:
         text = answer.read().decode()
-    assert f"# HELP {name.removesuffix('_count')} " in text, f"{service} has no metric {name}"
-    total = 0.0
-    for line in text.splitlines():
-        match = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)
-        if match and all(f'{key}="{value}"' in (match[1] or "") for key, value in labels.items()):
-            total += float(match[2])
-    return total
+    return metric_in(text, name, **labels)

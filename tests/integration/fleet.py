@@ -109,6 +109,23 @@ class Service:
         return {name: value for name, value in held.items() if value}
 
 
+@dataclass
+class Fleet:
+    """One generation over replicas, of which the first of each is started, and the second where a test wants it."""
+
+    preprocessing: tuple[Service, Service]
+    encoder: tuple[Service, Service]
+    generation: Service
+
+    @property
+    def first(self) -> tuple[Service, Service, Service]:
+        return self.preprocessing[0], self.encoder[0], self.generation
+
+    @property
+    def second(self) -> tuple[Service, Service]:
+        return self.preprocessing[1], self.encoder[1]
+
+
 HELD = {
     "preprocessing": (
         "framesieve_preprocessing_jobs",

@@ -1,0 +1,57 @@
+"""Two encoders and two preprocessors behind one generation: load spreads, one of each dies, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from client.client import FramesieveClient
+from common.errors import FramesieveError
+from tests.integration.fleet import Fleet, Service, at_rest, until
+from tests.integration.load import SOON_S, short_clip
+
+QUESTIONS = 30
+AT_ONCE = 6
+
+
+async def test_a_replica_that_dies_under_load_costs_nobody_an_answer(fleet: Fleet) -> None:
+    for each in fleet.second:
+        each.start()
+    for each in fleet.second:
+        await asyncio.to_thread(each.ready)
+    outcomes: Counter[str] = Counter()
+    numbers = iter(range(QUESTIONS))
+
+    async def client_of_its_own() -> None:
+        async with FramesieveClient(fleet.generation.address) as client:
+            for number in numbers:
+                try:
+                    answer = await client.ask(
+                        [short_clip(2000 + 2 * number), short_clip(2001 + 2 * number)],
+                        "What moves?",
+                        pruning_rate=0.5,
+                        max_new_tokens=3,
+                        ignore_eos=True,
+                        timeout_s=60,
+                    )
+                except FramesieveError as error:
+                    outcomes[repr(error)] += 1
+                else:
+                    assert answer.usage.completion_tokens == 3
+                    outcomes["answered"] += 1
+
+    clients = [asyncio.create_task(client_of_its_own()) for _ in range(AT_ONCE)]
+    for replicas in (fleet.encoder, fleet.preprocessing):
+        await until(lambda replicas=replicas: all(map(works, replicas)))  # type: ignore[misc]
+        replicas[1].kill()
+        before = outcomes.total()
+        await until(lambda before=before: outcomes.total() > before + 3)  # type: ignore[misc]
+    await asyncio.gather(*clients)
+    assert outcomes == {"answered": QUESTIONS}
+    assert fleet.generation.metric("framesieve_upstream_retries_total", stage="encoder") > 0
+    await at_rest(fleet.first, within_s=SOON_S)
+
+
+def works(replica: Service) -> bool:
+    """Whether it is at work, and has been before."""
+    return "framesieve_requests_running" in replica.in_use() and replica.metric("framesieve_requests_total") > 0
