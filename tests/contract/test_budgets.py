@@ -1,4 +1,4 @@
-"""What one client may have running at a real listener: more is refused, others are served, each end frees what it held."""
+"""What one client may have running at a real listener: more is refused, others are served, and every end frees it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,237 @@
+"""Three real processes that answer nobody whom they do not know: mutual TLS and tokens on every hop, and budgets."""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from typer.testing import CliRunner
+
+from client.access import Access, credentials_of
+from client.answer import Accepted
+from client.cli import app
+from client.client import FramesieveClient
+from client.encoding import encode
+from client.inspection import inspect
+from client.launcher import SERVICES, Endpoint, LocalStack
+from client.prompt import Video
+from common import errors
+from common.channels import open_channel
+from common.retention import Pruning
+from tests import media
+from tests.certificates import Authority, Issued
+from tests.contract.guarded_service import tcp_address
+from tests.integration.conftest import settles
+
+CLIP = media.clip(16, fps=4, seed=50)
+TOKENS = {name: f"{name}-0123456789-token" for name in ("alice", "bob", "inspector", "generation", "encoder")}
+CALLERS = {
+    "preprocessing": ("generation", "encoder", "inspector"),
+    "encoder": ("generation", "inspector"),
+    "generation": ("alice", "bob"),
+}
+MAX_REQUESTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """The services, and what a caller needs to reach them."""
+
+    stack: LocalStack
+    authority: Authority
+    shown: Issued
+
+    def access(self, name: str, **other: Any) -> Access:
+        own = {"tls_ca": self.authority.path, "tls_cert": self.shown.cert, "tls_key": self.shown.key}
+        return Access(**{**own, "token": TOKENS.get(name), **other})
+
+    def client(self, name: str, **other: Any) -> FramesieveClient:
+        return FramesieveClient(self.stack.address, **self.access(name, **other))
+
+
+def secret(path: Path, content: str) -> Path:
+    path.write_text(content)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture(scope="module")
+def guarded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    folder = tmp_path_factory.mktemp("guarded")
+    authority = Authority(folder)
+    flags: dict[str, list[str]] = {}
+    for service in SERVICES:
+        own = authority.issue(f"{service}.test", "127.0.0.1")
+        lines = "".join(f"{name} {TOKENS[name]}\n" for name in CALLERS[service])
+        flags[service] = [
+            *("--tls-cert", str(own.cert), "--tls-key", str(own.key), "--tls-client-ca", str(authority.path)),
+            *("--auth-tokens-file", str(secret(folder / f"{service}.tokens", lines))),
+        ]
+        if service in TOKENS:
+            flags[service] += ["--upstream-token-file", str(secret(folder / f"{service}.token", TOKENS[service]))]
+            flags[service] += ["--upstream-tls-ca", str(authority.path)]
+    flags["generation"] += ["--max-requests-per-client", str(MAX_REQUESTS), "--no-reflection", "--metrics-tls"]
+    shown = authority.issue("caller.test")
+    endpoints = {service: Endpoint(tcp_address(), int(tcp_address().split(":")[1])) for service in SERVICES}
+    with pytest.MonkeyPatch.context() as environment:  # by which health is asked for
+        environment.setenv("FRAMESIEVE_UPSTREAM_TLS_CA", str(authority.path))
+        environment.setenv("FRAMESIEVE_TLS_CERT", str(shown.cert))
+        environment.setenv("FRAMESIEVE_TLS_KEY", str(shown.key))
+        stack = LocalStack(checkpoint, endpoints=endpoints, flags=flags)
+        stack.start()
+    try:
+        yield Guarded(stack, authority, shown)
+    finally:
+        stack.stop()
+
+
+@pytest.fixture
+async def alice(guarded: Guarded) -> AsyncIterator[FramesieveClient]:
+    async with guarded.client("alice") as connected:
+        yield connected
+
+
+async def test_a_question_about_a_clip_is_answered_by_mutual_tls_and_tokens_on_every_hop(
+    alice: FramesieveClient,
+) -> None:
+    answer = await alice.ask(Video(data=CLIP), "What moves?", pruning_rate=0.5, max_new_tokens=8, timeout_s=60)
+    assert answer.usage.completion_tokens >= 1
+    assert answer.usage.media[0].kept_tokens < answer.usage.media[0].grid.tokens
+    assert (await alice.ask(None, "Nothing to see?", max_new_tokens=4, timeout_s=60)).text is not None
+
+
+@pytest.mark.parametrize("token", [None, "mallory-0123456789-token", TOKENS["generation"]])
+async def test_who_shows_no_token_of_this_service_is_refused(guarded: Guarded, token: str | None) -> None:
+    async with guarded.client("nobody", token=token) as client:
+        with pytest.raises(errors.Unauthenticated, match="a bearer token that is known here"):
+            await client.ask(Video(data=CLIP), "What moves?", timeout_s=20)
+
+
+@pytest.mark.parametrize("missing", [("tls_cert", "tls_key"), ("tls_ca", "tls_cert", "tls_key")])
+async def test_who_shows_no_certificate_or_speaks_no_tls_reaches_nobody(
+    guarded: Guarded, missing: tuple[str, ...]
+) -> None:
+    async with guarded.client("alice", **dict.fromkeys(missing)) as client:
+        with pytest.raises(errors.Unavailable):
+            await client.ask(None, "Anybody there?", timeout_s=20)
+
+
+async def test_the_services_behind_take_their_own_callers_tokens_alone(guarded: Guarded) -> None:
+    addresses = guarded.stack.addresses
+    with pytest.raises(errors.Unauthenticated):
+        await encode(addresses["encoder"], Video(data=CLIP), **guarded.access("alice"))
+    seen = await inspect(
+        addresses["preprocessing"],
+        addresses["encoder"],
+        Video(data=CLIP),
+        Pruning(0.5),
+        **guarded.access("inspector"),
+    )
+    assert seen.kept.size < seen.plan.grid.tokens
+
+
+async def test_one_client_at_its_limit_costs_another_nothing(guarded: Guarded, alice: FramesieveClient) -> None:
+    held = [alice.stream(Video(data=CLIP), "Describe it.", max_new_tokens=900, ignore_eos=True) for _ in range(2)]
+    assert all([isinstance(await anext(stream), Accepted) for stream in held])
+    with pytest.raises(
+        errors.Overloaded, match=f"alice has 2 requests running, --max-requests-per-client is {MAX_REQUESTS}"
+    ):
+        await alice.ask(None, "And I?", timeout_s=20)
+    async with guarded.client("bob") as bob:
+        assert (await bob.ask(None, "And I?", max_new_tokens=4, timeout_s=60)).usage.completion_tokens
+    for stream in held:
+        await stream.aclose()
+
+
+async def test_reflection_answers_who_is_known_and_nobody_where_it_is_switched_off(guarded: Guarded) -> None:
+    async def services_at(name: str, caller: str) -> list[str]:
+        credentials = credentials_of(guarded.access(caller))
+        async with open_channel(guarded.stack.addresses[name], credentials) as channel:
+            requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            answer = await stub.ServerReflectionInfo(requests, metadata=credentials.metadata, timeout=20).read()
+            return [each.name for each in answer.list_services_response.service]
+
+    assert "framesieve.v1.EncoderService" in await services_at("encoder", "inspector")
+    with pytest.raises(grpc.aio.AioRpcError) as info:
+        await services_at("generation", "alice")
+    assert info.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_metrics_are_told_by_tls_where_that_is_said(guarded: Guarded) -> None:
+    ports = guarded.stack.metrics_ports
+    trusting = ssl.create_default_context(cafile=str(guarded.authority.path))
+    trusting.load_cert_chain(guarded.shown.cert, guarded.shown.key)
+    for url in (f"https://127.0.0.1:{ports['generation']}/metrics", f"http://127.0.0.1:{ports['encoder']}/metrics"):
+        with urllib.request.urlopen(url, context=trusting if url.startswith("https") else None, timeout=20) as answer:
+            assert b"framesieve_requests_total" in answer.read()
+
+
+def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("FRAMESIEVE_")}
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], env={**own, **environment}, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_command_shows_what_its_flags_and_environment_say(guarded: Guarded, tmp_path: Path) -> None:
+    clip, token = tmp_path / "clip.mp4", secret(tmp_path / "token", TOKENS["alice"])
+    clip.write_bytes(CLIP)
+    asked = ["ask", str(clip), "What moves?", "--server", guarded.stack.address, "--json", "--max-new-tokens", "4"]
+    shown = ["--tls-ca", guarded.authority.path, "--tls-cert", guarded.shown.cert, "--tls-key", guarded.shown.key]
+    framesieve = CliRunner()
+    by_flags = framesieve.invoke(app, [*asked, *map(str, shown), "--token-file", str(token)])
+    assert by_flags.exit_code == 0, by_flags.stderr
+    assert json.loads(by_flags.stdout)["usage"]["completion_tokens"] >= 1
+    environment = {
+        "FRAMESIEVE_TLS_CA": str(guarded.authority.path),
+        "FRAMESIEVE_TLS_CERT": str(guarded.shown.cert),
+        "FRAMESIEVE_TLS_KEY": str(guarded.shown.key),
+    }
+    stranger = framesieve.invoke(app, asked, env={**environment, "FRAMESIEVE_TOKEN": "mallory-0123456789-token"})
+    assert (stranger.exit_code, stranger.stderr.split(":")[0]) == (1, "UNAUTHENTICATED")
+    by_environment = framesieve.invoke(app, asked, env={**environment, "FRAMESIEVE_TOKEN": TOKENS["bob"]})
+    assert by_environment.exit_code == 0, by_environment.stderr
+
+
+def test_the_probe_finds_a_service_well_by_tls_and_without_a_token(guarded: Guarded) -> None:
+    tls = {
+        "FRAMESIEVE_UPSTREAM_TLS_CA": str(guarded.authority.path),
+        "FRAMESIEVE_TLS_CERT": str(guarded.shown.cert),
+        "FRAMESIEVE_TLS_KEY": str(guarded.shown.key),
+    }
+    assert run(["common.probe", guarded.stack.address], **tls).returncode == 0
+    assert run(["common.probe", guarded.stack.address]).returncode == 1
+
+
+async def test_logs_know_clients_by_name_and_hold_no_token(guarded: Guarded, alice: FramesieveClient) -> None:
+    with pytest.raises(errors.InvalidRequest):
+        await alice.ask(None, "?", temperature=-1)
+
+    def told() -> bool:
+        lines = [json.loads(line) for line in guarded.stack.log("generation").splitlines() if line.startswith("{")]
+        refused = {(line.get("client"), line.get("reason")) for line in lines}
+        return {("alice", "INVALID_REQUEST"), (None, "UNAUTHENTICATED")} <= refused
+
+    assert await settles(told, True)
+    for service in SERVICES:
+        log = guarded.stack.log(service)
+        assert log
+        assert not [token for token in TOKENS.values() if token in log]
+
+
+def test_a_process_that_cannot_be_guarded_as_it_is_told_does_not_start() -> None:
+    ended = run(["services.preprocessing", "--metrics-port", "0", "--tls-cert", "/missing.pem"])
+    assert ended.returncode == 2
+    assert ended.stderr == "cannot start: --tls-cert /missing.pem needs --tls-key, which is not set\n"
