@@ -33,6 +33,7 @@ from common.errors import (
     Unauthenticated,
     Unavailable,
 )
+from common.tracing import passed_on_trace
 
 REQUEST_ID_KEY = "x-request-id"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -140,9 +141,11 @@ def _target(address: str) -> str:
 
 
 def passed_on(context: grpc.aio.ServicerContext[Any, Any], credentials: Credentials = NO_CREDENTIALS) -> dict[str, Any]:
-    """Keyword arguments for an upstream call: what is left of the caller's deadline, the request id, our own token."""
+    """Keyword arguments for an upstream call: what is left of the caller's deadline, its request id and trace, our own
+    token.
+    """
     request_id = structlog.contextvars.get_contextvars().get("request_id", "")
-    metadata = ((REQUEST_ID_KEY, request_id), *credentials.metadata)
+    metadata = ((REQUEST_ID_KEY, request_id), *passed_on_trace(), *credentials.metadata)
     return {"timeout": context.time_remaining(), "metadata": metadata}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from common.errors import FramesieveError, PeerContract, Unauthenticated, Unavai
 from common.metrics import MESSAGE_BYTES, REFUSALS, REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
 from common.parsing import parsed
 from common.tally import Tally, begin_tally, tally
+from common.tracing import Tracer, begin_request
 
 OUR_METHODS = "/framesieve."
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -34,8 +35,9 @@ Behaviour = Callable[[Any, Any], AsyncIterator[Any]]
 class RequestInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every streaming method of framesieve.v1; health and reflection pass untouched."""
 
-    def __init__(self, budgets: ClientBudgets | None = None) -> None:
+    def __init__(self, budgets: ClientBudgets | None = None, tracer: Tracer | None = None) -> None:
         self._budgets = budgets or ClientBudgets()
+        self._tracer = tracer
         self._running: set[asyncio.Task[Any]] = set()
         self._cut_off: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
@@ -68,11 +70,11 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             return handler
         streamed = handler.request_streaming
         wrap = grpc.stream_stream_rpc_method_handler if streamed else grpc.unary_stream_rpc_method_handler
-        name = method.rsplit("/", 1)[-1]
+        _, service, name = method.split("/")
         parse = _parse_weighed(handler.request_deserializer, name)
         behaviour = self._budgets.limited(parsed(handler, parse), streamed)
         return wrap(
-            guarded(self._drained(behaviour, _stage_of(method)), method),
+            guarded(self._drained(behaviour, stage_of(service)), method, self._tracer),
             response_serializer=_serialize_weighed(handler.response_serializer, name),
         )
 
@@ -121,13 +123,15 @@ def _serialize_weighed(serialize: Any, method: str) -> Callable[[Any], bytes]:
     return weighed
 
 
-def guarded(behaviour: Behaviour, path: str) -> Behaviour:
+def guarded(behaviour: Behaviour, path: str, tracer: Tracer | None = None) -> Behaviour:
     """The same behaviour with a request id, its outcome counted and logged, and a status for whatever it raises."""
-    method, stage = path.rsplit("/", 1)[-1], _stage_of(path)
+    _, service, method = path.split("/")
+    stage = stage_of(service)
 
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        structlog.contextvars.bind_contextvars(request_id=_request_id(context), method=method)
-        sizes = begin_tally()
+        metadata = dict(context.invocation_metadata() or ())
+        structlog.contextvars.bind_contextvars(request_id=_request_id(metadata), method=method)
+        sizes, span = begin_tally(), begin_request(tracer, path, metadata)
         start, code = time.perf_counter(), "OK"
         refusal: FramesieveError | None = None
         REQUESTS_RUNNING.labels(method).inc()
@@ -158,6 +162,8 @@ def guarded(behaviour: Behaviour, path: str) -> Behaviour:
             seconds = time.perf_counter() - start
             REQUEST_SECONDS.labels(method).observe(seconds)
             _tell_end(code, refusal, seconds, sizes)
+            if span is not None:
+                span.end(code, None if code == "OK" else refusal.reason if refusal else code, sizes)
 
     return guarded
 
@@ -181,9 +187,9 @@ async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: Framesieve
     await context.abort(grpc.StatusCode[error.status], status_message(error), trailing_metadata=details)
 
 
-def _stage_of(path: str) -> str:
-    """encoder, of /framesieve.v1.EncoderService/Encode."""
-    return path.split("/")[1].rsplit(".", 1)[-1].removesuffix("Service").lower()
+def stage_of(service: str) -> str:
+    """encoder, of framesieve.v1.EncoderService."""
+    return service.rsplit(".", 1)[-1].removesuffix("Service").lower()
 
 
 def is_request_id(given: str) -> bool:
@@ -196,7 +202,7 @@ def bound_request_id() -> str:
     return str(structlog.contextvars.get_contextvars()["request_id"])
 
 
-def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The caller's, from metadata, if it is one; else a new one."""
-    given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY, "")
+def _request_id(metadata: Mapping[str, str | bytes]) -> str:
+    """The caller's, if it is one; else a new one."""
+    given = metadata.get(REQUEST_ID_KEY, "")
     return given if isinstance(given, str) and is_request_id(given) else uuid.uuid4().hex

@@ -20,10 +20,11 @@ from common.budgets import ClientBudgets
 from common.errors import StartupError
 from common.exit_status import ExitStatus, at_once
 from common.guards import guarded_server, listen, metrics_tls
-from common.interceptors import RequestInterceptor
+from common.interceptors import RequestInterceptor, stage_of
 from common.malloc import keep_freed_memory
 from common.metrics import serve_metrics
 from common.settings import ServiceSettings
+from common.tracing import open_tracer
 
 _LINGER_S = 0.25
 _HEALTH_S = 0.5
@@ -58,7 +59,9 @@ async def serve(
     Returns CUT_OFF if requests outlasted the grace. Raises StartupError if the address cannot be listened on as the
     settings say.
     """
-    requests = RequestInterceptor(ClientBudgets(settings.max_requests_per_client, settings.max_bytes_per_client))
+    tracer = open_tracer(stage_of(service))
+    budgets = ClientBudgets(settings.max_requests_per_client, settings.max_bytes_per_client)
+    requests = RequestInterceptor(budgets, tracer)
     server = guarded_server(settings, requests)
     register(server)
     health = health_aio.HealthServicer()
@@ -86,6 +89,8 @@ async def serve(
     # A client that still writes (flow control does) into a closed connection loses what it has not read from it.
     await asyncio.sleep(_LINGER_S)
     await server.stop(0)
+    if tracer is not None:
+        tracer.close()
     log.info("stopped", cut_off=cut_off)
     return ExitStatus.CUT_OFF if cut_off else ExitStatus.FINISHED
 
