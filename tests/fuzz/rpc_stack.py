@@ -95,7 +95,7 @@ class FuzzedStack:
             f"{name}: {line}"
             for name in SERVICES
             for line in self._stack.log(name).splitlines()
-            if '"event": "bug"' in line or "Traceback" in line
+            if '"event": "bug"' in line
         ]
 
 
