@@ -37,10 +37,15 @@ class Credentials:
         return ((AUTHORIZATION_KEY, f"Bearer {self.token}"),) if self.token is not None else ()
 
     def for_channel(self, address: str) -> grpc.ChannelCredentials | None:
-        """TLS for a channel to this address; None: plain text. Raises StartupError where that would show the token."""
+        """TLS for a channel to this address; None: plain text.
+
+        Raises StartupError where that would show the token, and for a list: a certificate is held to a name.
+        """
         if self.authorities is None or is_unix(address):
             self._check_private(address)
             return None
+        if "," in address:
+            raise StartupError(f"by TLS, replicas are the addresses of one name, not a list, got {address}")
         key, chain = (self.pair.key, self.pair.chain) if self.pair else (None, None)
         return grpc.ssl_channel_credentials(self.authorities, key, chain)
 

@@ -1,0 +1,77 @@
+"""How the client says whom it trusts and what it shows: half a setting is refused, and nothing of it leaks."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from client import FramesieveClient
+from client.access import Access, credentials_of
+from client.command_options import access_of
+from common.certificates import read_pair
+from common.channels import open_channel
+from common.credentials import NO_CREDENTIALS
+from common.errors import StartupError
+from tests.certificates import Authority
+
+TOKEN = "alice-0123456789abcdef"
+
+
+def test_nothing_said_is_plain_text_and_nothing_shown() -> None:
+    assert credentials_of(Access()) == NO_CREDENTIALS
+    assert NO_CREDENTIALS.metadata == ()
+    assert NO_CREDENTIALS.for_channel("10.0.0.7:50053") is None
+
+
+def test_files_and_token_are_what_a_channel_trusts_and_shows(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    own = authority.issue("alice.test")
+    access = Access(tls_ca=str(authority.path), tls_cert=own.cert, tls_key=str(own.key), token=TOKEN)
+    credentials = credentials_of(access)
+    assert credentials.authorities == authority.path.read_bytes()
+    assert credentials.pair == read_pair(own.cert, own.key, ssl.Purpose.CLIENT_AUTH)
+    assert credentials.metadata == (("authorization", f"Bearer {TOKEN}"),)
+    assert credentials.for_channel("10.0.0.7:50053") is not None
+    assert credentials.for_channel("unix:/run/generation.sock") is None
+    assert TOKEN not in repr(credentials)
+    assert "PRIVATE" not in repr(credentials)
+
+
+@pytest.mark.parametrize(
+    ("access", "told"),
+    [
+        ({"tls_cert": "c.pem", "tls_ca": "ca.pem"}, "--tls-cert c.pem needs --tls-key, which is not set"),
+        ({"tls_key": "k.pem", "tls_ca": "ca.pem"}, "--tls-key k.pem needs --tls-cert, which is not set"),
+        ({"tls_cert": "c.pem", "tls_key": "k.pem"}, "--tls-cert c.pem needs --tls-ca, which is not set"),
+        ({"tls_ca": "/missing.pem"}, "--tls-ca /missing.pem cannot be read: No such file or directory"),
+        ({"token": "short"}, "token: a token has at least 16 characters, here are 5"),
+        ({"token": f"{TOKEN}\n"}, "token: a token is made of letters, digits and -._~+/, with = at its end alone"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_sent(access: Any, told: str) -> None:
+    with pytest.raises(StartupError) as info:
+        FramesieveClient("127.0.0.1:1", **access)
+    assert str(info.value) == told
+
+
+def test_by_tls_a_list_of_addresses_is_refused_since_no_certificate_fits_it(tmp_path: Path) -> None:
+    credentials = credentials_of(Access(tls_ca=Authority(tmp_path).path))
+    with pytest.raises(StartupError, match=r"one name, not a list, got 127\.0\.0\.1:1,127\.0\.0\.1:2"):
+        open_channel("127.0.0.1:1,127.0.0.1:2", credentials)
+
+
+def test_the_command_takes_its_token_from_the_file_it_names_else_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+
+    def token(token_file: Path | None) -> str | None:
+        return access_of(None, None, None, token_file, False)["token"]
+
+    assert (token(None), token(path)) == (None, TOKEN)
+    monkeypatch.setenv("FRAMESIEVE_TOKEN", "bob-fedcba9876543210")
+    assert (token(None), token(path)) == ("bob-fedcba9876543210", TOKEN)
