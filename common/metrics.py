@@ -81,7 +81,7 @@ def age_seconds(since_ns: int | None) -> float:
 
 def serve_metrics(port: int, host: str, **tls: Any) -> None:
     """Serves /metrics from threads of its own. tls: as prometheus_client's server takes it."""
-    disable_created_metrics()  # as many series again, which no query reads
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # as many series again, which no query reads
     if port:
         server, _ = start_http_server(port, host, **tls)
         if tls:

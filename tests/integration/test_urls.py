@@ -102,6 +102,7 @@ async def test_an_answer_by_url_is_the_answer_by_bytes(opened: LocalStack, clien
         fetched = await asked(client, by_url(port))
     sent = await asked(client, Video(data=CLIP))
     assert server.connections == 1
+    assert fetched.timings.fetch_s > 0 == sent.timings.fetch_s
     assert told(fetched) == told(sent)
     assert fetched.logprobs == pytest.approx(sent.logprobs, abs=1e-4)
     assert metric(opened, "preprocessing", "framesieve_stage_busy_seconds_count", stage="fetch") == before + 1

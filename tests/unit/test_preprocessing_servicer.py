@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import av
+import grpc
 import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
+from common.wire import PlanReceiver
 from framesieve.v1 import prompt_pb2
 from tests.unit.loopback import fetched_files, ok
 from tests.unit.loopback import serving as web_server
@@ -148,6 +150,22 @@ async def test_metrics_count_frames_and_busy_stages(stub: Any) -> None:
         assert value("framesieve_stage_busy_seconds_count", stage=stage) == count + 1
 
 
+async def test_each_slice_says_how_long_ago_it_was_decoded_and_resized(stub: Any) -> None:
+    call = await asked(stub, prompt_of(video(clip(60)), video(clip(30))), EVERYTHING)
+    first = await call.read()
+    assert not first.HasField("fetched_ago_s")
+    held = await call.read()
+    await asyncio.sleep(0.3)  # what is decoded ahead of its reader grows old
+    chunks = [held.frames]
+    while (response := await call.read()) is not grpc.aio.EOF:
+        chunks.append(response.frames)
+    assert len(chunks) > 3
+    for chunk in chunks:
+        assert 0 < chunk.resized_ago_s < chunk.decoded_ago_s < 60
+    # What one worker made later is told to be younger, but for the time that it waited to be sent.
+    assert len({chunk.decoded_ago_s for chunk in chunks}) == len(chunks)
+
+
 async def test_media_by_path_are_as_media_by_bytes(stub: Any, tmp_path: Path) -> None:
     data = clip(30)
     (tmp_path / "media" / "clip.mp4").write_bytes(data)
@@ -163,9 +181,13 @@ async def test_media_by_url_are_as_media_by_bytes(tiny_checkpoint: Path, tmp_pat
     data = clip(30)
     stage = {"stage": "fetch"}
     count = REGISTRY.get_sample_value("framesieve_stage_busy_seconds_count", stage) or 0.0
+    fetched_bytes = REGISTRY.get_sample_value("framesieve_preprocessing_fetched_bytes_total") or 0.0
     async with web_server(ok(data)) as server, fetching_from(server, tiny_checkpoint, tmp_path, pools) as stub:
         call = await sent(stub, prompt_of(by_url(server), text("and"), video(data), by_url(server)))
-        plan = await plan_of(call)
+        response = await call.read()
+        assert 0 < response.fetched_ago_s < 60
+        plan = PlanReceiver().add(response.plan)
+        assert plan
         assert fetched_files(tmp_path) == 2
         await call.write(EVERYTHING)
         await call.done_writing()
@@ -174,6 +196,8 @@ async def test_media_by_url_are_as_media_by_bytes(tiny_checkpoint: Path, tmp_pat
     for each in (0, 2):
         assert np.array_equal(frames[each], frames[1])
     assert REGISTRY.get_sample_value("framesieve_stage_busy_seconds_count", stage) == count + 1
+    grown = (REGISTRY.get_sample_value("framesieve_preprocessing_fetched_bytes_total") or 0.0) - fetched_bytes
+    assert grown == 2 * len(data)
 
 
 async def test_a_data_uri_is_as_its_bytes(stub: Any) -> None:
