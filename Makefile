@@ -6,7 +6,7 @@ PROTOS := $(wildcard protos/framesieve/v1/*.proto)
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos demo test test-gpu lint format bench bench-engine bench-media fuzz fuzz-rpc demo-model demo-eval up down clean
+.PHONY: help setup protos demo test test-gpu lint format bench bench-engine bench-media fuzz fuzz-rpc soak demo-model demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ bench-media: setup  ## Measure the path from a file to pruned embeddings against
 
 fuzz-rpc: setup  ## Put ten thousand mutated calls, and answers of bent peers, through the three services
 	$(BIN)/python -m tests.fuzz.rpc
+
+soak: setup  ## Ten minutes of mixed load in which callers leave, services are killed and requests are bad
+	$(BIN)/python -m tests.soak.run
 
 fuzz: setup  ## Put thousands of broken media files through planning and decoding
 	$(BIN)/python -m tests.fuzz.run

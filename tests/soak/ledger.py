@@ -1,0 +1,56 @@
+"""How requests ended, and what of that should not have been. It knows nothing of services or processes."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+
+from common.errors import DeadlinePassed, FramesieveError, Overloaded, Unavailable
+from tests.soak.questions import Question
+
+MOST_FAULTS_TOLD = 20
+
+
+@dataclass
+class Ledger:
+    """asked: requests that were begun; outcomes: how those ended, by kind; faults: what must not happen, in words."""
+
+    asked: int = 0
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    answers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def lost(self) -> int:
+        """Requests that neither were answered nor failed."""
+        return self.asked - self.outcomes.total()
+
+    def answered(self, question: Question, text: str) -> None:
+        self._note(question, "answered")
+        if question.refused_as and not question.may_pass:
+            self.faults.append(f"{question.kind}: answered, and should have been refused")
+        if question.known and self.answers.setdefault(question.known, text) != text:
+            self.faults.append(f"{question.known}: answered {text!r}, and before {self.answers[question.known]!r}")
+
+    def left(self, question: Question) -> None:
+        self._note(question, "left by the caller")
+
+    def failed(self, question: Question, error: BaseException, *, gone: bool, impatient: bool) -> None:
+        """gone: generation was killed while the request ran, or just before; impatient: its deadline was short."""
+        self._note(question, error.reason if isinstance(error, FramesieveError) else type(error).__name__)
+        match error:
+            case Overloaded():
+                expected = error.retry_after_s > 0
+            case Unavailable():
+                expected = gone
+            case DeadlinePassed():
+                expected = impatient
+            case _:
+                expected = question.refused_as is not None and isinstance(error, question.refused_as)
+        if not expected:
+            words = str(error) if isinstance(error, FramesieveError) else "".join(traceback.format_exception(error))
+            self.faults.append(f"{question.kind}: {type(error).__name__}: {words}")
+
+    def _note(self, question: Question, outcome: str) -> None:
+        self.outcomes[question.kind, outcome] += 1

@@ -1,0 +1,210 @@
+"""`make soak`: real services under a mixed load in which callers leave, services are killed and requests are bad.
+
+Two preprocessors and two encoders stand behind one generation: whoever of the former is killed costs nobody an answer.
+
+    calm       every fixed question once, one after another: what its answer is
+    storm      the load, with a service killed every now and then        60 % of the time
+    steady     the load alone: memory must be flat                       40 %
+    silence    nothing is asked: everything must have been given back
+
+Ends with a report, and with status 1 if a request was lost or ended as it should not have, if anything leaked or grew.
+Bounded in time and in requests at a time; loopback and unix sockets only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+from rich.console import Console
+from rich.table import Table
+
+from client.client import FramesieveClient
+from client.launcher import SIGTERM_STATUS, unwind_on_sigterm
+from common.checkpoint import DEMO_MODEL
+from common.errors import Overloaded, Unavailable
+from tests.integration.fleet import Service, at_rest
+from tests.soak.faults import Faults, growth
+from tests.soak.ledger import MOST_FAULTS_TOLD, Ledger
+from tests.soak.questions import Question, Questions
+
+STORM = 0.6
+LIMIT_S = 60.0
+BACK_OFF_S = 0.2
+IMPATIENT_S = (0.05, 0.3, 1.0)
+AT_MOST_GROWTH = 1.08
+SETTLE_S = 10.0
+# Small, so that requests fight for room and what is kept is full before memory is judged.
+FLAGS = {
+    "preprocessing": ["--inflight-bytes", str(8 * 2**20)],
+    "encoder": ["--cache-bytes", str(2 * 2**20)],
+    "generation": ["--kv-cache-tokens", "4096", "--max-running-requests", "8", "--max-waiting-requests", "16"],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """faults: everything that should not have been, in words; growth: of memory while the load was steady."""
+
+    seconds: float
+    seed: int
+    asked: int
+    lost: int
+    outcomes: dict[str, dict[str, int]]
+    killed: dict[str, int]
+    growth: dict[str, float]
+    faults: list[str]
+
+
+async def soak(seconds: float, seed: int, clients: int, kill_every_s: float) -> Report:
+    random, start_s = Random(seed), time.monotonic()
+    questions, ledger = Questions(random), Ledger()
+    with _running() as services:
+        faults = Faults(services, random)
+        async with FramesieveClient(services[-1].address) as client:
+            for question in questions.fixed():
+                await _ask(client, question, ledger, faults)
+            enough = asyncio.Event()
+            load = [
+                asyncio.create_task(_keep_asking(client, questions, ledger, faults, random, enough))
+                for _ in range(clients)
+            ]
+            sampling = asyncio.create_task(faults.sample())
+            await faults.kill_for(STORM * seconds, kill_every_s)
+            for samples in faults.memory_bytes:
+                samples.clear()
+            await asyncio.sleep((1 - STORM) * seconds)
+            enough.set()
+            ended, stuck = await asyncio.wait(load, timeout=2 * LIMIT_S)
+            sampling.cancel()
+        wrong = [*ledger.faults, *faults.ended, *(["a request has no end"] * len(stuck))]
+        wrong += [f"the load itself failed: {each.exception()!r}" for each in ended if each.exception()]
+        try:
+            await at_rest(services, SETTLE_S)
+        except AssertionError as still:
+            wrong.append(f"though nobody asks, this is held: {still}")
+        wrong += [f"{count} × {words}" for words, count in Counter(_errors_logged(services)).items()]
+    grown = {f"{each.name} {each.address}": growth(faults.memory_bytes[at]) for at, each in enumerate(services)}
+    wrong += [f"{service}: memory grew {by:.3f} times" for service, by in grown.items() if by > AT_MOST_GROWTH]
+    if ledger.lost:
+        wrong.append(f"{ledger.lost} requests were lost")
+    by_kind: dict[str, dict[str, int]] = {}
+    for (kind, outcome), count in sorted(ledger.outcomes.items()):
+        by_kind.setdefault(kind, {})[outcome] = count
+    killed = dict(faults.killed)
+    return Report(time.monotonic() - start_s, seed, ledger.asked, ledger.lost, by_kind, killed, grown, wrong)
+
+
+@contextmanager
+def _running() -> Iterator[list[Service]]:
+    """Two preprocessors, two encoders, and one generation, which comes last."""
+    with tempfile.TemporaryDirectory(prefix="framesieve-soak-") as folder, ExitStack() as running:
+
+        def service(name: str, **upstream: str) -> Service:
+            addresses = tuple(word for name, address in upstream.items() for word in (f"--{name}", address))
+            made = Service(name, DEMO_MODEL, Path(folder), (*FLAGS[name], *addresses))
+            running.callback(made.close)
+            made.start()
+            return made
+
+        preprocessing = [service("preprocessing") for _ in range(2)]
+        first = ",".join(each.address for each in preprocessing)
+        encoders = [service("encoder", preprocessing=first) for _ in range(2)]
+        second = ",".join(each.address for each in encoders)
+        services = [*preprocessing, *encoders, service("generation", preprocessing=first, encoder=second)]
+        for each in services:
+            each.ready()
+        yield services
+
+
+async def _keep_asking(
+    client: FramesieveClient,
+    questions: Questions,
+    ledger: Ledger,
+    faults: Faults,
+    random: Random,
+    enough: asyncio.Event,
+) -> None:
+    while not enough.is_set():
+        question = questions.draw()
+        leaves_after_s = random.expovariate(2.0) if random.random() < 0.15 else None
+        limit_s = random.choice(IMPATIENT_S) if random.random() < 0.05 else LIMIT_S
+        try:
+            async with asyncio.timeout(leaves_after_s):
+                turned_away = await _ask(client, question, ledger, faults, limit_s)
+        except TimeoutError:
+            ledger.left(question)
+        else:
+            await asyncio.sleep(BACK_OFF_S if turned_away else 0)
+
+
+async def _ask(
+    client: FramesieveClient, question: Question, ledger: Ledger, faults: Faults, limit_s: float = LIMIT_S
+) -> bool:
+    """One request, noted; whether it may come again later. Raises CancelledError alone, which its canceller notes."""
+    start_s = time.monotonic()
+    ledger.asked += 1
+    try:
+        answer = await client.ask(question.media, question.text, **question.options, timeout_s=limit_s)
+    except Exception as error:
+        ledger.failed(question, error, gone=faults.gone_since(start_s), impatient=limit_s < LIMIT_S)
+        return isinstance(error, Overloaded | Unavailable)
+    ledger.answered(question, answer.text)
+    return False
+
+
+def _errors_logged(services: Sequence[Service]) -> Iterator[str]:
+    """What services logged as errors of their own, without what differs from one request to the next."""
+    for service in services:
+        for line in service.log().splitlines():
+            logged = json.loads(line) if line.startswith("{") else {}
+            if logged.get("level") in ("error", "critical"):
+                where = str(logged.get("exception", "")).strip().splitlines()[-3:]
+                yield f"{service.name} logged {logged['event']}: {logged.get('error', '')} {' '.join(where)}"
+
+
+def show(report: Report) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    table = Table(title=f"{report.asked} requests in {report.seconds:.0f} s, seed {report.seed}", title_justify="left")
+    outcomes = sorted({outcome for counts in report.outcomes.values() for outcome in counts})
+    for heading in ("request", *outcomes):
+        table.add_column(heading, justify="left" if heading == "request" else "right")
+    for kind, counts in report.outcomes.items():
+        table.add_row(kind, *(str(counts.get(outcome, "")) for outcome in outcomes))
+    console.print(table)
+    console.print(f"killed: {report.killed}   lost: {report.lost}")
+    console.print("memory under steady load: " + ", ".join(f"{name} × {by:.3f}" for name, by in report.growth.items()))
+    for fault in report.faults[:MOST_FAULTS_TOLD]:
+        console.print(f"FAULT  {fault}", markup=False)
+    console.print(f"{len(report.faults)} faults" if report.faults else "No fault.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clients", type=int, default=12, help="requests at a time")
+    parser.add_argument("--kill-every-s", type=float, default=15.0, help="on average, while services are killed")
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    args = parser.parse_args()
+    unwind_on_sigterm(SIGTERM_STATUS)
+    report = asyncio.run(soak(60 * args.minutes, args.seed, args.clients, args.kill_every_s))
+    if args.json:
+        print(json.dumps(asdict(report), indent=2))
+    else:
+        show(report)
+    sys.exit(1 if report.faults else 0)
+
+
+if __name__ == "__main__":
+    main()
