@@ -68,6 +68,8 @@ class Encoding:
         self.encoded_slices = 0
         self.repaired_frames = 0
         self.moments = Moments()
+        self.queued_ns: int | None = None  # when its first slice began to wait for the tower
+        self.entered_ns: int | None = None  # when the tower began with the first
         self.failure: BaseException | None = None
         self._shape = (1 + tower.embed_levels, plan.grid.tokens, tower.embed_dim)
         self._tower = tower
@@ -117,6 +119,7 @@ class Encoding:
         self.repaired_frames += piece.repaired_frames
         self.moments.decoded_ns, self.moments.resized_ns = piece.decoded_ns, piece.resized_ns
         self.decoded_slices += 1
+        self.queued_ns = self.queued_ns or monotonic_ns()
         self.tell()
         await self._ahead.acquire()
         if self._buffer is None or self.failure is not None:
@@ -170,6 +173,7 @@ class Encoding:
             self.fail(error)
             return
         forward = encoded.result()
+        self.entered_ns = self.entered_ns or forward.begun_ns
         self.moments.begun_ns = max(self.moments.begun_ns, forward.begun_ns)
         self.moments.encoded_ns = max(self.moments.encoded_ns, forward.ended_ns)
         self.encoded_slices += 1

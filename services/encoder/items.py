@@ -22,10 +22,11 @@ from torch import Tensor
 from common.errors import MediaRejected
 from common.metrics import busy
 from common.plan import Int32Array, MediaPlan
-from common.retention import Pruning, retained_count
+from common.retention import NONE, Pruning, retained_count
 from common.room import Room
 from common.tally import tally
 from common.tensors import DType
+from common.tracing import record, span
 from services.encoder.cache import EmbedsCache, Entry, Source
 from services.encoder.encoding import Encoding, Moments, embeds_bytes
 from services.encoder.metrics import count_item
@@ -76,6 +77,11 @@ class Item:
         return replace(moments, begun_ns=max(self._joined_ns, moments.begun_ns), pruned_ns=self._pruned_ns)
 
     @property
+    def _told(self) -> dict[str, int]:
+        """What traces tell of it."""
+        return {"media_index": self.media_index, "media_tokens_full": self.plan.grid.tokens}
+
+    @property
     def decoded_slices(self) -> int:
         return self._encoding.decoded_slices if self._encoding else 0
 
@@ -109,6 +115,17 @@ class Item:
         """Waits until the entry is complete, and gathers. Raises what failed it, or the source if it had to lead."""
         entry = self._entry
         assert entry is not None
+        try:
+            await self._complete(entry, source, progressed)
+        except BaseException as error:
+            self._record_encoding(entry.encoding, error)
+            raise
+        self._record_encoding(entry.encoding, None)
+        self._embeds = await asyncio.to_thread(self._gather, entry, entry.encoding.embeds)
+        tally(media=1, media_tokens_full=self.plan.grid.tokens, media_tokens=self._count)
+        self._leave()
+
+    async def _complete(self, entry: Entry, source: Source, progressed: Callable[[Item], None]) -> None:
         while not entry.encoding.complete:
             if entry.encoding.failure is not None:
                 raise entry.encoding.failure
@@ -117,9 +134,6 @@ class Item:
             else:
                 await entry.encoding.changed()
             progressed(self)
-        self._embeds = await asyncio.to_thread(self._gather, entry, entry.encoding.embeds)
-        tally(media=1, media_tokens_full=self.plan.grid.tokens, media_tokens=self._count)
-        self._leave()
 
     async def settled(self, source: Source) -> None:
         """Waits until the item has no more use for its request's stream than to get what was selected from it."""
@@ -153,12 +167,27 @@ class Item:
             entry, self._entry = self._entry, None
             self._cache.leave(entry)
 
+    def _record_encoding(self, encoding: Encoding, error: BaseException | None) -> None:
+        """Of what was made before, or came with the prompt, there is nothing to tell."""
+        ended_ns = encoding.moments.encoded_ns if error is None else monotonic_ns()
+        if encoding.queued_ns is None or ended_ns <= self._joined_ns:
+            return
+        queued_ns, entered_ns = max(encoding.queued_ns, self._joined_ns), encoding.entered_ns
+        if entered_ns is None:
+            record("wait_for_encoder", queued_ns, ended_ns, error, **self._told)
+            return
+        if entered_ns > queued_ns:
+            record("wait_for_encoder", queued_ns, entered_ns, None, **self._told)
+        record("encode", max(entered_ns, queued_ns), ended_ns, error, **self._told)
+
     @torch.inference_mode()
     def _gather(self, entry: Entry, embeds: Tensor) -> Embeds:
         """embeds: (1 + levels, tokens, D), which others read as well; where all is kept, it is sent itself."""
         kept: Tensor | None = None
-        with busy("prune"):
-            if self._count < self.plan.grid.tokens:
+        prunes = self._count < self.plan.grid.tokens
+        how = {"method": self._pruning.method, "rate": self._pruning.rate} if prunes else {"method": NONE}
+        with busy("prune"), span("prune", **self._told, media_tokens=self._count, **how):
+            if prunes:
                 kept = keep_tokens(embeds[0], self.plan.grid, self._pruning, entry.scores)
                 embeds = embeds[:, kept.long()]
             embeds = embeds.cpu()

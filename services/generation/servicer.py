@@ -45,6 +45,7 @@ from services.generation.metrics import (
 from services.generation.prompt_limit import PromptLimit
 from services.generation.request import Event, Failed, Finished, PrefillStarted, Request, Tokens
 from services.generation.sampler import SamplingParams
+from services.generation.spans import record_stages
 from services.generation.timing import Stage, StageClock
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -130,6 +131,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                             raise event.error
                         case Exception():
                             raise event
+            except BaseException as error:
+                record_stages(clock, error)
+                raise
+            else:
+                record_stages(clock)
             finally:
                 for answer in answers:
                     self._engine.cancel(answer)

@@ -63,15 +63,18 @@ class StageClock:
         self.finish(Stage.PREFILL, at_ns)
         return first
 
+    def intervals_ns(self) -> dict[Stage, tuple[int, int]]:
+        """When each stage that is finished began and ended, each as the one before it ended."""
+        intervals: dict[Stage, tuple[int, int]] = {}
+        end = self._start_ns
+        for stage, finished in sorted(self._finished_ns.items()):
+            began, end = end, min(max(finished, end), self._finished_ns.get(Stage.PREFILL, finished))
+            intervals[stage] = (began, end)
+        return intervals
+
     def stages_ns(self) -> dict[Stage, int]:
         """How long each stage took, once the first token is there; they sum to `first_token_ns` exactly."""
-        durations: dict[Stage, int] = {}
-        end = self._start_ns
-        for stage in Stage:
-            finished = min(max(self._finished_ns[stage], end), self._finished_ns[Stage.PREFILL])
-            durations[stage] = finished - end
-            end = finished
-        return durations
+        return {stage: end - began for stage, (began, end) in self.intervals_ns().items()}
 
     @property
     def first_token_ns(self) -> int:

@@ -18,6 +18,7 @@ from common.errors import InvalidRequest
 from common.metrics import STAGE_BUSY_SECONDS, busy
 from common.selection import selections
 from common.tally import tally
+from common.tracing import span
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 from services.preprocessing.fetch.fetcher import Fetcher
@@ -26,6 +27,7 @@ from services.preprocessing.metrics import count_fetched, count_frames
 from services.preprocessing.planner import Conversation, PlannedPrompt, Planner, Readers
 from services.preprocessing.slices import PlannedMedia
 from services.preprocessing.threads import Threads
+from services.preprocessing.work import worked_on
 from services.preprocessing.workers.jobs import slices_job
 from services.preprocessing.workers.pool import Pool
 from services.preprocessing.workers.reading import Reading
@@ -49,7 +51,8 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
     async def Preprocess(self, request_iterator: Requests, context: Context) -> AsyncIterator[PreprocessResponse]:
         requests = aiter(request_iterator)
         conversation, fetched_ns = await self._fetched(await self._conversation(await anext(requests, None)))
-        planned = await self._planned(conversation)
+        with span("plan"):
+            planned = await self._planned(conversation)
         tally(prompt_tokens_full=planned.plan.tokens, media=len(planned.media))
         with planned.files:
             for response in plan_responses(planned.plan, fetched_ns):
@@ -72,7 +75,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         """
         if not conversation.links:
             return conversation, None
-        with busy("fetch"):
+        with busy("fetch"), span("fetch", media=len(conversation.links)):
             sources = await self._fetcher.fetch_all(conversation.links)
         count_fetched(sources.values())
         return conversation.with_fetched(sources), monotonic_ns()
@@ -94,19 +97,14 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         job = slices_job(media)
         if job is None:
             return
-        decode_s = resize_s = 0.0
-        try:
+        with worked_on(media_index) as work:
             async with self._decoding_workers.ahead(job) as slices:
                 async for each in slices:
-                    decode_s += each.decode_s
-                    resize_s += each.resize_s
+                    work.add(each)
                     count_frames(each)
                     tally(frames=len(each.pixels))
                     for response in frames_responses(media_index, each):
                         yield response
-        finally:
-            STAGE_BUSY_SECONDS.labels("decode").observe(decode_s)
-            STAGE_BUSY_SECONDS.labels("resize").observe(resize_s)
 
 
 def _close_files(job: asyncio.Future[PlannedPrompt]) -> None:
