@@ -30,7 +30,12 @@ class ServiceSettings(BaseSettings):
     model: Path = Field(DEMO_MODEL, description="checkpoint folder in transformers' format")
     listen: str = Field(description="address to serve on, host:port or unix:/path")
     metrics_port: int = Field(ge=0, le=65535, description="port for Prometheus' /metrics; 0 serves none")
-    drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to finish after SIGTERM")
+    drain_s: float = Field(
+        30.0,
+        ge=0,
+        description="seconds that running requests get to finish after SIGTERM or SIGINT; a second signal ends the "
+        "service at once. Exit status: 0 all finished, 3 some were cut off, 2 cannot start, 128 + signal at once",
+    )
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="auto is console on a terminal, else json"
     )

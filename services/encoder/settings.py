@@ -17,7 +17,11 @@ class EncoderSettings(UpstreamSettings):
 
     listen: str = Field("127.0.0.1:50052", description="address to serve on, host:port or unix:/path")
     metrics_port: int = Field(9102, ge=0, le=65535, description="port for Prometheus' /metrics; 0 serves none")
-    preprocessing: str = Field("127.0.0.1:50051", description="address of preprocessing")
+    preprocessing: str = Field(
+        "127.0.0.1:50051",
+        description="address of preprocessing: host:port for all that the name stands for, unix:/path, or several "
+        "ip:port behind commas",
+    )
     output_buffer_bytes: int = Field(
         2**30,
         ge=1,

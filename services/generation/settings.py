@@ -17,8 +17,12 @@ class GenerationSettings(UpstreamSettings):
 
     listen: str = Field("127.0.0.1:50053", description="address to serve on, host:port or unix:/path")
     metrics_port: int = Field(9103, ge=0, le=65535, description="port for Prometheus' /metrics; 0 serves none")
-    preprocessing: str = Field("127.0.0.1:50051", description="address of preprocessing, for prompts without media")
-    encoder: str = Field("127.0.0.1:50052", description="address of the encoder")
+    preprocessing: str = Field(
+        "127.0.0.1:50051",
+        description="address of preprocessing, for prompts without media: host:port for all that the name stands for, "
+        "unix:/path, or several ip:port behind commas",
+    )
+    encoder: str = Field("127.0.0.1:50052", description="address of the encoder, in the same ways")
     prefill_chunk_tokens: int = Field(2048, ge=1, description="most tokens of one step, over all requests")
     kv_cache_tokens: int = Field(32768, ge=1, description="tokens that the KV cache holds, over all requests")
     max_prompt_tokens: int | None = Field(
