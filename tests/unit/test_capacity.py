@@ -49,6 +49,11 @@ def test_tokens_in_the_cache_are_the_rate_times_how_many_lie_there_how_long() ->
     assert needed.network_bytes_per_s == {"preprocessing": 3e7, "encoder": 1e7, "generation": 1e6}
 
 
+def test_a_service_that_has_nothing_to_do_is_still_there() -> None:
+    idle = dict.fromkeys(HOPS, Cost({"plan": 0.0}, 1, 0.0, 0.0))
+    assert set(plan(Request(idle, 0.0, 0.0), LOAD).replicas.values()) == {1}
+
+
 @pytest.mark.parametrize(
     ("load", "replicas"),
     [
