@@ -85,6 +85,8 @@ def errors_told(server: str | None = None) -> Iterator[None]:
         told = ": ".join([str(error), *getattr(error, "__notes__", ())])
         if server and any(words in told for words in _NOBODY_THERE):
             _fail(error.reason, f"nothing answers at {server}; `framesieve serve` starts the services on this machine")
+        if "Socket closed" in told:  # as a listener that speaks TLS does to who does not, or shows nothing
+            told += "; does the service want TLS (--tls-ca) or a certificate (--tls-cert, --tls-key)?"
         _fail(error.reason, told)
     except FramesieveError as error:
         _fail(error.reason, str(error))
