@@ -1,7 +1,9 @@
-"""Fixtures that many tests share: checkpoints in transformers' format, made once a session."""
+"""Fixtures that many tests share: checkpoints in transformers' format, made once a session, and Prometheus' tools."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,23 @@ def family_checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> 
     from tests import families
 
     return families.FAMILIES[family].write(tmp_path_factory.mktemp(family), 1)
+
+
+@pytest.fixture(scope="session")
+def promtool() -> str:
+    return _debian("promtool", "prometheus")
+
+
+@pytest.fixture(scope="session")
+def prometheus() -> str:
+    return _debian("prometheus", "prometheus")
+
+
+def _debian(program: str, package: str) -> str:
+    """Where a program is that no Python package brings."""
+    found = shutil.which(program)
+    if found is None:
+        how = f"{program} is not installed: apt-get install {package}"
+        # Nothing may be left out where changes are judged.
+        pytest.fail(how) if os.environ.get("CI") else pytest.skip(how)
+    return found

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import shutil
 import subprocess
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -51,16 +49,6 @@ def values(stack: LocalStack, service: str, sample_name: str) -> dict[tuple[str,
 
 
 # --- form -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def promtool() -> str:
-    found = shutil.which("promtool")
-    if found is None:
-        how = "promtool is not installed: apt-get install prometheus"
-        # Nothing may be left out where changes are judged.
-        pytest.fail(how) if os.environ.get("CI") else pytest.skip(how)
-    return found
 
 
 @pytest.mark.parametrize("service", SERVICES)
