@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import ssl
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,70 +31,86 @@ from common import errors
 from common.channels import open_channel
 from common.retention import Pruning
 from tests import media
-from tests.certificates import Authority, Issued
 from tests.contract.guarded_service import tcp_address
 from tests.integration.conftest import settles
 
 CLIP = media.clip(16, fps=4, seed=50)
-TOKENS = {name: f"{name}-0123456789-token" for name in ("alice", "bob", "inspector", "generation", "encoder")}
-CALLERS = {
-    "preprocessing": ("generation", "encoder", "inspector"),
-    "encoder": ("generation", "inspector"),
-    "generation": ("alice", "bob"),
-}
 MAX_REQUESTS = 2
+MALLORY = "mallory-0123456789-token"
+SECURITY = Path(__file__).parents[2] / "docs/security.md"
 
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    """The services, and what a caller needs to reach them."""
+    """The services, and the folders of secrets that docs/security.md makes for them and for alice.
+
+    tokens: by name; bob is a caller of generation, inspector one of the other two.
+    """
 
     stack: LocalStack
-    authority: Authority
-    shown: Issued
+    secrets: Path
+    tokens: Mapping[str, str]
 
     def access(self, name: str, **other: Any) -> Access:
-        own = {"tls_ca": self.authority.path, "tls_cert": self.shown.cert, "tls_key": self.shown.key}
-        return Access(**{**own, "token": TOKENS.get(name), **other})
+        """With alice's certificate, and the token of that name."""
+        ca, cert, key = (str(self.secrets / "alice" / name) for name in ("ca.pem", "cert.pem", "key.pem"))
+        own = {"tls_ca": ca, "tls_cert": cert, "tls_key": key, "token": self.tokens.get(name, MALLORY)}
+        return Access(**{**own, **other})
 
     def client(self, name: str, **other: Any) -> FramesieveClient:
         return FramesieveClient(self.stack.address, **self.access(name, **other))
 
 
-def secret(path: Path, content: str) -> Path:
-    path.write_text(content)
-    path.chmod(0o600)
-    return path
+def made_secrets(folder: Path) -> tuple[Path, dict[str, str]]:
+    """What docs/security.md makes, run as it stands there, and the tokens."""
+    (script,) = re.findall(r"```sh\n(.*?)```", SECURITY.read_text(), re.DOTALL)
+    subprocess.run(["sh", "-eu", "-c", script], cwd=folder, check=True, capture_output=True, timeout=60)
+    secrets = folder / "secrets"
+    tokens = {path.parent.name: path.read_text().strip() for path in secrets.glob("*/token")}
+    for name, services in (("bob", SERVICES[2:]), ("inspector", SERVICES[:2])):
+        tokens[name] = f"{name}-0123456789-token"
+        for service in services:
+            with (secrets / service / "tokens").open("a") as lines:
+                lines.write(f"{name} {tokens[name]}\n")
+    return secrets, tokens
+
+
+def flags_of(service: str, secrets: Path) -> list[str]:
+    own = secrets / service
+    flags = ["--tls-cert", f"{own}/cert.pem", "--tls-key", f"{own}/key.pem", "--tls-client-ca", f"{own}/ca.pem"]
+    flags += ["--auth-tokens-file", f"{own}/tokens"]
+    if service != "preprocessing":
+        flags += ["--upstream-tls-ca", f"{own}/ca.pem", "--upstream-token-file", f"{own}/token"]
+    if service == "generation":
+        flags += ["--max-requests-per-client", str(MAX_REQUESTS), "--no-reflection", "--metrics-tls"]
+    return flags
 
 
 @pytest.fixture(scope="module")
 def guarded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    folder = tmp_path_factory.mktemp("guarded")
-    authority = Authority(folder)
-    flags: dict[str, list[str]] = {}
-    for service in SERVICES:
-        own = authority.issue(f"{service}.test", "127.0.0.1")
-        lines = "".join(f"{name} {TOKENS[name]}\n" for name in CALLERS[service])
-        flags[service] = [
-            *("--tls-cert", str(own.cert), "--tls-key", str(own.key), "--tls-client-ca", str(authority.path)),
-            *("--auth-tokens-file", str(secret(folder / f"{service}.tokens", lines))),
-        ]
-        if service in TOKENS:
-            flags[service] += ["--upstream-token-file", str(secret(folder / f"{service}.token", TOKENS[service]))]
-            flags[service] += ["--upstream-tls-ca", str(authority.path)]
-    flags["generation"] += ["--max-requests-per-client", str(MAX_REQUESTS), "--no-reflection", "--metrics-tls"]
-    shown = authority.issue("caller.test")
+    secrets, tokens = made_secrets(tmp_path_factory.mktemp("guarded"))
     endpoints = {service: Endpoint(tcp_address(), int(tcp_address().split(":")[1])) for service in SERVICES}
-    with pytest.MonkeyPatch.context() as environment:  # by which health is asked for
-        environment.setenv("FRAMESIEVE_UPSTREAM_TLS_CA", str(authority.path))
-        environment.setenv("FRAMESIEVE_TLS_CERT", str(shown.cert))
-        environment.setenv("FRAMESIEVE_TLS_KEY", str(shown.key))
-        stack = LocalStack(checkpoint, endpoints=endpoints, flags=flags)
+    stack = LocalStack(
+        checkpoint, endpoints=endpoints, flags={service: flags_of(service, secrets) for service in SERVICES}
+    )
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in probing(secrets).items():
+            environment.setenv(name, value)
         stack.start()
     try:
-        yield Guarded(stack, authority, shown)
+        yield Guarded(stack, secrets, tokens)
     finally:
         stack.stop()
+
+
+def probing(secrets: Path) -> dict[str, str]:
+    """An environment by which health is asked for."""
+    own = secrets / "alice"
+    return {
+        "FRAMESIEVE_UPSTREAM_TLS_CA": f"{own}/ca.pem",
+        "FRAMESIEVE_TLS_CERT": f"{own}/cert.pem",
+        "FRAMESIEVE_TLS_KEY": f"{own}/key.pem",
+    }
 
 
 @pytest.fixture
@@ -111,9 +128,11 @@ async def test_a_question_about_a_clip_is_answered_by_mutual_tls_and_tokens_on_e
     assert (await alice.ask(None, "Nothing to see?", max_new_tokens=4, timeout_s=60)).text is not None
 
 
-@pytest.mark.parametrize("token", [None, "mallory-0123456789-token", TOKENS["generation"]])
-async def test_who_shows_no_token_of_this_service_is_refused(guarded: Guarded, token: str | None) -> None:
-    async with guarded.client("nobody", token=token) as client:
+@pytest.mark.parametrize(("name", "shown"), [("alice", {"token": None}), ("mallory", {}), ("generation", {})])
+async def test_who_shows_no_token_of_this_service_is_refused(
+    guarded: Guarded, name: str, shown: dict[str, None]
+) -> None:
+    async with guarded.client(name, **shown) as client:
         with pytest.raises(errors.Unauthenticated, match="a bearer token that is known here"):
             await client.ask(Video(data=CLIP), "What moves?", timeout_s=20)
 
@@ -171,8 +190,9 @@ async def test_reflection_answers_who_is_known_and_nobody_where_it_is_switched_o
 
 def test_metrics_are_told_by_tls_where_that_is_said(guarded: Guarded) -> None:
     ports = guarded.stack.metrics_ports
-    trusting = ssl.create_default_context(cafile=str(guarded.authority.path))
-    trusting.load_cert_chain(guarded.shown.cert, guarded.shown.key)
+    own = guarded.secrets / "alice"
+    trusting = ssl.create_default_context(cafile=own / "ca.pem")
+    trusting.load_cert_chain(own / "cert.pem", own / "key.pem")
     for url in (f"https://127.0.0.1:{ports['generation']}/metrics", f"http://127.0.0.1:{ports['encoder']}/metrics"):
         with urllib.request.urlopen(url, context=trusting if url.startswith("https") else None, timeout=20) as answer:
             assert b"framesieve_requests_total" in answer.read()
@@ -186,32 +206,23 @@ def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess
 
 
 def test_the_command_shows_what_its_flags_and_environment_say(guarded: Guarded, tmp_path: Path) -> None:
-    clip, token = tmp_path / "clip.mp4", secret(tmp_path / "token", TOKENS["alice"])
+    clip, own = tmp_path / "clip.mp4", guarded.secrets / "alice"
     clip.write_bytes(CLIP)
     asked = ["ask", str(clip), "What moves?", "--server", guarded.stack.address, "--json", "--max-new-tokens", "4"]
-    shown = ["--tls-ca", guarded.authority.path, "--tls-cert", guarded.shown.cert, "--tls-key", guarded.shown.key]
+    shown = ["--tls-ca", f"{own}/ca.pem", "--tls-cert", f"{own}/cert.pem", "--tls-key", f"{own}/key.pem"]
     framesieve = CliRunner()
-    by_flags = framesieve.invoke(app, [*asked, *map(str, shown), "--token-file", str(token)])
+    by_flags = framesieve.invoke(app, [*asked, *shown, "--token-file", f"{own}/token"])
     assert by_flags.exit_code == 0, by_flags.stderr
     assert json.loads(by_flags.stdout)["usage"]["completion_tokens"] >= 1
-    environment = {
-        "FRAMESIEVE_TLS_CA": str(guarded.authority.path),
-        "FRAMESIEVE_TLS_CERT": str(guarded.shown.cert),
-        "FRAMESIEVE_TLS_KEY": str(guarded.shown.key),
-    }
-    stranger = framesieve.invoke(app, asked, env={**environment, "FRAMESIEVE_TOKEN": "mallory-0123456789-token"})
+    environment = probing(guarded.secrets)
+    stranger = framesieve.invoke(app, asked, env={**environment, "FRAMESIEVE_TOKEN": MALLORY})
     assert (stranger.exit_code, stranger.stderr.split(":")[0]) == (1, "UNAUTHENTICATED")
-    by_environment = framesieve.invoke(app, asked, env={**environment, "FRAMESIEVE_TOKEN": TOKENS["bob"]})
+    by_environment = framesieve.invoke(app, asked, env={**environment, "FRAMESIEVE_TOKEN": guarded.tokens["bob"]})
     assert by_environment.exit_code == 0, by_environment.stderr
 
 
 def test_the_probe_finds_a_service_well_by_tls_and_without_a_token(guarded: Guarded) -> None:
-    tls = {
-        "FRAMESIEVE_UPSTREAM_TLS_CA": str(guarded.authority.path),
-        "FRAMESIEVE_TLS_CERT": str(guarded.shown.cert),
-        "FRAMESIEVE_TLS_KEY": str(guarded.shown.key),
-    }
-    assert run(["common.probe", guarded.stack.address], **tls).returncode == 0
+    assert run(["common.probe", guarded.stack.address], **probing(guarded.secrets)).returncode == 0
     assert run(["common.probe", guarded.stack.address]).returncode == 1
 
 
@@ -228,7 +239,7 @@ async def test_logs_know_clients_by_name_and_hold_no_token(guarded: Guarded, ali
     for service in SERVICES:
         log = guarded.stack.log(service)
         assert log
-        assert not [token for token in TOKENS.values() if token in log]
+        assert not [name for name, token in guarded.tokens.items() if token in log]
 
 
 def test_a_process_that_cannot_be_guarded_as_it_is_told_does_not_start() -> None:
