@@ -21,6 +21,8 @@ from common import errors
 from common.channels import DETAILS_KEY, MAX_RECEIVE_BYTES, error_from_status, open_channel
 from common.errors import FramesieveError
 from common.room import Room
+from framesieve.v1 import prompt_pb2, tensor_pb2
+from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from services.encoder.batcher import Batcher
 from services.encoder.cache import EmbedsCache
@@ -104,18 +106,22 @@ async def told(call: Any) -> FramesieveError:
     return error_from_status(caught.value, "service")
 
 
-NO_MESSAGES = {
+EMPTY_PIECE = prompt_pb2.PromptPlan(layout=tensor_pb2.TensorChunk(dtype=tensor_pb2.DTYPE_INT32, shape=[4, 1000]))
+NO_ANSWERS = {
     "no wire format": b"\xff" * 40,
     "a field cut short": b"\x0a\x7fabc",
     "a group without its end": b"\x0b",
     "more than any message": bytes(MAX_RECEIVE_BYTES + 1),
     "nothing at all": b"",
+    "frames, or progress, before a plan": b"\x12\x00",
+    "embeddings before a plan": b"\x1a\x00",
+    "a plan in pieces that hold nothing": EncodeResponse(plan=EMPTY_PIECE).SerializeToString(),
 }
 
 
-@pytest.mark.parametrize("name", NO_MESSAGES)
+@pytest.mark.parametrize("name", NO_ANSWERS)
 async def test_bytes_that_are_no_answer_break_the_contract(behind: Any, name: str) -> None:
-    async with behind(saying(NO_MESSAGES[name])) as ask:
+    async with behind(saying(*[NO_ANSWERS[name]] * 3)) as ask:
         for _ in range(2):
             error = await told(ask())
             assert type(error) is errors.PeerContract

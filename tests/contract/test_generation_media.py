@@ -242,6 +242,15 @@ async def test_what_does_not_fit_the_plan_breaks_off_and_frees_the_room(tmp_path
         assert room.held_bytes == 0
 
 
+async def test_an_item_that_was_not_selected_breaks_off(tmp_path: Path) -> None:
+    async with client_of(tmp_path, Encoder(PLAN, items()[2:])) as (client, room):
+        clock = StageClock()
+        async with client.open(prompt_message(PLAN), PRUNING, clock) as session:
+            with pytest.raises(errors.PeerContract, match=r"sent item 0, \[1\] are selected"):
+                _ = [each async for each in session.receive([1], clock)]
+        assert room.held_bytes == 0
+
+
 async def test_embeddings_too_large_for_the_models_dtype_are_not_taken_for_finite(tmp_path: Path) -> None:
     messages = items()
     with_value(1e6)(messages)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import pickle
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from client.prompt import Video
 from common import errors
 from common.channels import error_from_status, open_channel
 from common.checkpoint import Checkpoint
-from common.plan import MAX_POSITION, Grid, Modality, PromptPlan
+from common.plan import Grid, Modality, PromptPlan
 from common.retention import Pruning
 from common.wire import plan_messages
 from demo.checkpoint import TINY
@@ -253,13 +252,6 @@ async def test_metadata_of_a_lying_peer_breaks_the_contract(tmp_path: Path, tiny
             code, reason, _ = await refused(service.ask(sampling=Sampling(max_new_tokens=10_000)))
             assert (lie.__name__, code, reason) == (lie.__name__, grpc.StatusCode.INTERNAL, "PEER_CONTRACT")
         await eventually(service.idle)
-        assert len(token_ids(await answers(service.ask_text()))) == 5
-
-
-async def test_a_prompt_at_the_last_position_is_answered(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    async with service_of(tmp_path, tiny_checkpoint) as service:
-        plan = service.preprocessing.plan
-        service.preprocessing.plan = replace(plan, positions=plan.positions + (MAX_POSITION - plan.positions.max()))
         assert len(token_ids(await answers(service.ask_text()))) == 5
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import PeerContract
-from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from common.plan import MAX_POSITION, Grid, MediaPlan, Modality, PromptPlan, Run
 from services.generation.request import RopeState, Span, Status
 from services.generation.sampler import SamplingParams
 from tests.oracle import Item, Text, expected_sequence
@@ -85,6 +86,15 @@ def test_an_item_is_delivered_once_and_only_if_it_exists() -> None:
     for index in (0, 1, -1):
         with pytest.raises(PeerContract, match="does not exist or was delivered twice"):
             state.deliver(index, None, 9)
+
+
+def test_an_answer_behind_the_last_position_is_known_by_positions_that_did_not_wrap() -> None:
+    request = make_request("a", [Text((5, 6))], SamplingParams(4)).request
+    plan = make_plan([Text((5, 6))])
+    request.rope = RopeState(replace(plan, positions=plan.positions + np.int32(MAX_POSITION - 1)), [])
+    request.output_ids += [1, 2, 3]
+    positions = np.frombuffer(request.content(2, 5), np.int32)[-9:]
+    assert positions.tolist() == 3 * [MAX_POSITION + 1, MAX_POSITION + 2, MAX_POSITION + 3]
 
 
 def test_a_finished_request_changes_no_more() -> None:

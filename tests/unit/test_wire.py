@@ -278,8 +278,6 @@ def frames_without_size(message: prompt_pb2.PromptPlan) -> None:
         huge_run,
         overlapping_runs,
         unsorted_runs,
-        more_media_than_any_prompt,
-        more_runs_than_any_prompt,
         short_content_hash,
         moving_image,
         a_modality_of_tomorrow,
@@ -298,6 +296,14 @@ def test_a_plan_that_contradicts_itself_is_a_broken_contract(spoil: Callable[[pr
     (message,) = wire.plan_messages(plan_of(10, video(2, Grid(2, 2, 2))))
     spoil(message)
     with pytest.raises(PeerContract):
+        receive([message])
+
+
+@pytest.mark.parametrize("spoil", [more_media_than_any_prompt, more_runs_than_any_prompt])
+def test_what_a_plan_counts_is_counted_before_it_is_read(spoil: Callable[[prompt_pb2.PromptPlan], None]) -> None:
+    (message,) = wire.plan_messages(plan_of(10, video(2, Grid(2, 2, 2))))
+    spoil(message)
+    with pytest.raises(PeerContract, match=r"^a plan has at most 512 media and 262144 runs, got \d+ and \d+$"):
         receive([message])
 
 
