@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc
@@ -39,6 +39,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         self._budgets = budgets or ClientBudgets()
         self._tracer = tracer
         self._running: set[asyncio.Task[Any]] = set()
+        self._answering: set[asyncio.Task[Any]] = set()  # of these, those that wait for a response to be sent
         self._cut_off: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -53,7 +54,8 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
         self._cut_off = set(self._running)
-        for task in self._cut_off:
+        # Within gRPC, where responses are sent, nothing may be cancelled: no status could follow them.
+        for task in self._cut_off - self._answering:
             task.cancel()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), _CUT_OFF_S)
@@ -86,17 +88,25 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             assert task is not None
             self._running.add(task)
             self._idle.clear()
+            over = Unavailable(f"{stage} is draining, and the time to finish is over", stage)
+            responses: Any = behaviour(request, context)
             try:
-                async for response in behaviour(request, context):
-                    yield response
+                async with aclosing(responses):
+                    async for response in responses:
+                        self._answering.add(task)
+                        yield response
+                        self._answering.discard(task)
+                        if task in self._cut_off:
+                            raise over
             except asyncio.CancelledError:
                 if task not in self._cut_off:
                     raise
                 task.uncancel()
-                raise Unavailable(f"{stage} is draining, and the time to finish is over", stage) from None
+                raise over from None
             except Unauthenticated as error:  # it is not the caller's token that is refused up there
                 raise PeerContract("an upstream service does not know the token of --upstream-token-file") from error
             finally:
+                self._answering.discard(task)
                 self._running.discard(task)
                 if not self._running:
                     self._idle.set()

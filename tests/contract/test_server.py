@@ -169,6 +169,25 @@ async def test_a_request_that_outlives_the_grace_is_told_so(tmp_path: Path) -> N
         assert await asyncio.wait_for(task, 10) is ExitStatus.CUT_OFF
 
 
+async def test_requests_in_the_midst_of_their_answers_are_told_so_as_well(tmp_path: Path) -> None:
+    async with serving(tmp_path, drain_s=0.1) as (channel, task):
+        busy = [ask(channel, FLOOD) for _ in range(8)]
+        for call in busy:
+            await call.read()
+        reading = [asyncio.create_task(read_to_its_end(call)) for call in busy]
+        os.kill(os.getpid(), signal.SIGTERM)
+        for each in reading:
+            with pytest.raises(errors.Unavailable, match="the time to finish is over"):
+                await each
+        assert await asyncio.wait_for(task, 10) is ExitStatus.CUT_OFF
+
+
+async def read_to_its_end(call: Any) -> None:
+    with upstream_errors("encoder"):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+
 async def test_a_caller_that_does_not_read_keeps_nobody_from_stopping(tmp_path: Path) -> None:
     async with serving(tmp_path, drain_s=0.1) as (channel, task):
         stuck = ask(channel, FLOOD)
