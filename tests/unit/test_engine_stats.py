@@ -39,13 +39,16 @@ def test_the_oldest_of_each_state_says_since_when_it_is_so(models: Models) -> No
     stats = tiny.engine.stats()
     assert (stats.running_since_ns, stats.waiting_since_ns, stats.awaiting_media_since_ns) == (None, None, None)
     about = tiny.ask("about a video", ABOUT_VIDEO, SamplingParams(1))
-    asked = timed(lambda: [tiny.ask(f"text {n}", PROMPT, SamplingParams(4), [SamplingParams(4)]) for n in range(2)])
+    first, _ = (
+        timed(lambda name=name: tiny.ask(name, PROMPT, SamplingParams(4), [SamplingParams(4)]))  # type: ignore[misc]
+        for name in ("first", "second")
+    )
     stats = tiny.engine.stats()  # as of now, before any step
     assert (stats.running, stats.waiting, stats.awaiting_media, stats.following) == (0, 2, 1, 2)
     assert stats.awaiting_media_since_ns is not None
-    assert stats.awaiting_media_since_ns < asked[0]
+    assert stats.awaiting_media_since_ns < first[0]
     assert stats.waiting_since_ns is not None
-    assert asked[0] < stats.waiting_since_ns < asked[1]
+    assert first[0] < stats.waiting_since_ns < first[1]
     stepped = timed(tiny.engine.step)
     stats = tiny.engine.stats()
     assert stats.running == 1

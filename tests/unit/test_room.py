@@ -108,6 +108,11 @@ async def test_those_who_wait_are_told_and_since_when_the_first_of_them() -> Non
         assert room.waiting == 2
         assert room.oldest_ns is not None
         assert before_ns <= room.oldest_ns <= between_ns
+        gives_up = asyncio.create_task(hold(room, 4, 0, [], 2))
+        await asyncio.sleep(0)
+        gives_up.cancel()
+        await asyncio.wait([gives_up])
+        assert room.waiting == 2
         first.cancel()
         await asyncio.wait([first])
         assert room.waiting == 1
