@@ -2,6 +2,8 @@
 
 FROM python:3.11-slim-bookworm AS base
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# gRPC's core writes past our logs; below errors it says what nobody needs.
+ENV GRPC_VERBOSITY=ERROR
 WORKDIR /app
 RUN python -m venv /venv
 ENV PATH=/venv/bin:$PATH
@@ -14,12 +16,12 @@ COPY protos protos
 RUN python -m grpc_tools.protoc -I protos --python_out=. --grpc_python_out=. protos/framesieve/v1/*.proto
 
 FROM base AS preprocessing-dependencies
-RUN pip install '.[preprocessing]'
+RUN pip install '.[preprocessing,otel]'
 
 # torch first and pinned. PyPI's build may carry gigabytes of CUDA: --build-arg TORCH=… takes any wheel's address.
 FROM base AS torch-dependencies
 ARG TORCH=torch==2.13.0
-RUN pip install "$TORCH" && pip install '.[encoder,generation]'
+RUN pip install "$TORCH" && pip install '.[encoder,generation,otel]'
 
 FROM preprocessing-dependencies AS preprocessing
 COPY common common

@@ -14,8 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import structlog
 
 from common.errors import FramesieveError, MediaRejected, PeerContract, StartupError
+from services.preprocessing.threads import Threads
 from services.preprocessing.workers.pool import Pool
 from services.preprocessing.workers.process import Fault
 from tests.unit.pool_asks import LIMITS, MIB, Ask, children, counting, open_descriptors, pieces_made, runs, until
@@ -42,6 +44,22 @@ async def test_a_decoder_that_fails_costs_one_job_and_is_replaced(
         assert replaced == [reason]
         assert pieces_made([await pool.call(counting(1))]) == [0]
         assert len(children()) == 1
+
+
+async def test_the_log_names_the_request_whose_worker_is_replaced(pool_of: Callable[..., Pool]) -> None:
+    loop = asyncio.get_running_loop()
+
+    def from_a_thread() -> object:  # as those that plan do
+        return asyncio.run_coroutine_threadsafe(pool.call(Ask("crash")), loop).result()
+
+    with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logged:
+        async with pool_of() as pool, Threads(1) as planning:
+            with structlog.contextvars.bound_contextvars(request_id="first"), pytest.raises(MediaRejected):
+                await pool.call(Ask("crash"))
+            with structlog.contextvars.bound_contextvars(request_id="second"), pytest.raises(MediaRejected):
+                await planning.call(from_a_thread)
+            assert pieces_made([await pool.call(counting(1))]) == [0]
+    assert [line["request_id"] for line in logged if line["event"] == "worker replaced"] == ["first", "second"]
 
 
 async def test_a_crash_leaves_the_jobs_of_other_workers_alone(pool_of: Callable[..., Pool]) -> None:

@@ -1,0 +1,94 @@
+"""A collector of traces: OpenTelemetry's own service, served on loopback, which keeps every span that it is sent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
+
+
+@dataclass(frozen=True)
+class Span:
+    """As it came, ids in hexadecimal. service: which process sent it."""
+
+    service: str
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    start_ns: int
+    end_ns: int
+    failed: bool
+    attributes: dict[str, Any]
+
+    def within(self, other: Span, slack_ns: int = 0) -> bool:
+        return other.start_ns - slack_ns <= self.start_ns <= self.end_ns <= other.end_ns + slack_ns
+
+
+@dataclass
+class Collector(TraceServiceServicer):
+    """address: as OTEL_EXPORTER_OTLP_ENDPOINT names it."""
+
+    address: str = ""
+    spans: list[Span] = field(default_factory=list)
+    sent: bytes = b""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def Export(self, request: ExportTraceServiceRequest, context: grpc.ServicerContext) -> ExportTraceServiceResponse:
+        with self._lock:
+            self.sent += request.SerializeToString()
+            for resource in request.resource_spans:
+                service = _values(resource.resource.attributes)["service.name"]
+                for scope in resource.scope_spans:
+                    self.spans += [_span(service, each) for each in scope.spans]
+        return ExportTraceServiceResponse()
+
+    def of_request(self, request_id: str) -> list[Span]:
+        """In the order of their beginnings."""
+        with self._lock:
+            spans = [span for span in self.spans if span.attributes["framesieve.request_id"] == request_id]
+        return sorted(spans, key=lambda span: span.start_ns)
+
+
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    collector, server = Collector(), grpc.server(ThreadPoolExecutor(2))
+    add_TraceServiceServicer_to_server(collector, server)
+    collector.address = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield collector
+    finally:
+        server.stop(grace=None).wait()
+
+
+def _span(service: str, sent: Any) -> Span:
+    return Span(
+        service=service,
+        name=sent.name,
+        trace_id=sent.trace_id.hex(),
+        span_id=sent.span_id.hex(),
+        parent_id=sent.parent_span_id.hex(),
+        start_ns=sent.start_time_unix_nano,
+        end_ns=sent.end_time_unix_nano,
+        failed=sent.status.code == Status.STATUS_CODE_ERROR,
+        attributes=_values(sent.attributes),
+    )
+
+
+def _values(attributes: Any) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}

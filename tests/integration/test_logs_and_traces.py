@@ -1,0 +1,227 @@
+"""One question as an operator sees it: a line in each service's log, and one trace through all three."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
+from typing import Any
+
+import grpc
+import pytest
+
+from client.launcher import LocalStack
+from client.prompt import Video, user_turn
+from client.wire import Options, generate_request
+from common.channels import REQUEST_ID_KEY, open_channel
+from framesieve.v1 import generation_pb2
+from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests import media
+from tests.collector import Collector, Span, collecting
+from tests.integration.conftest import settles
+from tests.integration.fleet import free_port
+from tests.unit.loopback import head, ok, serving
+
+SECRET = "xyzzy"
+# Two processes read their clocks with so much between them at most, on a machine that others keep busy.
+CLOCKS_NS = 200_000_000
+TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+# What each service does for a question about a video that it has never seen.
+STAGES = {
+    "framesieve-generation": ["transfer", "wait_for_prefill", "prefill", "generate"],
+    "framesieve-encoder": ["wait_for_encoder", "encode", "prune"],
+    "framesieve-preprocessing": ["fetch", "plan", "decode", "resize"],
+}
+REQUESTS = {
+    "framesieve-generation": "framesieve.v1.GenerationService/Generate",
+    "framesieve-encoder": "framesieve.v1.EncoderService/Encode",
+    "framesieve-preprocessing": "framesieve.v1.PreprocessingService/Preprocess",
+}
+METHODS = {"generation": "Generate", "encoder": "Encode", "preprocessing": "Preprocess"}
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with collecting() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def watched(checkpoint: Any, port: int, collector: Collector) -> Iterator[LocalStack]:
+    """Services that may fetch from this machine, and send their spans to the collector."""
+    flags = ["--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1", "--fetch-ports", str(port)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        with LocalStack(checkpoint, flags={"preprocessing": flags}) as running:
+            yield running
+
+
+@pytest.fixture
+async def stub(watched: LocalStack) -> AsyncIterator[GenerationServiceStub]:
+    async with open_channel(watched.address) as channel:
+        yield GenerationServiceStub(channel)
+
+
+def question(video: Video) -> generation_pb2.GenerateRequest:
+    # So many tokens that every service upstream has ended before generation does, and leaves it.
+    options: Options = {"pruning_rate": 0.5, "max_new_tokens": 64, "ignore_eos": True}
+    return generate_request([user_turn(video, f"Where is {SECRET}?")], options)
+
+
+def called(request_id: str) -> dict[str, Any]:
+    """With the caller's own id and trace."""
+    trace = ("traceparent", f"00-{TRACE}-{CALLER}-01")
+    return {"metadata": ((REQUEST_ID_KEY, request_id), trace), "timeout": 60}
+
+
+def lines(stack: LocalStack, service: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stack.log(service).splitlines()]
+
+
+async def ended(stack: LocalStack, request_id: str) -> dict[str, dict[str, Any]]:
+    """What each service logs of a request's end, one line each, as soon as all have."""
+
+    def found() -> dict[str, list[dict[str, Any]]]:
+        each = {service: lines(stack, service) for service in METHODS}
+        return {
+            service: [line for line in own if line.get("request_id") == request_id and line["event"] == "request ended"]
+            for service, own in each.items()
+        }
+
+    assert await settles(lambda: sum(map(len, found().values())), len(METHODS), within_s=20)
+    return {service: own[0] for service, own in found().items()}
+
+
+async def spans_of(collector: Collector, request_id: str, count: int) -> dict[str, list[Span]]:
+    """A request's spans by the service that sent them, once there are so many; each in the order of beginning."""
+    await settles(lambda: len(collector.of_request(request_id)), count, within_s=20)
+    spans = collector.of_request(request_id)
+    assert len(spans) == count, [(span.service, span.name) for span in spans]
+    return {service: [span for span in spans if span.service == service] for service in STAGES}
+
+
+def request_span(spans: dict[str, list[Span]], service: str) -> Span:
+    (found,) = (span for span in spans[service] if span.name == REQUESTS[service])
+    return found
+
+
+async def test_a_question_is_one_line_in_each_log_and_one_trace(
+    watched: LocalStack, stub: GenerationServiceStub, collector: Collector, port: int
+) -> None:
+    clip = media.clip(16, fps=4, seed=81)
+    async with serving(ok(clip), port=port):
+        asked = question(Video(url=f"http://localhost:{port}/{SECRET}.mp4?key={SECRET}"))
+        answer = [response async for response in stub.Generate(asked, **called("seen-1"))]
+    usage = answer[-1].finished.usage
+
+    told = await ended(watched, "seen-1")
+    for service, line in told.items():
+        assert (line["service"], line["method"], line["code"]) == (service, METHODS[service], "OK")
+        assert line["level"] == "info"
+        assert 0 < line["seconds"] < 60
+        assert line["sent_bytes"] > 0
+    assert told["preprocessing"]["frames"] == 8
+    assert told["encoder"]["media_tokens_full"] == 64
+    assert told["encoder"]["media_tokens"] == 32
+    for name in ("prompt_tokens_full", "prompt_tokens", "completion_tokens"):
+        assert told["generation"][name] == getattr(usage, name)
+    assert told["preprocessing"]["prompt_tokens_full"] == usage.prompt_tokens_full
+
+    spans = await spans_of(collector, "seen-1", len(REQUESTS) + sum(map(len, STAGES.values())))
+    parent_id, above = CALLER, None
+    for service, stages in STAGES.items():
+        request = request_span(spans, service)
+        assert (request.trace_id, request.parent_id) == (TRACE, parent_id)
+        assert above is None or request.within(above, CLOCKS_NS)
+        own = [span for span in spans[service] if span is not request]
+        assert sorted(span.name for span in own) == sorted(stages)
+        assert all(span.parent_id == request.span_id and span.within(request) for span in own)
+        assert not any(span.failed for span in spans[service])
+        parent_id, above = request.span_id, request
+    prune = next(span for span in spans["framesieve-encoder"] if span.name == "prune")
+    assert prune.attributes["framesieve.method"] == "evs"
+    assert prune.attributes["framesieve.rate"] == 0.5
+    assert (prune.attributes["framesieve.media_tokens_full"], prune.attributes["framesieve.media_tokens"]) == (64, 32)
+    generate = request_span(spans, "framesieve-generation").attributes
+    assert generate["framesieve.completion_tokens"] == usage.completion_tokens
+    assert generate["rpc.grpc.status_code"] == 0
+
+
+async def test_stages_follow_each_other_and_take_the_time_that_the_answer_says(
+    stub: GenerationServiceStub, collector: Collector
+) -> None:
+    asked = question(Video(data=media.clip(16, fps=4, seed=82)))
+    answer = [response async for response in stub.Generate(asked, **called("seen-2"))]
+    timings = answer[-1].finished.timings
+    spans = await spans_of(collector, "seen-2", len(REQUESTS) + sum(map(len, STAGES.values())) - len(["fetch"]))
+    own = {span.name: span for span in spans["framesieve-generation"]}
+    ordered = [own[name] for name in STAGES["framesieve-generation"]]
+    assert all(one.end_ns == other.start_ns for one, other in pairwise(ordered))
+    for name in STAGES["framesieve-generation"]:
+        took_s = (own[name].end_ns - own[name].start_ns) * 1e-9
+        assert took_s == pytest.approx(getattr(timings, f"{name}_s"), abs=1e-6)
+    request = request_span(spans, "framesieve-generation")
+    assert timings.time_to_first_token_s * 1e9 <= ordered[2].end_ns - request.start_ns + CLOCKS_NS
+    assert request.end_ns >= ordered[-1].end_ns
+
+
+async def test_a_refusal_is_a_warning_and_an_error_in_every_service(
+    watched: LocalStack, stub: GenerationServiceStub, collector: Collector, port: int
+) -> None:
+    async with serving(head(404, "Content-Length: 0"), port=port):
+        asked = question(Video(url=f"http://localhost:{port}/{SECRET}.mp4?key={SECRET}"))
+        with pytest.raises(grpc.aio.AioRpcError):
+            [response async for response in stub.Generate(asked, **called("refused-1"))]
+    for line in (await ended(watched, "refused-1")).values():
+        assert (line["level"], line["code"], line["reason"]) == ("warning", "INVALID_ARGUMENT", "MEDIA_REJECTED")
+        assert "was answered with status 404" in line["error"]
+    spans = await spans_of(collector, "refused-1", len(REQUESTS) + len(["fetch"]))
+    for span in (span for own in spans.values() for span in own):
+        assert span.failed
+        assert span.attributes["error.type"] == "MEDIA_REJECTED"
+
+
+async def test_a_user_name_in_a_url_is_in_no_log(
+    watched: LocalStack, stub: GenerationServiceStub, collector: Collector, port: int
+) -> None:
+    asked = question(Video(url=f"http://user:{SECRET}@localhost:{port}/clip.mp4"))
+    with pytest.raises(grpc.aio.AioRpcError):
+        [response async for response in stub.Generate(asked, **called("refused-2"))]
+    assert {line["code"] for line in (await ended(watched, "refused-2")).values()} == {"INVALID_ARGUMENT"}
+
+
+async def test_a_question_that_is_left_ends_its_spans(
+    watched: LocalStack, stub: GenerationServiceStub, collector: Collector
+) -> None:
+    call = stub.Generate(question(Video(data=media.clip(512, fps=8))), **called("left-1"))
+    async for response in call:
+        if response.WhichOneof("response") == "progress":
+            break
+    call.cancel()
+    assert {line["code"] for line in (await ended(watched, "left-1")).values()} == {"CANCELLED"}
+
+    def all_there() -> float:
+        return len({span.service for span in collector.of_request("left-1") if span.name in REQUESTS.values()})
+
+    assert await settles(all_there, len(REQUESTS), within_s=20)
+    spans = collector.of_request("left-1")
+    requests = {span.service: span for span in spans if span.name in REQUESTS.values()}
+    assert all(span.failed and span.attributes["error.type"] == "CANCELLED" for span in requests.values())
+    (decode,) = (span for span in spans if span.name == "decode")
+    assert decode.failed
+    assert decode.end_ns - decode.start_ns > 0
+
+
+def test_neither_logs_nor_traces_hold_what_a_caller_says(watched: LocalStack, collector: Collector) -> None:
+    """After everything that the tests above have asked."""
+    for service in METHODS:
+        assert lines(watched, service), "every line is JSON"
+        assert SECRET not in watched.log(service)
+    assert collector.spans
+    assert SECRET.encode() not in collector.sent
