@@ -17,5 +17,5 @@ def _read(kind: str, topic: str) -> Any:
 
 RULES = [rule for topic in TOPICS for group in _read("rules", topic)["groups"] for rule in group["rules"]]
 ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
-RECORDS = sorted({rule["record"] for rule in RULES if "record" in rule})
+RECORDS = [rule for rule in RULES if "record" in rule]
 TESTS = [test for topic in TOPICS for test in _read("tests", topic)["tests"]]

@@ -1,0 +1,134 @@
+"""Real Prometheus scrapes three real services: every rule and every query of the dashboard finds what it asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from client.client import FramesieveClient
+from client.launcher import SERVICES, LocalStack
+from client.prompt import Image, Video
+from common import errors
+from deploy.grafana import dashboard
+from tests import media
+from tests.integration.prometheus import Prometheus, scraping
+from tests.rules import ALERTS, RECORDS, RULES
+
+pytestmark = pytest.mark.timeout(120)
+
+WITHIN_S = 30
+# As Grafana fills in what a panel leaves open, over a window that holds the whole test.
+FILLED_IN = {"$__rate_interval": "2m", "$instance": ".*"}
+
+
+@pytest.fixture(scope="module")
+def watched(
+    prometheus: str, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LocalStack, Prometheus]]:
+    """Services that have answered some of everything, and a Prometheus that has watched from the start."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    with (
+        LocalStack(checkpoint, flags={"generation": ["--speculative-tokens", "2"]}, drain_s=1) as stack,
+        scraping(prometheus, folder, stack.metrics_ports) as watching,
+    ):
+        idle = 'framesieve_requests_total{code="OK"} == 0'
+        assert not left({"scraped": idle}, lambda expression: len(watching.query(expression)) == len(SERVICES))
+        asyncio.run(ask_everything(stack.address))
+        yield stack, watching
+
+
+async def ask_everything(address: str) -> None:
+    clip = Video(data=media.clip(seed=1))
+    async with FramesieveClient(address) as client:
+        await asyncio.gather(
+            client.ask(clip, "What moves?", max_new_tokens=24, pruning_rate=0.5),
+            client.ask(Image(data=media.picture(112, 84)), "What is this?", max_new_tokens=24),
+            client.ask(None, "Hello?", max_new_tokens=24),
+        )
+        await client.ask(clip, "What moves?", max_new_tokens=4, pruning_rate=0.75)  # known embeddings
+        await client.ask(clip, "Where to?", max_new_tokens=4, pruning_rate=0.75)  # a known beginning
+        with pytest.raises(errors.MediaRejected):
+            await client.ask(Video(data=b"no film"), "What moves?")
+
+
+def left(queries: Mapping[str, str], finds: Callable[[str], bool]) -> dict[str, str]:
+    """What has found nothing in time."""
+    deadline = time.monotonic() + WITHIN_S
+    remaining = dict(queries)
+    while remaining and time.monotonic() < deadline:
+        for name, expression in list(remaining.items()):
+            if finds(expression):
+                del remaining[name]
+        if remaining:
+            time.sleep(0.2)
+    return remaining
+
+
+def filled_in(expression: str) -> str:
+    for variable, value in FILLED_IN.items():
+        expression = expression.replace(variable, value)
+    return expression
+
+
+def uncompared(expression: str) -> str:
+    """What an alert compares, and that of today where it compares with yesterday."""
+    return re.sub(r"([<>]=?|[!=]=) [\d.]+", "", expression.replace(" offset 1d", ""))
+
+
+def recorded_by(rule: Any) -> str:
+    """What a recording rule makes, told apart from what others of that name do."""
+    matchers = [f'{label}="{value}"' for label, value in rule.get("labels", {}).items()]
+    return f"{rule['record']}{{{', '.join(matchers)}}}"
+
+
+def test_every_panel_of_the_dashboard_has_data(watched: tuple[LocalStack, Prometheus]) -> None:
+    _, prometheus = watched
+    asked: dict[bool, dict[str, str]] = {True: {}, False: {}}
+    for panel in json.loads(dashboard.PATH.read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            asked[target["instant"]][f"{panel['id']} {panel['title']} {target['refId']}"] = filled_in(target["expr"])
+    assert all(asked.values())
+    assert not left(asked[True], lambda expression: bool(prometheus.query(expression)))
+    assert not left(asked[False], lambda expression: bool(prometheus.query_range(expression, 30)))
+
+
+def test_the_dashboards_variable_has_the_three_services(watched: tuple[LocalStack, Prometheus]) -> None:
+    stack, prometheus = watched
+    (variable,) = json.loads(dashboard.PATH.read_text())["templating"]["list"]
+    selector, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]).groups()  # type: ignore[union-attr]
+    instances = {f"127.0.0.1:{port}" for port in stack.metrics_ports.values()}
+    assert set(prometheus.label_values(label, selector)) == instances
+
+
+def test_every_rule_has_data_and_none_fails(watched: tuple[LocalStack, Prometheus]) -> None:
+    _, prometheus = watched
+    compared = {name: uncompared(rule["expr"]) for name, rule in ALERTS.items()}
+    recorded = {series: series for series in map(recorded_by, RECORDS)}
+    assert not left(compared | recorded, lambda expression: bool(prometheus.query(expression)))
+    rules = prometheus.rules()
+    assert len(rules) == len(RULES)
+    assert [rule for rule in rules if rule["health"] != "ok" or rule.get("lastError")] == []
+
+
+def test_services_that_are_well_raise_nothing_and_one_that_is_gone_an_alert(
+    watched: tuple[LocalStack, Prometheus],
+) -> None:
+    """The last: there is no encoder afterwards."""
+    stack, prometheus = watched
+    assert firing(prometheus) == []
+    os.killpg(stack.processes["encoder"].pid, signal.SIGKILL)
+    pending = 'ALERTS{alertname="FramesieveServiceDown", job="encoder", alertstate="pending"}'
+    assert not left({"down": pending}, lambda expression: bool(prometheus.query(expression)))
+
+
+def firing(prometheus: Prometheus) -> list[Any]:
+    return prometheus.query('ALERTS{alertstate="firing"}')
