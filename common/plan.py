@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 
 Int32Array: TypeAlias = NDArray[np.int32]
 
-MAX_PROMPT_TOKENS = 2**24
+# Before pruning: a context of a million tokens at rate 0.75. A few bytes can ask for so many, and all three services
+# hold their 64 MiB.
+MAX_PROMPT_TOKENS = 2**22
 # What an answer adds to it is an int32 as well.
 MAX_POSITION = 2**31 - 1 - MAX_PROMPT_TOKENS
 MAX_FRAME_SIDE_PX = 2**15

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-_INTEGERS = (0, 1, -1, 2, 7, 255, 2**15, 2**16 + 1, 2**24, 2**24 + 1, 2**31 - 1, -(2**31))
+_INTEGERS = (0, 1, -1, 2, 7, 255, 2**15, 2**16 + 1, 2**22, 2**22 + 1, 2**31 - 1, -(2**31))
 _LONG_INTEGERS = (*_INTEGERS, 2**31, 2**32, 2**53 + 1, 2**62, 2**63 - 1, -(2**63))
 _NUMBERS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 5e-324, 1e300, 0.999999999, float("inf"), float("-inf"), float("nan"))
 _TEXTS = (
@@ -38,7 +38,7 @@ _TEXTS = (
 )
 _CHARACTERS = "aé ☃𝕏\n<|"
 _MOST_ADDED = 300
-_MOST_BYTES = 2**18
+_MOST_BYTES = 2**16
 
 
 class Place(NamedTuple):

@@ -87,11 +87,11 @@ def test_text_after_media_stands_behind_everything_before_it(spans: list[TextSpa
 
 
 def test_videos_that_last_too_long_together_are_refused() -> None:
-    """A week each at two positions a second: an int32 holds the positions of 1,761 of them, and an answer."""
+    """A week each at two positions a second: an int32 holds the positions of 1,771 of them, and an answer."""
     week = GridSpan(Grid(2, 1, 1), Fraction(2 * 7 * 24 * 3600))
-    assert positions_of([week] * 1761).max() == 1761 * (week.time_step + 1) - 1
+    assert positions_of([week] * 1771).max() == 1771 * (week.time_step + 1) - 1
     with pytest.raises(PromptTooLong, match=f"at most {MAX_POSITION}"):
-        positions_of([week] * 1762)
+        positions_of([week] * 1772)
 
 
 def test_no_spans_have_no_positions() -> None:
