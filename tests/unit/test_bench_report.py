@@ -117,6 +117,10 @@ def test_a_table_has_a_line_for_each_rate_below_the_others() -> None:
     assert lines[at + 3].split()[0] == "all"
     (tokens,) = [index for index, line in enumerate(lines) if line.startswith("tokens a request")]
     assert lines[tokens + 2].split()[3:] == ["100.0", "30.0", "30.0%", "0.0", "3.0"]
+    at = lines.index("median of each stage, s          fetch      plan    decode    resize → encoder")
+    assert lines[at + 3].split() == ["all", "0.000", "0.100", "0.200", "0.000", "0.100"]
+    assert lines[at + 4].split() == ["encode", "prune", "transfer", "→", "prefill", "prefill"]
+    assert lines[at + 7].split() == ["all", "0.200", "0.000", "0.100", "0.100", "0.200"]
     assert max(map(len, lines)) <= 88
 
 
