@@ -40,14 +40,12 @@ def pruning() -> list[Panel]:
             {"{{method}}": _kept("framesieve_encoder_tokens_total", "method")},
         ),
         lines(
-            "Guesses that were right",
-            "Share of the guessed tokens that were right, where --speculative-tokens has them guessed.",
-            "percentunit",
+            "Guesses",
+            "Tokens guessed, a second, where --speculative-tokens says so, and those of them that were right.",
+            "none",
             {
-                "guesses": share(
-                    total("", rate("framesieve_generation_right_guesses_total")),
-                    total("", rate("framesieve_generation_guesses_total")),
-                )
+                "guessed": total("", rate("framesieve_generation_guesses_total")),
+                "right": total("", rate("framesieve_generation_right_guesses_total")),
             },
         ),
     ]

@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,13 +64,13 @@ class Prometheus:
 
 
 @contextmanager
-def scraping(program: str, folder: Path, ports: Mapping[str, int]) -> Iterator[Prometheus]:
-    """`deploy/prometheus/prometheus.yml` itself, but for where the services are and for its pace."""
+def scraping(program: str, folder: Path, ports: Mapping[str, Sequence[int]]) -> Iterator[Prometheus]:
+    """`deploy/prometheus/prometheus.yml` itself, but for where the services' replicas are and for its pace."""
     config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"}
     config["rule_files"] = [str(FOLDER / pattern) for pattern in config["rule_files"]]
     for job in config["scrape_configs"]:
-        job["static_configs"] = [{"targets": [f"127.0.0.1:{ports[job['job_name']]}"]}]
+        job["static_configs"] = [{"targets": [f"127.0.0.1:{port}" for port in ports[job["job_name"]]]}]
     path = folder / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{_free_port()}"

@@ -31,19 +31,23 @@ FILLED_IN = {"$__rate_interval": "2m", "$instance": ".*"}
 
 
 @pytest.fixture(scope="module")
-def watched(
-    prometheus: str, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[LocalStack, Prometheus]]:
-    """Services that have answered some of everything, and a Prometheus that has watched from the start."""
-    folder = tmp_path_factory.mktemp("prometheus")
-    with (
-        LocalStack(checkpoint, flags={"generation": ["--speculative-tokens", "2"]}, drain_s=1) as stack,
-        scraping(prometheus, folder, stack.metrics_ports) as watching,
-    ):
-        idle = 'framesieve_requests_total{code="OK"} == 0'
-        assert not left({"scraped": idle}, lambda expression: len(watching.query(expression)) == len(SERVICES))
+def replica(checkpoint: Path) -> Iterator[LocalStack]:
+    """One preprocessing more."""
+    with LocalStack(checkpoint, services=["preprocessing"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def watching(
+    prometheus: str, stack: LocalStack, replica: LocalStack, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Prometheus]:
+    """A Prometheus that has watched the services answer some of everything."""
+    ports = {service: [port] for service, port in stack.metrics_ports.items()}
+    ports["preprocessing"].append(replica.metrics_ports["preprocessing"])
+    with scraping(prometheus, tmp_path_factory.mktemp("prometheus"), ports) as scraped:
+        assert not left({"scraped": "up == 1"}, lambda expression: len(scraped.query(expression)) == len(SERVICES) + 1)
         asyncio.run(ask_everything(stack.address))
-        yield stack, watching
+        yield scraped
 
 
 async def ask_everything(address: str) -> None:
@@ -90,45 +94,40 @@ def recorded_by(rule: Any) -> str:
     return f"{rule['record']}{{{', '.join(matchers)}}}"
 
 
-def test_every_panel_of_the_dashboard_has_data(watched: tuple[LocalStack, Prometheus]) -> None:
-    _, prometheus = watched
+def test_every_panel_of_the_dashboard_has_data(watching: Prometheus) -> None:
     asked: dict[bool, dict[str, str]] = {True: {}, False: {}}
     for panel in json.loads(dashboard.PATH.read_text())["panels"]:
         for target in panel.get("targets", ()):
             asked[target["instant"]][f"{panel['id']} {panel['title']} {target['refId']}"] = filled_in(target["expr"])
     assert all(asked.values())
-    assert not left(asked[True], lambda expression: bool(prometheus.query(expression)))
-    assert not left(asked[False], lambda expression: bool(prometheus.query_range(expression, 30)))
+    assert not left(asked[True], lambda expression: bool(watching.query(expression)))
+    assert not left(asked[False], lambda expression: bool(watching.query_range(expression, 30)))
 
 
-def test_the_dashboards_variable_has_the_three_services(watched: tuple[LocalStack, Prometheus]) -> None:
-    stack, prometheus = watched
+def test_the_dashboards_variable_has_every_instance(
+    watching: Prometheus, stack: LocalStack, replica: LocalStack
+) -> None:
     (variable,) = json.loads(dashboard.PATH.read_text())["templating"]["list"]
     selector, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]).groups()  # type: ignore[union-attr]
-    instances = {f"127.0.0.1:{port}" for port in stack.metrics_ports.values()}
-    assert set(prometheus.label_values(label, selector)) == instances
+    ports = [*stack.metrics_ports.values(), replica.metrics_ports["preprocessing"]]
+    assert set(watching.label_values(label, selector)) == {f"127.0.0.1:{port}" for port in ports}
 
 
-def test_every_rule_has_data_and_none_fails(watched: tuple[LocalStack, Prometheus]) -> None:
-    _, prometheus = watched
+def test_every_rule_has_data_and_none_fails(watching: Prometheus) -> None:
     compared = {name: uncompared(rule["expr"]) for name, rule in ALERTS.items()}
     recorded = {series: series for series in map(recorded_by, RECORDS)}
-    assert not left(compared | recorded, lambda expression: bool(prometheus.query(expression)))
-    rules = prometheus.rules()
+    assert not left(compared | recorded, lambda expression: bool(watching.query(expression)))
+    rules = watching.rules()
     assert len(rules) == len(RULES)
     assert [rule for rule in rules if rule["health"] != "ok" or rule.get("lastError")] == []
 
 
-def test_services_that_are_well_raise_nothing_and_one_that_is_gone_an_alert(
-    watched: tuple[LocalStack, Prometheus],
+def test_services_that_are_well_raise_nothing_and_a_replica_that_is_gone_an_alert(
+    watching: Prometheus, replica: LocalStack
 ) -> None:
-    """The last: there is no encoder afterwards."""
-    stack, prometheus = watched
-    assert firing(prometheus) == []
-    os.killpg(stack.processes["encoder"].pid, signal.SIGKILL)
-    pending = 'ALERTS{alertname="FramesieveServiceDown", job="encoder", alertstate="pending"}'
-    assert not left({"down": pending}, lambda expression: bool(prometheus.query(expression)))
-
-
-def firing(prometheus: Prometheus) -> list[Any]:
-    return prometheus.query('ALERTS{alertstate="firing"}')
+    assert watching.query('ALERTS{alertstate="firing"}') == []
+    os.killpg(replica.processes["preprocessing"].pid, signal.SIGKILL)
+    instance = f"127.0.0.1:{replica.metrics_ports['preprocessing']}"
+    raised = f'ALERTS{{alertname="FramesieveReplicaDown", job="preprocessing", instance="{instance}"}}'
+    assert not left({"gone": raised}, lambda expression: bool(watching.query(expression)))
+    assert watching.query('ALERTS{alertname="FramesieveServiceDown"}') == []
