@@ -17,6 +17,7 @@ from tests import media
 from tests.integration.fleet import Fleet, Service, free_port, metric_in
 
 KV_CACHE_TOKENS = 2048
+DRAIN_S = 4.0
 # The long clip's 128 slices of 16 tokens, 64 float32 each: one at a time has room in an encoder of the fleet.
 LONG_ITEM_BYTES = 128 * 16 * 64 * 4
 
@@ -46,8 +47,19 @@ def fetch_port() -> int:
     return free_port()
 
 
+@pytest.fixture
+def fleet(fleet_of_all_tests: Fleet) -> Fleet:
+    """With the first of each service running."""
+    ended = [each for each in fleet_of_all_tests.first if not each.running]
+    for each in ended:
+        each.start()
+    for each in ended:
+        each.ready()
+    return fleet_of_all_tests
+
+
 @pytest.fixture(scope="session")
-def fleet(tmp_path_factory: pytest.TempPathFactory, fetch_port: int) -> Iterator[Fleet]:
+def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int) -> Iterator[Fleet]:
     """Slow on purpose: a tower that takes its time, one slice at a time, and a prompt in small chunks."""
     folder = tmp_path_factory.mktemp("fleet")
     sizes = {"tower_hidden": 256, "tower_intermediate": 1024, "tower_depth": 6, "full_attention_blocks": (5,)}
@@ -63,14 +75,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, fetch_port: int) -> Iterator
     preprocessing = two("preprocessing", "--decode-workers", "2", "--fetch-ports", str(fetch_port), *domains)
     upstream = ("--preprocessing", addresses(preprocessing), "--threads", "1")
     encoder = two("encoder", *upstream, "--batch-tokens", "16", "--output-buffer-bytes", str(LONG_ITEM_BYTES))
+    upstream = (*upstream, "--encoder", addresses(encoder), "--drain-s", str(DRAIN_S))
     flags = ("--max-running-requests", "4", "--prefill-chunk-tokens", "16", "--kv-cache-tokens", "16384")
-    generation = Service("generation", model, folder, (*upstream, "--encoder", addresses(encoder), *flags))
+    generation = Service("generation", model, folder, (*upstream, *flags))
     made = Fleet(preprocessing, encoder, generation)
     try:
-        for each in made.first:
-            each.start()
-        for each in made.first:
-            each.ready()
         yield made
     finally:
         for each in (*preprocessing, *encoder, generation):

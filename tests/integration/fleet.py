@@ -45,6 +45,10 @@ class Service:
     process: subprocess.Popen[bytes] | None = None
 
     @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    @property
     def pid(self) -> int:
         assert self.process is not None
         return self.process.pid
@@ -93,7 +97,7 @@ class Service:
         return self.process.wait(within_s)
 
     def close(self) -> None:
-        if self.process is not None and self.process.poll() is None:
+        if self.running:
             self.kill()
 
     def metric(self, name: str, **labels: str) -> float:

@@ -68,9 +68,9 @@ class Asked:
         self.ended_s = time.monotonic()
 
 
-def endless(client: FramesieveClient) -> Asked:
+def endless(client: FramesieveClient, video: Video | None = None) -> Asked:
     """An answer that goes on for longer than any test."""
-    return Asked(client.stream(None, "Hello?", max_new_tokens=4000, ignore_eos=True))
+    return Asked(client.stream(video, "What moves?", max_new_tokens=4000, ignore_eos=True))
 
 
 def asked_about(client: FramesieveClient, video: Video) -> Asked:
@@ -88,16 +88,18 @@ class Load:
 
     async def held(self) -> None:
         encoder, generation = self._fleet.encoder[0], self._fleet.generation
-        self.asked["generating"] = generating = endless(self._client)
-        self.asked["decoding and encoding"] = encoding = asked_about(self._client, long_clip(self._seed))
+        one, other = long_clip(self._seed), long_clip(self._seed + 1)
+        self.asked["generating"] = generating = endless(self._client, short_clip(self._seed))
+        await until(lambda: generating.tokens > 0)
+        self.asked["decoding and encoding"] = encoding = asked_about(self._client, one)
         await until(lambda: encoding.half_encoded)
-        self.asked["waiting for room"] = asked_about(self._client, long_clip(self._seed + 1))
+        self.asked["waiting for room"] = asked_about(self._client, other)
         await until(lambda: encoder.metric("framesieve_encoder_room_waiting") >= 1)
         text = long_text(self._seed)
         self.asked["prefilling"] = prefilling = Asked(self._client.stream(None, text, max_new_tokens=4))
         running = partial(generation.metric, "framesieve_generation_engine_requests", state="running")
         await until(lambda: running() == len((generating, prefilling)))
-        assert generating.tokens > 0
+        assert not generating.failed
         assert encoding.half_encoded
         assert not prefilling.tokens
 

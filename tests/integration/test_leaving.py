@@ -72,9 +72,10 @@ async def test_while_media_is_read(fleet: Fleet, client: FramesieveClient) -> No
 
 
 async def test_while_media_is_decoded_and_another_waits_for_the_encoder(fleet: Fleet, client: FramesieveClient) -> None:
-    encoding = asked_about(client, long_clip(1001))
+    one, other = long_clip(1001), long_clip(1002)
+    encoding = asked_about(client, one)
     await until(lambda: encoding.half_encoded)
-    waiting = asked_about(client, long_clip(1002))
+    waiting = asked_about(client, other)
     async with leaving(fleet, waiting, encoding):
         await until(lambda: fleet.encoder[0].metric("framesieve_encoder_room_waiting") >= 1)
         assert fleet.preprocessing[0].metric("framesieve_preprocessing_jobs", pool="decode") == 1
@@ -86,7 +87,7 @@ async def test_while_the_last_slices_are_encoded(fleet: Fleet, client: Framesiev
     async with leaving(fleet, asked):
         await until(lambda: encoder.metric("framesieve_encoder_queue_slices"))
         await until(lambda: not preprocessing.in_use())
-        assert encoder.metric("framesieve_encoder_queue_slices")
+        await until(lambda: encoder.metric("framesieve_encoder_queue_slices"))
 
 
 async def test_while_a_prompt_is_prefilled(fleet: Fleet, client: FramesieveClient) -> None:

@@ -10,7 +10,7 @@ from common.errors import FramesieveError
 from tests.integration.fleet import Fleet, Service, at_rest, until
 from tests.integration.load import SOON_S, short_clip
 
-QUESTIONS = 30
+QUESTIONS = 20
 AT_ONCE = 6
 
 

@@ -1,4 +1,7 @@
-"""What a signal does to a service's process, what its callers are told, and what it ends with."""
+"""What a signal does to a service's process, what its callers are told, and what it ends with.
+
+Of preprocessing, which starts in no time; of generation where requests are in every stage.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import os
 import resource
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -15,11 +19,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from client.client import FramesieveClient
 from common import errors
 from common.channels import upstream_errors
+from common.exit_status import ExitStatus
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from tests import media
-from tests.integration.fleet import Service, until
+from tests.integration.conftest import DRAIN_S
+from tests.integration.fleet import Fleet, Service, at_rest, until
+from tests.integration.load import SOON_S, Load
 from tests.integration.test_workers import children, runs
 
 Start = Callable[..., Service]
@@ -131,3 +139,25 @@ async def test_a_service_whose_workers_do_not_start_is_unwell_until_they_do(star
             await becomes("NOT_SERVING")
             resource.prlimit(service.pid, resource.RLIMIT_NOFILE, limits)
             await becomes("SERVING")
+
+
+async def test_a_generation_that_is_told_to_stop_finishes_what_it_can_and_tells_the_rest(
+    fleet: Fleet,
+) -> None:
+    async with FramesieveClient(fleet.generation.address) as client:
+        load = Load(fleet, client, seed=30)
+        await load.held()
+        told_s = time.monotonic()
+        fleet.generation.tell(signal.SIGTERM)
+        for asked in load.asked.values():
+            await asyncio.wait_for(asked.task, DRAIN_S + SOON_S)
+    for stage, asked in load.asked.items():
+        if asked.failed is None:
+            assert stage != "generating"
+            continue
+        assert isinstance(asked.failed, errors.Unavailable), stage
+        assert str(asked.failed) == "generation is draining, and the time to finish is over"
+        assert asked.ended_s - told_s >= DRAIN_S
+    assert load.asked["prefilling"].failed is None
+    assert await asyncio.to_thread(fleet.generation.ended) == ExitStatus.CUT_OFF
+    await at_rest(fleet.first[:2], within_s=SOON_S)
