@@ -11,7 +11,15 @@ ITL = "framesieve_generation_inter_token_seconds"
 FIRST_TOKEN_LIMIT = Limit(10, ("FramesieveFirstTokenSlow",))
 INTER_TOKEN_LIMIT = Limit(0.5, ("FramesieveTokensSlow",))
 ERROR_LIMITS = (Limit(0.03, ("FramesieveErrorsPersist",), "orange"), Limit(0.072, ("FramesieveErrorsMany",)))
-QUEUE_LIMIT = Limit(5, ("FramesieveDecodeQueueOld", "FramesieveEncoderQueueOld", "FramesieveGenerationQueueOld"))
+QUEUE_LIMIT = Limit(
+    5,
+    (
+        "FramesieveDecodeQueueOld",
+        "FramesieveMediaBufferFull",
+        "FramesieveEncoderQueueOld",
+        "FramesieveGenerationQueueOld",
+    ),
+)
 OVERLOAD_LIMIT = Limit(0.05, ("FramesieveOverloaded",))
 
 

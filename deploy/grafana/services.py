@@ -189,8 +189,20 @@ def _buffers(prefix: str) -> list[Panel]:
             "Media buffer in use",
             "Share of --media-buffer-bytes that embeddings of requests hold.",
             "percentunit",
-            {"{{instance}}": of("instance:framesieve_generation_media_buffer_used:ratio")},
-            Limit(0.95, ("FramesieveMediaBufferFull",)),
+            {"{{instance}}": share(of(f"{prefix}_media_buffer_used_bytes"), of(f"{prefix}_media_buffer_bytes"))},
+        ),
+        lines(
+            "Wait for the media buffer",
+            "For how long the first request has waited for room for its embeddings.",
+            "s",
+            {"{{instance}}": of(f"{prefix}_media_buffer_oldest_seconds")},
+            Limit(5, ("FramesieveMediaBufferFull",)),
+        ),
+        lines(
+            "Requests that wait for the media buffer",
+            "Requests that select their media once there is room.",
+            "none",
+            {"{{instance}}": of(f"{prefix}_media_buffer_waiting")},
         ),
     ]
 

@@ -56,6 +56,10 @@ BLOCKS_IDLE = Gauge(
 BLOCKS = Gauge(f"{_PREFIX}kv_blocks", "Blocks of the KV cache")
 MEDIA_BYTES_USED = Gauge(f"{_PREFIX}media_buffer_used_bytes", "Bytes of --media-buffer-bytes that requests hold")
 MEDIA_BYTES = Gauge(f"{_PREFIX}media_buffer_bytes", "--media-buffer-bytes")
+MEDIA_WAITING = Gauge(f"{_PREFIX}media_buffer_waiting", "Requests that wait for room in it")
+MEDIA_OLDEST_SECONDS = Gauge(
+    f"{_PREFIX}media_buffer_oldest_seconds", "How long the first of these has waited; 0 if none does"
+)
 STEP_SECONDS = Histogram(f"{_PREFIX}step_seconds", "Steps of the engine", buckets=FINE_SECONDS_BUCKETS)
 # From one answer's next token to a full --prefill-chunk-tokens; --max-running-requests sequences at most.
 STEP_TOKENS = Histogram(f"{_PREFIX}step_tokens", "Tokens of one step", buckets=[2**power for power in range(15)])
@@ -105,6 +109,8 @@ def watch(engine: Engine, room: Room, max_running: int, max_waiting: int) -> Non
     QUEUE_LIMIT.labels("waiting").set(max_waiting)
     MEDIA_BYTES_USED.set_function(lambda: room.held_bytes)
     MEDIA_BYTES.set(room.size_bytes)
+    MEDIA_WAITING.set_function(lambda: room.waiting)
+    MEDIA_OLDEST_SECONDS.set_function(lambda: age_seconds(room.oldest_ns))
 
 
 def count_step(step: Step) -> None:

@@ -90,6 +90,18 @@ async def test_gauges_show_what_is_held(tmp_path: Path, tiny_checkpoint: Path) -
         assert [value("engine_requests_limit", state=state) for state in ("running", "waiting")] == [4, 8]
 
 
+async def test_who_waits_for_room_is_counted_and_grows_older(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+        watch(service.engine, service.room, 4, 8)
+        async with service.room.reserved(ROOM_BYTES):
+            call = service.ask()
+            await eventually(lambda: value("media_buffer_waiting") == 1)
+            first_s = value("media_buffer_oldest_seconds")
+            assert value("media_buffer_oldest_seconds") > first_s > 0
+        await answers(call)
+        assert value("media_buffer_waiting") == value("media_buffer_oldest_seconds") == 0
+
+
 async def test_who_waits_for_media_grows_older(tmp_path: Path, tiny_checkpoint: Path) -> None:
     hold = asyncio.Event()
     async with service_of(tmp_path, tiny_checkpoint, hold=hold) as service:
