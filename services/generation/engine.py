@@ -25,7 +25,7 @@ from services.generation.request import Event, Failed, Finished, FinishReason, P
 from services.generation.runner import Runner
 from services.generation.sampler import Chosen, SamplingState, sample
 from services.generation.scheduler import Scheduler
-from services.generation.stats import EngineStats, Step, prompt_tokens, since_ns
+from services.generation.stats import EngineStats, Step, Totals
 from services.generation.windows import Window
 
 log = structlog.get_logger()
@@ -64,9 +64,7 @@ class Engine:
         self._guesses = 0
         self._right_guesses = 0
         self._stopping = False
-        self._steps = 0
-        self._tokens_computed = 0
-        self._told = (0, 0, 0)  # preemptions, guesses and right guesses, as of the last step
+        self._totals = Totals()
         self._on_step = on_step
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
@@ -135,24 +133,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """As of now. Waits while a step is scheduled, not while it is computed; never from the engine's own thread."""
         with self._lock:
-            scheduler, blocks = self._scheduler, self._scheduler.allocator
-            return EngineStats(
-                running=len(scheduler.running),
-                waiting=len(scheduler.waiting),
-                awaiting_media=len(scheduler.awaiting_media),
-                following=len(scheduler.following),
-                running_since_ns=since_ns(scheduler.running),
-                waiting_since_ns=since_ns(scheduler.waiting),
-                awaiting_media_since_ns=since_ns(scheduler.awaiting_media),
-                blocks_used=blocks.used,
-                blocks_idle=blocks.idle,
-                blocks_total=blocks.total,
-                steps_total=self._steps,
-                tokens_computed_total=self._tokens_computed,
-                preemptions_total=scheduler.preemptions,
-                guesses_total=self._guesses,
-                right_guesses_total=self._right_guesses,
-            )
+            return EngineStats.of(self._scheduler, self._totals)
 
     # --- in the engine's thread --------------------------------------------------------------------------------
 
@@ -311,22 +292,15 @@ class Engine:
         """Adds a step up, and tells what it came to."""
         if not windows:
             return
-        tokens, of_prompts = sum(window.tokens for window in windows), sum(map(prompt_tokens, windows))
-        self._steps += 1
-        self._tokens_computed += tokens
-        told, self._told = self._told, (self._scheduler.preemptions, self._guesses, self._right_guesses)
-        preemptions, guesses, right_guesses = (now - before for now, before in zip(self._told, told, strict=True))
-        self._on_step(
-            Step(
-                seconds=(monotonic_ns() - began_ns) * 1e-9,
-                sequences=len(windows),
-                prompt_tokens=of_prompts,
-                answer_tokens=tokens - of_prompts,
-                preemptions=preemptions,
-                guesses=guesses,
-                right_guesses=right_guesses,
-            )
+        before, tokens = self._totals, sum(window.tokens for window in windows)
+        self._totals = Totals(
+            before.steps + 1,
+            before.tokens + tokens,
+            self._scheduler.preemptions,
+            self._guesses,
+            self._right_guesses,
         )
+        self._on_step(Step.between(before, self._totals, windows, (monotonic_ns() - began_ns) * 1e-9))
 
 
 def _as_failure(error: Exception) -> FramesieveError:
