@@ -39,7 +39,7 @@ _ANSWERS: dict[str, type[PreprocessResponse] | type[EncodeResponse]] = {
 }
 # Grown by what earlier requests left on purpose.
 _KEPT = re.compile(r"cache|idle")
-_SILENCE_S = 1.0
+_SILENCE_S = 0.3
 # A case ends with its messages, not with the answer to a very long one.
 _FLAGS = {
     "preprocessing": ("--fetch-schemes", "", "--decode-workers", "2"),
