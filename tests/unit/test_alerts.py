@@ -5,19 +5,27 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import yaml
 
 from common.metrics import FINE_SECONDS_BUCKETS, SECONDS_BUCKETS
+from common.settings import ServiceSettings
 from services.encoder.settings import EncoderSettings
 from services.generation.settings import GenerationSettings
 from services.preprocessing.settings import PreprocessingSettings
 from tests.rules import ALERTS, FOLDER, RECORDS, TESTS, TOPICS
+from tests.unit.kustomization import build
 
 ROOT = Path(__file__).parents[2]
 RUNBOOK = ROOT / "docs" / "runbook.md"
+SETTINGS: Mapping[str, type[ServiceSettings]] = {
+    "preprocessing": PreprocessingSettings,
+    "encoder": EncoderSettings,
+    "generation": GenerationSettings,
+}
 
 
 # --- what promtool says ---------------------------------------------------------------------------------------------
@@ -88,8 +96,7 @@ def test_the_runbook_has_a_section_for_each_alert_and_no_others() -> None:
 
 
 def test_the_runbook_speaks_of_flags_that_there_are() -> None:
-    settings = (PreprocessingSettings, EncoderSettings, GenerationSettings)
-    flags = {f"--{field.replace('_', '-')}" for each in settings for field in each.model_fields}
+    flags = {f"--{field.replace('_', '-')}" for each in SETTINGS.values() for field in each.model_fields}
     assert set(re.findall(r"`(--[a-z-]+)`", RUNBOOK.read_text())) <= flags
 
 
@@ -110,10 +117,17 @@ def test_percentiles_are_compared_with_bounds_of_their_buckets() -> None:
 def test_the_services_of_compose_are_scraped_where_they_serve_metrics() -> None:
     config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     scraped = {each["job_name"]: each["static_configs"] for each in config["scrape_configs"]}
-    settings = {"preprocessing": PreprocessingSettings, "encoder": EncoderSettings, "generation": GenerationSettings}
     assert scraped == {
-        name: [{"targets": [f"{name}:{each.model_fields['metrics_port'].default}"]}] for name, each in settings.items()
+        name: [{"targets": [f"{name}:{each.model_fields['metrics_port'].default}"]}] for name, each in SETTINGS.items()
     }
+
+
+def test_jobs_have_the_same_names_in_kubernetes() -> None:
+    folder = ROOT / "deploy" / "kubernetes"
+    monitor = yaml.safe_load((folder / "components" / "monitoring" / "scraping.yaml").read_text())
+    deployments = [each for each in build(folder / "base") if each["kind"] == "Deployment"]
+    labels = [each["spec"]["template"]["metadata"]["labels"] for each in deployments]
+    assert {each[monitor["spec"]["jobLabel"]] for each in labels} == set(SETTINGS)
 
 
 def test_compose_gives_prometheus_all_of_it() -> None:
