@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from time import monotonic_ns, time_ns
 
-import grpc
 import structlog
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -51,13 +50,13 @@ class OtlpRequestSpan:
         self._tracer = tracer
         # One pair for all of its moments: what happens within it lies within it, whatever the wall clock does.
         self._began_ns, self._began_at_ns = monotonic_ns(), time_ns()
-        service, method = path.strip("/").rsplit("/", 1)
+        method = path.removeprefix("/")
         parent = _W3C.extract({key: value for key, value in metadata.items() if isinstance(value, str)})
         self._span = tracer.start_span(
-            f"{service}/{method}",
+            method,
             parent,
             trace.SpanKind.SERVER,
-            {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method},
+            {"rpc.system.name": "grpc", "rpc.method": method},
             start_time=self._began_at_ns,
         )
         self._context = trace.set_span_in_context(self._span, parent)
@@ -74,7 +73,7 @@ class OtlpRequestSpan:
         _finish(told, error, attributes, self._at_ns(max(began_ns, ended_ns)))
 
     def end(self, code: str, error: str | None, attributes: Attributes) -> None:
-        self._span.set_attribute("rpc.grpc.status_code", int(grpc.StatusCode[code].value[0]))
+        self._span.set_attribute("rpc.response.status_code", code)
         _finish(self._span, error, attributes, self._at_ns(monotonic_ns()))
 
     def _at_ns(self, moment_ns: int) -> int:

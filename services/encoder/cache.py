@@ -15,6 +15,7 @@ from typing import Protocol
 
 from common.plan import MediaPlan
 from common.room import Room
+from common.tally import tally
 from services.encoder.batcher import Batcher
 from services.encoder.cache_key import cache_key
 from services.encoder.encoding import Encoding
@@ -93,6 +94,7 @@ class EmbedsCache:
         elif key in self._kept:
             self._kept.move_to_end(key)
             LOOKUPS.labels("hit").inc()
+            tally(cached_media=1)
         else:
             LOOKUPS.labels("shared").inc()
         return self._awaited(entry)

@@ -114,7 +114,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         case Tokens():
                             if clock.token(at_ns):
                                 count_first_token(clock, question.cached_tokens)
-                                tally(cached_prompt_tokens=question.cached_tokens)
+                                first_token_ms = clock.first_token_ns // 10**6
+                                tally(cached_prompt_tokens=question.cached_tokens, first_token_ms=first_token_ms)
                             if index in told_ns:
                                 count_next_token(at_ns - told_ns[index])
                             told_ns[index] = at_ns

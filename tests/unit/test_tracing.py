@@ -65,7 +65,7 @@ def test_a_request_and_its_stages_are_told_with_times_numbers_and_reasons(monkey
     assert (request.parent_id, plan.parent_id, decode.parent_id) == ("", request.span_id, request.span_id)
     assert plan.trace_id == decode.trace_id == request.trace_id
     assert request.attributes["framesieve.sent_bytes"] == 7
-    assert request.attributes["rpc.grpc.status_code"] == 3
+    assert request.attributes["rpc.response.status_code"] == "INVALID_ARGUMENT"
     assert plan.attributes["framesieve.frames"] == 8
     assert [each.failed for each in (plan, decode, request)] == [False, True, True]
     assert decode.attributes["error.type"] == request.attributes["error.type"] == "MEDIA_REJECTED"
