@@ -37,7 +37,8 @@ _TEXTS = (
     "%s%n{0}",
 )
 _CHARACTERS = "aé ☃𝕏\n<|"
-_MOST_ADDED = 300
+# Each may be a media item, which takes a worker some milliseconds.
+_MOST_ADDED = 30
 _MOST_BYTES = 2**16
 
 
