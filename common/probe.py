@@ -25,10 +25,15 @@ TIMEOUT_S = 3.0
 
 
 def own_credentials(environment: Mapping[str, str]) -> Credentials:
-    """What services with this environment trust and show. Raises StartupError for files that cannot be used."""
+    """What services with this environment trust and show.
+
+    Raises StartupError for files that cannot be used, and where they speak TLS and nothing says whom to trust.
+    """
     authorities, cert, key = (
         environment.get(f"FRAMESIEVE_{name}") for name in ("UPSTREAM_TLS_CA", "TLS_CERT", "TLS_KEY")
     )
+    if cert and not authorities:
+        raise StartupError(f"FRAMESIEVE_TLS_CERT {cert} needs FRAMESIEVE_UPSTREAM_TLS_CA, to ask for health by TLS")
     if not authorities:
         return NO_CREDENTIALS
     pair = read_pair(Path(cert), Path(key), ssl.Purpose.SERVER_AUTH) if cert and key else None

@@ -222,6 +222,9 @@ async def test_the_probe_asks_by_tls_with_the_service_s_own_environment(
     assert await asyncio.to_thread(is_serving, mutual.address, own_credentials(environment), 10)
     with pytest.raises(grpc.RpcError):
         await asyncio.to_thread(is_serving, mutual.address, own_credentials({}), 10)
+    del environment["FRAMESIEVE_UPSTREAM_TLS_CA"]
+    with pytest.raises(StartupError, match="needs FRAMESIEVE_UPSTREAM_TLS_CA"):
+        own_credentials(environment)
 
 
 async def test_metrics_are_guarded_by_the_same_tls(own: Issued, authority: Authority) -> None:

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from client import FramesieveClient
 from client.access import Access, credentials_of
 from client.command_options import access_of
+from client.terminal import errors_told
 from common.certificates import read_pair
 from common.channels import open_channel
 from common.credentials import NO_CREDENTIALS
-from common.errors import StartupError
+from common.errors import StartupError, Unavailable
 from tests.certificates import Authority
 
 TOKEN = "alice-0123456789abcdef"
@@ -61,6 +63,14 @@ def test_by_tls_a_list_of_addresses_is_refused_since_no_certificate_fits_it(tmp_
     credentials = credentials_of(Access(tls_ca=Authority(tmp_path).path))
     with pytest.raises(StartupError, match=r"one name, not a list, got 127\.0\.0\.1:1,127\.0\.0\.1:2"):
         open_channel("127.0.0.1:1,127.0.0.1:2", credentials)
+
+
+def test_who_is_cut_off_as_listeners_do_that_speak_tls_is_told_of_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    error = Unavailable("generation cannot be reached", "generation")
+    error.add_note("last error: UNAVAILABLE: ipv4:10.0.0.7:50053: Socket closed")
+    with pytest.raises(typer.Exit), errors_told("10.0.0.7:50053"):
+        raise error
+    assert "--tls-ca" in capsys.readouterr().err
 
 
 def test_the_command_takes_its_token_from_the_file_it_names_else_from_the_environment(
