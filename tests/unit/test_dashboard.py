@@ -107,7 +107,8 @@ def test_compose_gives_grafana_the_dashboard_and_its_data(grafana: Any) -> None:
     (provider,) = yaml.safe_load((PROVISIONING / "dashboards" / "framesieve.yml").read_text())["providers"]
     (source,) = yaml.safe_load((PROVISIONING / "datasources" / "prometheus.yml").read_text())["datasources"]
     mounted = dict(volume.split(":")[:2] for volume in grafana["volumes"])
-    assert mounted["./deploy/grafana/provisioning"] == "/etc/grafana/provisioning"
+    for kind in ("datasources", "dashboards"):
+        assert mounted[f"./deploy/grafana/provisioning/{kind}"] == f"/etc/grafana/provisioning/{kind}"
     assert mounted["./deploy/grafana/dashboards"] == provider["options"]["path"]
     home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert home == f"{provider['options']['path']}/{dashboard.PATH.name}"
