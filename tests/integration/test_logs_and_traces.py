@@ -68,9 +68,9 @@ async def stub(watched: LocalStack) -> AsyncIterator[GenerationServiceStub]:
         yield GenerationServiceStub(channel)
 
 
-def question(video: Video) -> generation_pb2.GenerateRequest:
+def question(video: Video, rate: float = 0.5) -> generation_pb2.GenerateRequest:
     # So many tokens that every service upstream has ended before generation does, and leaves it.
-    options: Options = {"pruning_rate": 0.5, "max_new_tokens": 64, "ignore_eos": True}
+    options: Options = {"pruning_rate": rate, "max_new_tokens": 64, "ignore_eos": True}
     return generate_request([user_turn(video, f"Where is {SECRET}?")], options)
 
 
@@ -171,6 +171,26 @@ async def test_stages_follow_each_other_and_take_the_time_that_the_answer_says(
     request = request_span(spans, "framesieve-generation")
     assert timings.time_to_first_token_s * 1e9 <= ordered[2].end_ns - request.start_ns + CLOCKS_NS
     assert request.end_ns >= ordered[-1].end_ns
+
+
+async def test_what_a_cache_holds_has_no_stages(
+    watched: LocalStack, stub: GenerationServiceStub, collector: Collector
+) -> None:
+    video = Video(data=media.clip(16, fps=4, seed=83))
+    own = {"framesieve-preprocessing": ["plan"], "framesieve-encoder": ["prune"]}
+    asked = {
+        "new": STAGES | {"framesieve-preprocessing": STAGES["framesieve-preprocessing"][1:]},
+        "another rate": own | {"framesieve-generation": STAGES["framesieve-generation"]},
+        "again": own | {"framesieve-encoder": [], "framesieve-generation": STAGES["framesieve-generation"][1:]},
+    }
+    for (name, stages), rate in zip(asked.items(), (0.5, 0.25, 0.25), strict=True):
+        async for _ in stub.Generate(question(video, rate), **called(name)):
+            pass
+        spans = await spans_of(collector, name, len(REQUESTS) + sum(map(len, stages.values())))
+        told = {service: sorted(span.name for span in own) for service, own in spans.items()}
+        assert told == {service: sorted([*stages[service], REQUESTS[service]]) for service in REQUESTS}
+    assert (await ended(watched, "another rate"))["encoder"]["cached_media"] == 1
+    assert (await ended(watched, "again"))["generation"]["cached_prompt_tokens"] > 0
 
 
 async def test_a_refusal_is_a_warning_and_an_error_in_every_service(
