@@ -80,7 +80,7 @@ async def timed(
         if finished is None:
             raise PeerContract(f"the stream from {client.address} ended before its answer did")
     except FramesieveError as error:
-        failure = Failure(error.status, error.reason, str(error))
+        failure = Failure(error.status, error.reason, ": ".join([str(error), *getattr(error, "__notes__", ())]))
     except OSError as error:
         failure = Failure("CLIENT", "FILE", f"{error.filename}: {error.strerror}" if error.filename else str(error))
     done_s = clock()

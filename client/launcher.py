@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -92,7 +91,8 @@ class LocalStack:
         self._credentials = NO_CREDENTIALS
         self._cleanup = contextlib.ExitStack()
         self._folder = Path()
-        self._given_up = threading.Event()
+        # No threading.Event: a signal's handler that sets it may wait for what it has interrupted.
+        self._given_up = False
         self._at_once = False
 
     @property
@@ -158,7 +158,7 @@ class LocalStack:
         deadline = time.monotonic() + self._ready_timeout_s
         waiting = list(self._services)
         while waiting:
-            if self._given_up.is_set():
+            if self._given_up:
                 raise StartupError("the start was cancelled")
             ended = self.ended()
             if ended:
@@ -185,8 +185,9 @@ class LocalStack:
     def watch(self) -> None:
         """Returns once `end` is called. Raises StartupError once a service has ended by itself."""
         while (ended := self.ended()) is None:
-            if self._given_up.wait(POLL_S):
+            if self._given_up:
                 return
+            time.sleep(POLL_S)
         raise StartupError(f"{ended} {self._how_it_ended(ended)}")
 
     def _how_it_ended(self, service: str) -> str:
@@ -202,7 +203,7 @@ class LocalStack:
 
     def end(self) -> None:
         """Has `watch` return, and a start give up."""
-        self._given_up.set()
+        self._given_up = True
 
     def end_at_once(self) -> None:
         """Has `stop` wait for nothing."""
