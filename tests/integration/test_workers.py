@@ -9,6 +9,7 @@ import signal
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -33,11 +34,11 @@ MIB = 2**20
 
 
 def children(process: int) -> set[int]:
-    return {
-        int(each)
-        for tasks in Path(f"/proc/{process}/task").iterdir()
-        for each in (tasks / "children").read_text().split()
-    }
+    found: set[int] = set()
+    for task in Path(f"/proc/{process}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # each reading of metrics is a thread that ends
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
 
 
 def cpu_ticks(process: int) -> int:
