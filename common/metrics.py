@@ -29,6 +29,7 @@ MODEL_INFO = Gauge(
     "Always 1; which checkpoint is served: all services need the same fingerprint",
     ["model", "family", "fingerprint", "dtype", "device"],
 )
+SERVING = Gauge("framesieve_serving", "1 while health says SERVING, else 0")
 REQUESTS = Counter("framesieve_requests_total", "Requests by how they ended", ["method", "code"])
 REFUSALS = Counter("framesieve_refusals_total", "Requests that ended with an error of ours", ["method", "reason"])
 REQUESTS_RUNNING = Gauge("framesieve_requests_running", "Requests now being served", ["method"])

@@ -22,7 +22,7 @@ from common.exit_status import ExitStatus, at_once
 from common.guards import guarded_server, listen, metrics_tls
 from common.interceptors import RequestInterceptor, stage_of
 from common.malloc import keep_freed_memory
-from common.metrics import serve_metrics
+from common.metrics import SERVING, serve_metrics
 from common.settings import ServiceSettings
 from common.tracing import open_tracer
 
@@ -84,6 +84,7 @@ async def serve(
     await stopping.wait()
     log.info("draining", grace_s=settings.drain_s)
     telling.cancel()
+    SERVING.set(0)
     await health.enter_graceful_shutdown()
     cut_off = await requests.drain(settings.drain_s)
     # A client that still writes (flow control does) into a closed connection loses what it has not read from it.
@@ -102,6 +103,7 @@ async def _tell_health(health: health_aio.HealthServicer, names: Sequence[str], 
         if (now := well()) != told:
             if told is not None:
                 log.log(logging.INFO if now else logging.ERROR, "well again" if now else "not well")
+            SERVING.set(now)
             status = health_pb2.HealthCheckResponse.SERVING if now else health_pb2.HealthCheckResponse.NOT_SERVING
             for name in names:
                 await health.set(name, status)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from client.answer import STAGES
 from deploy.grafana.panels import Limit, Panel, bars, light, lines, stacked, switches
-from deploy.grafana.queries import INTERVAL, JOBS, mean, of, percentile, rate, total
+from deploy.grafana.queries import INTERVAL, mean, of, percentile, rate, total
 
 TTFT = "framesieve_generation_time_to_first_token_seconds"
 ITL = "framesieve_generation_inter_token_seconds"
@@ -29,8 +29,8 @@ def well() -> list[Panel]:
     return [
         switches(
             "Services",
-            "Whether Prometheus reaches at least one replica of each service.",
-            {"{{job}}": f"max by (job) (up{{{JOBS}}})"},
+            "Whether at least one replica of each service can be asked and says that it is serving.",
+            {"{{job}}": "max by (job) (instance:framesieve_serving:bool)"},
             Limit(0, ("FramesieveServiceDown", "FramesieveReplicaDown")),
             width=5,
         ),
@@ -93,7 +93,7 @@ def well() -> list[Panel]:
         .height(9),
         bars(
             "Oldest in each queue",
-            "For how long the first has waited, in the order in which a request passes the queues.",
+            "For how long the first in each queue has waited.",
             "s",
             {"{{queue}}": "queue:framesieve_oldest_seconds:max"},
             QUEUE_LIMIT,

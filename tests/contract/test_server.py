@@ -151,6 +151,7 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(tmp_pat
         await asyncio.sleep(0.1)
         async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as fresh:
             assert await status_of(fresh) == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert REGISTRY.get_sample_value("framesieve_serving") == 0
             with pytest.raises(errors.Unavailable, match=r"^encoder is draining$") as told, upstream_errors("a proxy"):
                 await ask(fresh, 0).read()
             assert told.value.stage == "encoder"
@@ -214,6 +215,7 @@ async def test_health_says_what_the_service_says_of_itself(tmp_path: Path) -> No
             async with asyncio.timeout(5):
                 while await status_of(prober) != health_pb2.HealthCheckResponse.ServingStatus.Value(status):
                     await asyncio.sleep(0.02)
+            assert REGISTRY.get_sample_value("framesieve_serving") == now
 
 
 async def status_of(channel: grpc.aio.Channel) -> int:
