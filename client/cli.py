@@ -118,14 +118,15 @@ def inspect_media(
     if (preprocessing is None) != (encoder is None):
         raise typer.BadParameter("--preprocessing and --encoder are given together or not at all")
     with errors_told():
+        access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
         if preprocessing is not None and encoder is not None:
-            access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
             seen = asyncio.run(inspect(preprocessing, encoder, part, pruning, **access))
         else:
             unwind_on_sigterm(SIGTERM_STATUS)
             started = LocalStack(model, services=("preprocessing", "encoder"))
             with stderr.status("starting two services, looking, stopping them …"), started as stack:
-                seen = asyncio.run(inspect(stack.addresses["preprocessing"], stack.addresses["encoder"], part, pruning))
+                addresses = stack.addresses["preprocessing"], stack.addresses["encoder"]
+                seen = asyncio.run(inspect(*addresses, part, pruning, **access))
         _draw(seen, pruning, file_name(media)).save(output, format="PNG")
     _tell_inspection(seen, pruning, output, as_json)
 
