@@ -6,11 +6,8 @@ How a run goes is `client.bench_run`'s. This module alone prints: a table or JSO
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import shlex
-import socket
-from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +19,7 @@ from client.bench_plot import check_plotting, plot
 from client.bench_report import Report, record_json, report_json
 from client.bench_run import Run, measure
 from client.bench_table import table
+from client.bench_target import served
 from client.bench_workload import Entry, Workload, read_workload, synthesised
 from client.client import DEFAULT_ADDRESS
 from client.command_options import (
@@ -35,15 +33,13 @@ from client.command_options import (
     print_json,
     pruning_of,
 )
-from client.launcher import SIGTERM_STATUS, LocalStack, unwind_on_sigterm
-from client.terminal import errors_told, stderr
+from client.terminal import errors_told
 from client.wire import Options
 from common.errors import InvalidRequest
 from common.retention import EVS, METHODS
 
 _CLIENTS = 8
 _REQUESTS = 100
-_LOOK_S = 1.0
 
 
 def bench(
@@ -164,9 +160,9 @@ def bench(
         access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
         options = Options(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, timeout_s=timeout_s)
         began = datetime.now(UTC).isoformat(timespec="seconds")
-        with _served(server, start, model, metrics or ()) as (address, served, told_at):
+        with served(server, start, model, metrics or ()) as target:
             loop = clients or (None if rate else _CLIENTS)
-            run = Run(address, asked, loop, rate, extent, warmup, seed, options, access, told_at)
+            run = Run(target.address, asked, loop, rate, extent, warmup, seed, options, access, target.metrics)
             outcome = asyncio.run(measure(run))
         if output is not None:
             plot(outcome.records, outcome.wall_s, f"{_command(context)}  ·  {began}", output)
@@ -174,7 +170,7 @@ def bench(
     about = {
         "command": _command(context),
         "began": began,
-        "server": served,
+        "server": target.told,
         "load": run.load,
         "media": _media_told(workload, unique),
         "warmup": f"{warmup} requests, uncounted, of which {outcome.warmup_failed} failed" if warmup else "none",
@@ -215,37 +211,6 @@ def _entries(workload: Path, on_server: bool) -> list[Entry]:
         return read_workload(workload, on_server=on_server)
     except InvalidRequest as error:
         raise typer.BadParameter(str(error)) from error
-
-
-# --- whom it asks -----------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _served(
-    server: str | None, start: bool, model: Path | None, metrics: Sequence[str]
-) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """The address to ask, what the report says of it, and where metrics are told. Raises StartupError."""
-    if server is not None or not (start or model is not None or not _listens()):
-        address = server or DEFAULT_ADDRESS
-        yield address, address, tuple(metrics)
-        return
-    unwind_on_sigterm(SIGTERM_STATUS)
-    stack = LocalStack(model)
-    with stderr.status("starting three services …"):
-        stack.start()
-    try:
-        told_at = tuple(f"127.0.0.1:{port}" for port in stack.metrics_ports.values())
-        yield stack.address, f"three services started for this run, {model or 'the embedded model'}", told_at
-    finally:
-        stack.stop()
-
-
-def _listens() -> bool:
-    """Whether anything listens where `framesieve serve` does."""
-    host, _, port = DEFAULT_ADDRESS.rpartition(":")
-    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), _LOOK_S):
-        return True
-    return False
 
 
 # --- what the report says of the run ----------------------------------------------------------------------------
