@@ -70,7 +70,7 @@ def retyped(grid: Grid) -> MediaPlan:
     return replace(VIDEO, grid=grid, runs=(Run(0, grid.tokens),), frames=grid.t, timestamps_s=(), **size)
 
 
-SIDE = st.integers(1, 200)
+SIDE = st.integers(1, 150)
 GRIDS = st.one_of(
     st.tuples(st.just(Modality.VIDEO), st.builds(Grid, SIDE, SIDE, SIDE)),
     st.tuples(st.just(Modality.IMAGE), st.builds(Grid, st.just(1), SIDE, SIDE)),
