@@ -89,7 +89,8 @@ async def serve(
     cut_off = await requests.drain(settings.drain_s)
     # A client that still writes (flow control does) into a closed connection loses what it has not read from it.
     await asyncio.sleep(_LINGER_S)
-    await server.stop(0)
+    # With some grace, so that channels are told to go elsewhere; without, they log an error.
+    await server.stop(_LINGER_S)
     if tracer is not None:
         tracer.close()
     log.info("stopped", cut_off=cut_off)
