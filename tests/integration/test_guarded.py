@@ -221,6 +221,25 @@ def test_the_command_shows_what_its_flags_and_environment_say(guarded: Guarded, 
     assert by_environment.exit_code == 0, by_environment.stderr
 
 
+def test_bench_and_inspect_show_it_as_well(guarded: Guarded, tmp_path: Path) -> None:
+    clip, environment = tmp_path / "clip.mp4", probing(guarded.secrets)
+    clip.write_bytes(CLIP)
+    framesieve, addresses = CliRunner(), guarded.stack.addresses
+    load = ["bench", "--server", guarded.stack.address, "--requests", "2", "--clients", "1", "--warmup", "0"]
+    measured = framesieve.invoke(
+        app, [*load, "--max-new-tokens", "2"], env={**environment, "FRAMESIEVE_TOKEN": guarded.tokens["alice"]}
+    )
+    assert measured.exit_code == 0, measured.output
+    assert "2 answered, 0 failed" in measured.stdout
+    both = ["--preprocessing", addresses["preprocessing"], "--encoder", addresses["encoder"]]
+    drawn = framesieve.invoke(
+        app,
+        ["inspect", str(clip), *both, "-o", str(tmp_path / "kept.png")],
+        env={**environment, "FRAMESIEVE_TOKEN": guarded.tokens["inspector"]},
+    )
+    assert drawn.exit_code == 0, drawn.output
+
+
 def test_the_probe_finds_a_service_well_by_tls_and_without_a_token(guarded: Guarded) -> None:
     assert run(["common.probe", guarded.stack.address], **probing(guarded.secrets)).returncode == 0
     assert run(["common.probe", guarded.stack.address]).returncode == 1
