@@ -31,7 +31,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50053"
 class FramesieveClient:
     """A connection to the generation service, for any number of questions at once. An async context manager.
 
-    address: host:port or unix:/path.
+    address: host:port or unix:/path, or several replicas behind commas, which take turns.
     access: see `Access`: FramesieveClient("gpu-1:50053", tls_ca="ca.pem", token="…").
     Raises StartupError where that cannot be used, or a token would go to another machine in plain text.
     """
