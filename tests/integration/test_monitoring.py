@@ -23,11 +23,11 @@ from tests import media
 from tests.integration.prometheus import Prometheus, scraping
 from tests.rules import ALERTS, RECORDS, RULES
 
-pytestmark = pytest.mark.timeout(120)
-
 WITHIN_S = 30
 # As Grafana fills in what a panel leaves open, over a window that holds the whole test.
 FILLED_IN = {"$__rate_interval": "2m", "$instance": ".*"}
+BOARD = json.loads(dashboard.PATH.read_text())
+PANELS = BOARD["panels"]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def recorded_by(rule: Any) -> str:
 
 def test_every_panel_of_the_dashboard_has_data(watching: Prometheus) -> None:
     asked: dict[bool, dict[str, str]] = {True: {}, False: {}}
-    for panel in json.loads(dashboard.PATH.read_text())["panels"]:
+    for panel in PANELS:
         for target in panel.get("targets", ()):
             asked[target["instant"]][f"{panel['id']} {panel['title']} {target['refId']}"] = filled_in(target["expr"])
     assert all(asked.values())
@@ -104,10 +104,18 @@ def test_every_panel_of_the_dashboard_has_data(watching: Prometheus) -> None:
     assert not left(asked[False], lambda expression: bool(watching.query_range(expression, 30)))
 
 
+def test_the_stages_stack_up_to_the_mean_time_to_first_token(watching: Prometheus) -> None:
+    (panel,) = (each for each in PANELS if each["title"] == "Time to first token by stage")
+    height = " + ".join(f"({filled_in(target['expr'])})" for target in panel["targets"])
+    first_token = "framesieve_generation_time_to_first_token_seconds"
+    (ratio,) = watching.query(f"({height}) / (sum(rate({first_token}_sum[2m])) / sum(rate({first_token}_count[2m])))")
+    assert float(ratio["value"][1]) == pytest.approx(1, abs=1e-3)
+
+
 def test_the_dashboards_variable_has_every_instance(
     watching: Prometheus, stack: LocalStack, replica: LocalStack
 ) -> None:
-    (variable,) = json.loads(dashboard.PATH.read_text())["templating"]["list"]
+    (variable,) = BOARD["templating"]["list"]
     selector, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]).groups()  # type: ignore[union-attr]
     ports = [*stack.metrics_ports.values(), replica.metrics_ports["preprocessing"]]
     assert set(watching.label_values(label, selector)) == {f"127.0.0.1:{port}" for port in ports}
