@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from client.access import Access, credentials_of
 from client.prompt import Embeds, PartLike, user_turn
+from client.selecting import EVERYTHING, answers
 from client.wire import prompt_message, pruning_message
 from common.channels import open_channel, upstream_errors
 from common.errors import InvalidRequest, PeerContract
@@ -28,7 +29,7 @@ from common.plan import Int32Array, MediaPlan, Modality, PromptPlan
 from common.retention import Pruning, retained_count
 from common.tensors import DType, TensorBuffer
 from common.wire import PlanReceiver, add_chunk, buffer_for, int32_array, prunings_of
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
+from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 
 _DTYPES = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32)
 _EVERYTHING = Pruning()
@@ -101,16 +102,13 @@ async def encode(
     credentials = credentials_of(access)
     prompt = await asyncio.to_thread(prompt_message, [user_turn(media, "")])
     question = encoder_pb2.EncodePrompt(prompt=prompt, pruning=pruning_message(pruning))
-    requests = [
-        encoder_pb2.EncodeRequest(prompt=question),
-        encoder_pb2.EncodeRequest(select=prompt_pb2.Select(all=True)),
-    ]
+    asked, selected = encoder_pb2.EncodeRequest(prompt=question), encoder_pb2.EncodeRequest(select=EVERYTHING)
     plans, plan = PlanReceiver(), None
     pieces: dict[int, list[encoder_pb2.EmbedsChunk]] = defaultdict(list)
     async with open_channel(encoder, credentials) as channel:
         stub = encoder_pb2_grpc.EncoderServiceStub(channel)
         with upstream_errors("encoder"):
-            async for response in stub.Encode(iter(requests), metadata=credentials.metadata):
+            async for response in answers(stub.Encode(metadata=credentials.metadata), asked, selected):
                 if plan is None:
                     plan = plans.add(response.plan)
                 elif response.WhichOneof("response") == "embeds":

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from client.access import Access, credentials_of
 from client.encoding import encode
 from client.prompt import Image, Message, Video
+from client.selecting import EVERYTHING, answers
 from client.wire import prompt_message
 from common.channels import open_channel, upstream_errors
 from common.credentials import Credentials
@@ -23,7 +24,7 @@ from common.plan import Int32Array, MediaPlan, PromptPlan
 from common.retention import Pruning
 from common.tensors import DType, TensorBuffer
 from common.wire import PlanReceiver, add_chunk, buffer_for
-from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
+from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,18 +64,15 @@ async def _frames(
 ) -> tuple[PromptPlan, NDArray[np.uint8], int]:
     """The plan, the item's frames and how many of them were repaired."""
     prompt = await asyncio.to_thread(prompt_message, [Message("user", (media,))])
+    asked = preprocessing_pb2.PreprocessRequest(prompt=prompt)
+    selected = preprocessing_pb2.PreprocessRequest(select=EVERYTHING)
     plans, plan, repaired = PlanReceiver(), None, 0
     buffer: TensorBuffer | None = None
     slices: list[NDArray[np.uint8]] = []
     async with open_channel(address, credentials) as channel:
         stub = preprocessing_pb2_grpc.PreprocessingServiceStub(channel)
         with upstream_errors("preprocessing"):
-            requests = [
-                preprocessing_pb2.PreprocessRequest(prompt=prompt),
-                preprocessing_pb2.PreprocessRequest(select=prompt_pb2.Select(all=True)),
-            ]
-            call = stub.Preprocess(iter(requests), metadata=credentials.metadata)
-            async for response in call:
+            async for response in answers(stub.Preprocess(metadata=credentials.metadata), asked, selected):
                 if plan is None:
                     plan = _of_one_item(plans.add(response.plan))
                     continue

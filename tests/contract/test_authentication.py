@@ -13,6 +13,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import REGISTRY
 
 from client.access import Access, credentials_of
+from client.encoding import encode
+from client.prompt import Video
 from common.channels import error_from_status, open_channel, passed_on, upstream_errors
 from common.credentials import Credentials
 from common.errors import PeerContract, StartupError, Unauthenticated
@@ -155,6 +157,12 @@ async def test_the_client_names_a_refused_token_for_what_it_is(channel: grpc.aio
     with pytest.raises(grpc.aio.AioRpcError) as info:
         await ask(channel)
     assert type(error_from_status(info.value, "encoder")) is Unauthenticated
+
+
+async def test_a_refusal_that_comes_while_a_client_still_writes_keeps_its_status(service: GuardedService) -> None:
+    for _ in range(30):  # with everything written at once a quarter of them would not
+        with pytest.raises(Unauthenticated):
+            await encode(service.address, Video(data=b"no clip"))
 
 
 @pytest.mark.parametrize(

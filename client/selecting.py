@@ -1,0 +1,28 @@
+"""The calls of Preprocess and Encode, of which all is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+from framesieve.v1 import prompt_pb2
+
+EVERYTHING = prompt_pb2.Select(all=True)
+
+
+async def answers(call: Any, prompt: Any, select: Any) -> AsyncIterator[Any]:
+    """What a call answers to a prompt and, once its plan begins, to a selection.
+
+    Not before: of a call that ends while it is written to, as a refused one does, grpc.aio loses the status.
+    """
+    await call.write(prompt)
+    selected = False
+    async for response in call:
+        if not selected:
+            selected = True
+            with suppress(asyncio.InvalidStateError):  # it has ended; reading tells how
+                await call.write(select)
+                await call.done_writing()
+        yield response
