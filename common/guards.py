@@ -53,13 +53,17 @@ def guarded_server(settings: ServiceSettings, requests: RequestInterceptor) -> g
     return grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
 
 
-def listen(server: grpc.aio.Server, settings: ServiceSettings) -> None:
-    """Raises StartupError for a certificate that cannot be used, and RuntimeError where the address cannot be had."""
-    if settings.tls_cert is not None and settings.tls_key is not None and not is_unix(settings.listen):
-        served = ServedCertificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-        server.add_secure_port(settings.listen, served.credentials)
-        return
-    server.add_insecure_port(settings.listen)
+def listen(server: grpc.aio.Server, settings: ServiceSettings) -> str:
+    """Returns whose certificates are asked for: nobody's ("off"), the "server"'s, or both sides' ("mutual").
+
+    Raises StartupError for a certificate that cannot be used, and RuntimeError where the address cannot be had.
+    """
+    if settings.tls_cert is None or settings.tls_key is None or is_unix(settings.listen):
+        server.add_insecure_port(settings.listen)
+        return "off"
+    served = ServedCertificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    server.add_secure_port(settings.listen, served.credentials)
+    return "mutual" if settings.tls_client_ca is not None else "server"
 
 
 def metrics_tls(settings: ServiceSettings) -> dict[str, Any]:

@@ -70,7 +70,7 @@ async def serve(
     if settings.reflection:
         reflection.enable_server_reflection((*names[1:], reflection.SERVICE_NAME), server)
     try:
-        listen(server, settings)
+        tls = listen(server, settings)
         serve_metrics(settings.metrics_port, _metrics_host(settings.listen), **metrics_tls(settings))
     except (RuntimeError, OSError) as error:
         raise StartupError(
@@ -79,7 +79,14 @@ async def serve(
 
     stopping = _first_signal()
     await server.start()
-    log.info("serving", listen=settings.listen, metrics_port=settings.metrics_port, model=str(settings.model))
+    log.info(
+        "serving",
+        listen=settings.listen,
+        tls=tls,
+        tokens=settings.auth_tokens_file is not None,
+        metrics_port=settings.metrics_port,
+        model=str(settings.model),
+    )
     telling = asyncio.create_task(_tell_health(health, names, well))
     await stopping.wait()
     log.info("draining", grace_s=settings.drain_s)

@@ -257,7 +257,7 @@ async def test_logs_know_clients_by_name_and_hold_no_token(guarded: Guarded, ali
     assert await settles(told, True)
     for service in SERVICES:
         log = guarded.stack.log(service)
-        assert log
+        assert '"tls": "mutual", "tokens": true' in log
         assert not [name for name, token in guarded.tokens.items() if token in log]
 
 
