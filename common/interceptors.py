@@ -194,7 +194,8 @@ async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: Framesieve
     if isinstance(error, Unavailable) and error.stage != stage:
         # What is gone is further up, and this service has tried it again: another of its replicas has no more luck.
         details = (*details, _DO_NOT_RETRY)
-    await context.abort(grpc.StatusCode[error.status], status_message(error), trailing_metadata=details)
+    with suppress(grpc.aio.InternalError):  # who is refused has left meanwhile, and nobody is there to be told
+        await context.abort(grpc.StatusCode[error.status], status_message(error), trailing_metadata=details)
 
 
 def stage_of(service: str) -> str:
