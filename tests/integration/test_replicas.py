@@ -11,7 +11,7 @@ from common.errors import FramesieveError
 from tests.integration.fleet import Fleet, Service, at_rest, until
 from tests.integration.load import SOON_S, short_clip
 
-AT_ONCE = 6
+AT_ONCE = 4
 
 
 async def test_a_replica_that_dies_under_load_costs_nobody_an_answer(fleet: Fleet) -> None:
