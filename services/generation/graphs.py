@@ -80,8 +80,11 @@ class DecodeGraphs:
         return len(self._shapes)
 
     def replay(self, packed: Packed) -> Tensor | None:
-        """Raw logits of every row, float32 [T, vocab_size], until the next replay; None if no graph holds the step."""
-        if packed.media or packed.singles < len(packed.windows):
+        """Raw logits of every row, float32 [T, vocab_size], until the next replay; None if no graph holds the step.
+
+        A step that nobody samples from is nobody's to wait for, and the next one would write over rows in use.
+        """
+        if packed.media or packed.singles < len(packed.windows) or not packed.last_rows:
             return None
         sequences = [window.request.blocks for window in packed.windows]
         most_blocks = max(map(len, sequences))

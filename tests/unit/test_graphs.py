@@ -145,6 +145,15 @@ def test_a_cache_whose_kernel_reads_blocks_has_one_graph_for_each_number_of_rows
     assert capture.replayed
 
 
+def test_a_step_that_nobody_samples_from_is_not_replayed(models: Models) -> None:
+    """Nobody waits for its end, and its rows are those of the next replay."""
+    capture, tiny = Recorder(), TinyEngine(models.engine, chunk_tokens=1)
+    tiny.runner.capture_decoding(2, 256, capture)
+    asked = tiny.ask("0", [Text(tuple(range(10, 40)))], SamplingParams(8))
+    tiny.drain()
+    assert len(asked.answer) == len(capture.replayed) == 8
+
+
 def test_a_model_that_no_graph_can_hold_is_run_without(models: Models, family: str) -> None:
     def refuse(inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
         raise RuntimeError("operation not permitted when stream is capturing")
