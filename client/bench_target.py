@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from client.client import DEFAULT_ADDRESS
-from client.launcher import SIGTERM_STATUS, LocalStack, unwind_on_sigterm
+from client.launcher import LocalStack
+from client.signals import SIGTERM_STATUS, unwind_on_sigterm
 from client.terminal import stderr
 
 _LOOK_S = 1.0

@@ -36,9 +36,12 @@ from client.command_options import (
 )
 from client.contact_sheet import contact_sheet
 from client.inspection import Inspection, inspect
-from client.launcher import SERVICES, SIGTERM_STATUS, Endpoint, LocalStack, drain_on_signals, unwind_on_sigterm
+from client.launcher import SERVICES, Endpoint, LocalStack
 from client.prompt import file_name
+from client.signals import SIGTERM_STATUS, DrainOnSignals, unwind_on_sigterm
 from client.terminal import errors_told, stderr
+from common.errors import StartupError
+from common.exit_status import ExitStatus, at_once
 from common.plan import Modality
 from common.retention import EVS, NONE, RANDOM, VIDCOM2, Pruning
 
@@ -67,8 +70,9 @@ def serve(
     """Run the three services on this machine until Ctrl-C, which lets running requests finish; a second ends them.
 
     Other settings of the services are read from their FRAMESIEVE_… environment variables, but for FRAMESIEVE_DRAIN_S:
-    each service gets 30 seconds to finish. Exit status: 0 if all requests finished, 3 if some were cut off, 1 if a
-    service ended by itself, 130 or 143 after a second Ctrl-C or SIGTERM.
+    each service gets 30 seconds to finish. Exit status: 0 if all requests finished, 3 if some were cut off, 2 if a
+    service could not start, 1 if one ended by itself later, 130 or 143 after a second Ctrl-C or SIGTERM, or one before
+    all were ready.
 
     Example: framesieve serve --model ~/models/Qwen2.5-VL-3B-Instruct --media-root ~/videos
     """
@@ -76,12 +80,24 @@ def serve(
     ports = (metrics_port, metrics_port + 1, metrics_port + 2) if metrics_port else (0, 0, 0)
     endpoints = dict(zip(SERVICES, map(Endpoint, addresses, ports), strict=True))
     stack = LocalStack(model, media_root=media_root, endpoints=endpoints, show_logs=True)
-    drain_on_signals(stack)
-    with errors_told(), stack:
-        stderr.print(f"[bold]framesieve answers at {listen}[/]; Ctrl-C stops it. In another terminal:", soft_wrap=True)
-        server = "" if listen == DEFAULT_ADDRESS else f" --server {listen}"
-        stderr.print(f'  framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75{server}', soft_wrap=True)
-        stack.watch()
+    signals = DrainOnSignals(stack)
+    with errors_told(cannot_start=ExitStatus.CANNOT_START):
+        try:
+            stack.start()
+        except StartupError:
+            if signals.first is None:
+                raise
+            raise typer.Exit(at_once(signals.first)) from None
+    with errors_told():
+        try:
+            stderr.print(
+                f"[bold]framesieve answers at {listen}[/]; Ctrl-C stops it. In another terminal:", soft_wrap=True
+            )
+            server = "" if listen == DEFAULT_ADDRESS else f" --server {listen}"
+            stderr.print(f'  framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75{server}', soft_wrap=True)
+            stack.watch()
+        finally:
+            stack.stop()
     raise typer.Exit(stack.exit_status)
 
 

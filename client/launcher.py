@@ -23,13 +23,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Self
 
 import grpc
 
 from common.credentials import NO_CREDENTIALS
 from common.errors import StartupError
-from common.exit_status import ExitStatus, at_once
+from common.exit_status import ExitStatus
 from common.probe import is_serving, own_credentials
 
 SERVICES = ("preprocessing", "encoder", "generation")
@@ -39,7 +39,6 @@ PROBE_S = 1.0
 LOG_TAIL_LINES = 20
 KILL_AFTER_DRAIN_S = 5.0
 STDERR = 2
-SIGTERM_STATUS = at_once(signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,28 +268,6 @@ class LocalStack:
         traceback: TracebackType | None,
     ) -> None:
         await asyncio.to_thread(self.stop)
-
-
-def unwind_on_sigterm(status: int) -> None:
-    """SIGTERM leaves the main thread's `with` blocks, as Ctrl-C does, so that no stack outlives this process."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(status))
-
-
-def drain_on_signals(stack: LocalStack) -> None:
-    """The first SIGTERM or Ctrl-C ends `stack.watch`, so that the stack drains; the second leaves that as well."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-
-    def end(*_: object) -> None:
-        for number in numbers:
-            signal.signal(number, end_at_once)
-        stack.end()
-
-    def end_at_once(number: int, _: object) -> NoReturn:
-        stack.end_at_once()
-        sys.exit(at_once(number))
-
-    for number in numbers:
-        signal.signal(number, end)
 
 
 def _own_endpoints(folder: Path) -> dict[str, Endpoint]:

@@ -17,6 +17,7 @@ from rich.progress import Progress as Bars
 
 from client.answer import Accepted, Progress, Timings, Usage
 from common.errors import FramesieveError, StartupError, Unavailable
+from common.exit_status import ExitStatus
 
 stderr = Console(stderr=True, highlight=False)
 
@@ -73,14 +74,14 @@ _NOBODY_THERE = ("No such file or directory", "Connection refused")
 
 
 @contextmanager
-def errors_told(server: str | None = None) -> Iterator[None]:
-    """Turns errors into one line on stderr and an exit status."""
+def errors_told(server: str | None = None, cannot_start: ExitStatus = ExitStatus.FAILED) -> Iterator[None]:
+    """Turns errors into one line on stderr and an exit status: `cannot_start` for a StartupError."""
     try:
         yield
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except StartupError as error:
-        _fail("STARTUP", str(error))
+        _fail("STARTUP", str(error), cannot_start)
     except Unavailable as error:
         told = ": ".join([str(error), *getattr(error, "__notes__", ())])
         if server and any(words in told for words in _NOBODY_THERE):
@@ -100,6 +101,6 @@ def _warn(message: str) -> None:
     stderr.print(f"[yellow]{escape(message)}[/]", soft_wrap=True)
 
 
-def _fail(reason: str, message: str) -> NoReturn:
+def _fail(reason: str, message: str, status: ExitStatus = ExitStatus.FAILED) -> NoReturn:
     stderr.print(f"[red]{reason}[/]: {escape(message)}", soft_wrap=True)
-    raise typer.Exit(1)
+    raise typer.Exit(status)

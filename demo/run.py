@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from client import Accepted, Delta, Finished, FramesieveClient, Timings, Usage, Video
-from client.launcher import SIGTERM_STATUS, LocalStack, unwind_on_sigterm
+from client.launcher import LocalStack
+from client.signals import SIGTERM_STATUS, unwind_on_sigterm
 from common.checkpoint import DEMO_MODEL
 from common.errors import FramesieveError, StartupError
 from demo.example import CLIP, QUESTIONS

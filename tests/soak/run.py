@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from client.client import FramesieveClient
-from client.launcher import SIGTERM_STATUS, unwind_on_sigterm
+from client.signals import SIGTERM_STATUS, unwind_on_sigterm
 from common.checkpoint import DEMO_MODEL
 from common.errors import Overloaded, Unavailable
 from tests.integration.fleet import Service, at_rest

@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from client.launcher import Endpoint, LocalStack
+from client.launcher import SERVICES, Endpoint, LocalStack
 from common.errors import StartupError
+from common.exit_status import ExitStatus
 
 STAND_IN = """
 import argparse, os, pathlib, signal, sys, threading, time
@@ -24,9 +27,9 @@ from grpc_health.v1 import health, health_pb2_grpc
 parser = argparse.ArgumentParser()
 for name in ("listen", "metrics-port", "drain-s", "model", "media-root", "preprocessing", "encoder", "extra"):
     parser.add_argument("--" + name)
-for name in ("refuse-to-start", "never-ready", "ignore-sigterm", "cut-off"):
+for name in ("refuse-to-start", "never-ready", "ignore-sigterm", "cut-off", "end-by-itself"):
     parser.add_argument("--" + name, action="store_true")
-arguments = parser.parse_args()
+arguments = parser.parse_args([*sys.argv[1:], *os.environ.get("MORE", "").split()])
 name = pathlib.Path(sys.argv[0]).stem
 record = pathlib.Path(os.environ["RECORD"])
 print(name, "says hello", flush=True)
@@ -49,7 +52,8 @@ def on_term(*_):
 
 signal.signal(signal.SIGTERM, on_term)
 while not stopping.wait(0.02):
-    pass
+    if arguments.end_by_itself and (record / "end").exists():
+        sys.exit(1)
 with (record / "stopped").open("a") as file:
     file.write(name + "\\n")
 sys.exit(3 if arguments.cut_off else 0)
@@ -174,7 +178,8 @@ def test_a_parent_that_is_told_to_go_takes_its_services_with_it(
     record: Path, number: signal.Signals, status: int
 ) -> None:
     code = """
-from client.launcher import LocalStack, unwind_on_sigterm
+from client.launcher import LocalStack
+from client.signals import unwind_on_sigterm
 unwind_on_sigterm(143)
 try:
     with LocalStack() as stack:
@@ -193,9 +198,10 @@ except KeyboardInterrupt:
 
 SERVE = """
 import sys
-from client.launcher import LocalStack, drain_on_signals
+from client.launcher import LocalStack
+from client.signals import DrainOnSignals
 stack = LocalStack(flags={"generation": sys.argv[1:]}, drain_s=60)
-drain_on_signals(stack)
+DrainOnSignals(stack)
 with stack:
     print("ready", flush=True)
     stack.watch()
@@ -228,3 +234,65 @@ def test_the_second_signal_ends_all_services_at_once(record: Path, number: signa
         parent.send_signal(number)
         assert parent.wait(10) == 128 + number
     assert stopped(record) == []
+
+
+# --- what the command ends with -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(record: Path, more: str = "") -> Iterator[subprocess.Popen[str]]:
+    """`framesieve serve` over stand-ins with these flags."""
+    code = "from client.cli import app; app()"
+    listens = (
+        flag
+        for name in ("preprocessing-", "encoder-", "")
+        for flag in (f"--{name}listen", f"unix:{record}/{name}socket")
+    )
+    command = [sys.executable, "-c", code, "serve", "--metrics-port", "0", *listens]
+    environment = {**os.environ, "MORE": more}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if words in line:
+            return
+    pytest.fail(f"nothing said {words!r}")
+
+
+def test_serve_over_a_service_that_cannot_start_ends_with_2(record: Path) -> None:
+    with served(record, "--refuse-to-start") as process:
+        _, told = process.communicate(timeout=20)
+    assert process.returncode == ExitStatus.CANNOT_START
+    assert "ended with status 2" in told
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_serve_by_its_number_before_it_is_ready(record: Path, number: signal.Signals) -> None:
+    with served(record, "--never-ready") as process:
+        while len(list(record.glob("*.arguments"))) < len(SERVICES):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(number)
+        assert process.wait(10) == 128 + number
+    assert stopped(record) == []
+
+
+def test_serve_ends_with_0_once_it_was_ready_and_is_told_to_stop(record: Path) -> None:
+    with served(record) as process:
+        read_until(process, "framesieve answers at")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == ExitStatus.FINISHED
+    assert stopped(record) == ["generation", "encoder", "preprocessing"]
+
+
+def test_serve_ends_with_1_where_a_service_ends_by_itself(record: Path) -> None:
+    with served(record, "--end-by-itself") as process:
+        read_until(process, "framesieve answers at")
+        (record / "end").touch()
+        assert process.wait(10) == ExitStatus.FAILED
