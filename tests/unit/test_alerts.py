@@ -83,8 +83,8 @@ def test_each_record_is_seen_to_have_a_value(record: str) -> None:
 def test_each_alert_says_how_urgent_it_is_and_where_to_read_on(alert: str) -> None:
     rule = ALERTS[alert]
     assert rule["labels"] in ({"severity": "critical"}, {"severity": "warning"})
-    assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
-    assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{alert.lower()}"
+    assert rule["annotations"].keys() == {"summary", "description", "runbook"}
+    assert rule["annotations"]["runbook"] == f"docs/runbook.md, section {alert}"
 
 
 def test_the_runbook_has_a_section_for_each_alert_and_no_others() -> None:
