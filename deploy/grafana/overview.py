@@ -125,7 +125,7 @@ def requests() -> list[Panel]:
             *ERROR_LIMITS,
         ),
         lines(
-            "Refused as too many",
+            "Refused by overload",
             "Share of requests that met a full queue or budget, in 5 minutes.",
             "percentunit",
             {"{{method}}": "method:framesieve_refusals_overloaded:ratio_rate5m"},
@@ -185,8 +185,8 @@ def latency() -> list[Panel]:
             {"{{stage}}": mean("framesieve_stage_busy_seconds", by="stage")},
         ),
         lines(
-            "Calls begun anew",
-            "Calls to other services that were lost halfway and begun anew, a second.",
+            "Upstream retries",
+            "Calls to other services that were lost halfway and tried again, a second.",
             "cps",
             {"{{stage}}": total("stage", rate("framesieve_upstream_retries_total"))},
         ),

@@ -107,7 +107,7 @@ class Upstream:
             raise lost
         self.cancel()
         await self._retries.wait(self._attempt + 1, lost)
-        log.warning("begun anew", stage=lost.stage, error=str(lost), attempt=self._attempt + 1)
+        log.warning("retrying", stage=lost.stage, error=str(lost), attempt=self._attempt + 1)
         self._begin()
 
     async def _receive_plan(self) -> PromptPlan:
