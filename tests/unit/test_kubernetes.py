@@ -163,19 +163,25 @@ def test_every_selector_finds_the_pods_of_its_name(manifests: list[Manifest]) ->
         for name, pod, _ in containers(manifests)
         for spread in pod["topologySpreadConstraints"]
     ]
-    assert len(selectors) == 3 * 3 + 3 * 2
+    assert len(selectors) == 3 * 3 + 1 + 3 * 2
     for name, selector in selectors:
-        assert [found for found, own in labels.items() if selector.items() <= own.items()] == [name]
+        assert [found for found, own in labels.items() if selector.items() <= own.items()] == [name.removesuffix("-headless")]
 
 
 def test_every_service_points_at_a_port_that_its_pods_have(manifests: list[Manifest]) -> None:
-    for name, _, container in containers(manifests):
-        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
-        service = of_kind(manifests, "Service")[name]["spec"]
-        (port,) = service["ports"]
-        assert port["port"] == ports[port["targetPort"]]
-        # Callers' channels are to see every pod; generation's callers may do with one address.
-        assert service.get("clusterIP") == (None if name == "generation" else "None")
+    ports = {
+        name: {each["name"]: each["containerPort"] for each in container["ports"]}
+        for name, _, container in containers(manifests)
+    }
+    for service in of_kind(manifests, "Service").values():
+        (port,) = service["spec"]["ports"]
+        assert port["port"] == ports[service["spec"]["selector"]["app.kubernetes.io/name"]][port["targetPort"]]
+
+
+def test_channels_see_every_pod_and_generation_has_one_address_as_well(manifests: list[Manifest]) -> None:
+    addresses = {name: service["spec"].get("clusterIP") for name, service in of_kind(manifests, "Service").items()}
+    headless = dict.fromkeys(("preprocessing", "encoder", "generation-headless"), "None")
+    assert addresses == {**headless, "generation": None}
 
 
 def test_what_is_mounted_exists_and_what_exists_is_mounted(manifests: list[Manifest]) -> None:
