@@ -17,6 +17,7 @@ from time import monotonic_ns
 import torch
 from torch import Tensor
 
+from common.errors import Unavailable
 from common.plan import MediaPlan
 from common.room import Room
 from common.tensors import TensorBuffer
@@ -101,17 +102,22 @@ class Encoding:
         await self._changed.wait()
 
     async def reserve(self) -> None:
-        """Waits for room for all of it; at once, if it has been had before."""
+        """Waits for room for all of it; at once, if it has been had before. Holds none where it raises."""
         if self._buffer is not None:
             return
         await self._room.reserve(self.size_bytes)
         self._reserved_bytes = self.size_bytes
-        self._buffer = torch.empty(self._shape, dtype=self._tower.dtype, device=self._tower.device)
+        try:
+            self._buffer = torch.empty(self._shape, dtype=self._tower.dtype, device=self._tower.device)
+        except BaseException:  # the device may be out of memory; whoever leads next reserves again
+            self.give_room_back()
+            raise
 
     async def add(self, piece: FrameSlice) -> None:
         """Takes the next slice, waiting while enough of them are ahead in the batcher's queue.
 
         Slices that it has are passed over: a stream that takes another's place begins anew.
+        Raises Unavailable, and fails, once the tower takes no more: nobody would bring this slice again.
         """
         if piece.index < self.decoded_slices:
             return
@@ -128,7 +134,13 @@ class Encoding:
         start = piece.index * self.plan.grid.slice_tokens
         pixels = torch.frombuffer(piece.frames.data, dtype=torch.uint8).view(piece.frames.shape)
         target = self._buffer[:, start : start + self.plan.grid.slice_tokens]
-        encoded = asyncio.wrap_future(self._batcher.submit(pixels, target))
+        try:
+            submitted = self._batcher.submit(pixels, target)
+        except Unavailable as error:
+            self._ahead.release()
+            self.fail(error)
+            raise
+        encoded = asyncio.wrap_future(submitted)
         encoded.add_done_callback(self._slice_done)
         self._slices.append(encoded)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.errors import MediaRejected
+from common.errors import MediaRejected, Unavailable
 from common.plan import Grid, MediaPlan, Modality, Run
 from common.retention import Pruning
 from common.room import Room
@@ -255,3 +255,66 @@ async def test_a_failing_tower_fails_the_item(batcher: Batcher, gated: GatedTowe
     assert isinstance(encoding.failure, RuntimeError)
     assert not encoding.complete
     encoding.close()
+
+
+class OneSliceAtATime(OneStream):
+    """Brings its item's slices when it is told to."""
+
+    def __init__(self) -> None:
+        self.entry: Entry | None = None
+
+    async def select(self, media_index: int, entry: Entry) -> None:
+        self.entry = entry
+
+    def brings(self, entry: Entry) -> bool:
+        return self.entry is entry
+
+
+async def test_who_shares_an_item_is_told_that_the_tower_ended_before_its_last_slice(
+    gated: GatedTower, batcher: Batcher
+) -> None:
+    cache, outputs, stream = (
+        EmbedsCache(TOWER, batcher, Room(2 * SIZE_BYTES), 0),
+        Room(3 * SIZE_BYTES),
+        OneSliceAtATime(),
+    )
+    leader, sharer, late = (Item(0, VIDEO, Pruning(0), cache, outputs) for _ in range(3))
+    await leader.start(stream, None)
+    await sharer.start(OneSliceAtATime(), None)
+    waiting = asyncio.create_task(sharer.obtain(OneSliceAtATime(), lambda _: None))
+    assert stream.entry is not None
+    for _ in range(GRID.t):
+        gated.gate.release()
+    for index in range(GRID.t - 1):
+        await stream.entry.encoding.add(slice_of(1, index))
+    batcher.close()  # as a device that is lost ends it
+    with pytest.raises(Unavailable, match="the tower of the encoder has ended"):
+        await stream.entry.encoding.add(slice_of(1, GRID.t - 1))
+    stream.entry.lose(stream, None)
+    await late.start(OneSliceAtATime(), None)
+    assert late.decoded_slices == 0  # of an entry of its own, which another stream may bring
+    with pytest.raises(Unavailable, match="the tower of the encoder has ended"):
+        await asyncio.wait_for(waiting, TIMEOUT_S)
+    for item in (leader, sharer, late):
+        item.close()
+    assert (cache.room.held_bytes, outputs.held_bytes) == (0, 0)
+
+
+async def test_room_for_a_buffer_that_cannot_be_had_is_given_back(
+    batcher: Batcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = Room(SIZE_BYTES)
+    encoding = encoding_in(room, batcher)
+
+    def out_of_memory(*_: object, **__: object) -> Tensor:
+        raise torch.OutOfMemoryError("none is left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            await encoding.reserve()
+    assert room.held_bytes == 0
+    await asyncio.wait_for(encoding.reserve(), TIMEOUT_S)  # by another who waits for it
+    assert room.held_bytes == SIZE_BYTES
+    encoding.close()
+    assert room.held_bytes == 0
