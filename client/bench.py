@@ -61,8 +61,8 @@ def bench(
     metrics: Annotated[
         list[str] | None,
         typer.Option(
-            help="host:port of a service's /metrics, once for each replica of all three; --json then says what they "
-            "spent, for framesieve capacity. Known of services that are started for the run."
+            help="host:port of a service's /metrics, by plain HTTP, once for each replica of all three; --json then "
+            "says what they spent, for framesieve capacity. Known of services that are started for the run."
         ),
     ] = None,
     clients: Annotated[

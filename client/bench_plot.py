@@ -25,7 +25,7 @@ _MOST_BINS = 60
 def check_plotting() -> None:
     """Raises StartupError where the extra is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise StartupError("--plot needs matplotlib, which is not installed: pip install 'framesieve[plot]'")
+        raise StartupError("--plot needs matplotlib, which is not installed: in the checkout, pip install -e '.[plot]'")
 
 
 def plot(records: Sequence[Record], wall_s: float, title: str, output: Path) -> None:

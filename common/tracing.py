@@ -69,7 +69,7 @@ def open_tracer(service: str) -> Tracer | None:
     try:
         from common.otlp import OtlpTracer
     except ModuleNotFoundError as error:
-        log.warning("no traces are sent: pip install 'framesieve[otel]'", missing=error.name)
+        log.warning("no traces are sent: in the checkout, pip install -e '.[otel]'", missing=error.name)
         return None
     return OtlpTracer(service)
 

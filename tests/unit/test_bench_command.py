@@ -209,7 +209,7 @@ def test_a_missing_extra_is_named_before_anything_is_asked(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = bench("--plot", str(tmp_path / "load.png"))
     assert (result.exit_code, service.asked) == (1, [])
-    assert "framesieve[plot]" in result.stderr
+    assert "pip install -e '.[plot]'" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +59,12 @@ def test_its_healthcheck_asks_by_the_name_in_its_certificate(service: str, tmp_p
     files = {"ca.pem": authority.path, "cert.pem": issued.cert, "key.pem": issued.key}
     environment = {name: str(files.get(Path(str(value)).name, value)) for name, value in told["environment"].items()}
     assert own_credentials(environment).for_channel("localhost:1") is not None
+
+
+def test_its_secrets_belong_to_the_containers_user_before_the_containers_start() -> None:
+    text = (ROOT / "docs" / "security.md").read_text()
+    (given,) = re.findall(r"^sudo chown -R (\d+) (.*)$", text, re.MULTILINE)
+    users = set(re.findall(r"useradd .*--uid (\d+)", (ROOT / "Dockerfile").read_text()))
+    assert {given[0]} == users
+    assert set(given[1].split()) == {f"secrets/{service}" for service in SETTINGS}
+    assert text.index("sudo chown") < text.index("-f deploy/compose.guarded.yml up")

@@ -176,7 +176,7 @@ print(open_tracer("encoder"))
 """
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
     told = output(code)
-    assert "pip install 'framesieve[otel]'" in told
+    assert "pip install -e '.[otel]'" in told
     assert told.endswith("None\n")
 
 
