@@ -32,7 +32,7 @@ class PreprocessingSettings(ServiceSettings):
     allow_media_domain: Annotated[tuple[Domain, ...], NoDecode] = Field(
         (),
         description="hosts that URLs may name, at public addresses, or also in a network given after =: "
-        "cdn.example.org,*.example.com,minio=10.20.0.0/16; without it, every host at public addresses",
+        "cdn.example.org,*.example.com,minio=10.20.0.0/16; unless set, every host at public addresses",
     )
     fetch_schemes: Annotated[tuple[Literal["http", "https"], ...], NoDecode] = Field(
         ("http", "https"), description="what URLs may start with: http,https or one of them; '' fetches nothing"
@@ -49,9 +49,9 @@ class PreprocessingSettings(ServiceSettings):
     fetch_timeout_s: float = Field(60.0, gt=0, description="most seconds that a URL may take, from name to last byte")
 
     decode_workers: int = Field(
-        default_factory=lambda: len(os.sched_getaffinity(0)),
+        len(os.sched_getaffinity(0)),
         ge=1,
-        description="processes that decode, one media item each at a time; unset: one a core",
+        description="processes that decode, one media item each at a time; unless set, one a core",
     )
     inflight_bytes: int = Field(
         2**28, ge=1, description="most bytes of decoded slices that wait for readers; decoding waits when they are full"
