@@ -165,7 +165,9 @@ def test_every_selector_finds_the_pods_of_its_name(manifests: list[Manifest]) ->
     ]
     assert len(selectors) == 3 * 3 + 1 + 3 * 2
     for name, selector in selectors:
-        assert [found for found, own in labels.items() if selector.items() <= own.items()] == [name.removesuffix("-headless")]
+        assert [found for found, own in labels.items() if selector.items() <= own.items()] == [
+            name.removesuffix("-headless")
+        ]
 
 
 def test_every_service_points_at_a_port_that_its_pods_have(manifests: list[Manifest]) -> None:
