@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import socket
 import tempfile
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
@@ -27,6 +26,7 @@ from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from tests.fuzz.rpc_cases import SERVICES, clip
 from tests.fuzz.rpc_mutations import mutate, mutate_bytes
+from tests.integration.fleet import free_port
 
 PATHS = {
     "preprocessing": "/framesieve.v1.PreprocessingService/Preprocess",
@@ -105,7 +105,7 @@ async def fuzzed_stack(checkpoint: Path) -> AsyncIterator[FuzzedStack]:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="fuzz-")))
         (folder / "media").mkdir()
         (folder / "media" / "clip.mp4").write_bytes(clip())
-        endpoints = {name: Endpoint(f"unix:{folder}/{name}", _free_port()) for name in SERVICES}
+        endpoints = {name: Endpoint(f"unix:{folder}/{name}", free_port()) for name in SERVICES}
         bent = {name: f"unix:{folder}/bent-{name}" for name in _ANSWERS}
         flags = {
             "preprocessing": _FLAGS["preprocessing"],
@@ -190,10 +190,3 @@ async def _bent(answers: AsyncIterator[bytes], name: str, random_: random.Random
             yield answer
             while late:
                 yield late.pop()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import subprocess
 import time
 import urllib.error
@@ -18,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from tests.integration.fleet import free_port
 from tests.rules import FOLDER
 
 _READY_S = 30.0
@@ -73,7 +73,7 @@ def scraping(program: str, folder: Path, ports: Mapping[str, Sequence[int]]) -> 
         job["static_configs"] = [{"targets": [f"127.0.0.1:{port}" for port in ports[job["job_name"]]]}]
     path = folder / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     command = [
         program,
         f"--config.file={path}",
@@ -97,10 +97,3 @@ def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: Path)
         except OSError:
             time.sleep(0.05)
     raise AssertionError(f"Prometheus is not ready: {log.read_text()[-2000:]}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -31,8 +31,8 @@ from common import errors
 from common.channels import open_channel
 from common.retention import Pruning
 from tests import media
-from tests.contract.guarded_service import tcp_address
 from tests.integration.conftest import settles
+from tests.integration.fleet import free_port
 
 CLIP = media.clip(16, fps=4, seed=50)
 MAX_REQUESTS = 2
@@ -89,7 +89,7 @@ def flags_of(service: str, secrets: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def guarded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     secrets, tokens = made_secrets(tmp_path_factory.mktemp("guarded"))
-    endpoints = {service: Endpoint(tcp_address(), int(tcp_address().split(":")[1])) for service in SERVICES}
+    endpoints = {service: Endpoint(f"127.0.0.1:{free_port()}", free_port()) for service in SERVICES}
     stack = LocalStack(
         checkpoint, endpoints=endpoints, flags={service: flags_of(service, secrets) for service in SERVICES}
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -20,6 +19,7 @@ from client.prompt import Image, Video
 from common import errors
 from tests import media
 from tests.integration.conftest import metric, settles
+from tests.integration.fleet import free_port
 from tests.unit.loopback import Server, fetched_files, head, ok, redirect, serving
 
 MAX_BYTES = 1_000_000
@@ -28,9 +28,7 @@ CLIP = media.clip(16, fps=4)
 
 @pytest.fixture(scope="module")
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture(scope="module")
