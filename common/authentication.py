@@ -5,7 +5,7 @@ Health answers everybody, since probes hold no tokens. It does not know what a c
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -42,5 +42,5 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
         return handler
 
 
-def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
     raise Unauthenticated("a bearer token that is known here must come with the call")

@@ -6,8 +6,8 @@ a unix socket are one. Whoever has nothing running is not remembered.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from urllib.parse import unquote
@@ -17,7 +17,7 @@ import structlog
 
 from common.errors import InvalidRequest, Overloaded
 
-Behaviour: TypeAlias = Callable[[Any, Any], AsyncIterator[Any]]
+Behaviour: TypeAlias = Callable[[Any, Any], AsyncGenerator[Any]]
 Charge: TypeAlias = Callable[[int], None]
 
 
@@ -40,20 +40,14 @@ class ClientBudgets:
         """How many have something running."""
         return len(self._accounts)
 
-    def limited(self, behaviour: Behaviour, streaming: bool) -> Behaviour:
-        """The same behaviour, of requests that are still bytes, within its client's budget.
+    def limited(self, behaviour: Behaviour) -> Behaviour:
+        """The same behaviour within its client's budget; requests are still bytes, and each counts as it arrives."""
 
-        streaming: whether it takes an iterator of requests, each of which counts when it arrives.
-        """
-
-        async def limited(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        async def limited(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
             with self.request(client_of(context)) as charge:
-                if streaming:
-                    request = _Charged(request, charge)
-                else:
-                    charge(len(request))
-                async for response in behaviour(request, context):
-                    yield response
+                async with aclosing(behaviour(_Charged(context, charge), context)) as responses:
+                    async for response in responses:
+                        yield response
 
         return limited
 
@@ -101,19 +95,21 @@ class ClientBudgets:
 
 
 class _Charged:
-    """Requests as they come, each charged for."""
+    """Requests as they come, each charged for and none held: gRPC's own iterator holds the last."""
 
-    def __init__(self, requests: Any, charge: Charge) -> None:
-        self._requests = aiter(requests)
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], charge: Charge) -> None:
+        self._context = context
         self._charge = charge
 
     def __aiter__(self) -> _Charged:
         return self
 
     async def __anext__(self) -> bytes:
-        data: bytes = await anext(self._requests)
+        data = await self._context.read()
+        if data is grpc.aio.EOF:
+            raise StopAsyncIteration
         self._charge(len(data))
-        return data
+        return bytes(data)
 
 
 def client_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:

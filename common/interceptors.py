@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -29,7 +29,7 @@ _CUT_OFF_S = 1.0
 
 log = structlog.get_logger()
 
-Behaviour = Callable[[Any, Any], AsyncIterator[Any]]
+Behaviour = Callable[[Any, Any], AsyncGenerator[Any]]
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):
@@ -70,18 +70,17 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or not method.startswith(OUR_METHODS):
             return handler
-        streamed = handler.request_streaming
-        wrap = grpc.stream_stream_rpc_method_handler if streamed else grpc.unary_stream_rpc_method_handler
         _, service, name = method.split("/")
         parse = _parse_weighed(handler.request_deserializer, name)
-        behaviour = self._budgets.limited(parsed(handler, parse), streamed)
-        return wrap(
+        behaviour = self._budgets.limited(parsed(handler, parse))
+        # As a stream, whatever the method is: of a single request, gRPC holds the bytes until the call ends.
+        return grpc.stream_stream_rpc_method_handler(
             guarded(self._drained(behaviour, stage_of(service)), method, self._tracer),
             response_serializer=_serialize_weighed(handler.response_serializer, name),
         )
 
     def _drained(self, behaviour: Behaviour, stage: str) -> Behaviour:
-        async def drained(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        async def drained(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
             if self._draining:
                 raise Unavailable(f"{stage} is draining", stage)
             task = asyncio.current_task()
@@ -89,9 +88,8 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             self._running.add(task)
             self._idle.clear()
             over = Unavailable(f"{stage} is draining, and the time to finish is over", stage)
-            responses: Any = behaviour(request, context)
             try:
-                async with aclosing(responses):
+                async with aclosing(behaviour(requests, context)) as responses:
                     async for response in responses:
                         self._answering.add(task)
                         yield response
@@ -138,7 +136,7 @@ def guarded(behaviour: Behaviour, path: str, tracer: Tracer | None = None) -> Be
     _, service, method = path.split("/")
     stage = stage_of(service)
 
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+    async def guarded(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
         metadata = dict(context.invocation_metadata() or ())
         structlog.contextvars.bind_contextvars(request_id=_request_id(metadata), method=method)
         sizes, span = begin_tally(), begin_request(tracer, path, metadata)
@@ -147,8 +145,9 @@ def guarded(behaviour: Behaviour, path: str, tracer: Tracer | None = None) -> Be
         REQUESTS_RUNNING.labels(method).inc()
         log.debug("request began")
         try:
-            async for response in behaviour(request, context):
-                yield response
+            async with aclosing(behaviour(requests, context)) as responses:
+                async for response in responses:
+                    yield response
         except (asyncio.CancelledError, GeneratorExit):
             left_s = context.time_remaining()
             code = "DEADLINE_EXCEEDED" if left_s is not None and left_s <= 0 else "CANCELLED"
@@ -156,7 +155,7 @@ def guarded(behaviour: Behaviour, path: str, tracer: Tracer | None = None) -> Be
         except FramesieveError as error:
             code, refusal = error.status, error
             if isinstance(error, PeerContract):
-                log.error("peer broke the contract", error=str(error))
+                log.error("peer broke the contract", error=status_message(error))
                 refusal = PeerContract(f"a peer of {method} broke the contract, request id {bound_request_id()}")
             await _refuse(context, refusal, method, stage)
         except Exception:

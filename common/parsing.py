@@ -1,11 +1,13 @@
 """Requests out of the bytes that came, within the call: bytes that are no message are refused like any wrong request.
 
-gRPC's own way is UNKNOWN, with the parser's class in its text.
+gRPC's own way is UNKNOWN, with the parser's class in its text. Nothing here holds bytes once they are parsed: a request
+may bring media, and runs for as long as its answer takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -13,18 +15,37 @@ from google.protobuf.message import DecodeError
 from common.errors import InvalidRequest
 
 Parse = Callable[[bytes], Any]
+Behaviour = Callable[[Any, Any], AsyncGenerator[Any]]
 
 
-def parsed(handler: Any, parse: Parse) -> Callable[[Any, Any], AsyncIterator[Any]]:
-    """The streaming behaviour of an RpcMethodHandler, for requests that are still bytes."""
+def parsed(handler: Any, parse: Parse) -> Behaviour:
+    """The streaming behaviour of an RpcMethodHandler, for an iterator of requests that are still bytes."""
     if handler.request_streaming:
-        return lambda requests, context: handler.stream_stream(_each(requests, parse), context)
-    return lambda request, context: handler.unary_stream(_message(request, parse), context)
+        return lambda requests, context: handler.stream_stream(_Parsed(requests, parse), context)
+
+    async def answer_the_only(requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[Any]:
+        request = await anext(_Parsed(requests, parse), None)
+        if request is None:
+            raise InvalidRequest("the call ended without its request")
+        async with aclosing(handler.unary_stream(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    return answer_the_only
 
 
-async def _each(requests: AsyncIterable[bytes], parse: Parse) -> AsyncIterator[Any]:
-    async for data in requests:
-        yield _message(data, parse)
+class _Parsed:
+    """Requests as they come; a generator would hold the bytes of the last until the next."""
+
+    def __init__(self, requests: AsyncIterator[bytes], parse: Parse) -> None:
+        self._requests = requests
+        self._parse = parse
+
+    def __aiter__(self) -> _Parsed:
+        return self
+
+    async def __anext__(self) -> Any:
+        return _message(await anext(self._requests), self._parse)
 
 
 def _message(data: bytes, parse: Parse) -> Any:

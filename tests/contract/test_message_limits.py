@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from common.channels import MAX_ANSWER_BYTES, MAX_RECEIVE_BYTES, open_channel, read_from
 from common.errors import PeerContract
+from common.interceptors import RequestInterceptor
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2, tensor_pb2
 from tests.contract.guarded_service import METHOD, TIMEOUT_S, Echo, ask, guarded, refusal, select, tcp_address
 
@@ -66,6 +69,38 @@ async def test_an_answer_that_no_service_sends_is_not_taken_from_one(tmp_path: P
         assert len(answer.embeds.chunk.data) == MAX_ANSWER_BYTES - 64
         with pytest.raises(PeerContract, match="more at once than any message may have"):
             await read_from(stub.Encode(iter([select(MAX_ANSWER_BYTES)])), "encoder")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_nothing_holds_the_bytes_of_a_request_that_has_been_read(tmp_path: Path, streamed: bool) -> None:
+    """It may bring 16 MiB of media, and runs for as long as its answer takes."""
+    received: list[bytes] = []
+    held: list[int] = []
+
+    def parse(data: bytes) -> encoder_pb2.EncodeRequest:
+        received.append(data)
+        return encoder_pb2.EncodeRequest.FromString(data)
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[bytes]:
+        if streamed:
+            await anext(aiter(request))
+        held.append(sys.getrefcount(received[0]))
+        yield b""
+
+    handler = grpc.stream_stream_rpc_method_handler if streamed else grpc.unary_stream_rpc_method_handler
+    server = grpc.aio.server(interceptors=[RequestInterceptor()])
+    methods = {"Encode": handler(answer, request_deserializer=parse, response_serializer=bytes)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("framesieve.v1.EncoderService", methods),))
+    server.add_insecure_port(f"unix:{tmp_path}/s")
+    await server.start()
+    async with open_channel(f"unix:{tmp_path}/s") as channel:
+        call = channel.stream_stream(METHOD)
+        assert await call(iter([request_of(2**20)]), timeout=TIMEOUT_S).read() == b""
+        if not streamed:
+            told = (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", "the call ended without its request")
+            assert await refusal(call(iter([]), timeout=TIMEOUT_S).read()) == told
+    await server.stop(None)
+    assert held == [sys.getrefcount(received[0])]  # `received` itself, and the call that counts
 
 
 # --- connections, spoken to in HTTP/2's own frames ----------------------------------------------------------------
