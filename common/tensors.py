@@ -80,9 +80,10 @@ class TensorBuffer:
 
     def add(self, dtype: DType, shape: Sequence[int], offset_bytes: int, data: bytes) -> None:
         """Copies a piece to its place. Raises PeerContract unless it continues this very array."""
-        if dtype is not self.dtype or shape_of(shape) != self.shape:
+        sent = shape_of(shape)
+        if dtype is not self.dtype or sent != self.shape:
             raise PeerContract(
-                f"a piece of {dtype.label} {list(shape)} was sent for an array of {self.dtype.label} {list(self.shape)}"
+                f"a piece of {dtype.label} {list(sent)} was sent for an array of {self.dtype.label} {list(self.shape)}"
             )
         if offset_bytes != self.received_bytes:
             raise PeerContract(f"a piece starts at byte {offset_bytes}, the next one is due at {self.received_bytes}")

@@ -91,10 +91,10 @@ def int32_tensor(array: Int32Array) -> tensor_pb2.Tensor:
 
 def int32_array(tensor: tensor_pb2.Tensor) -> Int32Array:
     """A whole INT32 array. Raises PeerContract for another type or a size that does not match."""
-    data = tensor.data
-    if tensor.dtype != tensor_pb2.DTYPE_INT32 or size_bytes(DType.INT32, tensor.shape) != len(data):
-        raise PeerContract(f"expected int32 {list(tensor.shape)}, got dtype {tensor.dtype} and {len(data)} bytes")
-    return np.frombuffer(data, "<i4").astype(np.int32, copy=False).reshape(tensor.shape)
+    data, shape = tensor.data, shape_of(tensor.shape)
+    if tensor.dtype != tensor_pb2.DTYPE_INT32 or size_bytes(DType.INT32, shape) != len(data):
+        raise PeerContract(f"expected int32 {list(shape)}, got dtype {tensor.dtype} and {len(data)} bytes")
+    return np.frombuffer(data, "<i4").astype(np.int32, copy=False).reshape(shape)
 
 
 def tensor_digest(tensor: tensor_pb2.Tensor) -> bytes:

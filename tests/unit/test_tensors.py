@@ -31,6 +31,7 @@ def test_sizes_follow_the_element_type() -> None:
     [
         (DType.INT32, (8,), 0, b"1234", "was sent for"),
         (DType.UINT8, (9,), 0, b"1234", "was sent for"),
+        (DType.INT32, (1,) * 10**6, 0, b"1234", "^an array of 1000000 axes is not allowed, at most 8 are$"),
         (DType.UINT8, (8,), 4, b"1234", "due at 0"),
         (DType.UINT8, (8,), 0, b"123456789", "does not fit"),
         (DType.UINT8, (8,), 0, b"", "does not fit"),

@@ -314,6 +314,12 @@ def test_a_later_piece_of_a_plan_brings_layout_alone() -> None:
         receive([first, second])
 
 
+@pytest.mark.parametrize("dtype", [tensor_pb2.DTYPE_INT32, tensor_pb2.DTYPE_UINT8])
+def test_axes_are_counted_before_they_are_told_whatever_the_type(dtype: tensor_pb2.DType) -> None:
+    with pytest.raises(PeerContract, match=r"^an array of 1000000 axes is not allowed, at most 8 are$"):
+        wire.int32_array(tensor_pb2.Tensor(dtype=dtype, shape=[1] * 10**6))
+
+
 def test_an_items_own_pruning_overrides_the_requests() -> None:
     prompt = prompt_pb2.Prompt(
         messages=[
