@@ -45,6 +45,11 @@ class Pruning:
             raise InvalidRequest(f"pruning.seed must be at least 0 and below 2^63, got {self.seed}")
 
 
+def method_of(pruning: Pruning, modality: Modality) -> str:
+    """The method that an item counts as: `none` where nothing is ever dropped, of an image and at rate 0."""
+    return pruning.method if modality is Modality.VIDEO and pruning.rate else NONE
+
+
 def retained_count(grid: Grid, pruning: Pruning, modality: Modality = Modality.VIDEO) -> int:
     """How many of the grid's tokens are kept: ⌊t·h·w·(1 − rate)⌋, but at least a floor; and all of an image's.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from common.metrics import STAGE_BUSY_SECONDS, age_seconds
 from common.plan import MediaPlan, Modality
-from common.retention import METHODS, NONE, Pruning
+from common.retention import METHODS, Pruning, method_of
 from common.room import Room
 
 if TYPE_CHECKING:  # both count here
@@ -59,7 +58,7 @@ for _outcome in ("hit", "shared", "miss"):
 def count_item(item: MediaPlan, pruning: Pruning, kept: int) -> None:
     """Counts an item that was answered with `kept` of its tokens."""
     ITEMS.labels(item.modality.value).inc()
-    method = pruning.method if item.modality is Modality.VIDEO and pruning.rate else NONE
+    method = method_of(pruning, item.modality)
     TOKENS.labels(method, "before").inc(item.grid.tokens)
     TOKENS.labels(method, "after").inc(kept)
 
@@ -72,11 +71,11 @@ def watch(batcher: Batcher, cache: EmbedsCache, outputs: Room) -> None:
     CACHE_BYTES_USED.set_function(lambda: cache.held_bytes)
     CACHE_WAITERS.set_function(lambda: cache.waiters)
     for name, room in {"encoding": cache.room, "output": outputs}.items():
-        ROOM_BYTES.labels(name).set(room.size_bytes)
-        _ask(ROOM_BYTES_USED.labels(name), room, lambda room: room.held_bytes)
-        _ask(ROOM_WAITING.labels(name), room, lambda room: room.waiting)
-        _ask(ROOM_OLDEST_SECONDS.labels(name), room, lambda room: age_seconds(room.oldest_ns))
+        _watch_room(name, room)
 
 
-def _ask(gauge: Gauge, room: Room, value: Callable[[Room], float]) -> None:
-    gauge.set_function(lambda: value(room))
+def _watch_room(name: str, room: Room) -> None:
+    ROOM_BYTES.labels(name).set(room.size_bytes)
+    ROOM_BYTES_USED.labels(name).set_function(lambda: room.held_bytes)
+    ROOM_WAITING.labels(name).set_function(lambda: room.waiting)
+    ROOM_OLDEST_SECONDS.labels(name).set_function(lambda: age_seconds(room.oldest_ns))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from common.metrics import FINE_SECONDS_BUCKETS, SECONDS_BUCKETS, STAGE_BUSY_SECONDS, age_seconds
-from common.plan import MediaPlan, Modality
-from common.retention import METHODS, NONE, Pruning
+from common.plan import MediaPlan
+from common.retention import METHODS, Pruning, method_of
 from common.room import Room
 from services.generation.engine import Engine
 from services.generation.request import FinishReason
-from services.generation.stats import EngineStats, Step
+from services.generation.stats import Step
 from services.generation.timing import Stage, StageClock
 
 _PREFIX = "framesieve_generation_"
@@ -91,20 +91,18 @@ for _phase in ("prefill", "decode"):
 
 def watch(engine: Engine, room: Room, max_running: int, max_waiting: int) -> None:
     """Has the gauges ask the engine and the room whenever they are read."""
-
-    def ask(gauge: Gauge, value: Callable[[EngineStats], float]) -> None:
-        gauge.set_function(lambda: value(engine.stats()))
-
-    ask(QUEUE.labels("running"), lambda stats: stats.running)
-    ask(QUEUE.labels("waiting"), lambda stats: stats.waiting)
-    ask(QUEUE.labels("awaiting_media"), lambda stats: stats.awaiting_media)
-    ask(QUEUE.labels("following"), lambda stats: stats.following)
-    ask(QUEUE_OLDEST_SECONDS.labels("running"), lambda stats: age_seconds(stats.running_since_ns))
-    ask(QUEUE_OLDEST_SECONDS.labels("waiting"), lambda stats: age_seconds(stats.waiting_since_ns))
-    ask(QUEUE_OLDEST_SECONDS.labels("awaiting_media"), lambda stats: age_seconds(stats.awaiting_media_since_ns))
-    ask(BLOCKS_USED, lambda stats: stats.blocks_used)
-    ask(BLOCKS_IDLE, lambda stats: stats.blocks_idle)
-    ask(BLOCKS, lambda stats: stats.blocks_total)
+    QUEUE.labels("running").set_function(lambda: engine.stats().running)
+    QUEUE.labels("waiting").set_function(lambda: engine.stats().waiting)
+    QUEUE.labels("awaiting_media").set_function(lambda: engine.stats().awaiting_media)
+    QUEUE.labels("following").set_function(lambda: engine.stats().following)
+    QUEUE_OLDEST_SECONDS.labels("running").set_function(lambda: age_seconds(engine.stats().running_since_ns))
+    QUEUE_OLDEST_SECONDS.labels("waiting").set_function(lambda: age_seconds(engine.stats().waiting_since_ns))
+    QUEUE_OLDEST_SECONDS.labels("awaiting_media").set_function(
+        lambda: age_seconds(engine.stats().awaiting_media_since_ns)
+    )
+    BLOCKS_USED.set_function(lambda: engine.stats().blocks_used)
+    BLOCKS_IDLE.set_function(lambda: engine.stats().blocks_idle)
+    BLOCKS.set_function(lambda: engine.stats().blocks_total)
     QUEUE_LIMIT.labels("running").set(max_running)
     QUEUE_LIMIT.labels("waiting").set(max_waiting)
     MEDIA_BYTES_USED.set_function(lambda: room.held_bytes)
@@ -137,7 +135,7 @@ def count_prompt(
     PROMPT_TOKENS.labels("before").inc(prompt_tokens_full)
     PROMPT_TOKENS.labels("after").inc(prompt_tokens)
     for item, pruning, kept in zip(media, prunings, kept_counts, strict=True):
-        method = NONE if item.modality is Modality.IMAGE or not pruning.rate else pruning.method
+        method = method_of(pruning, item.modality)
         MEDIA_TOKENS.labels(method, "before").inc(item.grid.tokens)
         MEDIA_TOKENS.labels(method, "after").inc(kept)
 

@@ -12,7 +12,7 @@ from services.generation.windows import Window
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Up to the last step."""
+    """Up to the last step; they only grow. tokens: computed, of prompts and answers, with guesses."""
 
     steps: int = 0
     tokens: int = 0
@@ -50,7 +50,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """As of now. `*_since_ns`: when the longest such got so, on the monotonic clock. `*_total` only grow."""
+    """As of now, but for `totals`. `*_since_ns`: when the longest such got so, on the monotonic clock."""
 
     running: int
     waiting: int
@@ -62,11 +62,7 @@ class EngineStats:
     blocks_used: int
     blocks_idle: int
     blocks_total: int
-    steps_total: int
-    tokens_computed_total: int
-    preemptions_total: int
-    guesses_total: int
-    right_guesses_total: int
+    totals: Totals
 
     @classmethod
     def of(cls, scheduler: Scheduler, totals: Totals) -> EngineStats:
@@ -81,11 +77,7 @@ class EngineStats:
             blocks_used=scheduler.allocator.used,
             blocks_idle=scheduler.allocator.idle,
             blocks_total=scheduler.allocator.total,
-            steps_total=totals.steps,
-            tokens_computed_total=totals.tokens,
-            preemptions_total=totals.preemptions,
-            guesses_total=totals.guesses,
-            right_guesses_total=totals.right_guesses,
+            totals=totals,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from prometheus_client import Counter, Gauge
 
@@ -56,12 +56,12 @@ def watch(reading: Pool, decoding: Pool) -> None:
     INFLIGHT_BYTES.set(decoding.inflight.size_bytes)
     INFLIGHT_BYTES_USED.set_function(lambda: decoding.inflight_bytes)
     for name, pool in {"read": reading, "decode": decoding}.items():
-        WORKERS.labels(name).set(pool.size)
-        _ask(WORKERS_BUSY.labels(name), pool, lambda pool: pool.busy)
-        _ask(JOBS.labels(name), pool, lambda pool: pool.jobs)
-        _ask(QUEUE_JOBS.labels(name), pool, lambda pool: pool.waiting)
-        _ask(QUEUE_OLDEST_SECONDS.labels(name), pool, lambda pool: age_seconds(pool.oldest_ns))
+        _watch_pool(name, pool)
 
 
-def _ask(gauge: Gauge, pool: Pool, value: Callable[[Pool], float]) -> None:
-    gauge.set_function(lambda: value(pool))
+def _watch_pool(name: str, pool: Pool) -> None:
+    WORKERS.labels(name).set(pool.size)
+    WORKERS_BUSY.labels(name).set_function(lambda: pool.busy)
+    JOBS.labels(name).set_function(lambda: pool.jobs)
+    QUEUE_JOBS.labels(name).set_function(lambda: pool.waiting)
+    QUEUE_OLDEST_SECONDS.labels(name).set_function(lambda: age_seconds(pool.oldest_ns))

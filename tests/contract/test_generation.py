@@ -88,7 +88,7 @@ async def test_text_before_a_video_is_prefilled_while_the_video_is_encoded(
     hold = asyncio.Event()
     async with service_of(tmp_path, tiny_checkpoint, hold=hold) as service:
         call = service.ask()
-        await eventually(lambda: service.engine.stats().tokens_computed_total == TEXT_BEFORE)
+        await eventually(lambda: service.engine.stats().totals.tokens == TEXT_BEFORE)
         # Nobody else is kept from running meanwhile.
         assert len(token_ids(await answers(service.ask_text()))) == 5
         hold.set()
@@ -204,7 +204,7 @@ async def test_a_client_that_disappears_while_its_answer_streams_leaves_nothing(
             await eventually(lambda: not service.idle())
             call.cancel()
             await eventually(service.idle)
-            assert service.engine.stats().tokens_computed_total < 200
+            assert service.engine.stats().totals.tokens < 200
     finally:
         gc.enable()
 

@@ -132,7 +132,7 @@ def test_a_preempted_request_announces_its_prefill_once(models: Models) -> None:
     tiny = TinyEngine(models.engine, blocks=6)
     every = [tiny.ask(name, PROMPT, SamplingParams(12)) for name in "abc"]
     tiny.drain()
-    assert tiny.engine.stats().preemptions_total > 0
+    assert tiny.engine.stats().totals.preemptions > 0
     for asked in every:
         assert [event for event in asked.events if isinstance(event, PrefillStarted)] == [PrefillStarted()]
         assert asked.answer == greedy_answer(models, PROMPT, 12)
@@ -146,7 +146,7 @@ def test_a_seeded_draw_does_not_depend_on_neighbours_or_preemption(models: Model
     tiny = TinyEngine(models.engine, blocks=6, chunk_tokens=3)
     every = [tiny.ask(name, PROMPT, params) for name in "abc"]
     tiny.drain()
-    assert tiny.engine.stats().preemptions_total > 0
+    assert tiny.engine.stats().totals.preemptions > 0
     assert [asked.answer for asked in every] == [expected.answer] * 3
 
 
@@ -312,11 +312,11 @@ def test_the_thread_sleeps_while_there_is_nothing_to_run(models: Models) -> None
     tiny = TinyEngine(models.engine)
     tiny.engine.start()
     waits = tiny.ask("waits", ABOUT_VIDEO, SamplingParams(1))
-    until(lambda: tiny.engine.stats().steps_total == 1)
+    until(lambda: tiny.engine.stats().totals.steps == 1)
     before = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - before < 0.1
-    assert tiny.engine.stats().steps_total == 1
+    assert tiny.engine.stats().totals.steps == 1
     assert tiny.engine.stats().awaiting_media == 1
     tiny.deliver(waits, 0, VIDEO, KEPT)
     until(lambda: bool(waits.finished))

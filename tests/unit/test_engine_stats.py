@@ -86,8 +86,8 @@ def test_steps_add_up_to_what_the_engine_counts(models: Models) -> None:
     tiny.drain()
     assert all(each.finished for each in asked)
     stats = tiny.engine.stats()
-    assert sum(step.preemptions for step in steps) == stats.preemptions_total > 0
-    assert sum(step.guesses for step in steps) == stats.guesses_total > 0
-    assert sum(step.right_guesses for step in steps) == stats.right_guesses_total
-    assert sum(step.prompt_tokens + step.answer_tokens for step in steps) == stats.tokens_computed_total
-    assert len(steps) == stats.steps_total
+    assert sum(step.preemptions for step in steps) == stats.totals.preemptions > 0
+    assert sum(step.guesses for step in steps) == stats.totals.guesses > 0
+    assert sum(step.right_guesses for step in steps) == stats.totals.right_guesses
+    assert sum(step.prompt_tokens + step.answer_tokens for step in steps) == stats.totals.tokens
+    assert len(steps) == stats.totals.steps

@@ -40,7 +40,7 @@ def test_log_probabilities_do_not_depend_on_chunks_neighbours_lateness_or_preemp
     arrivals = data.draw(st.lists(st.integers(0, 8), max_size=5))
     deliveries = data.draw(st.lists(st.integers(0, 20), max_size=10))
     asked = answer(engine, questions, arrivals, deliveries)
-    event(f"preempted: {engine.engine.stats().preemptions_total > 0}")
+    event(f"preempted: {engine.engine.stats().totals.preemptions > 0}")
     event(f"reclaimed: {any(each.request.reclaimed for each in asked)}")
     assert_law(models, engine, questions, asked)
     assert engine.engine.stats().blocks_used == 0
@@ -78,7 +78,7 @@ def test_preempted_answers_obey_the_law(models: Models) -> None:
     questions = [Question((Text((30 + i, 31, 32)), video, Text((40, 41))), 16) for i in range(3)]
     engine = TinyEngine(models.engine, blocks=2 * questions[0].most_blocks - 1, chunk_tokens=64)
     asked = answer(engine, questions)
-    assert engine.engine.stats().preemptions_total > 0
+    assert engine.engine.stats().totals.preemptions > 0
     assert_law(models, engine, questions, asked)
 
 

@@ -51,7 +51,7 @@ def test_log_probabilities_do_not_depend_on_what_others_left_in_the_cache(models
     asked = answer(engine, questions, arrivals, deliveries)
     event(f"cached: {any(each.request.cached_tokens for each in asked)}")
     event(f"media not sent again: {any(each.spared for each in asked)}")
-    event(f"preempted: {engine.engine.stats().preemptions_total > 0}")
+    event(f"preempted: {engine.engine.stats().totals.preemptions > 0}")
     assert_law(models, engine, questions, asked)
     assert engine.engine.stats().blocks_used == 0
 
@@ -129,7 +129,7 @@ def test_a_preempted_question_keeps_the_media_that_it_never_received(models: Mod
     answer(engine, [first])
     asked = answer(engine, others)
     assert [each.spared for each in asked] == [(0,), (0,)]
-    assert engine.engine.stats().preemptions_total > 0
+    assert engine.engine.stats().totals.preemptions > 0
     assert_law(models, engine, others, asked)
 
 
@@ -162,8 +162,8 @@ def test_the_law_holds_where_several_answers_guess_and_fight_for_blocks(models: 
     arrivals = data.draw(st.lists(st.sampled_from((0, 2, 9)), min_size=3, max_size=3))
     firsts = answer(engine, questions, arrivals, data.draw(st.lists(st.integers(0, 9), max_size=6)))
     asked = [each for first in firsts for each in (first, *first.others)]
-    event(f"preempted: {engine.engine.stats().preemptions_total > 0}")
-    event(f"guessed: {engine.engine.stats().guesses_total > 0}")
+    event(f"preempted: {engine.engine.stats().totals.preemptions > 0}")
+    event(f"guessed: {engine.engine.stats().totals.guesses > 0}")
     assert_law(models, engine, [asking for asking in questions for _ in range(asking.answers)], asked)
     assert engine.engine.stats().blocks_used == 0
 

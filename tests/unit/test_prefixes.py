@@ -74,7 +74,7 @@ def test_a_block_is_read_by_those_alone_whose_sequence_it_holds(data: st.DataObj
             assert sum(isinstance(event, Finished | Failed) for event in one.events) == 1
     event(f"shared: {any(each.request.cached_tokens for each in desk.asked)}")
     event(f"media spared: {any(each.spared for each in desk.asked)}")
-    event(f"preempted: {engine.stats().preemptions_total > 0}")
+    event(f"preempted: {engine.stats().totals.preemptions > 0}")
     assert engine.stats().blocks_used == 0
 
 
@@ -111,7 +111,7 @@ def test_blocks_come_back_after_a_thousand_mixed_cancelled_and_preempted_request
         desk.deliver(0, 0)
     desk.run()
     stats = engine.stats()
-    assert min(spared, cancelled, stats.preemptions_total, stats.right_guesses_total) > 50
+    assert min(spared, cancelled, stats.totals.preemptions, stats.totals.right_guesses) > 50
     assert stats.blocks_used == 0
     engine.check_integrity()
 
@@ -164,7 +164,7 @@ def test_what_others_hold_too_is_no_room_for_a_newcomer() -> None:
     for number in range(12):
         desk.ask([alike, Text(tuple(range(200 + 40 * number, 216 + 40 * number)))], 8, 0)
     desk.run()
-    assert desk.engine.stats().preemptions_total == 0
+    assert desk.engine.stats().totals.preemptions == 0
 
 
 def test_questions_at_the_same_time_share_what_the_first_has_computed() -> None:

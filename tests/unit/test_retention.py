@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
 from common.plan import Grid, Modality
-from common.retention import Pruning, retained_count
+from common.retention import Pruning, method_of, retained_count
 
 GRIDS = st.builds(Grid, st.integers(1, 64), st.integers(1, 40), st.integers(1, 40))
 
@@ -60,3 +60,18 @@ def test_unknown_methods_and_negative_seeds_are_refused() -> None:
         Pruning(0.5, method="best")
     with pytest.raises(InvalidRequest, match=r"pruning\.seed"):
         Pruning(0.5, method="random", seed=-1)
+
+
+@pytest.mark.parametrize(
+    ("pruning", "modality", "method"),
+    [
+        (Pruning(0.5, "vidcom2"), Modality.VIDEO, "vidcom2"),
+        (Pruning(0.5, "none"), Modality.VIDEO, "none"),
+        (Pruning(0.0, "vidcom2"), Modality.VIDEO, "none"),
+        (Pruning(0.5, "vidcom2"), Modality.IMAGE, "none"),
+    ],
+)
+def test_an_item_of_which_nothing_is_ever_dropped_counts_as_none(
+    pruning: Pruning, modality: Modality, method: str
+) -> None:
+    assert method_of(pruning, modality) == method

@@ -65,7 +65,7 @@ def test_guessing_obeys_the_law(models: Models, data: st.DataObject) -> None:
     )
     asked = answer(engine, questions, data.draw(st.lists(st.integers(0, 8), max_size=4)))
     stats = engine.engine.stats()
-    event(f"guessed: {stats.guesses_total > 0}, right: {stats.right_guesses_total > 0}")
+    event(f"guessed: {stats.totals.guesses > 0}, right: {stats.totals.right_guesses > 0}")
     assert_law(models, engine, questions, asked)
     assert stats.blocks_used == 0
 
@@ -95,7 +95,7 @@ def test_answers_are_those_without_guessing(models: Models, params: SamplingPara
         engine.engine.check_integrity()
         answers.append([each.answer for each in asked])
     assert answers[0] == answers[1]
-    assert engine.engine.stats().guesses_total > 0
+    assert engine.engine.stats().totals.guesses > 0
 
 
 def test_right_guesses_save_steps_and_end_where_the_answer_ends(models: Models) -> None:
@@ -109,7 +109,7 @@ def test_right_guesses_save_steps_and_end_where_the_answer_ends(models: Models) 
         engine.deliver(asked, 0, item, range(item.tokens))
         engine.drain()
         told.append((asked.answer, len(engine.runner.steps)))
-        right = engine.engine.stats().right_guesses_total
+        right = engine.engine.stats().totals.right_guesses
     assert told[0][0] == told[1][0]
     assert told[1][1] == told[0][1] - right
     end = told[0][0][-1]
