@@ -13,7 +13,10 @@ PACKAGES = ("services", "common", "client")
 
 # What reads objects of any class from bytes.
 MODULES = frozenset(
-    {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "copyreg", "pty"}
+    {
+        *("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "copyreg", "pty"),
+        "multiprocessing",  # its queues, pipes and managers pickle
+    }
 )
 # As they are written.
 CALLS = frozenset(
@@ -24,6 +27,7 @@ CALLS = frozenset(
         *("yaml.load", "yaml.unsafe_load", "yaml.full_load"),
         *("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"),
         *("asyncio.create_subprocess_shell", "pandas.read_pickle"),
+        *("concurrent.futures.ProcessPoolExecutor", "futures.ProcessPoolExecutor"),
     }
 )
 KEYWORDS = frozenset({"shell", "allow_pickle", "trust_remote_code", "weights_only"})
@@ -35,10 +39,10 @@ def found_in(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
-                told = [name.name for name in names if name.name.split(".")[0] in MODULES]
+                told = [name.name for name in names if MODULES & {*name.name.split(".")}]
             case ast.ImportFrom(module=str(module), names=names):
                 each = [f"{module}.{name.name}" for name in names]
-                told = [name for name in each if name.split(".")[0] in MODULES or name in CALLS]
+                told = [name for name in each if MODULES & {*name.split(".")} or name in CALLS]
             case ast.Call(func=function, keywords=keywords):
                 told = [name for name in [ast.unparse(function)] if name in CALLS]
                 told += [keyword.arg for keyword in keywords if keyword.arg in KEYWORDS]
@@ -61,6 +65,10 @@ def test_nothing_in_the_services_turns_data_into_code() -> None:
     [
         "import pickle",
         "import os, marshal",
+        "from multiprocessing.connection import Listener",
+        "import torch.multiprocessing as mp",
+        "from torch import multiprocessing",
+        "from concurrent.futures import ProcessPoolExecutor",
         "def late():\n    from cloudpickle import loads",
         "from torch import load",
         "torch.load(path, weights_only=True)",
