@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 
 def run(main: Callable[[], Coroutine[Any, Any, ExitStatus]]) -> NoReturn:
-    """Runs a service's main coroutine and ends the process with what it returns; a StartupError is printed.
+    """Runs a service's main coroutine and ends the process with what it returns; a StartupError is its last line.
 
     Until `serve` takes signals for requests to drain, and once it does, a signal ends the process at once.
     """
@@ -43,7 +43,10 @@ def run(main: Callable[[], Coroutine[Any, Any, ExitStatus]]) -> NoReturn:
     try:
         status = asyncio.run(main())
     except StartupError as error:
-        print(f"cannot start: {error}", file=sys.stderr)
+        if structlog.is_configured():
+            log.error("cannot start", error=str(error))
+        else:  # by its settings, which say how to log
+            print(f"cannot start: {error}", file=sys.stderr)
         status = ExitStatus.CANNOT_START
     sys.exit(status)
 
@@ -110,7 +113,7 @@ async def _tell_health(health: health_aio.HealthServicer, names: Sequence[str], 
     while True:
         if (now := well()) != told:
             if told is not None:
-                log.log(logging.INFO if now else logging.ERROR, "well again" if now else "not well")
+                log.log(logging.INFO if now else logging.ERROR, "healthy" if now else "unhealthy")
             SERVING.set(now)
             status = health_pb2.HealthCheckResponse.SERVING if now else health_pb2.HealthCheckResponse.NOT_SERVING
             for name in names:

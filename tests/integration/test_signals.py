@@ -6,7 +6,9 @@ Of preprocessing, which starts in no time; of generation where requests are in e
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import resource
 import signal
 import time
@@ -115,7 +117,10 @@ async def test_a_service_that_is_not_ready_ends_at_once(start: Start) -> None:
 async def test_what_cannot_start_ends_with_2(start: Start) -> None:
     service = start("--media-root", "/nowhere")
     assert await asyncio.to_thread(service.ended) == 2
-    assert "cannot start: --media-root /nowhere is no folder" in service.log()
+    last = json.loads(service.log().splitlines()[-1])
+    assert re.match(r"\d{4}-\d\d-\d\dT", last.pop("timestamp"))
+    told = {"event": "cannot start", "level": "error", "service": "preprocessing"}
+    assert last == {**told, "error": "--media-root /nowhere is no folder"}
 
 
 async def test_a_service_whose_workers_do_not_start_is_unwell_until_they_do(start: Start) -> None:

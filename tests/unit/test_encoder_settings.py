@@ -29,5 +29,5 @@ def test_a_device_that_is_not_there_is_named_and_the_exit_status_is_2(tiny_check
     command = [sys.executable, "-m", "services.encoder", "--model", str(tiny_checkpoint), "--device", "abacus"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 2
-    assert "cannot start: --device abacus cannot be used" in ended.stderr
+    assert '"error": "--device abacus cannot be used' in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr

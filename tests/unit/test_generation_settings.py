@@ -46,7 +46,7 @@ def test_an_unsupported_field_of_the_generation_config_refuses_to_start(tmp_path
     model = changed(tiny_checkpoint, tmp_path, "generation_config.json", num_beams=4)
     status, said = start("--model", str(model), "--listen", f"unix:{tmp_path}/s")
     assert status == 2
-    assert "cannot start: generation_config.json: num_beams = 4" in said
+    assert '"error": "generation_config.json: num_beams = 4' in said.splitlines()[-1]
 
 
 def test_a_limit_beyond_the_cache_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
