@@ -7,19 +7,18 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
 import grpc
 import structlog
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from common.budgets import ClientBudgets
 from common.errors import StartupError
 from common.exit_status import ExitStatus, at_once
 from common.guards import guarded_server, listen, metrics_tls
+from common.health import NAME, Health
 from common.interceptors import RequestInterceptor, stage_of
 from common.malloc import keep_freed_memory
 from common.metrics import SERVING, serve_metrics
@@ -67,11 +66,10 @@ async def serve(
     requests = RequestInterceptor(budgets, tracer)
     server = guarded_server(settings, requests)
     register(server)
-    health = health_aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    names = ("", service, "grpc.health.v1.Health")
+    health = Health(("", service, NAME))
+    health.add_to(server)
     if settings.reflection:
-        reflection.enable_server_reflection((*names[1:], reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((service, NAME, reflection.SERVICE_NAME), server)
     try:
         tls = listen(server, settings)
         serve_metrics(settings.metrics_port, _metrics_host(settings.listen), **metrics_tls(settings))
@@ -90,12 +88,12 @@ async def serve(
         metrics_port=settings.metrics_port,
         model=str(settings.model),
     )
-    telling = asyncio.create_task(_tell_health(health, names, well))
+    telling = asyncio.create_task(_tell_health(health, well))
     await stopping.wait()
     log.info("draining", grace_s=settings.drain_s)
     telling.cancel()
     SERVING.set(0)
-    await health.enter_graceful_shutdown()
+    health.tell(False)  # waits for nobody, so that no request comes between this and the next line
     cut_off = await requests.drain(settings.drain_s)
     # A client that still writes (flow control does) into a closed connection loses what it has not read from it.
     await asyncio.sleep(_LINGER_S)
@@ -107,7 +105,7 @@ async def serve(
     return ExitStatus.CUT_OFF if cut_off else ExitStatus.FINISHED
 
 
-async def _tell_health(health: health_aio.HealthServicer, names: Sequence[str], well: Callable[[], bool]) -> None:
+async def _tell_health(health: Health, well: Callable[[], bool]) -> None:
     """Has health say what `well` says, and the log whenever that changes."""
     told: bool | None = None
     while True:
@@ -115,26 +113,22 @@ async def _tell_health(health: health_aio.HealthServicer, names: Sequence[str], 
             if told is not None:
                 log.log(logging.INFO if now else logging.ERROR, "healthy" if now else "unhealthy")
             SERVING.set(now)
-            status = health_pb2.HealthCheckResponse.SERVING if now else health_pb2.HealthCheckResponse.NOT_SERVING
-            for name in names:
-                await health.set(name, status)
+            health.tell(now)
             told = now
         await asyncio.sleep(_HEALTH_S)
 
 
 def _first_signal() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
+    """Set by the first SIGTERM or SIGINT; the second ends the process at once, though the loop may stand still."""
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def note() -> None:
-        signalled.set()
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
+    def note(*_: object) -> None:
         _end_on_signals()
+        loop.call_soon_threadsafe(signalled.set)
 
     for number in _SIGNALS:
-        loop.add_signal_handler(number, note)
+        signal.signal(number, note)
     return signalled
 
 

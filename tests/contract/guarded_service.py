@@ -12,12 +12,12 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from common.budgets import ClientBudgets
 from common.guards import guarded_server, listen
+from common.health import Health
 from common.interceptors import RequestInterceptor
 from common.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
@@ -53,8 +53,9 @@ class GuardedService:
         self.server = guarded_server(settings, RequestInterceptor(self.budgets))
         self._settings = settings
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server(encoder, self.server)
-        health = health_aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(health, self.server)
+        self.health = Health(("", "framesieve.v1.EncoderService"))
+        self.health.add_to(self.server)
+        self.health.tell(True)
         reflection.enable_server_reflection(("framesieve.v1.EncoderService",), self.server)
 
     async def start(self) -> None:
