@@ -87,9 +87,10 @@ async def service_of(
     max_requests: int = 8,
     eos_ids: tuple[int, ...] = (),
     encoder_channel: grpc.aio.Channel | None = None,
+    preprocessing_channel: grpc.aio.Channel | None = None,
     **encoder: Any,
 ) -> AsyncIterator[Service]:
-    """encoder: how the hand-made encoder behaves; encoder_channel: another peer in its place."""
+    """encoder: how the hand-made encoder behaves; *_channel: another peer in a hand-made one's place."""
     checkpoint = Checkpoint(checkpoint_folder)
     model = load_language_model(checkpoint, torch.float32, torch.device("cpu"))
     engine = Engine(
@@ -105,7 +106,7 @@ async def service_of(
     )
     try:
         async with serving(f"unix:{folder}/peers", *peers) as upstream:
-            media = MediaClient(upstream, encoder_channel or upstream, shape, room)
+            media = MediaClient(preprocessing_channel or upstream, encoder_channel or upstream, shape, room)
             defaults = SamplingDefaults(shape.vocab_size, eos_ids=eos_ids)
             servicer = GenerationServicer(
                 engine, media, load_tokenizer(checkpoint_folder), defaults, PromptLimit(LIMIT)
