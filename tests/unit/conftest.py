@@ -17,6 +17,7 @@ from framesieve.v1 import (
     preprocessing_pb2_grpc,
 )
 from tests.unit.command_services import FakeServices
+from tests.unit.stand_ins import STAND_IN
 
 
 @pytest.fixture
@@ -49,3 +50,15 @@ def framesieve() -> Callable[..., Result]:
         return CliRunner().invoke(app, arguments)
 
     return run
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder where the stand-ins write what they were told and in which order they stopped."""
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "__init__.py").touch()
+    for name in ("preprocessing", "encoder", "generation"):
+        (tmp_path / "services" / f"{name}.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("RECORD", str(tmp_path))
+    return tmp_path

@@ -1,4 +1,4 @@
-"""The launcher with stand-in services: small gRPC health servers that misbehave when a flag tells them to."""
+"""The launcher over stand-ins for the services."""
 
 from __future__ import annotations
 
@@ -8,73 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from client.launcher import SERVICES, Endpoint, LocalStack
+from client.launcher import Endpoint, LocalStack
 from common.errors import StartupError
-from common.exit_status import ExitStatus
-
-STAND_IN = """
-import argparse, os, pathlib, signal, sys, threading, time
-from concurrent import futures
-import grpc
-from grpc_health.v1 import health, health_pb2_grpc
-
-parser = argparse.ArgumentParser()
-for name in ("listen", "metrics-port", "drain-s", "model", "media-root", "preprocessing", "encoder", "extra"):
-    parser.add_argument("--" + name)
-for name in ("refuse-to-start", "never-ready", "ignore-sigterm", "cut-off", "end-by-itself"):
-    parser.add_argument("--" + name, action="store_true")
-arguments = parser.parse_args([*sys.argv[1:], *os.environ.get("MORE", "").split()])
-name = pathlib.Path(sys.argv[0]).stem
-record = pathlib.Path(os.environ["RECORD"])
-print(name, "says hello", flush=True)
-(record / f"{name}.arguments").write_text(repr(vars(arguments)))
-if arguments.refuse_to_start:
-    print("cannot start: a weight is missing", file=sys.stderr)
-    sys.exit(2)
-if arguments.never_ready:
-    time.sleep(60)
-
-server = grpc.server(futures.ThreadPoolExecutor(2))
-health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
-server.add_insecure_port(arguments.listen)
-server.start()
-stopping = threading.Event()
-
-def on_term(*_):
-    if not arguments.ignore_sigterm:
-        stopping.set()
-
-signal.signal(signal.SIGTERM, on_term)
-while not stopping.wait(0.02):
-    if arguments.end_by_itself and (record / "end").exists():
-        sys.exit(1)
-with (record / "stopped").open("a") as file:
-    file.write(name + "\\n")
-sys.exit(3 if arguments.cut_off else 0)
-"""
-
-
-@pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder where the stand-ins write what they were told and in which order they stopped."""
-    (tmp_path / "services").mkdir()
-    (tmp_path / "services" / "__init__.py").touch()
-    for name in ("preprocessing", "encoder", "generation"):
-        (tmp_path / "services" / f"{name}.py").write_text(STAND_IN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("RECORD", str(tmp_path))
-    return tmp_path
-
-
-def stopped(record: Path) -> list[str]:
-    path = record / "stopped"
-    return path.read_text().split() if path.exists() else []
+from tests.unit.stand_ins import stopped
 
 
 def is_running(pid: int) -> bool:
@@ -234,65 +174,3 @@ def test_the_second_signal_ends_all_services_at_once(record: Path, number: signa
         parent.send_signal(number)
         assert parent.wait(10) == 128 + number
     assert stopped(record) == []
-
-
-# --- what the command ends with -------------------------------------------------------------------------------------
-
-
-@contextmanager
-def served(record: Path, more: str = "") -> Iterator[subprocess.Popen[str]]:
-    """`framesieve serve` over stand-ins with these flags."""
-    code = "from client.cli import app; app()"
-    listens = (
-        flag
-        for name in ("preprocessing-", "encoder-", "")
-        for flag in (f"--{name}listen", f"unix:{record}/{name}socket")
-    )
-    command = [sys.executable, "-c", code, "serve", "--metrics-port", "0", *listens]
-    environment = {**os.environ, "MORE": more}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def read_until(process: subprocess.Popen[str], words: str) -> None:
-    assert process.stderr is not None
-    for line in process.stderr:
-        if words in line:
-            return
-    pytest.fail(f"nothing said {words!r}")
-
-
-def test_serve_over_a_service_that_cannot_start_ends_with_2(record: Path) -> None:
-    with served(record, "--refuse-to-start") as process:
-        _, told = process.communicate(timeout=20)
-    assert process.returncode == ExitStatus.CANNOT_START
-    assert "ended with status 2" in told
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_serve_by_its_number_before_it_is_ready(record: Path, number: signal.Signals) -> None:
-    with served(record, "--never-ready") as process:
-        while len(list(record.glob("*.arguments"))) < len(SERVICES):
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(number)
-        assert process.wait(10) == 128 + number
-    assert stopped(record) == []
-
-
-def test_serve_ends_with_0_once_it_was_ready_and_is_told_to_stop(record: Path) -> None:
-    with served(record) as process:
-        read_until(process, "framesieve answers at")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == ExitStatus.FINISHED
-    assert stopped(record) == ["generation", "encoder", "preprocessing"]
-
-
-def test_serve_ends_with_1_where_a_service_ends_by_itself(record: Path) -> None:
-    with served(record, "--end-by-itself") as process:
-        read_until(process, "framesieve answers at")
-        (record / "end").touch()
-        assert process.wait(10) == ExitStatus.FAILED

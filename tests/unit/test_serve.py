@@ -1,0 +1,77 @@
+"""What `framesieve serve` ends with, over stand-ins for the services."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from client.launcher import SERVICES
+from common.exit_status import ExitStatus
+from tests.unit.stand_ins import stopped
+
+
+@contextmanager
+def served(record: Path, more: str = "") -> Iterator[subprocess.Popen[str]]:
+    """`framesieve serve` over stand-ins with these flags."""
+    code = "from client.cli import app; app()"
+    listens = (
+        flag
+        for name in ("preprocessing-", "encoder-", "")
+        for flag in (f"--{name}listen", f"unix:{record}/{name}socket")
+    )
+    command = [sys.executable, "-c", code, "serve", "--metrics-port", "0", *listens]
+    environment = {**os.environ, "MORE": more}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if words in line:
+            return
+    pytest.fail(f"nothing said {words!r}")
+
+
+def test_serve_over_a_service_that_cannot_start_ends_with_2(record: Path) -> None:
+    with served(record, "--refuse-to-start") as process:
+        _, told = process.communicate(timeout=20)
+    assert process.returncode == ExitStatus.CANNOT_START
+    assert "ended with status 2" in told
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_serve_by_its_number_before_it_is_ready(record: Path, number: signal.Signals) -> None:
+    with served(record, "--never-ready") as process:
+        while len(list(record.glob("*.arguments"))) < len(SERVICES):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(number)
+        assert process.wait(10) == 128 + number
+    assert stopped(record) == []
+
+
+def test_serve_ends_with_0_once_it_was_ready_and_is_told_to_stop(record: Path) -> None:
+    with served(record) as process:
+        read_until(process, "framesieve answers at")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == ExitStatus.FINISHED
+    assert stopped(record) == ["generation", "encoder", "preprocessing"]
+
+
+def test_serve_ends_with_1_where_a_service_ends_by_itself(record: Path) -> None:
+    with served(record, "--end-by-itself") as process:
+        read_until(process, "framesieve answers at")
+        (record / "end").touch()
+        assert process.wait(10) == ExitStatus.FAILED
