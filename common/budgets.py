@@ -121,4 +121,4 @@ def client_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     if identities:
         return str(next(iter(identities)), "utf-8", "replace")
     peer = unquote(context.peer())  # ipv4:10.0.0.7:41234, ipv6:[::1]:41234 or unix:
-    return peer if peer.startswith("unix") else peer.rpartition(":")[0]
+    return peer if peer.startswith(("unix:", "unix-abstract:")) else peer.rpartition(":")[0]

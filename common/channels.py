@@ -48,6 +48,9 @@ MAX_RECEIVE_BYTES = 20 * 2**20
 # Of an answer: a piece of an array is at most 2 MiB and a plan's first 1 MiB, with 512 media of 11 KiB each beside it.
 MAX_ANSWER_BYTES = 8 * 2**20
 
+# What the environment says of proxies is for the web: one would be shown every call, and its token.
+NO_PROXY = ("grpc.enable_http_proxy", 0)
+
 # Of one call, and the mean wait before the second; the wait before the third is twice as long.
 ATTEMPTS = 3
 BACKOFF_S = 0.1
@@ -75,6 +78,20 @@ _SERVICE_CONFIG = {
 
 # grpc.aio's words where a call ends while it is written to. The status that ended it is lost.
 _ENDED_WHILE_WRITTEN_TO = "Internal error from Core"
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
+    ("grpc.max_send_message_length", MAX_RECEIVE_BYTES),
+    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+    ("grpc.per_rpc_retry_buffer_size", MAX_RECEIVE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),
+    # Twice what listeners forbid, and on calls in which nothing is said as well: some wait minutes for room.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    NO_PROXY,
+)
 
 _BY_REASON: dict[str, type[FramesieveError]] = {
     leaf.reason: leaf
@@ -105,22 +122,10 @@ def open_channel(address: str, credentials: Credentials = NO_CREDENTIALS) -> grp
     again within a second once a peer is back. Raises StartupError for a list of names, and where a token would be shown
     to a network.
     """
-    options = [
-        ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
-        ("grpc.max_send_message_length", MAX_RECEIVE_BYTES),
-        ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
-        ("grpc.per_rpc_retry_buffer_size", MAX_RECEIVE_BYTES),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1000),
-        ("grpc.dns_min_time_between_resolutions_ms", 1000),
-        # Twice what listeners forbid, and on calls in which nothing is said as well: some wait minutes for room.
-        ("grpc.keepalive_time_ms", 60_000),
-        ("grpc.http2.max_pings_without_data", 0),
-    ]
     tls = credentials.for_channel(address)
     if tls is None:
-        return grpc.aio.insecure_channel(_target(address), options)
-    return grpc.aio.secure_channel(_target(address), tls, options)
+        return grpc.aio.insecure_channel(_target(address), _OPTIONS)
+    return grpc.aio.secure_channel(_target(address), tls, _OPTIONS)
 
 
 def _target(address: str) -> str:
@@ -181,7 +186,9 @@ def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveErro
         return leaf(message)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         if info.reason != Overloaded.reason and "larger than max" in message:
-            return PeerContract(f"{stage} sent more at once than any message may have: {message}")
+            if "CLIENT: Received" in message:
+                return PeerContract(f"{stage} sent more at once than any message may have: {message}")
+            return InvalidRequest(f"a request may have at most {MAX_RECEIVE_BYTES} bytes: {message}")
         return Overloaded(message, min(max(0, retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9), 60) or 1.0)
     gone = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
     if gone or message == _ENDED_WHILE_WRITTEN_TO:

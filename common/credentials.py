@@ -62,7 +62,7 @@ NO_CREDENTIALS = Credentials()
 
 def is_unix(address: str) -> bool:
     """Whether it names sockets in the file system, and no network."""
-    return address.startswith("unix")
+    return address.startswith(("unix:", "unix-abstract:"))
 
 
 def is_local(address: str) -> bool:

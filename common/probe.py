@@ -18,6 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.certificates import read_authorities, read_pair
+from common.channels import NO_PROXY
 from common.credentials import NO_CREDENTIALS, Credentials
 from common.errors import StartupError
 
@@ -43,7 +44,8 @@ def own_credentials(environment: Mapping[str, str]) -> Credentials:
 def is_serving(address: str, credentials: Credentials, timeout_s: float) -> bool:
     """Whether the service there says so. Raises RpcError where nobody answers in time."""
     tls = credentials.for_channel(address)
-    with grpc.secure_channel(address, tls) if tls else grpc.insecure_channel(address) as channel:
+    options = (NO_PROXY,)
+    with grpc.secure_channel(address, tls, options) if tls else grpc.insecure_channel(address, options) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 

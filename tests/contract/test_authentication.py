@@ -175,6 +175,7 @@ async def test_a_refusal_that_comes_while_a_client_still_writes_keeps_its_status
         ("127.0.0.1:1,127.0.0.2:2", True),
         ("dns:///localhost:50053", True),
         ("10.0.0.7:50053", False),
+        ("unix-gpu1:50053", False),
         ("generation:50053", False),
         ("dns:///generation:50053", False),
         ("127.0.0.1:1,10.0.0.7:2", False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from common.channels import ATTEMPTS, open_channel, upstream_errors
 from common.errors import StartupError, Unavailable
+from common.probe import NO_CREDENTIALS, is_serving
 from framesieve.v1 import encoder_pb2_grpc
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from tests.contract.loopback import MAX_RECEIVE_BYTES
@@ -121,6 +123,60 @@ async def test_a_name_stands_for_all_its_addresses(how: str) -> None:
     async with running(replica), open_channel(how.format(port=port)) as channel:
         await ask(channel)
     assert replica.calls == 1
+
+
+class Names(asyncio.DatagramProtocol):
+    """A name server for which every name has these addresses, of IPv4 alone."""
+
+    def __init__(self, *addresses: str) -> None:
+        self._addresses = addresses
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def datagram_received(self, query: bytes, asker: Any) -> None:
+        end = query.index(b"\0", 12) + 5  # of the question: a name, its type and its class
+        question = query[12:end]
+        address = b"\xc0\x0c" + question[-4:] + struct.pack(">IH", 1, 4)  # of the name in the question, for a second
+        wanted = self._addresses if question[-4:] == struct.pack(">HH", 1, 1) else ()
+        header = query[:2] + struct.pack(">HHHHH", 0x8580, 1, len(wanted), 0, 0)
+        answers = b"".join(address + socket.inet_aton(each) for each in wanted)
+        self._transport.sendto(header + question + answers, asker)
+
+
+async def test_one_name_with_two_addresses_stands_for_two_replicas_in_turn() -> None:
+    port, _ = free_ports()
+    one, other = Replica(f"127.0.0.1:{port}"), Replica(f"127.0.0.2:{port}")
+    loop = asyncio.get_running_loop()
+    names, _ = await loop.create_datagram_endpoint(lambda: Names("127.0.0.1", "127.0.0.2"), local_addr=("127.0.0.1", 0))
+    server = "127.0.0.1:{}".format(names.get_extra_info("sockname")[1])
+    async with running(one, other), open_channel(f"dns://{server}/replicas.test:{port}") as channel:
+        await ask_both(channel, one, other)
+        for _ in range(CALLS):
+            await ask(channel)
+        assert (one.calls, other.calls) == (CALLS / 2, CALLS / 2)
+        await one.says("NOT_SERVING")
+        await asyncio.sleep(0.2)
+        one.calls = other.calls = 0
+        for _ in range(CALLS):
+            await ask(channel)
+    names.close()
+    assert (one.calls, other.calls) == (0, CALLS)
+
+
+async def test_what_the_environment_says_of_proxies_is_not_for_our_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, _ = free_ports()
+    replica = Replica(f"127.0.0.1:{port}")
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.setblocking(False)
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy", "grpc_proxy", "https_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        async with running(replica), open_channel(replica.address) as channel:
+            await asyncio.wait_for(ask(channel), 5)
+            assert await asyncio.to_thread(is_serving, replica.address, NO_CREDENTIALS, 5)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
 
 
 @pytest.mark.parametrize("address", ["one:50051,two:50051", "127.0.0.1:1,[::1]:1", "unix:/a,127.0.0.1:1"])

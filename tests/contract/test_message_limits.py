@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import struct
 import sys
 from collections.abc import AsyncIterator
@@ -12,8 +13,9 @@ from typing import Any
 import grpc
 import pytest
 
+from common import channels, guards
 from common.channels import MAX_ANSWER_BYTES, MAX_RECEIVE_BYTES, open_channel, read_from
-from common.errors import PeerContract
+from common.errors import InvalidRequest, PeerContract
 from common.interceptors import RequestInterceptor
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2, tensor_pb2
 from tests.contract.guarded_service import METHOD, TIMEOUT_S, Echo, ask, guarded, refusal, select, tcp_address
@@ -71,6 +73,20 @@ async def test_an_answer_that_no_service_sends_is_not_taken_from_one(tmp_path: P
             await read_from(stub.Encode(iter([select(MAX_ANSWER_BYTES)])), "encoder")
 
 
+@pytest.mark.parametrize("own_limit", [True, False])
+async def test_a_request_that_is_too_large_is_its_callers_fault(tmp_path: Path, own_limit: bool) -> None:
+    """own_limit: whether the caller's channel refuses it, before the service does."""
+    unlimited = [("grpc.max_send_message_length", -1)]
+    async with guarded(f"unix:{tmp_path}/s", Echo()) as service:
+        address = service.address
+        async with open_channel(address) if own_limit else grpc.aio.insecure_channel(address, unlimited) as channel:
+            call = channel.stream_stream(METHOD)(iter([request_of(MAX_RECEIVE_BYTES + 1)]), timeout=TIMEOUT_S)
+            with pytest.raises(
+                InvalidRequest, match=rf"at most {MAX_RECEIVE_BYTES} bytes: .*\({MAX_RECEIVE_BYTES + 1} "
+            ):
+                await read_from(call, "encoder")
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_nothing_holds_the_bytes_of_a_request_that_has_been_read(tmp_path: Path, streamed: bool) -> None:
     """It may bring 16 MiB of media, and runs for as long as its answer takes."""
@@ -101,6 +117,37 @@ async def test_nothing_holds_the_bytes_of_a_request_that_has_been_read(tmp_path:
             assert await refusal(call(iter([]), timeout=TIMEOUT_S).read()) == told
     await server.stop(None)
     assert held == [sys.getrefcount(received[0])]  # `received` itself, and the call that counts
+
+
+# --- connections, as they are promised ----------------------------------------------------------------------------
+
+REPOSITORY = Path(__file__).parents[2]
+WORDS = {"five": 5}
+
+
+def told(document: str, text: str) -> int:
+    """The number that a document gives where `text` has its group; lines may break anywhere."""
+    found = re.search(text, " ".join((REPOSITORY / document).read_text().split()))
+    assert found, f"{document} no longer says {text}"
+    return WORDS.get(found[1]) or int(found[1])
+
+
+def test_silence_age_and_pings_are_bounded_as_the_documents_say() -> None:
+    listener, channel = dict(guards._OPTIONS), dict(channels._OPTIONS)
+    security = "docs/security.md"
+    silence_ms = listener["grpc.keepalive_time_ms"] + listener["grpc.keepalive_timeout_ms"]
+    assert silence_ms == 1000 * told(security, r"no longer answers pings \| given up after (\d+) s")
+    age_ms = listener["grpc.max_connection_age_ms"]
+    assert age_ms == 60_000 * told(security, r"a connection's age \| (\d+) min")
+    assert age_ms == 60_000 * told(security, r"clients connect anew every (\w+) minutes")
+    assert age_ms == 60_000 * told("deploy/kubernetes/README.md", r"requests within (\w+) minutes")
+    forbidden_ms = listener["grpc.http2.min_ping_interval_without_data_ms"]
+    assert forbidden_ms == 1000 * told(security, r"pings \| one in (\d+) s")
+    assert channel["grpc.keepalive_time_ms"] == 1000 * told(security, r"our channels ping once in (\d+) s")
+    assert channel["grpc.keepalive_time_ms"] >= 2 * forbidden_ms
+    assert channel["grpc.http2.max_pings_without_data"] == 0  # as many as it takes
+    assert listener["grpc.http2.max_ping_strikes"] == 2  # the third ends the connection
+    assert listener["grpc.max_concurrent_streams"] == told(security, r"requests of one connection \| (\d+)")
 
 
 # --- connections, spoken to in HTTP/2's own frames ----------------------------------------------------------------
