@@ -39,6 +39,11 @@ class Health:
         self._changed = asyncio.Event()
         self._watchers: Counter[str] = Counter()
 
+    @property
+    def watchers(self) -> int:
+        """How many watch, all clients together."""
+        return self._watchers.total()
+
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serves it there. Requests come as bytes: one that is too large is not even parsed."""
         serialize = health_pb2.HealthCheckResponse.SerializeToString
@@ -63,11 +68,11 @@ class Health:
         """As the protocol has it, a name that is not known is answered so, and the call goes on."""
         known = await _name_of(request, context) in self._names
         client = client_of(context)
-        if self._watchers.total() >= MAX_WATCHERS or self._watchers[client] >= MAX_WATCHERS_PER_CLIENT:
+        if self.watchers >= MAX_WATCHERS or self._watchers[client] >= MAX_WATCHERS_PER_CLIENT:
             limits = f"at most {MAX_WATCHERS} may, of one client {MAX_WATCHERS_PER_CLIENT}"
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{self._watchers.total()} watch, of {client} {self._watchers[client]}: {limits}",
+                f"{self.watchers} watch, of {client} {self._watchers[client]}: {limits}",
             )
         with self._watching(client):
             told = None
