@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from common.health import Health
 from common.interceptors import RequestInterceptor
 from common.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
+from tests.integration.fleet import free_port
 
 METHOD = "/framesieve.v1.EncoderService/Encode"
 TIMEOUT_S = 20
@@ -65,9 +65,7 @@ class GuardedService:
 
 def tcp_address() -> str:
     """One of this machine's that is free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @asynccontextmanager
