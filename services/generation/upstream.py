@@ -16,7 +16,7 @@ import grpc
 import structlog
 
 from common.channels import read_from
-from common.errors import PeerContract, Unavailable
+from common.errors import DeadlinePassed, PeerContract, Unavailable
 from common.moments import moment_ns
 from common.plan import PromptPlan
 from common.retries import Retries
@@ -103,6 +103,8 @@ class Upstream:
 
     async def _begin_anew(self, lost: Unavailable) -> None:
         """Only what had answered: before, gRPC has tried it again already."""
+        if self._ends_s is not None and self._clock() >= self._ends_s:  # of calls being written to gRPC may not say so
+            raise DeadlinePassed(f"the deadline passed while {self._stage} was at work") from lost
         if not self._answered:
             raise lost
         self.cancel()
