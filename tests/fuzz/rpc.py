@@ -29,7 +29,8 @@ IDLE_LIMIT_S = 10
 # Freed memory is kept on purpose, so one large prompt leaves its mark; a leak of 26 KiB a call shows in ten thousand.
 GROWTH_BYTES = 192 * 2**20
 _LOST = "Internal error from Core"
-_ATTEMPTS = 3
+# Of a call that writes on after it is refused, some lose their status more often than not.
+_ATTEMPTS = 20
 _AT_ONCE = 12
 _BATCH = 250
 _INSIDE = re.compile(r"0x[0-9a-f]{6,}|/work\b|/home\b|site-packages|<\S.* object at|Traceback|\.py\b")

@@ -48,7 +48,7 @@ INCIDENTS: dict[str, tuple[str, ...]] = {
         "contract/test_generation_media.py::test_what_does_not_fit_the_plan_breaks_off_and_frees_the_room",
     ),
     "metadata from a lying peer": (
-        "contract/test_lying_peers.py::test_metadata_of_a_lying_peer_breaks_the_contract",
+        "contract/test_lying_peers.py::test_metadata_of_a_lying_encoder_breaks_the_contract",
         "unit/test_wire.py::test_a_plan_that_contradicts_itself_is_a_broken_contract",
         "contract/test_forged_peers.py::test_a_status_survives_the_details_that_are_forged_beside_it",
     ),
