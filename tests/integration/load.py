@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -16,8 +17,8 @@ from tests import media
 from tests.integration.fleet import Fleet, until
 
 LONG_SLICES = 128
-# What is heard or given up within a second may take a busy machine this long.
-SOON_S = 3.0
+# Within which failures are heard and what leavers held is given up; CI's machines may be busy with others' work.
+SOON_S = 3.0 if "CI" in os.environ else 1.0
 
 
 def long_clip(seed: int) -> Video:
