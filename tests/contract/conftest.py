@@ -1,4 +1,4 @@
-"""Fixtures of the encoder's tests: a tower, and the service around it.
+"""Fixtures of the encoder's tests, a tower and the service around it, and of guarded listeners: whom they know.
 
 A file that asks every family has a `tower` of its own.
 """
@@ -12,6 +12,7 @@ import pytest
 
 from services.encoder.tower import Tower
 from tests.contract.encoder_service import Stack, running, tower_of
+from tests.contract.guarded_service import ALICE, BOB
 
 
 @pytest.fixture(scope="module")
@@ -23,3 +24,11 @@ def tower(tiny_checkpoint: Path) -> Tower:
 async def stack(tmp_path: Path, tower: Tower) -> AsyncIterator[Stack]:
     async with running(tmp_path, tower) as stack:
         yield stack
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(f"alice {ALICE}\nbob {BOB}\n")
+    path.chmod(0o600)
+    return path

@@ -24,6 +24,12 @@ from tests.integration.fleet import free_port
 
 METHOD = "/framesieve.v1.EncoderService/Encode"
 TIMEOUT_S = 20
+ALICE, BOB = "alice-0123456789abcdef", "bob-fedcba9876543210"
+
+
+def shown(token: str) -> dict[str, Any]:
+    """Keyword arguments of a call that shows it."""
+    return {"metadata": (("authorization", f"Bearer {token}"),)}
 
 
 class Echo(encoder_pb2_grpc.EncoderServiceServicer):

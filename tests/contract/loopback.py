@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -43,11 +43,13 @@ async def serving(address: str, *servicers: Any) -> AsyncIterator[grpc.aio.Chann
 
 
 @asynccontextmanager
-async def speaking(address: str, path: str, behaviour: Any) -> AsyncIterator[None]:
+async def speaking(
+    address: str, path: str, behaviour: Any, options: Sequence[tuple[str, Any]] = ()
+) -> AsyncIterator[None]:
     """A server of one streaming method, /package.Service/Method, that speaks bytes and knows nothing of ours."""
     _, service, method = path.split("/")
     handlers = {method: grpc.stream_stream_rpc_method_handler(behaviour)}
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=options)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     server.add_insecure_port(address)
     await server.start()

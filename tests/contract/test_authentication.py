@@ -20,9 +20,20 @@ from common.channels import error_from_status, open_channel, passed_on, upstream
 from common.credentials import Credentials
 from common.errors import PeerContract, StartupError, Unauthenticated, Unavailable
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
-from tests.contract.guarded_service import METHOD, TIMEOUT_S, Echo, GuardedService, ask, guarded, refusal, well
+from tests.contract.guarded_service import (
+    ALICE,
+    BOB,
+    METHOD,
+    TIMEOUT_S,
+    Echo,
+    GuardedService,
+    ask,
+    guarded,
+    refusal,
+    shown,
+    well,
+)
 
-ALICE, BOB = "alice-0123456789abcdef", "bob-fedcba9876543210"
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 WRONG = {
     "none": (),
@@ -35,18 +46,6 @@ WRONG = {
     "two": (("authorization", f"Bearer {ALICE}"), ("authorization", f"Bearer {BOB}")),
     "elsewhere": (("x-api-key", ALICE),),
 }
-
-
-def shown(token: str) -> dict[str, Any]:
-    return {"metadata": (("authorization", f"Bearer {token}"),)}
-
-
-@pytest.fixture
-def tokens(tmp_path: Path) -> Path:
-    path = tmp_path / "tokens"
-    path.write_text(f"alice {ALICE}\nbob {BOB}\n")
-    path.chmod(0o600)
-    return path
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from common.errors import Overloaded
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 from tests.certificates import Authority
 from tests.contract.guarded_service import (
+    ALICE,
+    BOB,
     TIMEOUT_S,
     Echo,
     GuardedService,
@@ -25,24 +27,12 @@ from tests.contract.guarded_service import (
     guarded,
     refusal,
     select,
+    shown,
     tcp_address,
 )
 from tests.contract.loopback import eventually
 
-ALICE, BOB = "alice-0123456789abcdef", "bob-fedcba9876543210"
 MIB = 2**20
-
-
-def token(shown: str) -> dict[str, Any]:
-    return {"metadata": (("authorization", f"Bearer {shown}"),)}
-
-
-@pytest.fixture
-def tokens(tmp_path: Path) -> Path:
-    path = tmp_path / "tokens"
-    path.write_text(f"alice {ALICE}\nbob {BOB}\n")
-    path.chmod(0o600)
-    return path
 
 
 @asynccontextmanager
@@ -74,13 +64,13 @@ async def test_one_request_too_many_is_refused_with_the_limit_and_costs_other_cl
     tmp_path: Path, tokens: Path
 ) -> None:
     async with service(tmp_path, auth_tokens_file=tokens, max_requests_per_client=2) as (_, channel):
-        held = [await running_call(channel, **token(ALICE)) for _ in range(2)]
-        assert await refusal(ask(channel, **token(ALICE))) == (
+        held = [await running_call(channel, **shown(ALICE)) for _ in range(2)]
+        assert await refusal(ask(channel, **shown(ALICE))) == (
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             "OVERLOADED",
             "alice has 2 requests running, --max-requests-per-client is 2",
         )
-        assert await ask(channel, 3, **token(BOB)) == 3
+        assert await ask(channel, 3, **shown(BOB)) == 3
         for call in held:
             call.cancel()
 
@@ -119,16 +109,16 @@ async def test_what_a_request_held_is_free_however_it_ends(tmp_path: Path, end: 
 
 async def test_bytes_of_all_of_a_clients_running_requests_count_together(tmp_path: Path, tokens: Path) -> None:
     async with service(tmp_path, auth_tokens_file=tokens, max_bytes_per_client=MIB) as (_, channel):
-        first = await running_call(channel, prompt(600_000), **token(ALICE))
-        over = encoder_pb2_grpc.EncoderServiceStub(channel).Encode(iter([prompt(MIB - 600_000 + 1)]), **token(ALICE))
+        first = await running_call(channel, prompt(600_000), **shown(ALICE))
+        over = encoder_pb2_grpc.EncoderServiceStub(channel).Encode(iter([prompt(MIB - 600_000 + 1)]), **shown(ALICE))
         assert await refusal(over.read()) == (
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             "OVERLOADED",
             f"alice has requests of 600000 bytes running and one of {MIB - 600_000 + 1} to add, "
             f"--max-bytes-per-client is {MIB}",
         )
-        fits = await running_call(channel, prompt(MIB - 600_000), **token(ALICE))
-        other = await running_call(channel, prompt(MIB), **token(BOB))
+        fits = await running_call(channel, prompt(MIB - 600_000), **shown(ALICE))
+        other = await running_call(channel, prompt(MIB), **shown(BOB))
         for call in (first, fits, other):
             call.cancel()
 

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from common import errors
-from common.plan import Grid, Modality, PromptPlan
+from common.plan import PromptPlan
 from common.room import Room
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
-from services.generation.arrivals import ModelInput
 from services.generation.media import MediaClient
 from services.generation.timing import Stage, StageClock
 from tests.contract.generation_peers import (
@@ -26,11 +24,8 @@ from tests.contract.generation_peers import (
     prompt_plan,
     serving,
 )
+from tests.contract.test_generation_media import FINGERPRINT, IMAGE, MODEL, PLAN, VIDEO
 
-FINGERPRINT = bytes(range(32))
-MODEL = ModelInput(FINGERPRINT, vocab_size=100, hidden_size=6, embed_levels=0, dtype=torch.float32)
-VIDEO, IMAGE = (Modality.VIDEO, Grid(2, 2, 3)), (Modality.IMAGE, Grid(1, 2, 2))
-PLAN = prompt_plan(FINGERPRINT, 3, VIDEO, 2, IMAGE, 2)
 TEXT = prompt_plan(FINGERPRINT, 3)
 SECOND = 10**9
 

@@ -24,6 +24,7 @@ from client.launcher import Endpoint, LocalStack
 from common.channels import MAX_RECEIVE_BYTES, REQUEST_ID_KEY
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
+from tests.contract.loopback import speaking
 from tests.fuzz.rpc_cases import SERVICES, clip
 from tests.fuzz.rpc_mutations import mutate, mutate_bytes
 from tests.integration.fleet import free_port
@@ -147,16 +148,8 @@ async def _bending(name: str, address: str, upstream: str) -> AsyncIterator[None
             finally:
                 call.cancel()
 
-        _, service, method = PATHS[name].split("/")
-        handlers = {method: grpc.stream_stream_rpc_method_handler(behaviour)}
-        server = grpc.aio.server(options=options)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-        server.add_insecure_port(address)
-        await server.start()
-        try:
+        async with speaking(address, PATHS[name], behaviour, options):
             yield
-        finally:
-            await server.stop(None)
 
 
 async def _bent(answers: AsyncIterator[bytes], name: str, random_: random.Random) -> AsyncIterator[bytes]:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 from time import monotonic_ns
 
-import numpy as np
 import pytest
 import torch
 
 from services.generation.sampler import SamplingParams
 from services.generation.stats import Step
-from tests.oracle import Item, Text
+from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, load_models
-
-PROMPT = [Text((10, 11, 12, 13, 14))]
-VIDEO = Item(2, 2, 2, Fraction(1), np.random.default_rng(1).normal(0, 0.3, (8, 64)).astype(np.float32), rate=0.25)
-KEPT = [0, 1, 2, 3, 5, 7]
-ABOUT_VIDEO = [Text((10, 11, 12)), VIDEO, Text((13, 14))]
+from tests.unit.engine_questions import ABOUT_VIDEO, KEPT, PROMPT, VIDEO
 
 
 @pytest.fixture(scope="module")
