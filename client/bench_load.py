@@ -39,7 +39,7 @@ def poisson_arrivals(rate: float, seed: int, extent: Extent) -> Iterator[float]:
 
     rate: questions a second, above 0.
     """
-    rng = Random(seed)  # noqa: S311
+    rng = Random(seed)  # noqa: S311  (no secret)
     after_s = 0.0
     for number in itertools.count():
         after_s += rng.expovariate(rate)

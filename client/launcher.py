@@ -144,7 +144,7 @@ class LocalStack:
         with contextlib.ExitStack() as stack:
             path = self._folder / f"{service}.log"
             output = STDERR if self._show_logs else stack.enter_context(path.open("wb"))
-            return subprocess.Popen(  # noqa: S603
+            return subprocess.Popen(  # noqa: S603  (a command of our own)
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
