@@ -6,7 +6,7 @@ PROTOS := $(wildcard protos/framesieve/v1/*.proto)
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos demo test test-gpu lint format bench bench-engine bench-media fuzz fuzz-rpc soak demo-model demo-eval up down clean
+.PHONY: help setup protos demo test test-gpu lint format bench bench-engine bench-gpu bench-media fuzz fuzz-rpc soak demo-model demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ bench: setup  ## Measure against transformers' generate, and what the split into
 
 bench-engine: setup  ## Measure the engine against transformers' generate, and pruning against none
 	$(BIN)/python -m benchmarks.engine
+
+bench-gpu: setup  ## Measure tower, pruning and engine on a CUDA device, against what it can do at the best
+	$(BIN)/python -m benchmarks.gpu
 
 bench-media: setup  ## Measure the path from a file to pruned embeddings against other ways to do the same
 	$(BIN)/python -m benchmarks.media

@@ -25,6 +25,7 @@ from services.generation.blocks import BlockAllocator
 from services.generation.detokenise import Detokeniser, load_tokenizer
 from services.generation.engine import Engine
 from services.generation.families import load_language_model
+from services.generation.graphs import CudaCapture
 from services.generation.request import Event, Failed, Finished, Request, Tokens
 from services.generation.runner import Runner
 from services.generation.sampler import SamplingParams
@@ -33,16 +34,19 @@ NEW_TOKENS = 64
 BLOCK_TOKENS, BLOCKS = 16, 2048  # as many as the service has by default
 CHUNK_TOKENS = 2048
 MAX_RUNNING = 64
+CPU = torch.device("cpu")
 
 
 class EngineContender:
-    """The engine over one checkpoint. A context manager; greedy, end tokens ignored."""
+    """The engine over one checkpoint, made as the service makes it. A context manager; greedy, end tokens ignored."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        keep_freed_memory()  # as the service does
-        model = load_language_model(Checkpoint(folder), dtype, torch.device("cpu"))
-        self.runner = Runner(model, BLOCKS, BLOCK_TOKENS)
-        self.engine = Engine(self.runner, BlockAllocator(BLOCKS, BLOCK_TOKENS), CHUNK_TOKENS, MAX_RUNNING, 64)
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU, blocks: int = BLOCKS) -> None:
+        keep_freed_memory()
+        model = load_language_model(Checkpoint(folder), dtype, device)
+        self.runner = Runner(model, blocks, BLOCK_TOKENS)
+        if device.type == "cuda":
+            self.runner.capture_decoding(MAX_RUNNING, blocks * BLOCK_TOKENS, CudaCapture())
+        self.engine = Engine(self.runner, BlockAllocator(blocks, BLOCK_TOKENS), CHUNK_TOKENS, MAX_RUNNING, 64)
         self._dtype = dtype
         self._tokenizer = load_tokenizer(folder)
 
@@ -85,6 +89,12 @@ class EngineContender:
                 answers.append(tuple(tokens[index]))
                 ask_next()
         return timed, answers
+
+    def requests_per_s(self, questions: Sequence[Question], clients: int) -> float:
+        """Answers all, `clients` of them in flight at a time."""
+        start = time.perf_counter()
+        self.answer(questions, clients)
+        return len(questions) / (time.perf_counter() - start)
 
     def submit(self, question: Question, on_event: Callable[[Event], None]) -> None:
         """Asks one question; its media is there at once."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.engine_contenders import EngineContender, Generate
 from benchmarks.engine_models import Model, Question, question
+from benchmarks.operations import prefill_operations
 from benchmarks.table import Row, Timings
 from common.checkpoint import Checkpoint
-from services.generation.families.language_model import LanguageModel
 
 CLIENTS = (1, 2, 4, 8, 16, 32)
 RATE = 0.75
@@ -35,7 +33,7 @@ def throughput(model: Model, rounds: int) -> list[Row]:
                 timed.add("prefill", alone.first_token_s)
                 timed.add("decode", alone.total_s - alone.first_token_s)
             for clients in (8, 32):
-                timed.add(f"{clients} clients", _requests_per_s(engine, questions[: max(16, clients)], clients))
+                timed.add(f"{clients} clients", engine.requests_per_s(questions[: max(16, clients)], clients))
             _progress("throughput", model, index, rounds)
             for name in ("generate", "prefill", "decode", "8 clients", "32 clients") if index else ():
                 taken.add(name, timed.median(name))
@@ -82,7 +80,7 @@ def pruning(model: Model, rounds: int) -> list[Row]:
         for index in range(1, rounds + 1):
             for clients in CLIENTS:
                 for rate, questions in kept.items():
-                    found = _requests_per_s(engine, questions[: max(8, clients)], clients)
+                    found = engine.requests_per_s(questions[: max(8, clients)], clients)
                     taken.add(f"{clients} {rate}", found)
             _progress("pruning", model, index, rounds)
     return [
@@ -111,7 +109,7 @@ def prefill(model: Model, rounds: int) -> list[Row]:
                     if index:
                         taken.add(str(rate), timed)
             _progress("prefill", model, index, rounds)
-        full, less = (_operations(engine.runner.model, _tokens(kept[rate][0])) for rate in (0.0, RATE))
+        full, less = (prefill_operations(engine.runner.model, kept[rate][0].tokens) for rate in (0.0, RATE))
     return [
         Row(
             f"{model.name}: prefill's speed-up at rate {RATE}",
@@ -176,7 +174,7 @@ def bfloat16(model: Model, rounds: int) -> list[Row]:
     with EngineContender(model.folder, torch.bfloat16) as half, EngineContender(model.folder, FLOAT32) as full:
         for index in range(rounds + 1):
             for name, engine in (("bfloat16", half), ("float32", full)):
-                found = _requests_per_s(engine, questions, 8)
+                found = engine.requests_per_s(questions, 8)
                 if index:
                     taken.add(name, found)
             _progress("bfloat16", model, index, rounds)
@@ -187,26 +185,6 @@ def bfloat16(model: Model, rounds: int) -> list[Row]:
 def _questions(model: Model, rate: float, count: int) -> list[Question]:
     checkpoint = Checkpoint(model.folder)
     return [question(checkpoint, rate, seed) for seed in range(count)]
-
-
-def _requests_per_s(engine: EngineContender, questions: Sequence[Question], clients: int) -> float:
-    start = time.perf_counter()
-    engine.answer(questions, clients)
-    return len(questions) / (time.perf_counter() - start)
-
-
-def _tokens(asked: Question) -> int:
-    return asked.plan.tokens - asked.plan.media[0].grid.tokens + asked.embeds.shape[1]
-
-
-def _operations(model: LanguageModel, tokens: int) -> float:
-    """Of one prefill: every weight of every layer twice a token, the output layer's twice, and causal attention."""
-    config: Any = model.text.config
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    attention = (2 * heads + 2 * model.kv_heads) * model.head_dim * hidden
-    weights = model.layers * (attention + 3 * hidden * config.intermediate_size)
-    quadratic = 2 * tokens**2 * heads * model.head_dim * model.layers
-    return float(2 * tokens * weights + quadratic + 2 * hidden * config.vocab_size)
 
 
 def _progress(what: str, model: Model, index: int, rounds: int) -> None:

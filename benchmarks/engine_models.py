@@ -71,6 +71,11 @@ class Question:
     kept: Int32Array | None
     embeds: Tensor
 
+    @property
+    def tokens(self) -> int:
+        """After pruning."""
+        return self.plan.tokens - self.plan.media[0].grid.tokens + self.embeds.shape[1]
+
 
 @contextmanager
 def models() -> Iterator[list[Model]]:
@@ -97,31 +102,31 @@ def _count(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.model.language_model.parameters())
 
 
-def question(checkpoint: Checkpoint, rate: float, seed: int) -> Question:
-    """A prompt of 830 tokens before pruning. Which tokens are kept is drawn too: the engine cannot tell."""
+def question(checkpoint: Checkpoint, rate: float, seed: int, grid: Grid = GRID) -> Question:
+    """A prompt of 30 tokens and a video's, before pruning. Which are kept is drawn too: the engine cannot tell."""
     random = np.random.default_rng(seed)
     config = checkpoint.config
     hidden = int((config.get("text_config") or config)["hidden_size"])
     ids = np.concatenate(
         [
             random.integers(10, 300, BEFORE_TOKENS),
-            np.full(GRID.tokens, config["video_token_id"]),
+            np.full(grid.tokens, config["video_token_id"]),
             random.integers(10, 300, AFTER_TOKENS),
         ]
     )
-    spans = (TextSpan(BEFORE_TOKENS), GridSpan(GRID, TIME_STEP), TextSpan(AFTER_TOKENS))
+    spans = (TextSpan(BEFORE_TOKENS), GridSpan(grid, TIME_STEP), TextSpan(AFTER_TOKENS))
     media = MediaPlan(
         modality=Modality.VIDEO,
-        grid=GRID,
-        runs=(Run(BEFORE_TOKENS, GRID.tokens),),
-        frames=2 * GRID.t,
-        frame_height_px=MERGED_PX * GRID.h,
-        frame_width_px=MERGED_PX * GRID.w,
+        grid=grid,
+        runs=(Run(BEFORE_TOKENS, grid.tokens),),
+        frames=2 * grid.t,
+        frame_height_px=MERGED_PX * grid.h,
+        frame_width_px=MERGED_PX * grid.w,
         seconds_per_grid=TIME_STEP,
         timestamps_s=(),
         content_hash=random.bytes(32),
     )
     plan = PromptPlan(ids.astype(np.int32), positions_of(spans), (media,), 0, bytes(32))
-    count = retained_count(GRID, Pruning(rate))
-    kept = np.sort(random.choice(GRID.tokens, count, replace=False)).astype(np.int32) if rate else None
+    count = retained_count(grid, Pruning(rate))
+    kept = np.sort(random.choice(grid.tokens, count, replace=False)).astype(np.int32) if rate else None
     return Question(plan, kept, torch.from_numpy(random.normal(0, 0.05, (1, count, hidden)).astype(np.float32)))

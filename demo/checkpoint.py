@@ -162,11 +162,15 @@ def save_checkpoint(
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, init_range: float, seed: int) -> None:
-    """Set every parameter from `seed`: norms' weights around 1, all else around 0, none of them exactly either."""
-    generator = torch.Generator().manual_seed(seed)
+    """Set every parameter from `seed`: norms' weights around 1, all else around 0, none of them exactly either.
+
+    The same on every CPU; on another device they are drawn there.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         centre = 1.0 if "norm" in name or "ln_q" in name else 0.0
-        parameter.copy_(centre + init_range * torch.randn(parameter.shape, generator=generator))
+        parameter.copy_(centre + init_range * torch.randn(parameter.shape, generator=generator, device=device))
 
 
 def make_tokenizer(shape: Shape) -> PreTrainedTokenizerFast:

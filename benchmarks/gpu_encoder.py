@@ -1,0 +1,70 @@
+"""The tower on a device: graphs against none, pruning against the tower, both against what the device can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import Qwen2_5_VLConfig
+
+from benchmarks import gpu_device
+from benchmarks.gpu_run import Run
+from benchmarks.operations import tower_operations
+from benchmarks.table import Row
+from common.checkpoint import Checkpoint
+from common.plan import Grid
+from common.retention import Pruning
+from services.encoder.families import load_tower
+from services.encoder.pruning import keep_tokens
+from services.encoder.tower import Tower
+
+RATE = 0.75
+
+
+def pruning(run: Run) -> list[Row]:
+    """Scoring, choosing and gathering at rate 0.75 against the tower's forward of the same video."""
+    tower, rows = _tower(run), []
+    for grid in (run.target.short, run.target.shared):
+        slices = _slices(tower, grid, run.device)
+        embeds = torch.cat(tower.encode(slices), dim=1)
+        pruned_s = _median(run, lambda grid=grid, embeds=embeds: _prune(embeds, grid))  # type: ignore[misc]
+        tower_s = _median(run, lambda slices=slices: tower.encode(slices))  # type: ignore[misc]
+        rows.append(Row(f"EVS of {grid.t}×{grid.h}×{grid.w}", "the tower", pruned_s, tower_s, "s", at_most=0.01))
+    return rows
+
+
+def tower(run: Run) -> list[Row]:
+    """Operations a second of the tower's forwards."""
+    tower = _tower(run)
+    best = gpu_device.operations_per_s(run.device, run.dtype, run.target.side)
+    vision = Qwen2_5_VLConfig.from_pretrained(run.folder).vision_config
+    rows = []
+    for grid in (run.target.short, run.target.shared):
+        slices = _slices(tower, grid, run.device)
+        operations = tower_operations(vision, [grid.slice_tokens * tower.patches.merge**2] * grid.t)
+        taken_s = _median(run, lambda slices=slices: tower.encode(slices))  # type: ignore[misc]
+        what = f"the tower on {grid.t}×{grid.h}×{grid.w}: operations"
+        rows.append(Row(what, f"one product of {run.target.side}² matrices", operations / taken_s, best, "1/s"))
+    return rows
+
+
+def _tower(run: Run) -> Tower:
+    return load_tower(Checkpoint(run.folder), "auto", run.device)
+
+
+def _median(run: Run, work: Callable[[], object]) -> float:
+    return gpu_device.seconds(work, run.device, repeats=4 * run.rounds)
+
+
+@torch.inference_mode()
+def _prune(embeds: Tensor, grid: Grid) -> Tensor:
+    return embeds[:, keep_tokens(embeds[0], grid, Pruning(RATE)).long()]
+
+
+def _slices(tower: Tower, grid: Grid, device: torch.device) -> list[Tensor]:
+    """uint8 (F, H, W, 3) each, on the device: how frames get there is not measured here."""
+    side_px = tower.patches.token_px
+    shape = (grid.t, tower.patches.temporal_patch, grid.h * side_px, grid.w * side_px, 3)
+    draw = torch.Generator(device).manual_seed(0)
+    return list(torch.randint(0, 256, shape, dtype=torch.uint8, generator=draw, device=device))
