@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,13 +18,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def model() -> Qwen2_5_VLForConditionalGeneration:
+def model() -> Any:
     config = make_config(TINY, make_tokenizer(TINY))
     return Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="eager")
 
 
 @pytest.mark.parametrize("slices", [1, 3])
-def test_of_a_tower(model: Qwen2_5_VLForConditionalGeneration, slices: int) -> None:
+def test_of_a_tower(model: Any, slices: int) -> None:
     tower = model.model.visual
     side = 3 * tower.config.window_size // tower.config.patch_size  # in patches: whole windows
     patches = torch.zeros(slices * side**2, 3 * 2 * tower.config.patch_size**2)
@@ -31,7 +33,7 @@ def test_of_a_tower(model: Qwen2_5_VLForConditionalGeneration, slices: int) -> N
     assert tower_operations(tower.config, [side**2] * slices) == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 
-def test_of_a_prefill(model: Qwen2_5_VLForConditionalGeneration, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_of_a_prefill(model: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     tokens, text = 48, model.config.text_config
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         model(input_ids=torch.ones(1, tokens, dtype=torch.int64), logits_to_keep=1)
