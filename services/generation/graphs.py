@@ -84,9 +84,9 @@ class DecodeGraphs:
 
         A step that nobody samples from is nobody's to wait for, and the next one would write over rows in use.
         """
-        if packed.media or packed.singles < len(packed.windows) or not packed.last_rows:
+        if packed.media_rows.size or packed.singles < len(packed.contexts) or not packed.last_rows.size:
             return None
-        sequences = [window.request.blocks for window in packed.windows]
+        sequences = [context.blocks for context in packed.contexts]
         most_blocks = max(map(len, sequences))
         shape = next((each for each in self._shapes if each.holds(len(sequences), most_blocks)), None)
         if shape is None:
@@ -94,7 +94,7 @@ class DecodeGraphs:
         graph = self._graphs[shape]
         rows, filled = graph.rows, len(sequences)
         rows[:filled, ID], rows[:filled, POSITIONS] = packed.ids, packed.positions.T
-        rows[:filled, TOKENS] = [window.end for window in packed.windows]
+        rows[:filled, TOKENS] = [context.end for context in packed.contexts]
         for row, blocks in zip(rows, sequences, strict=False):
             row[FIRST_BLOCK : FIRST_BLOCK + len(blocks)] = blocks
         rows[filled:, :TOKENS], rows[filled:, TOKENS], rows[filled:, FIRST_BLOCK] = 0, 1, self._padding_block

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import structlog
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from services.generation.attention import make_cache
 from services.generation.attention.sizes import CacheSizes
 from services.generation.families.language_model import LanguageModel
 from services.generation.graphs import Capture, DecodeGraphs
-from services.generation.windows import Int64Array, MediaRows, Packed, Window, pack
+from services.generation.windows import Int64Array, MediaRows, Packed, Window, pack, singles_first
 
 log = structlog.get_logger()
 
@@ -53,15 +52,23 @@ class Runner:
         Returns the windows that sample and their raw logits, float32 [S, vocab_size], in the same order, one row for
         each and one for each of its guesses.
         """
-        packed = pack(windows, self._cache.sizes.block_tokens)
-        rows = torch.tensor(packed.last_rows, dtype=torch.int64, device=self.model.device)
-        replayed = self._graphs.replay(packed) if self._graphs else None
-        logits = self._forward(packed, rows) if replayed is None else replayed[rows]
-        return [window for window in packed.windows if window.samples], logits
+        packed, media = pack(windows, self._cache.sizes.block_tokens)
+        features = torch.cat([_features(each) for each in media], dim=1) if media else None
+        return [window for window in singles_first(windows) if window.samples], self.compute(packed, features)
 
-    def _forward(self, packed: Packed, rows: Tensor) -> Tensor:
+    @torch.inference_mode()
+    def compute(self, packed: Packed, features: Tensor | None) -> Tensor:
+        """Raw logits of the wanted rows, float32 [S, vocab_size].
+
+        features: [1 + embed_levels, M, D], what the media rows carry; None if there are none.
+        """
+        rows = self._on_device(packed.last_rows)
+        replayed = self._graphs.replay(packed) if self._graphs else None
+        return self._forward(packed, rows, features) if replayed is None else replayed[rows]
+
+    def _forward(self, packed: Packed, rows: Tensor, features: Tensor | None) -> Tensor:
         embeds: Tensor = self.model.embed_tokens(self._on_device(packed.ids))
-        levels = self._put_media(packed, embeds)
+        levels = {} if features is None else self._put_media(packed, embeds, features)
         hidden = self.model.text(
             inputs_embeds=embeds[None],  # [1, T, D]
             position_ids=self._on_device(packed.positions)[:, None],  # [3, 1, T]
@@ -72,12 +79,9 @@ class Runner:
         logits: Tensor = self.model.lm_head(hidden[rows])
         return logits.float()
 
-    def _put_media(self, packed: Packed, embeds: Tensor) -> dict[str, Tensor]:
+    def _put_media(self, packed: Packed, embeds: Tensor, features: Tensor) -> dict[str, Tensor]:
         """Puts media rows into `embeds` [T, D], and returns what the model must be told of their levels."""
-        if not packed.media:
-            return {}
-        rows = self._on_device(np.concatenate([np.arange(media.at, media.at + media.rows) for media in packed.media]))
-        features = torch.cat([_features(media) for media in packed.media], dim=1)  # [1 + levels, M, D]
+        rows = self._on_device(packed.media_rows)
         embeds.index_copy_(0, rows, features[0])
         if not self.model.embed_levels:
             return {}

@@ -52,30 +52,53 @@ class MediaRows:
     media_index: int
     first_row: int
 
+    @property
+    def end(self) -> int:
+        return self.at + self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the cache is told of a window: tokens [start, end) of a sequence that stands in `blocks`, up to its end."""
+
+    start: int
+    end: int
+    blocks: Sequence[int]
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Windows laid end to end, those of a single token first.
+    """Windows laid end to end, those of a single token first. It holds numbers alone: any process can compute it.
 
+    contexts: one a window, in order; singles: those of a single token.
     ids: int64 [T], the pad token where media rows go.
     positions: int64 [3, T].
     slots: int64 [T], where in the cache the keys and values go.
-    media: what replaces the embeddings of `ids`.
-    last_rows: rows whose logits are wanted, in the order of `windows`: 1 + guesses of each that samples.
+    media_rows: int64 [M], rows whose embeddings are not those of `ids`.
+    last_rows: int64 [S], rows whose logits are wanted, in order: 1 + guesses of each window that samples.
     """
 
-    windows: tuple[Window, ...]
+    contexts: tuple[Context, ...]
     singles: int
     ids: Int64Array
     positions: Int64Array
     slots: Int64Array
-    media: tuple[MediaRows, ...]
-    last_rows: tuple[int, ...]
+    media_rows: Int64Array
+    last_rows: Int64Array
 
 
-def pack(windows: Sequence[Window], block_tokens: int) -> Packed:
-    """Lays windows end to end. Single-token windows come first; otherwise their order stays."""
-    ordered = sorted(windows, key=lambda window: window.tokens > 1)
+def singles_first(windows: Sequence[Window]) -> list[Window]:
+    """Windows in the order in which they are packed; beyond what the name says, their order stays."""
+    return sorted(windows, key=lambda window: window.tokens > 1)
+
+
+def pack(windows: Sequence[Window], block_tokens: int) -> tuple[Packed, tuple[MediaRows, ...]]:
+    """Lays windows end to end, single tokens first, and says what its media rows are."""
+    ordered = singles_first(windows)
     total = sum(window.tokens for window in ordered)
     ids, positions, slots = np.empty(total, np.int64), np.empty((3, total), np.int64), np.empty(total, np.int64)
     media: list[MediaRows] = []
@@ -92,8 +115,16 @@ def pack(windows: Sequence[Window], block_tokens: int) -> Packed:
         if window.samples:
             last_rows.extend(range(end - 1 - window.guesses, end))
         at = end
-    singles = sum(window.tokens == 1 for window in ordered)
-    return Packed(tuple(ordered), singles, ids, positions, slots, tuple(media), tuple(last_rows))
+    packed = Packed(
+        contexts=tuple(_context(window, block_tokens) for window in ordered),
+        singles=sum(window.tokens == 1 for window in ordered),
+        ids=ids,
+        positions=positions,
+        slots=slots,
+        media_rows=np.concatenate([np.empty(0, np.int64), *(np.arange(each.at, each.end) for each in media)]),
+        last_rows=np.array(last_rows, np.int64),
+    )
+    return packed, tuple(media)
 
 
 def slots_of(blocks: Sequence[int], start: int, end: int, block_tokens: int) -> Int64Array:
@@ -119,6 +150,10 @@ def media_rows(window: Window, at: int) -> Iterator[MediaRows]:
                 media_index=span.media_index,
                 first_row=span.first_row + start - span.offset,
             )
+
+
+def _context(window: Window, block_tokens: int) -> Context:
+    return Context(window.start, window.end, window.request.blocks[: -(-window.end // block_tokens)])
 
 
 def _fill_single(

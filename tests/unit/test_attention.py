@@ -17,8 +17,7 @@ from services.generation.attention import PagedCache, paged_attention, sdpa
 from services.generation.attention.sdpa import SdpaCache
 from services.generation.attention.sizes import CacheSizes
 from services.generation.attention.varlen import VarlenCache, check_kernel, find_kernel
-from services.generation.request import Request
-from services.generation.windows import Packed, Window, slots_of
+from services.generation.windows import Context, Packed, slots_of
 
 BLOCK_TOKENS, BLOCKS = 4, 24
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -125,7 +124,7 @@ def check(cache: PagedCache, batch: list[tuple[list[int], int, int]], seed: int,
     generator = torch.Generator().manual_seed(seed)
     for layer in (*cache.keys, *cache.values):
         layer.fill_(torch.nan)  # whatever stands in slots of others
-    windows, slots, queries, keys, values, expected = [], [], [], [], [], []
+    contexts, slots, queries, keys, values, expected = [], [], [], [], [], []
     for blocks, start, end in batch:
         key, value = torch.randn(2, end, KV_HEADS, HEAD_DIM, generator=generator)
         query = torch.randn(end - start, HEADS, HEAD_DIM, generator=generator)
@@ -135,14 +134,14 @@ def check(cache: PagedCache, batch: list[tuple[list[int], int, int]], seed: int,
                 layer[:, before] = rows[:start].transpose(0, 1)
             else:
                 layer.flatten(0, 1)[before] = rows[:start]
-        windows.append(Window(cast(Request, SimpleNamespace(blocks=blocks)), start, end, True))
+        contexts.append(Context(start, end, blocks))
         slots.append(torch.from_numpy(slots_of(blocks, start, end, BLOCK_TOKENS)))
         queries.append(query)
         keys.append(key[start:])
         values.append(value[start:])
         expected.append(by_formula(query, key, value, start))
     if width is None:
-        made = cache.batch(packed(windows, torch.cat(slots)))
+        made = cache.batch(packed(contexts, torch.cat(slots)))
     else:
         table = torch.full((len(batch), width), BLOCKS - 1, dtype=torch.int32)
         for row, (blocks, _, _) in zip(table, batch, strict=True):
@@ -154,6 +153,6 @@ def check(cache: PagedCache, batch: list[tuple[list[int], int, int]], seed: int,
     torch.testing.assert_close(found[0], torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
-def packed(windows: list[Window], slots: Tensor) -> Packed:
-    singles = sum(window.tokens == 1 for window in windows)
-    return cast(Packed, SimpleNamespace(windows=tuple(windows), singles=singles, slots=slots.numpy()))
+def packed(contexts: list[Context], slots: Tensor) -> Packed:
+    singles = sum(context.tokens == 1 for context in contexts)
+    return cast(Packed, SimpleNamespace(contexts=tuple(contexts), singles=singles, slots=slots.numpy()))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.generation.sampler import SamplingParams
-from services.generation.windows import Window, pack
+from services.generation.windows import Window, pack, singles_first
 from tests.oracle import Item, Text, expected_sequence
 from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, make_request
 
@@ -58,7 +58,7 @@ def test_packed_windows_hold_what_the_formulas_say(cuts: list[tuple[int, int]]) 
     windows = [
         Window(request, start, end, samples=end % 2 == 0) for request, (start, end) in zip(requests, cuts, strict=True)
     ]
-    packed = pack(windows, BLOCK_TOKENS)
+    packed, media = pack(windows, BLOCK_TOKENS)
     ids = [*EXPECTED.ids, *ANSWER]
     prompt = len(EXPECTED.ids)
     answer_positions = [(prompt + i + EXPECTED.delta,) * 3 for i in range(len(ANSWER))]
@@ -67,7 +67,11 @@ def test_packed_windows_hold_what_the_formulas_say(cuts: list[tuple[int, int]]) 
     rows: dict[int, tuple[str, int, int]] = {}
     last_rows: list[int] = []
     ordered = [window for window in windows if window.tokens == 1] + [w for w in windows if w.tokens > 1]
-    assert packed.windows == tuple(ordered)
+    assert singles_first(windows) == ordered
+    contexts = [(window.start, window.end, window.request.blocks) for window in ordered]
+    for context, (start, end, blocks) in zip(packed.contexts, contexts, strict=True):
+        assert (context.start, context.end) == (start, end)
+        assert context.blocks == [block for n, block in enumerate(blocks) if n * BLOCK_TOKENS < end]
     assert packed.singles == sum(window.tokens == 1 for window in windows)
     for window in ordered:
         for token in range(window.start, window.end):
@@ -81,10 +85,9 @@ def test_packed_windows_hold_what_the_formulas_say(cuts: list[tuple[int, int]]) 
         if window.samples:
             last_rows.append(at - 1)
     assert packed.ids.size == at
-    assert packed.last_rows == tuple(last_rows)
+    assert packed.last_rows.tolist() == last_rows
     copied = {
-        media.at + n: (media.request.id, media.media_index, media.first_row + n)
-        for media in packed.media
-        for n in range(media.rows)
+        each.at + n: (each.request.id, each.media_index, each.first_row + n) for each in media for n in range(each.rows)
     }
     assert copied == rows
+    assert packed.media_rows.tolist() == sorted(rows)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.generation.attention.sizes import CacheSizes
-from services.generation.windows import Int64Array, Packed, Window, slots_of
+from services.generation.windows import Context, Int64Array, Packed, slots_of
 
 # Below this many tokens a row, copying all contexts for one call is cheaper than a call each.
 IN_PLACE_TOKENS = 512
@@ -54,15 +54,15 @@ class SdpaCache:
         like = self.keys[0]
         views: list[WindowView] = []
         at = packed.singles
-        for window in packed.windows[packed.singles :]:
+        for each in packed.contexts[packed.singles :]:
             mask = None
-            if window.start:
-                seen = torch.ones(window.tokens, window.end, dtype=torch.bool, device=like.device).tril(window.start)
+            if each.start:
+                seen = torch.ones(each.tokens, each.end, dtype=torch.bool, device=like.device).tril(each.start)
                 mask = _additive(seen, like)[None, None]
-            views.append(WindowView(at, at + window.tokens, _slots(self, window), mask))
-            at += window.tokens
+            views.append(WindowView(at, at + each.tokens, _slots(self, each), mask))
+            at += each.tokens
         new_slots = torch.from_numpy(packed.slots).to(like.device)
-        return SdpaBatch(self, new_slots, _singles(self, packed.windows[: packed.singles]), tuple(views))
+        return SdpaBatch(self, new_slots, _singles(self, packed.contexts[: packed.singles]), tuple(views))
 
     def decode_batch(self, table: Tensor, lengths: Tensor) -> SdpaBatch:
         """What `PagedCache.decode_batch` says."""
@@ -184,55 +184,54 @@ def _read(layer: Tensor, slots: Slots) -> Tensor:
     return rows.view(-1, *slots.shape, layer.shape[2]).transpose(0, 1)
 
 
-def _singles(cache: SdpaCache, windows: Sequence[Window]) -> Singles | None:
-    if not windows:
+def _singles(cache: SdpaCache, contexts: Sequence[Context]) -> Singles | None:
+    if not contexts:
         return None
     like = cache.keys[0]
-    runs = [_longest_run(window, cache.sizes.block_tokens) for window in windows]
+    runs = [_longest_run(each, cache.sizes.block_tokens) for each in contexts]
     in_place = sum(run.stop - run.start for run in runs) >= IN_PLACE_TOKENS * len(runs) and like.device.type == "cpu"
     if not in_place:
         runs = [slice(0, 0)] * len(runs)
-    rests = [_slots_around(window, run, cache.sizes.block_tokens) for window, run in zip(windows, runs, strict=True)]
+    rests = [_slots_around(each, run, cache.sizes.block_tokens) for each, run in zip(contexts, runs, strict=True)]
     slots = mask = None
     if longest := max(rest.size for rest in rests):
         seen = np.arange(longest) < np.array([rest.size for rest in rests])[:, None]
-        firsts = [window.request.blocks[0] * cache.sizes.block_tokens for window in windows]
+        firsts = [each.blocks[0] * cache.sizes.block_tokens for each in contexts]
         table = np.repeat(np.array(firsts)[:, None], longest, axis=1)
         table[seen] = np.concatenate(rests)
         slots = torch.from_numpy(table).to(like.device)
         mask = _additive(torch.from_numpy(seen).to(like.device), like)[:, None, None]
-    read = tuple(_in_cache(window, run, cache.sizes.block_tokens) for window, run in zip(windows, runs, strict=True))
-    return Singles(len(windows), read if in_place else (), slots, mask)
+    read = tuple(_in_cache(each, run, cache.sizes.block_tokens) for each, run in zip(contexts, runs, strict=True))
+    return Singles(len(contexts), read if in_place else (), slots, mask)
 
 
-def _longest_run(window: Window, block_tokens: int) -> slice:
-    """The tokens of a window's sequence that stand in the most neighbouring blocks."""
-    blocks = np.array(window.request.blocks[: -(-window.end // block_tokens)])
+def _longest_run(context: Context, block_tokens: int) -> slice:
+    """The tokens of a sequence that stand in the most neighbouring blocks."""
+    blocks = np.array(context.blocks)
     borders = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), blocks.size]
     first, last = max(pairwise(borders), key=lambda run: run[1] - run[0])
-    return slice(first * block_tokens, min(last * block_tokens, window.end))
+    return slice(first * block_tokens, min(last * block_tokens, context.end))
 
 
-def _slots_around(window: Window, run: slice, block_tokens: int) -> Int64Array:
-    """Where the tokens of a window's sequence stand that come before `run` and after it."""
-    blocks = window.request.blocks
-    before = slots_of(blocks, 0, run.start, block_tokens)
-    return np.concatenate([before, slots_of(blocks, run.stop, window.end, block_tokens)])
+def _slots_around(context: Context, run: slice, block_tokens: int) -> Int64Array:
+    """Where the tokens of a sequence stand that come before `run` and after it."""
+    before = slots_of(context.blocks, 0, run.start, block_tokens)
+    return np.concatenate([before, slots_of(context.blocks, run.stop, context.end, block_tokens)])
 
 
-def _in_cache(window: Window, run: slice, block_tokens: int) -> slice:
+def _in_cache(context: Context, run: slice, block_tokens: int) -> slice:
     """The slots of a run of tokens that stand in neighbouring blocks."""
-    first = window.request.blocks[run.start // block_tokens] * block_tokens
+    first = context.blocks[run.start // block_tokens] * block_tokens
     return slice(first, first + run.stop - run.start)
 
 
-def _slots(cache: SdpaCache, window: Window) -> Slots:
-    """The slots of a window's sequence from its first token to the window's end."""
-    blocks = window.request.blocks[: -(-window.end // cache.sizes.block_tokens)]
+def _slots(cache: SdpaCache, context: Context) -> Slots:
+    """The slots of a sequence from its first token to its last."""
+    blocks = context.blocks
     first = blocks[0]
     if blocks == list(range(first, first + len(blocks))):
-        return slice(first * cache.sizes.block_tokens, first * cache.sizes.block_tokens + window.end)
-    slots = slots_of(blocks, 0, window.end, cache.sizes.block_tokens)
+        return slice(first * cache.sizes.block_tokens, first * cache.sizes.block_tokens + context.end)
+    slots = slots_of(blocks, 0, context.end, cache.sizes.block_tokens)
     return torch.from_numpy(slots).to(cache.keys[0].device)[None]
 
 

@@ -74,18 +74,17 @@ class VarlenCache:
 
     def batch(self, packed: Packed) -> VarlenBatch:
         """What `PagedCache.batch` says."""
-        block_tokens, windows = self.sizes.block_tokens, packed.windows
-        counts = [-(-window.end // block_tokens) for window in windows]
-        table = np.zeros((len(windows), max(counts)), np.int32)
-        for row, window, count in zip(table, windows, counts, strict=True):
-            row[:count] = window.request.blocks[:count]
-        ends = np.cumsum([0, *(window.tokens for window in windows)], dtype=np.int32)
-        lengths = np.array([window.end for window in windows], np.int32)
+        contexts = packed.contexts
+        table = np.zeros((len(contexts), max(len(each.blocks) for each in contexts)), np.int32)
+        for row, each in zip(table, contexts, strict=True):
+            row[: len(each.blocks)] = each.blocks
+        ends = np.cumsum([0, *(each.tokens for each in contexts)], dtype=np.int32)
+        lengths = np.array([each.end for each in contexts], np.int32)
         device = self.keys[0].device
         new_slots, ends_there, lengths_there, table_there = (
-            torch.from_numpy(each).to(device) for each in (packed.slots, ends, lengths, table)
+            torch.from_numpy(array).to(device) for array in (packed.slots, ends, lengths, table)
         )
-        most_rows = max(window.tokens for window in windows)
+        most_rows = max(each.tokens for each in contexts)
         return VarlenBatch(self, new_slots, ends_there, lengths_there, table_there, most_rows, int(lengths.max()))
 
     def decode_batch(self, table: Tensor, lengths: Tensor) -> VarlenBatch:
