@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import structlog
 from google.protobuf import duration_pb2
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -161,6 +161,15 @@ def upstream_errors(stage: str) -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise error_from_status(error, stage) from error
+
+
+def check_size(request: Message) -> None:
+    """For what is written to a call, which gRPC ends without its reason: raises InvalidRequest for more than listeners
+    take.
+    """
+    size_bytes = request.ByteSize()
+    if size_bytes > MAX_RECEIVE_BYTES:
+        raise InvalidRequest(f"the request has {size_bytes} bytes, at most {MAX_RECEIVE_BYTES} are allowed")
 
 
 async def read_from(call: Any, stage: str) -> Any:

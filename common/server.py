@@ -15,6 +15,7 @@ import structlog
 from grpc_reflection.v1alpha import reflection
 
 from common.budgets import ClientBudgets
+from common.credentials import is_unix
 from common.errors import StartupError
 from common.exit_status import ExitStatus, at_once
 from common.guards import guarded_server, listen, metrics_tls
@@ -140,4 +141,4 @@ def _end_on_signals() -> None:
 
 def _metrics_host(listen: str) -> str:
     """Metrics are served where the service is; beside a unix socket, on loopback alone."""
-    return "127.0.0.1" if listen.startswith("unix:") else listen.rpartition(":")[0].strip("[]")
+    return "127.0.0.1" if is_unix(listen) else listen.rpartition(":")[0].strip("[]")

@@ -25,6 +25,7 @@ from common.exit_status import ExitStatus
 from common.server import serve
 from common.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, tensor_pb2
+from tests.integration.fleet import free_port
 
 SERVICE = "framesieve.v1.EncoderService"
 FAILURES: dict[int, Exception] = {
@@ -63,9 +64,9 @@ class Peer(encoder_pb2_grpc.EncoderServiceServicer):
 
 @asynccontextmanager
 async def serving(
-    folder: Path, drain_s: float = 5, well: Callable[[], bool] = lambda: True
+    folder: Path, drain_s: float = 5, well: Callable[[], bool] = lambda: True, **other: Any
 ) -> AsyncIterator[tuple[grpc.aio.Channel, asyncio.Task[ExitStatus]]]:
-    settings = ServiceSettings(listen=f"unix:{folder}/s", metrics_port=0, drain_s=drain_s)
+    settings = ServiceSettings(**{"listen": f"unix:{folder}/s", "metrics_port": 0, "drain_s": drain_s, **other})
     register = partial(encoder_pb2_grpc.add_EncoderServiceServicer_to_server, Peer())
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     task = asyncio.create_task(serve(SERVICE, settings, register, well))
@@ -234,6 +235,16 @@ async def test_health_and_reflection_answer(tmp_path: Path) -> None:
         listed = [each.name for each in (await call.read()).list_services_response.service]
         assert SERVICE in listed
         assert "grpc.health.v1.Health" in listed
+
+
+@pytest.mark.parametrize("socket", ["unix:{}/s", "unix-abstract:{}"])
+async def test_beside_a_unix_socket_metrics_are_told_on_loopback_alone(tmp_path: Path, socket: str) -> None:
+    port = free_port()
+    async with serving(tmp_path, listen=socket.format(tmp_path), metrics_port=port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.close()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.2", port)  # of this machine, and where all addresses would answer
 
 
 async def test_an_address_that_cannot_be_listened_on_refuses_to_start() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from client import Encoded, Image, Message, Pruning, Video, encode
+from client import Encoded, Image, Message, Pruning, Text, Video, encode
 from client.wire import prompt_message
 from common import errors
 from common.interceptors import RequestInterceptor
@@ -23,8 +23,9 @@ from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
 from common.retention import RANDOM, VIDCOM2
 from common.tensors import DType, TensorBuffer
 from common.wire import int32_tensor, plan_messages, tensor_chunks
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
+from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 
+MIB = 2**20
 LEVELS, WIDTH = 3, 5
 PHOTO = MediaPlan(
     modality=Modality.IMAGE,
@@ -140,6 +141,17 @@ def test_every_item_comes_whole_with_its_levels_unless_a_pruning_is_given(tmp_pa
     for item, sent in ((first, photo), (second, clip)):
         assert item.values.dtype == (np.float16 if dtype is DType.FLOAT16 else np.float32)
         np.testing.assert_array_equal(item.values, sent.float().numpy())
+
+
+async def test_a_prompt_larger_than_any_service_takes_is_refused_by_its_size_and_unsent(tmp_path: Path) -> None:
+    words = "x" * (20 * MIB)
+    request = encoder_pb2.EncodeRequest(prompt={"pruning": {"method": Pruning().method}})
+    request.prompt.prompt.messages.add(role=prompt_pb2.ROLE_USER).parts.add(text=words)
+    told = rf"^the request has {len(request.SerializeToString())} bytes, at most {20 * MIB} are allowed$"
+    async with served(tmp_path, []) as (address, fake):
+        with pytest.raises(errors.InvalidRequest, match=told):
+            await encode(address, Text(words))
+    assert not fake.asked.ListFields()
 
 
 def test_pieces_of_two_items_may_come_in_any_turn(tmp_path: Path) -> None:
