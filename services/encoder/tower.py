@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
 from common.retention import METHODS
+from services.encoder.cost import TowerSizes, slice_cost
 from services.encoder.patches import PatchShape, patchify
 
 _KEYS_NAMED = 5
@@ -27,6 +28,7 @@ class Tower:
 
     forward: patches uint8 (P, patch_values) and grids int64 (n, 3), each t, h, w in patches, to
         (1 + embed_levels, P / merge², embed_dim), level 0 being the embedding.
+    sizes: what its work depends on.
     pruning_methods: those of `common.retention.METHODS` that a request may name.
     """
 
@@ -36,6 +38,7 @@ class Tower:
     embed_levels: int
     dtype: torch.dtype
     device: torch.device
+    sizes: TowerSizes
     pruning_methods: tuple[str, ...] = METHODS
 
     def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
@@ -54,6 +57,10 @@ class Tower:
             embeds = self.forward(patches, torch.tensor(grids, device=self.device))
             tokens = [height * width // self.patches.merge**2 for height, width in sides]
             return list(torch.split(embeds, tokens, dim=1))
+
+    def cost(self, tokens: int) -> int:
+        """Of a slice of so many tokens; see `cost.slice_cost`."""
+        return slice_cost(self.sizes, tokens, tokens * self.patches.merge**2)
 
 
 def read_weights(checkpoint: Checkpoint, prefixes: Sequence[str]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from common.room import Room
 from services.encoder.batcher import Batcher
 from services.encoder.cache import EmbedsCache, Entry
 from services.encoder.cache_key import cache_key
+from services.encoder.cost import TowerSizes
 from services.encoder.patches import PatchShape
 from services.encoder.tower import Tower
 
@@ -38,6 +39,7 @@ TOWER = Tower(
     embed_levels=1,
     dtype=torch.float32,
     device=torch.device("cpu"),
+    sizes=TowerSizes(hidden=1, patch_weights=1, token_weights=0, full_layers=0),
 )
 
 

@@ -19,6 +19,7 @@ from common.room import Room
 from common.tensors import DType, TensorBuffer
 from services.encoder.batcher import Batcher
 from services.encoder.cache import EmbedsCache, Entry
+from services.encoder.cost import TowerSizes
 from services.encoder.encoding import Encoding, FrameSlice
 from services.encoder.items import Embeds, Item
 from services.encoder.patches import PatchShape
@@ -56,6 +57,7 @@ TOWER = Tower(
     embed_levels=LEVELS - 1,
     dtype=torch.float32,
     device=torch.device("cpu"),
+    sizes=TowerSizes(hidden=1, patch_weights=1, token_weights=0, full_layers=0),
 )
 VIDEO = MediaPlan(
     modality=Modality.VIDEO,

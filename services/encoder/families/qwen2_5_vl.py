@@ -13,22 +13,30 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from common.checkpoint import Checkpoint
-from services.encoder.families.vision_model import make_tower, vision_config
+from services.encoder.families.vision_model import Windows, make_tower, vision_config
 from services.encoder.tower import Tower
 
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Tower:
     """Raises StartupError if the checkpoint's tower is not whole."""
+    config = vision_config(checkpoint, Qwen2_5_VLVisionConfig)
     return make_tower(
         checkpoint,
-        vision_config(checkpoint, Qwen2_5_VLVisionConfig),
+        config,
         Qwen2_5_VisionTransformerPretrainedModel,
         Qwen2_5_VLVisionRotaryEmbedding,
         levels=_levels,
         embed_levels=0,
         dtype=dtype,
         device=device,
+        windows=_windows(config),
     )
+
+
+def _windows(config: Any) -> Windows:
+    side_tokens = config.window_size // config.spatial_merge_size // config.patch_size
+    layers = config.depth - len(config.fullatt_block_indexes)
+    return Windows(layers, (side_tokens * config.spatial_merge_size) ** 2)
 
 
 def _levels(output: Any) -> Tensor:

@@ -6,18 +6,31 @@ It knows no family: a family's file says which classes those are, and what of th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
+from services.encoder.cost import TowerSizes
 from services.encoder.patches import FoldedPatchEmbed, PatchShape, read_normalisation
 from services.encoder.tower import Tower, choose_dtype, fill, read_weights
 
 # Qwen3-VL's checkpoints have the first, Qwen2.5-VL's published ones the second.
 PREFIXES = ("model.visual.", "visual.")
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """layers: how many attend within windows, of at most so many patches."""
+
+    layers: int
+    patches: int
+
+
+NO_WINDOWS = Windows(0, 0)
 
 
 def vision_config(checkpoint: Checkpoint, config_class: Any) -> Any:
@@ -39,6 +52,7 @@ def make_tower(
     embed_levels: int,
     dtype: str,
     device: torch.device,
+    windows: Windows = NO_WINDOWS,
 ) -> Tower:
     """A tower that runs `model_class(config)` with the checkpoint's weights.
 
@@ -66,4 +80,21 @@ def make_tower(
         embed_levels=embed_levels,
         dtype=runs_in,
         device=device,
+        sizes=_sizes(model, windows),
+    )
+
+
+def _sizes(model: Any, windows: Windows) -> TowerSizes:
+    """Of its matrices those in blocks meet every patch, and so do the embedding's; all others merge."""
+    in_blocks, elsewhere = (
+        sum(each.weight.numel() for name, each in model.named_modules() if isinstance(each, nn.Linear) and where(name))
+        for where in (lambda name: name.startswith("blocks."), lambda name: not name.startswith("blocks."))
+    )
+    return TowerSizes(
+        hidden=model.config.hidden_size,
+        patch_weights=in_blocks + model.patch_embed.weight.numel(),
+        token_weights=elsewhere,
+        full_layers=len(model.blocks) - windows.layers,
+        windowed_layers=windows.layers,
+        window_patches=windows.patches,
     )
