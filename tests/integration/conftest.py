@@ -18,6 +18,7 @@ from tests.integration.fleet import Fleet, Service, free_port, metric_in
 
 KV_CACHE_TOKENS = 2048
 DRAIN_S = 4.0
+HASTY_DRAIN_S = 1.0
 # The long clip's 128 slices of 16 tokens, 64 float32 each: one at a time has room in an encoder of the fleet.
 LONG_ITEM_BYTES = 128 * 16 * 64 * 4
 
@@ -41,36 +42,31 @@ def stack(checkpoint: Path, media_root: Path) -> Iterator[LocalStack]:
         yield running
 
 
-@pytest.fixture(scope="session")
-def fetch_port() -> int:
-    """Where on this machine the fleet may fetch from."""
-    return free_port()
-
-
 @pytest.fixture
 def fleet(fleet_of_all_tests: Fleet) -> Fleet:
     """With the first of each service running."""
-    ended = [each for each in fleet_of_all_tests.first if not each.running]
-    for each in ended:
-        each.start()
-    for each in ended:
-        each.ready()
+    fleet_of_all_tests.start(*fleet_of_all_tests.first)
     return fleet_of_all_tests
 
 
 @pytest.fixture(scope="session")
-def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int) -> Iterator[Fleet]:
-    """Slow on purpose: a tower that takes its time, one slice at a time, and a prompt in small chunks."""
+def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Slow on purpose: a tower that takes its time, one slice at a time, and a prompt in small chunks.
+
+    The second of each has little patience where it is told to stop.
+    """
     folder = tmp_path_factory.mktemp("fleet")
     sizes = {"tower_hidden": 256, "tower_intermediate": 1024, "tower_depth": 6, "full_attention_blocks": (5,)}
     model = write_checkpoint(folder / "model", replace(TINY, **sizes), seed=1)  # type: ignore[arg-type]
 
     def two(name: str, *flags: str) -> tuple[Service, Service]:
-        return Service(name, model, folder, flags), Service(name, model, folder, flags)
+        hasty = (*flags, "--drain-s", str(HASTY_DRAIN_S))
+        return Service(name, model, folder, flags), Service(name, model, folder, hasty)
 
     def addresses(services: tuple[Service, Service]) -> str:
         return ",".join(each.address for each in services)
 
+    fetch_port = free_port()
     domains = ("--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1")
     preprocessing = two("preprocessing", "--decode-workers", "2", "--fetch-ports", str(fetch_port), *domains)
     upstream = ("--preprocessing", addresses(preprocessing), "--threads", "1")
@@ -78,7 +74,7 @@ def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int
     upstream = (*upstream, "--encoder", addresses(encoder), "--drain-s", str(DRAIN_S))
     flags = ("--max-running-requests", "4", "--prefill-chunk-tokens", "16", "--kv-cache-tokens", "16384")
     generation = Service("generation", model, folder, (*upstream, *flags))
-    made = Fleet(preprocessing, encoder, generation)
+    made = Fleet(preprocessing, encoder, generation, fetch_port)
     try:
         yield made
     finally:

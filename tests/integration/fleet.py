@@ -6,6 +6,7 @@ Where the launcher runs one stack from its start to its end, tests of failures e
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 import socket
@@ -13,7 +14,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +26,19 @@ from common.probe import is_serving
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0
+
+
+def children(process: int) -> set[int]:
+    found: set[int] = set()
+    for task in Path(f"/proc/{process}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # each reading of metrics is a thread that ends
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
+
+
+def runs(process: int) -> bool:
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def free_port() -> int:
@@ -113,13 +128,31 @@ class Service:
         return {name: value for name, value in held.items() if value}
 
 
+@contextmanager
+def stopped_workers(*preprocessing: Service) -> Iterator[None]:
+    """Inside, the processes that read and decode for these services stand still: what needs one is held there."""
+    workers = [worker for each in preprocessing for worker in children(each.pid)]
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for worker in workers:
+            with suppress(ProcessLookupError):  # those that did not stop when told to were replaced
+                os.kill(worker, signal.SIGCONT)
+
+
 @dataclass
 class Fleet:
-    """One generation over replicas, of which the first of each is started, and the second where a test wants it."""
+    """One generation over replicas, of which the first of each is started, and the second where a test wants it.
+
+    fetch_port: where on this machine preprocessing may fetch from, by the name localhost.
+    """
 
     preprocessing: tuple[Service, Service]
     encoder: tuple[Service, Service]
     generation: Service
+    fetch_port: int
 
     @property
     def first(self) -> tuple[Service, Service, Service]:
@@ -128,6 +161,14 @@ class Fleet:
     @property
     def second(self) -> tuple[Service, Service]:
         return self.preprocessing[1], self.encoder[1]
+
+    def start(self, *services: Service) -> None:
+        """Returns once these, of which some may run already, are ready."""
+        ended = [each for each in services if not each.running]
+        for each in ended:
+            each.start()
+        for each in ended:
+            each.ready()
 
 
 HELD = {

@@ -6,17 +6,21 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from functools import partial
+from itertools import count
+from typing import Self
 
 from client.answer import Delta, Event, Progress
 from client.client import FramesieveClient
 from client.prompt import Video
 from common.errors import FramesieveError
 from tests import media
-from tests.integration.fleet import Fleet, until
+from tests.integration.fleet import Fleet, stopped_workers, until
+from tests.integration.halfway import Halfway, halfway
+from tests.unit.loopback import Server, head, serving
 
-LONG_SLICES = 128
+LONG_SLICES, SHORT_SLICES = 128, 8
 # Within which failures are heard and what leavers held is given up; CI's machines may be busy with others' work.
 SOON_S = 3.0 if "CI" in os.environ else 1.0
 
@@ -27,7 +31,7 @@ def long_clip(seed: int) -> Video:
 
 
 def short_clip(seed: int) -> Video:
-    return Video(data=media.clip(16, fps=8, seed=seed), fps=8)
+    return Video(data=media.clip(2 * SHORT_SLICES, fps=8, seed=seed), fps=8)
 
 
 def long_text(seed: int) -> str:
@@ -52,8 +56,17 @@ class Asked:
     @property
     def half_encoded(self) -> bool:
         """Whether slices of its media are encoded, and others are yet to be decoded."""
-        last = [event for event in self.events if isinstance(event, Progress)][-1:]
-        return any(each.encoded_slices > 0 and each.decoded_slices < LONG_SLICES for each in last)
+        last = self._last_progress
+        return last is not None and last.encoded_slices > 0 and last.decoded_slices < LONG_SLICES
+
+    @property
+    def short_one_encoded(self) -> bool:
+        """Whether the tower is done with its short clip: it is pruned, transferred and prefilled, or has been."""
+        return self._last_progress is not None and self._last_progress.encoded_slices == SHORT_SLICES
+
+    @property
+    def _last_progress(self) -> Progress | None:
+        return next((event for event in reversed(self.events) if isinstance(event, Progress)), None)
 
     async def leave(self) -> None:
         self.task.cancel()
@@ -78,24 +91,79 @@ def asked_about(client: FramesieveClient, video: Video) -> Asked:
     return Asked(client.stream(video, "What moves?", max_new_tokens=4, ignore_eos=True))
 
 
+@asynccontextmanager
+async def dripping(port: int) -> AsyncIterator[Server]:
+    """Serves media that never come to an end, at `dripped(port)`."""
+
+    async def drip(writer: asyncio.StreamWriter) -> None:
+        writer.write(head(200, "Content-Length: 1000000"))
+        while True:
+            writer.write(b"x")
+            await writer.drain()
+            await asyncio.sleep(0.02)
+
+    async with serving(drip, port=port) as server:
+        yield server
+
+
+def dripped(port: int) -> Video:
+    return Video(url=f"http://localhost:{port}/clip.mp4")
+
+
+async def in_transfer(client: FramesieveClient, replica: Halfway, seed: int) -> Asked:
+    """A question of whose clip generation has half: the first that comes by way of `replica`. Others are answered."""
+    for number in count(100 * seed):
+        asked = asked_about(client, short_clip(number))
+        await until(lambda asked=asked: replica.holds or asked.task.done())  # type: ignore[misc]
+        if replica.holds:
+            break
+        assert asked.failed is None
+    return asked
+
+
 class Load:
-    """One request in each stage, once `held` returns; the first of each service of the fleet holds them."""
+    """One request in each stage, once `held` returns; the first of each service of the fleet holds them.
+
+    But for what the fleet's second encoder, or who stands for it, has sent half of. Those that read and decode stand
+    still until `resume`.
+    """
 
     def __init__(self, fleet: Fleet, client: FramesieveClient, seed: int) -> None:
         self._fleet = fleet
         self._client = client
         self._seed = seed
+        self._standing_still = ExitStack()
+        self._serving = AsyncExitStack()
+        self._replica = AsyncExitStack()
         self.asked: dict[str, Asked] = {}
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.leave()
+        self.resume()
+        await self.lose_replica()
+        await self._serving.aclose()
+
     async def held(self) -> None:
-        encoder, generation = self._fleet.encoder[0], self._fleet.generation
+        preprocessing, encoder, generation = self._fleet.first
         one, other = long_clip(self._seed), long_clip(self._seed + 1)
+        replica = await self._replica.enter_async_context(halfway(self._fleet.encoder[1].address, encoder.address))
+        self.asked["in transfer"] = await in_transfer(self._client, replica, self._seed + 1)
+        self.halfway = replica
+        self.server = await self._serving.enter_async_context(dripping(self._fleet.fetch_port))
+        self.asked["fetching"] = asked_about(self._client, dripped(self._fleet.fetch_port))
+        await until(lambda: self.server.requests)
         self.asked["generating"] = generating = endless(self._client, short_clip(self._seed))
         await until(lambda: generating.tokens > 0)
         self.asked["decoding and encoding"] = encoding = asked_about(self._client, one)
         await until(lambda: encoding.half_encoded)
         self.asked["waiting for room"] = asked_about(self._client, other)
         await until(lambda: encoder.metric("framesieve_encoder_room_waiting") >= 1)
+        self._standing_still.enter_context(stopped_workers(preprocessing))
+        self.asked["reading"] = asked_about(self._client, short_clip(self._seed + 1))
+        await until(lambda: preprocessing.metric("framesieve_preprocessing_jobs", pool="read") == 1)
         text = long_text(self._seed)
         self.asked["prefilling"] = prefilling = Asked(self._client.stream(None, text, max_new_tokens=4))
         running = partial(generation.metric, "framesieve_generation_engine_requests", state="running")
@@ -103,6 +171,14 @@ class Load:
         assert not generating.failed
         assert encoding.half_encoded
         assert not prefilling.tokens
+
+    def resume(self) -> None:
+        """Those that read and decode go on."""
+        self._standing_still.close()
+
+    async def lose_replica(self) -> None:
+        """Who has sent half of an item is gone."""
+        await self._replica.aclose()
 
     async def leave(self) -> None:
         for each in self.asked.values():

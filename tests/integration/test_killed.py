@@ -10,10 +10,11 @@ import pytest
 
 from client.client import FramesieveClient
 from common.errors import Unavailable
-from tests.integration.fleet import Fleet, at_rest, until
+from tests.integration.fleet import Fleet, at_rest, children, runs, until
 from tests.integration.load import SOON_S, Load, asked_about, short_clip
 
-MEDIA = ("decoding and encoding", "waiting for room")
+FRAMES = ("fetching", "reading", "decoding and encoding", "waiting for room")
+MEDIA = (*FRAMES, "in transfer")
 TEXT = ("prefilling", "generating")
 
 
@@ -24,31 +25,41 @@ async def client(fleet: Fleet) -> AsyncIterator[FramesieveClient]:
 
 
 @pytest.mark.parametrize(
-    ("index", "name", "lost"), [(0, "preprocessing", MEDIA), (1, "encoder", MEDIA), (2, "generation", (*TEXT, *MEDIA))]
+    ("index", "name", "lost"), [(0, "preprocessing", FRAMES), (1, "encoder", MEDIA), (2, "generation", (*TEXT, *MEDIA))]
 )
 async def test_whoever_needs_a_killed_service_is_told_its_name_and_nobody_else_notices(
     fleet: Fleet, client: FramesieveClient, index: int, name: str, lost: tuple[str, ...]
 ) -> None:
-    load = Load(fleet, client, seed=10 * index)
-    await load.held()
     victim = fleet.first[index]
-    tokens = {stage: asked.tokens for stage, asked in load.asked.items()}
-    killed_s = time.monotonic()
-    victim.kill()
-    for stage in lost:
-        asked = load.asked[stage]
-        await asyncio.wait_for(asked.task, SOON_S)
-        assert isinstance(asked.failed, Unavailable), stage
-        assert asked.failed.stage == name
-        assert asked.ended_s - killed_s < SOON_S
-    for stage in set(load.asked) - set(lost):
-        await until(lambda stage=stage: load.asked[stage].tokens > tokens[stage])  # type: ignore[misc]
-        assert load.asked[stage].failed is None
-    await load.leave()
-    await at_rest((each for each in fleet.first if each is not victim), within_s=SOON_S)
+    workers = children(fleet.preprocessing[0].pid)
+    async with Load(fleet, client, seed=10 * index) as load:
+        await load.held()
+        tokens = {stage: asked.tokens for stage, asked in load.asked.items()}
+        killed_s = time.monotonic()
+        victim.kill()
+        if name == "encoder":
+            await load.lose_replica()
+        for stage in lost:
+            asked = load.asked[stage]
+            await asyncio.wait_for(asked.task, SOON_S)
+            assert isinstance(asked.failed, Unavailable), stage
+            assert asked.failed.stage == name
+            assert asked.ended_s - killed_s < SOON_S, stage
+        load.halfway.release()
+        for stage in set(load.asked) - set(lost):
+            await until(lambda stage=stage: load.asked[stage].tokens > tokens[stage])  # type: ignore[misc]
+            assert load.asked[stage].failed is None
+        await load.leave()
+        await at_rest((each for each in fleet.first if each is not victim), within_s=SOON_S)
+        await until(lambda: not load.halfway.calls and all(task.done() for task in load.server.serving), SOON_S)
+    if name == "preprocessing":
+        await until(lambda: not any(map(runs, workers)), SOON_S)
+    if name == "encoder":
+        with pytest.raises(Unavailable, match="encoder"):
+            await client.ask(short_clip(10 * index), "What moves?", timeout_s=30)
+        assert (await client.ask(None, "Hello?", max_new_tokens=1, timeout_s=30)).usage.completion_tokens == 1
 
-    victim.start()
-    await asyncio.to_thread(victim.ready)
+    await asyncio.to_thread(fleet.start, victim)
     await is_answered_soon(client, index)
     await at_rest(fleet.first, within_s=SOON_S)
 

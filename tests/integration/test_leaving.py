@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
 
 from client.client import FramesieveClient
-from client.prompt import Video
 from common.errors import DeadlinePassed
-from tests.integration.fleet import Fleet, at_rest, until
-from tests.integration.load import SOON_S, Asked, asked_about, endless, long_clip, long_text, short_clip
-from tests.integration.test_workers import children
-from tests.unit.loopback import head, serving
+from tests.integration.fleet import Fleet, at_rest, stopped_workers, until
+from tests.integration.halfway import halfway
+from tests.integration.load import (
+    SOON_S,
+    Asked,
+    asked_about,
+    dripped,
+    dripping,
+    endless,
+    in_transfer,
+    long_clip,
+    long_text,
+    short_clip,
+)
 
 
 @pytest.fixture
@@ -36,39 +45,20 @@ async def leaving(fleet: Fleet, *asked: Asked) -> AsyncIterator[None]:
     await at_rest(fleet.first, within_s=SOON_S)
 
 
-@pytest.fixture
-def stopped_workers(fleet: Fleet) -> Iterator[None]:
-    """The processes that read and decode stand still."""
-    workers = children(fleet.preprocessing[0].pid)
-    for each in workers:
-        os.kill(each, signal.SIGSTOP)
-    yield
-    for each in workers:
-        with suppress(ProcessLookupError):  # those that did not stop when told to were replaced
-            os.kill(each, signal.SIGCONT)
-
-
-async def test_while_media_is_fetched(fleet: Fleet, client: FramesieveClient, fetch_port: int) -> None:
-    async def drip(writer: asyncio.StreamWriter) -> None:
-        writer.write(head(200, "Content-Length: 1000000"))
-        while True:
-            writer.write(b"x")
-            await writer.drain()
-            await asyncio.sleep(0.02)
-
-    async with serving(drip, port=fetch_port) as server:
-        asked = asked_about(client, Video(url=f"http://localhost:{fetch_port}/clip.mp4"))
+async def test_while_media_is_fetched(fleet: Fleet, client: FramesieveClient) -> None:
+    async with dripping(fleet.fetch_port) as server:
+        asked = asked_about(client, dripped(fleet.fetch_port))
         async with leaving(fleet, asked):
             await until(lambda: server.requests)
         await until(lambda: all(task.done() for task in server.serving), within_s=SOON_S)
 
 
-@pytest.mark.usefixtures("stopped_workers")
 async def test_while_media_is_read(fleet: Fleet, client: FramesieveClient) -> None:
-    asked = asked_about(client, short_clip(1000))
     jobs = partial(fleet.preprocessing[0].metric, "framesieve_preprocessing_jobs", pool="read")
-    async with leaving(fleet, asked):
-        await until(lambda: jobs() == 1)
+    with stopped_workers(fleet.preprocessing[0]):
+        asked = asked_about(client, short_clip(1000))
+        async with leaving(fleet, asked):
+            await until(lambda: jobs() == 1)
 
 
 async def test_while_media_is_decoded_and_another_waits_for_the_encoder(fleet: Fleet, client: FramesieveClient) -> None:
@@ -88,6 +78,15 @@ async def test_while_the_last_slices_are_encoded(fleet: Fleet, client: Framesiev
         await until(lambda: encoder.metric("framesieve_encoder_queue_slices"))
         await until(lambda: not preprocessing.in_use())
         await until(lambda: encoder.metric("framesieve_encoder_queue_slices"))
+
+
+async def test_while_half_of_an_item_is_transferred(fleet: Fleet, client: FramesieveClient) -> None:
+    held = partial(fleet.generation.metric, "framesieve_generation_media_buffer_used_bytes")
+    async with halfway(fleet.encoder[1].address, fleet.encoder[0].address) as replica:
+        asked = await in_transfer(client, replica, seed=11)
+        async with leaving(fleet, asked):
+            assert held() > 0
+        await until(lambda: not replica.calls, within_s=SOON_S)
 
 
 async def test_while_a_prompt_is_prefilled(fleet: Fleet, client: FramesieveClient) -> None:
@@ -114,3 +113,74 @@ async def test_a_deadline_that_passes_is_as_good_as_leaving(
     await asyncio.wait_for(asked.task, timeout_s + SOON_S)
     assert isinstance(asked.failed, DeadlinePassed)
     await at_rest(fleet.first, within_s=SOON_S)
+
+
+# --- at any moment ------------------------------------------------------------------------------------------------
+# Planning, pruning and transfer take milliseconds: nothing holds a request there but chance.
+
+
+def quick(client: FramesieveClient, seed: int, timeout_s: float = 60) -> Asked:
+    """A question whose clip nobody knows, and is pruned."""
+    return Asked(
+        client.stream(short_clip(seed), "What moves?", pruning_rate=0.5, max_new_tokens=2, timeout_s=timeout_s)
+    )
+
+
+async def undisturbed(client: FramesieveClient, seed: int) -> tuple[float, float, float]:
+    """Seconds from asking to the plan, to the last slice that is encoded, and to the end."""
+    start_s = time.monotonic()
+    asked = quick(client, seed)
+    await promptly(lambda: asked.events)
+    planned_s = time.monotonic() - start_s
+    await promptly(lambda: asked.short_one_encoded)
+    encoded_s = time.monotonic() - start_s
+    await asked.task
+    assert asked.tokens == 2
+    return planned_s, encoded_s, asked.ended_s - start_s
+
+
+async def promptly(condition: Callable[[], object]) -> None:
+    """As `until`, of what this process knows by itself."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def spread(start_s: float, end_s: float, number: int) -> list[float]:
+    """The middles of so many parts."""
+    return [start_s + (end_s - start_s) * (part + 0.5) / number for part in range(number)]
+
+
+async def test_at_any_moment(fleet: Fleet, client: FramesieveClient) -> None:
+    """While it is planned, and so on, and from the tower's last slice on; some of each are left before the next."""
+    await undisturbed(client, 1100)
+    planned_s, encoded_s, ended_s = await undisturbed(client, 1101)
+    reached: Counter[str] = Counter()
+    moments = [(False, after_s) for after_s in (*spread(0, planned_s, 5), *spread(planned_s, encoded_s, 5))]
+    moments += [(True, after_s) for after_s in spread(0, ended_s - encoded_s, 5)]
+    for number, (encoded, after_s) in enumerate(moments):
+        asked = quick(client, 1102 + number)
+        if encoded:
+            await promptly(lambda asked=asked: asked.short_one_encoded)  # type: ignore[misc]
+        await asyncio.sleep(after_s)
+        reached["answered" if asked.tokens else "encoded" if asked.short_one_encoded else "planned"] += 1
+        if not asked.events:
+            reached["asked"] += 1
+        await asked.leave()
+        await at_rest(fleet.first, within_s=SOON_S)
+    assert reached["asked"]
+    assert reached["encoded"]
+
+
+async def test_a_deadline_that_passes_at_any_moment(fleet: Fleet, client: FramesieveClient) -> None:
+    await undisturbed(client, 1200)
+    planned_s, encoded_s, ended_s = await undisturbed(client, 1201)
+    moments = (*spread(0, planned_s, 5), *spread(planned_s, encoded_s, 4), *spread(encoded_s, ended_s, 5))
+    passed = 0
+    for number, timeout_s in enumerate(moments):
+        asked = quick(client, 1202 + number, timeout_s)
+        await asyncio.wait_for(asked.task, timeout_s + SOON_S)
+        assert isinstance(asked.failed, DeadlinePassed) or asked.tokens == 2
+        passed += asked.failed is not None
+        await at_rest(fleet.first, within_s=SOON_S)
+    assert passed > 5

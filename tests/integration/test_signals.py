@@ -13,7 +13,9 @@ import resource
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,11 @@ from common.channels import upstream_errors
 from common.exit_status import ExitStatus
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from tests import media
-from tests.integration.conftest import DRAIN_S
-from tests.integration.fleet import Fleet, Service, at_rest, until
-from tests.integration.load import SOON_S, Load
-from tests.integration.test_workers import children, runs
+from tests.integration.conftest import DRAIN_S, HASTY_DRAIN_S
+from tests.integration.fleet import Fleet, Service, at_rest, children, runs, stopped_workers, until
+from tests.integration.load import SOON_S, Load, asked_about, short_clip
+
+ENDLESS = ("in transfer", "fetching", "generating")
 
 Start = Callable[..., Service]
 
@@ -56,19 +59,14 @@ async def held_call(service: Service, held: int = 1) -> AsyncIterator[Any]:
 
     By a bare channel: one of ours would begin it again.
     """
-    workers = children(service.pid)
-    for each in workers:
-        os.kill(each, signal.SIGSTOP)
     video = prompt_pb2.Part(video=prompt_pb2.Media(data=media.clip()))
     message = prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=[video])
-    async with grpc.aio.insecure_channel(service.address) as channel:
-        call = preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess()
-        await call.write(preprocessing_pb2.PreprocessRequest(prompt=prompt_pb2.Prompt(messages=[message])))
-        await until(lambda: service.metric("framesieve_preprocessing_jobs", pool="read") == held)
-        yield call
-    for each in workers:
-        with suppress(ProcessLookupError):
-            os.kill(each, signal.SIGCONT)
+    with stopped_workers(service):
+        async with grpc.aio.insecure_channel(service.address) as channel:
+            call = preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess()
+            await call.write(preprocessing_pb2.PreprocessRequest(prompt=prompt_pb2.Prompt(messages=[message])))
+            await until(lambda: service.metric("framesieve_preprocessing_jobs", pool="read") == held)
+            yield call
 
 
 async def test_a_service_without_requests_ends_with_0_and_leaves_no_worker(start: Start) -> None:
@@ -146,23 +144,76 @@ async def test_a_service_whose_workers_do_not_start_is_unwell_until_they_do(star
             await becomes("SERVING")
 
 
+async def shared_with(replica: Service, client: FramesieveClient) -> None:
+    """Returns once whoever asks it has found it: channels look again within a second."""
+    for seed in count(3100):
+        asked = asked_about(client, short_clip(seed))
+        await asyncio.wait_for(asked.task, 30)
+        assert asked.failed is None
+        if await asyncio.to_thread(replica.metric, "framesieve_requests_total", code="OK"):
+            return
+
+
+@pytest.mark.parametrize("name", ["encoder", "preprocessing"])
+async def test_a_replica_passes_new_requests_on_to_the_other_which_is_alone_and_refuses_them(
+    fleet: Fleet, name: str
+) -> None:
+    """Both are told to stop, one after the other, with requests that cannot go on; the second is in a hurry."""
+    first, second = getattr(fleet, name)
+    await asyncio.to_thread(fleet.start, first, second)
+    readers = [each for each in fleet.preprocessing if each.running]
+    held_by_first, held_by_second = (partial(each.metric, "framesieve_requests_running") for each in (first, second))
+    async with FramesieveClient(fleet.generation.address) as client:
+        await shared_with(second, client)
+        with stopped_workers(*readers):
+            held = [asked_about(client, short_clip(seed)) for seed in range(3000, 3004)]
+            await until(lambda: held_by_first() == held_by_second() == 2)
+            first.tell(signal.SIGTERM)
+            await until(lambda: not first.serving(), within_s=SOON_S)
+            held += [asked_about(client, short_clip(seed)) for seed in range(3004, 3006)]
+            await until(lambda: held_by_second() == 4)
+        for asked in held:
+            await asyncio.wait_for(asked.task, 30)
+            assert (asked.failed, asked.tokens) == (None, 4)
+        assert await asyncio.to_thread(first.ended) == ExitStatus.FINISHED
+
+        with stopped_workers(*(each for each in readers if each.running)):
+            held = [asked_about(client, short_clip(seed)) for seed in range(3010, 3012)]
+            await until(lambda: held_by_second() == 2)
+            told_s = time.monotonic()
+            second.tell(signal.SIGTERM)
+            await until(lambda: not second.serving(), within_s=SOON_S)
+            late = asked_about(client, short_clip(3012))
+            await asyncio.wait_for(late.task, SOON_S)
+            for asked in held:
+                await asyncio.wait_for(asked.task, HASTY_DRAIN_S + SOON_S)
+                assert asked.ended_s - told_s >= HASTY_DRAIN_S
+            for asked in (late, *held):
+                assert isinstance(asked.failed, errors.Unavailable)
+                assert asked.failed.stage == name
+            assert await asyncio.to_thread(second.ended) == ExitStatus.CUT_OFF
+    await at_rest([each for each in fleet.first if each is not first], within_s=SOON_S)
+
+
 async def test_a_generation_that_is_told_to_stop_finishes_what_it_can_and_tells_the_rest(
     fleet: Fleet,
 ) -> None:
-    async with FramesieveClient(fleet.generation.address) as client:
-        load = Load(fleet, client, seed=30)
+    async with FramesieveClient(fleet.generation.address) as client, Load(fleet, client, seed=30) as load:
         await load.held()
+        load.resume()
         told_s = time.monotonic()
         fleet.generation.tell(signal.SIGTERM)
         for asked in load.asked.values():
             await asyncio.wait_for(asked.task, DRAIN_S + SOON_S)
-    for stage, asked in load.asked.items():
-        if asked.failed is None:
-            assert stage != "generating"
-            continue
-        assert isinstance(asked.failed, errors.Unavailable), stage
-        assert str(asked.failed) == "generation is draining, and the time to finish is over"
-        assert asked.ended_s - told_s >= DRAIN_S
-    assert load.asked["prefilling"].failed is None
-    assert await asyncio.to_thread(fleet.generation.ended) == ExitStatus.CUT_OFF
-    await at_rest(fleet.first[:2], within_s=SOON_S)
+        for stage, asked in load.asked.items():
+            if asked.failed is None:
+                assert stage not in ENDLESS
+                continue
+            assert isinstance(asked.failed, errors.Unavailable), stage
+            assert asked.failed.stage == "generation"
+            # What nothing was said to yet is asked again, and then nobody may be there.
+            assert not asked.events or str(asked.failed) == "generation is draining, and the time to finish is over"
+            assert asked.ended_s - told_s >= DRAIN_S
+        assert load.asked["prefilling"].failed is None
+        assert await asyncio.to_thread(fleet.generation.ended) == ExitStatus.CUT_OFF
+        await at_rest(fleet.first[:2], within_s=SOON_S)

@@ -9,7 +9,6 @@ import signal
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -28,28 +27,16 @@ from common.channels import open_channel, upstream_errors
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from tests import media
 from tests.integration.conftest import metric, settles
+from tests.integration.fleet import children, runs
 
 READING_WORKERS, DECODING_WORKERS = 2, 1
 MIB = 2**20
-
-
-def children(process: int) -> set[int]:
-    found: set[int] = set()
-    for task in Path(f"/proc/{process}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # each reading of metrics is a thread that ends
-            found.update(map(int, (task / "children").read_text().split()))
-    return found
 
 
 def cpu_ticks(process: int) -> int:
     """What it has used so far."""
     fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
     return int(fields[11]) + int(fields[12])
-
-
-def runs(process: int) -> bool:
-    status = Path(f"/proc/{process}/stat")
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def replaced(stack: LocalStack, reason: str) -> float:

@@ -1,0 +1,78 @@
+"""An encoder's replica that sends half of an item and then nothing, so that a request can be held in transfer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from common.channels import MAX_ANSWER_BYTES, MAX_RECEIVE_BYTES, REQUEST_ID_KEY
+from framesieve.v1.encoder_pb2 import EncodeResponse
+from tests.contract.loopback import speaking
+
+ENCODE = "/framesieve.v1.EncoderService/Encode"
+
+
+class Halfway:
+    """Passes calls on to a real encoder, and of the first that gets embeddings only half of them until `release`.
+
+    calls: those that are not over. holds: whether it has sent that half.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.calls = 0
+        self.holds = False
+        self._encode = channel.stream_stream(ENCODE)
+        self._released = asyncio.Event()
+
+    def release(self) -> None:
+        self._released.set()
+
+    async def passed_on(self, requests: Any, context: Any) -> AsyncIterator[bytes]:
+        request_id = str(dict(context.invocation_metadata())[REQUEST_ID_KEY])
+        call = self._encode(requests, timeout=context.time_remaining(), metadata=((REQUEST_ID_KEY, request_id),))
+        self.calls += 1
+        try:
+            async for sent in call:
+                answer = EncodeResponse.FromString(sent)
+                if self.holds or not answer.HasField("embeds"):
+                    yield sent
+                    continue
+                first, second = halves(answer)
+                yield first.SerializeToString()
+                self.holds = True
+                await self._released.wait()
+                yield second.SerializeToString()
+        except grpc.aio.AioRpcError as error:
+            await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata()))
+        finally:
+            self.calls -= 1
+            call.cancel()
+
+
+def halves(answer: EncodeResponse) -> tuple[EncodeResponse, EncodeResponse]:
+    """One piece of an item as two."""
+    data = answer.embeds.chunk.data
+    middle = len(data) // 2
+    first, second = EncodeResponse(), EncodeResponse()
+    first.CopyFrom(answer)
+    first.embeds.chunk.data = data[:middle]
+    second.embeds.media_index = answer.embeds.media_index
+    second.embeds.chunk.CopyFrom(answer.embeds.chunk)
+    second.embeds.chunk.data = data[middle:]
+    second.embeds.chunk.offset_bytes += middle
+    return first, second
+
+
+@asynccontextmanager
+async def halfway(address: str, encoder: str) -> AsyncIterator[Halfway]:
+    """Serves at `address` what the encoder at the other answers. On leaving it is gone, as if it had been killed."""
+    options = [("grpc.max_receive_message_length", MAX_ANSWER_BYTES)]
+    async with grpc.aio.insecure_channel(encoder, options=options) as channel:
+        replica = Halfway(channel)
+        listening = [("grpc.max_receive_message_length", MAX_RECEIVE_BYTES)]
+        async with speaking(address, ENCODE, replica.passed_on, listening):
+            yield replica
