@@ -74,12 +74,14 @@ async def serving(
         async with open_channel(settings.listen) as channel:
             await asyncio.wait_for(channel.channel_ready(), 10)
             yield channel, task
+    finally:
         if not task.done():
             os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(task, 10)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        try:
+            await asyncio.wait_for(task, 10)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def ask(channel: grpc.aio.Channel, index: int, **call: Any) -> Any:
