@@ -52,15 +52,20 @@ def run(main: Callable[[], Coroutine[Any, Any, ExitStatus]]) -> NoReturn:
 
 
 async def serve(
-    service: str, settings: ServiceSettings, register: Callable[[grpc.aio.Server], None], well: Callable[[], bool]
+    service: str,
+    settings: ServiceSettings,
+    register: Callable[[grpc.aio.Server], None],
+    well: Callable[[], bool],
+    broken: asyncio.Event | None = None,
 ) -> ExitStatus:
     """Serves until SIGTERM or SIGINT, then drains: health says NOT_SERVING, running requests finish within the grace.
 
     service: the full gRPC name, framesieve.v1.….
     register: adds the servicer to the server.
     well: whether the service can do its work; health says so, however many requests it still answers.
-    Returns CUT_OFF if requests outlasted the grace. Raises StartupError if the address cannot be listened on as the
-    settings say.
+    broken: set where it never can again: it drains as if told to stop.
+    Returns FAILED if it was broken, CUT_OFF if requests outlasted the grace. Raises StartupError if the address cannot
+    be listened on as the settings say.
     """
     tracer = open_tracer(stage_of(service))
     budgets = ClientBudgets(settings.max_requests_per_client, settings.max_bytes_per_client)
@@ -90,7 +95,7 @@ async def serve(
         model=str(settings.model),
     )
     telling = asyncio.create_task(_tell_health(health, well))
-    await stopping.wait()
+    await _either(stopping, broken or asyncio.Event())
     log.info("draining", grace_s=settings.drain_s)
     telling.cancel()
     SERVING.set(0)
@@ -103,7 +108,19 @@ async def serve(
     if tracer is not None:
         tracer.close()
     log.info("stopped", cut_off=cut_off)
+    if broken is not None and broken.is_set():
+        return ExitStatus.FAILED
     return ExitStatus.CUT_OFF if cut_off else ExitStatus.FINISHED
+
+
+async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
+    """Returns once one of them is set."""
+    waits = [asyncio.create_task(event.wait()) for event in (one, other)]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waits:
+            each.cancel()
 
 
 async def _tell_health(health: Health, well: Callable[[], bool]) -> None:

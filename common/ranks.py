@@ -1,0 +1,142 @@
+"""The processes that compute together with a service: it is rank 0, starts the others, tells them what to do.
+
+    service, rank 0 ──▶ rank 1: python -m MODULE 7      a socket each, which is descriptor 7 there
+                    ──▶ rank 2: python -m MODULE 9
+
+Its service hears of a rank that ends unasked; a rank whose service has ended ends at once, whatever it computes. They
+are started, never forked. It knows neither torch nor what is computed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+_LENGTH = struct.Struct(">Q")
+_EXIT_S = 5.0
+
+
+class Ranks:
+    """Ranks 1 to count − 1, from their start to `close`, which must be called."""
+
+    def __init__(self, module: str, count: int, facts: Mapping[str, object], on_lost: Callable[[str], None]) -> None:
+        """module: what each runs, whose `main` makes `Orders`.
+
+        facts: what each is told first, as JSON, beside its own `rank` and how many `ranks` there are.
+        on_lost: told which rank ended unasked, and how, in a thread of its own.
+        """
+        self._on_lost = on_lost
+        self._closing = False
+        self._ranks = [_Rank(module, number) for number in range(1, count)]
+        for each in self._ranks:
+            with suppress(OSError):  # it has ended already, and is watched
+                each.tell(json.dumps({**facts, "rank": each.number, "ranks": count}).encode())
+        self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._watching.start()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(each.process.pid for each in self._ranks)
+
+    def tell(self, message: bytes) -> None:
+        """To every rank, in order. Raises OSError if one has ended."""
+        for each in self._ranks:
+            each.tell(message)
+
+    def close(self) -> None:
+        """Ends them: those that wait to be told by themselves, others after a while."""
+        self._closing = True
+        for each in self._ranks:
+            each.hang_up()
+        for each in self._ranks:
+            each.end()
+        self._watching.join()
+        for each in self._ranks:
+            os.close(each.handle)
+
+    def _watch(self) -> None:
+        if not self._ranks:
+            return
+        ends = select.poll()
+        for each in self._ranks:
+            ends.register(each.handle, select.POLLIN)
+        ended = {handle for handle, _ in ends.poll()}
+        if self._closing:
+            return
+        lost = next(each for each in self._ranks if each.handle in ended)
+        self._on_lost(f"rank {lost.number} of {len(self._ranks) + 1} {lost.how_it_ended()}")
+
+
+class Orders:
+    """A rank's end: what its service tells it. Signals that the service drains on are not for it."""
+
+    def __init__(self, descriptor: int) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        self._connection = socket.socket(fileno=descriptor)
+        threading.Thread(target=_end_with, args=(os.pidfd_open(os.getppid()),), name="service", daemon=True).start()
+        first = self.receive()
+        self.facts: dict[str, Any] = {} if first is None else json.loads(first)
+
+    def receive(self) -> bytes | None:
+        """The next message, once there is one; None when there will be none."""
+        head = self._read(_LENGTH.size)
+        return None if head is None else self._read(_LENGTH.unpack(head)[0])
+
+    def _read(self, size: int) -> bytes | None:
+        data, filled = bytearray(size), 0
+        while filled < size:
+            got = self._connection.recv_into(memoryview(data)[filled:])
+            if not got:
+                return None
+            filled += got
+        return bytes(data)
+
+
+class _Rank:
+    def __init__(self, module: str, number: int) -> None:
+        self.number = number
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-m", module, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # a terminal's Ctrl-C is for the service
+            )
+        self.handle = os.pidfd_open(self.process.pid)
+
+    def tell(self, message: bytes) -> None:
+        self._connection.sendall(_LENGTH.pack(len(message)) + message)
+
+    def hang_up(self) -> None:
+        self._connection.close()
+
+    def end(self) -> None:
+        try:
+            self.process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def how_it_ended(self) -> str:
+        status = self.process.wait()
+        return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+
+
+def _end_with(service: int) -> None:
+    """Ends this process once another has, by its pidfd."""
+    ends = select.poll()
+    ends.register(service, select.POLLIN)
+    ends.poll()
+    os._exit(1)

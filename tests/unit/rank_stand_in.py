@@ -1,0 +1,28 @@
+"""A rank that computes nothing: it writes down what it is told, into the folder that its facts name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from common.ranks import Orders
+
+
+def main() -> None:
+    orders = Orders(int(sys.argv[1]))
+    notes = Path(orders.facts["folder"]) / f"rank-{orders.facts['rank']}-of-{orders.facts['ranks']}"
+    with notes.open("w", buffering=1) as file:
+        file.write(f"{os.getpid()}\n")
+        while (told := orders.receive()) is not None:
+            file.write(f"{len(told)} {told[:20].decode()}\n")
+            if told == b"leave":
+                sys.exit(7)
+            if told == b"hang":
+                signal.pause()
+        file.write("the end\n")
+
+
+if __name__ == "__main__":
+    main()
