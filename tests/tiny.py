@@ -23,7 +23,7 @@ from services.generation.engine import Engine
 from services.generation.families import load_language_model
 from services.generation.families.language_model import LanguageModel
 from services.generation.request import Event, Failed, Finished, Request, Tokens
-from services.generation.runner import Runner
+from services.generation.runner import Followers, Runner
 from services.generation.sampler import SamplingParams
 from services.generation.stats import Step
 from services.generation.windows import Window
@@ -64,8 +64,10 @@ class WholeWords:
 class RecordingRunner(Runner):
     """Remembers the logits that each request's tokens were chosen from."""
 
-    def __init__(self, model: LanguageModel, blocks: int, block_tokens: int) -> None:
-        super().__init__(model, blocks, block_tokens)
+    def __init__(
+        self, model: LanguageModel, blocks: int, block_tokens: int, followers: Followers | None = None
+    ) -> None:
+        super().__init__(model, blocks, block_tokens, followers)
         self._requests: dict[str, Request] = {}
         self._logits: dict[str, list[Tensor]] = {}
         self.steps: list[list[tuple[str, int, int]]] = []
@@ -117,11 +119,12 @@ class TinyEngine:
     max_waiting: int = 64
     guess_tokens: int = 0
     on_step: Callable[[Step], None] = lambda _: None
+    followers: Followers | None = None
     runner: RecordingRunner = field(init=False)
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
-        self.runner = RecordingRunner(self.model, self.blocks, BLOCK_TOKENS)
+        self.runner = RecordingRunner(self.model, self.blocks, BLOCK_TOKENS, self.followers)
         allocator = BlockAllocator(self.blocks, BLOCK_TOKENS)
         self.engine = Engine(
             self.runner,

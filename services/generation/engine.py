@@ -22,7 +22,7 @@ from common.errors import FramesieveError, InvalidRequest, Overloaded, PeerContr
 from services.generation.answers import Answers, MediaItem
 from services.generation.blocks import BlockAllocator
 from services.generation.request import Event, Failed, Finished, FinishReason, PrefillStarted, Request, Status, Tokens
-from services.generation.runner import Runner
+from services.generation.runner import OutOfStep, Runner
 from services.generation.sampler import Chosen, SamplingState, sample
 from services.generation.scheduler import Scheduler
 from services.generation.stats import EngineStats, Step, Totals
@@ -31,6 +31,7 @@ from services.generation.windows import Window
 log = structlog.get_logger()
 
 STOP_WAIT_S = 30.0
+GIVEN_UP_WAIT_S = 1.0  # it may stand still for good, in a step that another rank has left
 
 
 class Engine:
@@ -64,6 +65,7 @@ class Engine:
         self._guesses = 0
         self._right_guesses = 0
         self._stopping = False
+        self._given_up = False
         self._totals = Totals()
         self._on_step = on_step
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -88,7 +90,20 @@ class Engine:
         with self._lock:
             self._stopping = True
         self._commands.put((None, lambda: None))
-        self._thread.join(STOP_WAIT_S)
+        self._thread.join(GIVEN_UP_WAIT_S if self._given_up else STOP_WAIT_S)
+
+    def give_up(self) -> None:
+        """Nobody may queue behind a thread that ends or stands still, nor wait for it: requests fail with Unavailable.
+
+        The scheduler itself may be what is broken. Nothing is told after that.
+        """
+        with self._lock:
+            if self._given_up:
+                return
+            self._stopping = self._given_up = True
+            left = list(self._scheduler.requests())
+        for request in left:
+            self._tell(request, Failed(Unavailable("the engine of generation has failed", "generation")))
 
     def submit(self, request: Request) -> None:
         """Takes a request over, and its followers. Its `wanted_media` then says which items are to be delivered.
@@ -148,7 +163,7 @@ class Engine:
                 self._announce(windows)
             if windows:
                 self._finish(windows, *self._runner.run(windows))
-        except torch.AcceleratorError:  # the device is of no more use to this process
+        except (torch.AcceleratorError, OutOfStep):  # the device, or another rank, is of no more use to this process
             raise
         except Exception as error:
             log.exception("step failed", request_ids=[window.request.id for window in windows])
@@ -170,17 +185,12 @@ class Engine:
             self._take_commands()
             with self._lock:
                 self._fail(self._scheduler.requests(), Unavailable("generation was stopped", "generation"))
+        except OutOfStep as error:
+            log.error("the engine ended: ranks are out of step", error=str(error))
+            self.give_up()
         except Exception:
             log.exception("the engine ended by a bug")
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """Nobody may queue behind a thread that ends, nor wait for it. The scheduler itself may be what is broken."""
-        with self._lock:
-            self._stopping = True
-            left = list(self._scheduler.requests())
-        for request in left:
-            self._send(request, Failed(Unavailable("the engine of generation has failed", "generation")))
+            self.give_up()
 
     def _take_commands(self) -> None:
         while True:
@@ -265,6 +275,10 @@ class Engine:
             self._send(request, Finished(reason, len(request.output_ids)))
 
     def _send(self, request: Request, event: Event) -> None:
+        if not self._given_up:
+            self._tell(request, event)
+
+    def _tell(self, request: Request, event: Event) -> None:
         """A listener that fails is a bug in the listener: its request is given up, the others go on."""
         try:
             request.on_event(event)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import structlog
 import torch
@@ -21,20 +22,34 @@ from services.generation.windows import Int64Array, MediaRows, Packed, Window, p
 log = structlog.get_logger()
 
 
+class OutOfStep(Exception):
+    """Ranks that compute together no longer do: what their caches hold is not the same from here on."""
+
+
+class Followers(Protocol):
+    """The other ranks that hold a part of the model."""
+
+    def tell(self, packed: Packed, features: Tensor | None) -> None:
+        """Has each of them compute what this rank computes next."""
+
+
 class Runner:
     """Runs a language model over a paged cache of `blocks` blocks of `block_tokens` tokens each."""
 
-    def __init__(self, model: LanguageModel, blocks: int, block_tokens: int) -> None:
+    def __init__(
+        self, model: LanguageModel, blocks: int, block_tokens: int, followers: Followers | None = None
+    ) -> None:
         self.model = model
+        self._followers = followers
         sizes = CacheSizes(model.layers, blocks, block_tokens, model.heads, model.kv_heads, model.head_dim)
         self._cache = make_cache(sizes, model.embed_tokens.weight)
         self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
-    def capture_decoding(self, most_requests: int, most_tokens: int, capture: Capture) -> None:
+    def capture_decoding(self, most_requests: int, most_tokens: int, capture: Capture) -> bool:
         """Has steps that only decode replayed as graphs, for up to so many requests of up to so many tokens.
 
-        A model that no graph can hold is run as before.
+        Returns whether they are: a model that no graph can hold is run as before.
         """
         start = time.perf_counter()
         blocks = min(-(-most_tokens // self._cache.sizes.block_tokens), self._cache.sizes.blocks)
@@ -42,19 +57,31 @@ class Runner:
             self._graphs = DecodeGraphs(self.model, self._cache, most_requests, blocks, capture)
         except RuntimeError as error:
             log.warning("decoding without graphs", error=str(error))
-        else:
-            log.info("decode steps captured", graphs=len(self._graphs), seconds=round(time.perf_counter() - start, 3))
+            return False
+        log.info("decode steps captured", graphs=len(self._graphs), seconds=round(time.perf_counter() - start, 3))
+        return True
+
+    def decode_eagerly(self) -> None:
+        """Gives up the graphs that were captured."""
+        self._graphs = None
 
     @torch.inference_mode()
     def run(self, windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
         """Computes the windows' keys and values, and what follows those that sample.
 
         Returns the windows that sample and their raw logits, float32 [S, vocab_size], in the same order, one row for
-        each and one for each of its guesses.
+        each and one for each of its guesses. Raises OutOfStep for whatever fails where other ranks compute the same.
         """
         packed, media = pack(windows, self._cache.sizes.block_tokens)
         features = torch.cat([_features(each) for each in media], dim=1) if media else None
-        return [window for window in singles_first(windows) if window.samples], self.compute(packed, features)
+        sampled = [window for window in singles_first(windows) if window.samples]
+        if self._followers is None:
+            return sampled, self.compute(packed, features)
+        try:
+            self._followers.tell(packed, features)
+            return sampled, self.compute(packed, features)
+        except Exception as error:
+            raise OutOfStep(str(error)) from error
 
     @torch.inference_mode()
     def compute(self, packed: Packed, features: Tensor | None) -> Tensor:

@@ -45,6 +45,12 @@ class GenerationSettings(UpstreamSettings):
         "auto", description="of weights and cache; auto is the checkpoint's own"
     )
     device: str = Field("auto", description="cpu, cuda or cuda:N; auto is cuda where there is one")
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        description="processes that compute the model together, each a part of every layer; on CUDA as many devices, "
+        "from --device on. Must divide the model's attention heads and KV heads",
+    )
     threads: int | None = Field(
         None, ge=1, description="threads of one operation on the CPU; unset: torch's own choice"
     )

@@ -57,6 +57,13 @@ def test_a_limit_beyond_the_cache_refuses_to_start(tmp_path: Path, tiny_checkpoi
     assert "cache's 512" in said
 
 
+def test_more_ranks_than_can_share_the_heads_refuse_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    flags = ("--tensor-parallel", "3")
+    status, said = start("--model", str(tiny_checkpoint), "--listen", f"unix:{tmp_path}/s", *flags)
+    assert status == 2
+    assert "--tensor-parallel 3 must divide the model's 4 attention heads and 2 KV heads" in said.splitlines()[-1]
+
+
 def test_a_device_that_is_not_there_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
     status, said = start("--model", str(tiny_checkpoint), "--listen", f"unix:{tmp_path}/s", "--device", "cuda:77")
     assert status == 2

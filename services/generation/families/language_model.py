@@ -5,6 +5,7 @@ It knows no family: a family's file says which of transformers' classes it is an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from common.checkpoint import Checkpoint
 from common.errors import StartupError
 from services.generation.attention import ATTENTION
 from services.generation.linears import pack_linears, packed
+from services.generation.parallel.group import Group
+from services.generation.parallel.sharding import Shard, check_heads, layers_plan, shard
 
 LM_HEAD_PREFIX = "lm_head."
 
@@ -28,6 +31,7 @@ class LanguageModel:
         there are levels and media rows, also with `visual_pos_masks`, int64 [M], which rows those are, and
         `deepstack_visual_embeds` [embed_levels, M, D], of which number l is added to them after layer l.
     embed_tokens: ids to [.., D]; lm_head: [.., D] to [.., vocab_size].
+    heads, kv_heads: those that this process computes; where several compute together, its part of the model's.
     embed_levels: tensors that a media row carries beside its embedding.
     context_tokens: the longest sequence that the checkpoint was made for.
     """
@@ -73,31 +77,55 @@ def make_text(text_class: Any, rotary_class: Any, text_config: Any, device: torc
     return text
 
 
-def with_output_layer(checkpoint: Checkpoint, config: Any, text: Any, embed_levels: int) -> LanguageModel:
+def shard_text(text: Any, plan: Mapping[str, str] | None, group: Group | None) -> dict[str, Shard]:
+    """Has a text model that waits for its weights compute this rank's part; what `read_weights` must know of it.
+
+    plan: transformers' own. Raises StartupError if there is none, or heads that cannot be shared out.
+    """
+    if group is None:
+        return {}
+    check_heads(text.config, group.ranks)
+    return shard(text, layers_plan(text, plan, group.ranks), group)
+
+
+def with_output_layer(
+    checkpoint: Checkpoint, config: Any, text: Any, embed_levels: int, style: str, group: Group | None
+) -> LanguageModel:
     """A text model that has its weights, with the output layer beside it.
 
-    config: of the whole model. Raises StartupError for missing weights.
+    config: of the whole model. style: how the output layer is shared out, as transformers names it.
+    Raises StartupError for missing weights.
     """
     sizes, embed_tokens = config.text_config, text.embed_tokens
     with torch.device("meta"):
-        lm_head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
+        lm_head: Any = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
+    shards = {} if group is None else _shard_output_layer(lm_head, style, group)
+    weight = embed_tokens.weight
     if config.tie_word_embeddings:
-        lm_head.weight = embed_tokens.weight
+        lm_head.weight = nn.Parameter(shards["weight"].of(weight.detach())) if shards else weight
     else:
-        weights = read_weights(checkpoint, LM_HEAD_PREFIX, embed_tokens.weight.dtype, embed_tokens.weight.device)
+        weights = read_weights(checkpoint, LM_HEAD_PREFIX, weight.dtype, weight.device, shards)
         fill(lm_head, weights, LM_HEAD_PREFIX)
-    pack_linears(text)
+    if group is None:  # what ranks do around a linear layer has no place around a packed one
+        pack_linears(text)
+        lm_head = packed(lm_head)
+    ranks = 1 if group is None else group.ranks
     return LanguageModel(
         text=text.train(False).requires_grad_(False),
         embed_tokens=embed_tokens,
-        lm_head=packed(lm_head).requires_grad_(False),
+        lm_head=lm_head.requires_grad_(False),
         layers=sizes.num_hidden_layers,
-        heads=sizes.num_attention_heads,
-        kv_heads=sizes.num_key_value_heads,
+        heads=sizes.num_attention_heads // ranks,
+        kv_heads=sizes.num_key_value_heads // ranks,
         head_dim=text.layers[0].self_attn.head_dim,
         context_tokens=sizes.max_position_embeddings,
         embed_levels=embed_levels,
     )
+
+
+def _shard_output_layer(lm_head: nn.Module, style: str, group: Group) -> dict[str, Shard]:
+    shards = shard(nn.ModuleDict({"lm_head": lm_head}), {"lm_head.weight": style, "lm_head": style}, group)
+    return {name.removeprefix(LM_HEAD_PREFIX): each for name, each in shards.items()}
 
 
 def has_weights(checkpoint: Checkpoint, prefix: str) -> bool:
@@ -109,14 +137,25 @@ def has_weights(checkpoint: Checkpoint, prefix: str) -> bool:
     return False
 
 
-def read_weights(checkpoint: Checkpoint, prefix: str, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """The tensors whose names start with `prefix`, under the rest of their names."""
+def read_weights(
+    checkpoint: Checkpoint, prefix: str, dtype: torch.dtype, device: torch.device, shards: Mapping[str, Shard]
+) -> dict[str, Tensor]:
+    """The tensors whose names start with `prefix`, under the rest of their names; of those in `shards`, a part.
+
+    Raises StartupError if one of these has another shape than the config says.
+    """
     weights: dict[str, Tensor] = {}
     for path in checkpoint.weight_files:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            for name in file.keys():  # noqa: SIM118  (not a dict)
-                if name.startswith(prefix):
-                    weights[name.removeprefix(prefix)] = file.get_tensor(name).to(dtype)
+            for full in file.keys():  # noqa: SIM118  (not a dict)
+                name = full.removeprefix(prefix)
+                if not full.startswith(prefix):
+                    continue
+                try:
+                    own = shards[name].of(file.get_slice(full)) if name in shards else file.get_tensor(full)
+                except ValueError as error:
+                    raise StartupError(f"config.json wants {full} {error}") from error
+                weights[name] = own.to(dtype)
     return weights
 
 

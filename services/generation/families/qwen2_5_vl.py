@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import torch
 from transformers import Qwen2_5_VLConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLTextModel
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLRotaryEmbedding,
+    Qwen2_5_VLTextModel,
+)
 
 from common.checkpoint import Checkpoint
 from services.generation.families.language_model import (
@@ -16,17 +20,21 @@ from services.generation.families.language_model import (
     has_weights,
     make_text,
     read_weights,
+    shard_text,
     with_output_layer,
 )
+from services.generation.parallel.group import Group
 
 # transformers 5 writes the first when told not to keep the checkpoints' own, which is the second.
 TEXT_PREFIXES = ("model.language_model.", "model.")
 
 
-def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LanguageModel:
-    """Raises StartupError for missing or unknown weights, and for what this engine's attention lacks."""
+def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
+    """What `load_language_model` says."""
     config = Qwen2_5_VLConfig.from_pretrained(checkpoint.folder)
     text = make_text(Qwen2_5_VLTextModel, Qwen2_5_VLRotaryEmbedding, config.text_config, device)
     prefix = next((each for each in TEXT_PREFIXES if has_weights(checkpoint, each)), TEXT_PREFIXES[-1])
-    fill(text, read_weights(checkpoint, prefix, dtype, device), prefix)
-    return with_output_layer(checkpoint, config, text, embed_levels=0)
+    shards = shard_text(text, text.config.base_model_tp_plan, group)
+    fill(text, read_weights(checkpoint, prefix, dtype, device, shards), prefix)
+    style = Qwen2_5_VLForConditionalGeneration._tp_plan["lm_head"]
+    return with_output_layer(checkpoint, config, text, 0, style, group)

@@ -10,12 +10,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel, Qwen3VLTextRotaryEmbedding
+from transformers import Qwen3Config, Qwen3VLConfig, Qwen3VLMoeConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLTextModel,
+    Qwen3VLTextRotaryEmbedding,
+)
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel, Qwen3VLMoeTextRotaryEmbedding
 
 from common.checkpoint import Checkpoint
-from services.generation.families.language_model import LanguageModel, fill, make_text, read_weights, with_output_layer
+from services.generation.families.language_model import (
+    LanguageModel,
+    fill,
+    make_text,
+    read_weights,
+    shard_text,
+    with_output_layer,
+)
+from services.generation.parallel.group import Group
 
 TEXT_PREFIX = "model.language_model."
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -40,26 +52,37 @@ class _MoeText(_Deepstack, Qwen3VLMoeTextModel):
         return can_set
 
 
-def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LanguageModel:
-    """Raises StartupError for missing or unknown weights, and for what this engine's attention lacks."""
+def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
+    """What `load_language_model` says."""
     config = Qwen3VLConfig.from_pretrained(checkpoint.folder)
-    return _load(checkpoint, config, _Text, Qwen3VLTextRotaryEmbedding, dtype, device)
+    return _load(checkpoint, config, _Text, Qwen3VLTextRotaryEmbedding, dtype, device, group)
 
 
-def load_moe(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LanguageModel:
-    """Raises what `load` raises."""
+def load_moe(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
+    """What `load_language_model` says."""
     config = Qwen3VLMoeConfig.from_pretrained(checkpoint.folder)
-    return _load(checkpoint, config, _MoeText, Qwen3VLMoeTextRotaryEmbedding, dtype, device)
+    return _load(checkpoint, config, _MoeText, Qwen3VLMoeTextRotaryEmbedding, dtype, device, group)
 
 
 def _load(
-    checkpoint: Checkpoint, config: Any, text_class: Any, rotary_class: Any, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    config: Any,
+    text_class: Any,
+    rotary_class: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group | None,
 ) -> LanguageModel:
     text = make_text(text_class, rotary_class, config.text_config, device)
-    weights = read_weights(checkpoint, TEXT_PREFIX, dtype, device)
+    # The dense model has no plan of its own, but it is Qwen3's, layer for layer and name for name.
+    shards = shard_text(text, text.config.base_model_tp_plan or Qwen3Config.base_model_tp_plan, group)
+    weights = read_weights(checkpoint, TEXT_PREFIX, dtype, device, shards)
     _turn_experts(text, weights)
     fill(text, weights, TEXT_PREFIX)
-    return with_output_layer(checkpoint, config, text, len(config.vision_config.deepstack_visual_indexes))
+    levels = len(config.vision_config.deepstack_visual_indexes)
+    return with_output_layer(
+        checkpoint, config, text, levels, Qwen3VLForConditionalGeneration._tp_plan["lm_head"], group
+    )
 
 
 def _turn_experts(text: nn.Module, weights: dict[str, Tensor]) -> None:

@@ -1,0 +1,50 @@
+"""A packed batch as bytes, from rank 0 to the others: one run of int64 numbers, how many of each kind first.
+
+It knows neither torch nor who sends.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, chain
+
+import numpy as np
+
+from services.generation.windows import Context, Packed
+
+
+def to_bytes(packed: Packed) -> bytes:
+    contexts = packed.contexts
+    parts = [
+        packed.ids,
+        packed.positions.ravel(),
+        packed.slots,
+        packed.media_rows,
+        packed.last_rows,
+        np.array([each.start for each in contexts], np.int64),
+        np.array([each.end for each in contexts], np.int64),
+        np.array([len(each.blocks) for each in contexts], np.int64),
+        np.fromiter(chain.from_iterable(each.blocks for each in contexts), np.int64),
+    ]
+    head = np.array([packed.singles, *(part.size for part in parts)], np.int64)
+    return np.concatenate([head, *parts]).tobytes()
+
+
+def from_bytes(data: bytes) -> Packed:
+    numbers = np.frombuffer(data, np.int64)
+    singles, *sizes = numbers[:10].tolist()
+    ids, positions, slots, media_rows, last_rows, starts, ends, counts, blocks = (
+        # Copied: torch wants arrays that may be written to.
+        numbers[10 + end - size : 10 + end].copy()
+        for size, end in zip(sizes, accumulate(sizes), strict=True)
+    )
+    own = blocks.tolist()
+    each = zip(starts.tolist(), ends.tolist(), counts.tolist(), accumulate(counts.tolist()), strict=True)
+    return Packed(
+        contexts=tuple(Context(start, end, own[last - count : last]) for start, end, count, last in each),
+        singles=singles,
+        ids=ids,
+        positions=positions.reshape(3, -1),
+        slots=slots,
+        media_rows=media_rows,
+        last_rows=last_rows,
+    )

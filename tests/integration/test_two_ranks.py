@@ -1,0 +1,83 @@
+"""Generation as two processes that hold half of the model each: what it answers, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from client.client import FramesieveClient
+from client.launcher import LocalStack
+from client.prompt import Video
+from common.errors import Unavailable
+from common.exit_status import ExitStatus
+from tests import media
+from tests.integration.fleet import Service, until
+from tests.integration.load import endless
+
+
+@pytest.fixture
+def halves(stack: LocalStack, checkpoint: Path, tmp_path: Path) -> Iterator[Service]:
+    """A generation of two ranks, behind the stack's preprocessing and encoder."""
+    upstream = [flag for name in ("preprocessing", "encoder") for flag in (f"--{name}", stack.addresses[name])]
+    flags = ("--tensor-parallel", "2", "--threads", "1", "--drain-s", "10", *upstream)
+    service = Service("generation", checkpoint, tmp_path, flags)
+    service.start()
+    try:
+        service.ready()
+        yield service
+    finally:
+        service.close()
+
+
+def other_rank(service: Service) -> int:
+    found = re.search(r'"others": \[(\d+)\]', service.log())
+    assert found, service.log()
+    return int(found[1])
+
+
+def runs(pid: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+async def test_two_ranks_answer_what_one_does_and_end_together(stack: LocalStack, halves: Service) -> None:
+    clips = [media.clip(16, fps=4, seed=seed) for seed in (50, 51)]
+    rates = (0.0, 0.75, 0.5)
+
+    async def answers(address: str) -> list[tuple[int, ...]]:
+        async with FramesieveClient(address) as client:
+            asked = [
+                client.ask(Video(data=clip), "What moves?", pruning_rate=rate, max_new_tokens=12, ignore_eos=True)
+                for clip in clips
+                for rate in rates
+            ]
+            return [answer.token_ids for answer in await asyncio.gather(*asked)]
+
+    assert await answers(halves.address) == await answers(stack.address)
+    rank = other_rank(halves)
+    assert runs(rank)
+    halves.tell(signal.SIGTERM)
+    assert await asyncio.to_thread(halves.ended) == ExitStatus.FINISHED
+    assert not runs(rank)
+
+
+async def test_a_rank_that_dies_takes_the_service_down(halves: Service) -> None:
+    async with FramesieveClient(halves.address) as client:
+        asked = endless(client)
+        await until(lambda: asked.tokens)
+        os.kill(other_rank(halves), signal.SIGKILL)
+        await asyncio.wait_for(asked.task, 10)
+        assert isinstance(asked.failed, Unavailable)
+        assert asked.failed.stage == "generation"
+    assert await asyncio.to_thread(halves.ended) == ExitStatus.FAILED
+    assert "rank 1 of 2 was ended by signal 9" in halves.log()
+    assert "by a bug" not in halves.log()

@@ -1,0 +1,36 @@
+"""Rank 1 of the tests of tensor parallel: one process for all of them, which is told which model to hold.
+
+`python -m tests.parallel_rank DESCRIPTOR`, as the service starts its own. Each folder that it is told is a checkpoint,
+whose steps it computes until it is told an empty one.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from common.checkpoint import Checkpoint
+from common.ranks import Orders
+from services.generation.families import load_language_model
+from services.generation.parallel.follower import follow
+from services.generation.parallel.group import Group
+from services.generation.runner import Runner
+from tests.tiny import BLOCK_TOKENS
+
+MODULE = "tests.parallel_rank"
+MOST_BLOCKS = 64  # of any engine that rank 0 has
+
+
+def main() -> None:
+    orders, device = Orders(int(sys.argv[1])), torch.device("cpu")
+    torch.set_num_threads(1)
+    group = Group(orders.facts["rank"], orders.facts["ranks"], Path(orders.facts["meeting"]), device)
+    while folder := orders.receive():
+        model = load_language_model(Checkpoint(Path(folder.decode())), torch.float32, device, group)
+        follow(orders, Runner(model, MOST_BLOCKS, BLOCK_TOKENS), group)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Two ranks, each with half of every layer and of the cache, answer what one process answers that has the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.checkpoint import Checkpoint
+from common.errors import StartupError
+from services.generation.families import check_ranks, load_language_model
+from services.generation.parallel.leading import Leading
+from tests import parallel_rank
+from tests.families import FAMILIES
+from tests.law import LOGPROB_TOLERANCE, Question, answer, assert_law
+from tests.oracle import Text
+from tests.tiny import Models, TinyEngine, load_models, random_item
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def leading() -> Iterator[Leading]:
+    """One other rank for all tests of this file: a process takes its time to start."""
+    torch.set_num_threads(1)
+    leading = Leading(2, (), CPU, parallel_rank.MODULE)
+    yield leading
+    leading.close()
+
+
+@dataclass(frozen=True)
+class Shared:
+    """whole: one process's model, and transformers' own; half: rank 0's part of the same."""
+
+    whole: Models
+    half: Models
+    leading: Leading
+
+    def engine(self, **sizes: int) -> TinyEngine:
+        return TinyEngine(self.half.engine, followers=self.leading, **sizes)
+
+
+@pytest.fixture(scope="module")
+def shared(leading: Leading, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    whole = load_models(family, tmp_path_factory.mktemp("checkpoint"))
+    leading.ranks.tell(str(whole.folder).encode())
+    half = load_language_model(Checkpoint(whole.folder), torch.float32, CPU, leading.group)
+    yield Shared(whole, replace(whole, engine=half), leading)
+    leading.ranks.tell(b"")
+
+
+def questions(family: str) -> list[Question]:
+    """Prompts of many lengths, pruned videos and pictures in them, some alike at their beginning."""
+    asked = []
+    for number in range(6):
+        film = random_item(FAMILIES[family], (4, 2, 3), Fraction(2, 3), seed=number // 2, rate=0.75)
+        picture = random_item(FAMILIES[family], (1, 3, 2), None, seed=number)
+        text = Text(tuple(range(10, 15 + 3 * number)))
+        parts = (text, film, Text((7, 8)), picture, Text((9, 10 + number))) if number % 3 else (text,)
+        asked.append(Question(parts, new_tokens=8 + number, answers=1 + number % 2))
+    return asked
+
+
+# Of so few blocks there are not enough for all requests that run: some are computed a second time.
+@pytest.mark.parametrize(("few", "chunk_tokens"), [(False, 64), (False, 3), (True, 16)])
+def test_two_ranks_answer_what_one_does(shared: Shared, family: str, few: bool, chunk_tokens: int) -> None:
+    asking, arrivals, deliveries = questions(family), [0, 0, 1, 2, 5, 9], [0, 3, 1, 4]
+    blocks = max(each.most_blocks for each in asking) + 1 if few else parallel_rank.MOST_BLOCKS
+    sizes = {"blocks": blocks, "chunk_tokens": chunk_tokens}
+    one, two = TinyEngine(shared.whole.engine, **sizes), shared.engine(**sizes)
+    expected = answer(one, asking, arrivals, deliveries)
+    found = answer(two, asking, arrivals, deliveries)
+    assert [each.answer for each in found] == [each.answer for each in expected]
+    assert [each.answer for first in found for each in first.others] == [
+        each.answer for first in expected for each in first.others
+    ]
+    for name, rows in one.runner.logits.items():
+        difference = torch.stack(rows).log_softmax(-1) - torch.stack(two.runner.logits[name]).log_softmax(-1)
+        assert difference.abs().max() < LOGPROB_TOLERANCE
+    assert_law(shared.half, two, asking, found)
+    assert two.runner.steps == one.runner.steps
+    assert (two.engine.stats().totals.preemptions > 0) == few
+
+
+def test_a_rank_holds_its_own_heads_and_no_more_of_any_layer(shared: Shared, family: str) -> None:
+    whole, half = shared.whole.engine, shared.half.engine
+    assert (half.heads, half.kv_heads) == (whole.heads // 2, whole.kv_heads // 2)
+    runner = shared.engine().runner
+    assert {layer.shape[0] for layer in runner._cache.keys} == {whole.kv_heads // 2}  # type: ignore[attr-defined]
+    prefix = FAMILIES[family].text_prefix
+    written = load_file(shared.whole.folder / "model.safetensors")
+    names = [name for name, own in half.text.named_parameters() if own.numel() * 2 == written[prefix + name].numel()]
+    in_layer = [name.removeprefix(prefix + "layers.1.") for name in written if f"{prefix}layers.1." in name]
+    shared_out = {name for name in in_layer if "_proj" in name and not name.endswith("o_proj.bias")}
+    assert {name.removeprefix("layers.1.") for name in names if name.startswith("layers.1.")} == shared_out
+    # Rank 0's are the first: of its heads, and of the columns that belong to them.
+    for name, taken in (("q_proj", np.s_[: 2 * half.head_dim]), ("o_proj", np.s_[:, : 2 * half.head_dim])):
+        full = f"layers.1.self_attn.{name}.weight"
+        assert torch.equal(dict(half.text.named_parameters())[full], written[prefix + full][taken])
+    assert half.lm_head.weight.shape[0] == -(-len(written["lm_head.weight"]) // 2)  # type: ignore[union-attr, arg-type, index]
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_heads_that_cannot_be_shared_out_refuse_to_start(family_checkpoint: Path, ranks: int) -> None:
+    with pytest.raises(StartupError, match=f"{ranks} must divide the model's 4 attention heads and 2 KV heads"):
+        check_ranks(Checkpoint(family_checkpoint), ranks)
+    check_ranks(Checkpoint(family_checkpoint), 2)
