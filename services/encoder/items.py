@@ -32,7 +32,7 @@ from services.encoder.encoding import Encoding, Moments, embeds_bytes
 from services.encoder.metrics import count_item
 from services.encoder.pruning import keep_tokens
 
-_DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16}
+_DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, torch.float16: DType.FLOAT16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

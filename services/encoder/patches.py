@@ -11,7 +11,7 @@ Source: patchify and rescale_and_normalize of transformers' Qwen2VLVideoProcesso
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,10 @@ class PatchShape:
     @property
     def patch_values(self) -> int:
         return CHANNELS * self.temporal_patch * self.patch_px**2
+
+    def side(self, frames: Sequence[int]) -> tuple[int, int]:
+        """Rows and columns of patches in frames of this shape, (F, H, W, 3)."""
+        return frames[1] // self.patch_px, frames[2] // self.patch_px
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,13 @@ class EncoderSettings(UpstreamSettings):
         2**30, ge=0, description="most bytes of unpruned embeddings kept for the next question; 0 keeps none"
     )
     batch_tokens: int = Field(2048, ge=1, description="most merged tokens of one forward, over all requests")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of weights and embeddings; auto is bfloat16 where they are stored so, else float32"
+    )
+    tower_attention: Literal["auto", "sdpa", "varlen"] = Field(
+        "auto",
+        description="sdpa, one call a sequence, or torch's variable-length flash kernel, one for all; auto is the "
+        "latter on CUDA in half precision, where torch has it",
     )
     device: str = Field("auto", description="cpu, cuda or cuda:N; auto is cuda where there is one")
     threads: int | None = Field(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from safetensors import safe_open
@@ -16,23 +15,28 @@ from torch import Tensor, nn
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
 from common.retention import METHODS
+from services.encoder.budgets import Packing
 from services.encoder.cost import TowerSizes, slice_cost
+from services.encoder.forward import send
+from services.encoder.geometry import Side
 from services.encoder.patches import PatchShape, patchify
 
 _KEYS_NAMED = 5
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class Tower:
     """A vision tower on its device, ready to run.
 
-    forward: patches uint8 (P, patch_values) and grids int64 (n, 3), each t, h, w in patches, to
-        (1 + embed_levels, P / merge², embed_dim), level 0 being the embedding.
+    forward: patches uint8 (P, patch_values) and the sides of their slices, to (1 + embed_levels, P / merge²,
+        embed_dim), level 0 being the embedding.
     sizes: what its work depends on.
     pruning_methods: those of `common.retention.METHODS` that a request may name.
+    packing: how many slices `encode` is best given at once, where more than their tokens counts.
     """
 
-    forward: Callable[[Tensor, Tensor], Tensor]
+    forward: Callable[[Tensor, Sequence[Side]], Tensor]
     patches: PatchShape
     embed_dim: int
     embed_levels: int
@@ -40,22 +44,20 @@ class Tower:
     device: torch.device
     sizes: TowerSizes
     pruning_methods: tuple[str, ...] = METHODS
+    packing: Packing | None = None
 
     def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
         """Each slice's embeddings, (1 + embed_levels, h·w, embed_dim) on the tower's device, all from one forward.
 
         slices: at least one, uint8 (F, H, W, 3) each, of any sizes, from any number of requests.
-        Attention never crosses slices, so neighbours change rounding alone.
+        Attention never crosses slices, so neighbours change rounding alone. On CUDA they may still be on their way
+        when this returns, in the order of the current stream.
         """
         with torch.inference_mode():
-            patches = torch.cat([patchify(frames.to(self.device), self.patches) for frames in slices])
-            sides = [
-                (frames.shape[1] // self.patches.patch_px, frames.shape[2] // self.patches.patch_px)
-                for frames in slices
-            ]
-            grids = [(len(list(group)), *side) for side, group in groupby(sides)]
-            embeds = self.forward(patches, torch.tensor(grids, device=self.device))
-            tokens = [height * width // self.patches.merge**2 for height, width in sides]
+            patches = torch.cat([patchify(send(frames, self.device), self.patches) for frames in slices])
+            sides = [self.patches.side(frames.shape) for frames in slices]
+            embeds = self.forward(patches, sides)
+            tokens = [rows * columns // self.patches.merge**2 for rows, columns in sides]
             return list(torch.split(embeds, tokens, dim=1))
 
     def cost(self, tokens: int) -> int:
@@ -100,7 +102,7 @@ def fill(module: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> N
 def choose_dtype(weights: dict[str, Tensor], wanted: str) -> torch.dtype:
     """The dtype to run in: `wanted`, or for "auto" bfloat16 where every tensor is stored so, else float32."""
     if wanted != "auto":
-        return torch.bfloat16 if wanted == "bfloat16" else torch.float32
+        return _DTYPES[wanted]
     stored = {tensor.dtype for tensor in weights.values()}
     return torch.bfloat16 if stored == {torch.bfloat16} else torch.float32
 

@@ -12,7 +12,7 @@ import torch
 from common import errors
 from common.plan import Grid, Modality
 from common.retention import Pruning
-from framesieve.v1 import prompt_pb2
+from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeRequest
 from services.encoder.pruning import keep_tokens
 from services.encoder.tower import Tower
@@ -29,6 +29,8 @@ from tests.contract.encoder_service import (
     tower_embeds,
     tower_of,
 )
+
+HALVES = {torch.bfloat16: tensor_pb2.DTYPE_BFLOAT16, torch.float16: tensor_pb2.DTYPE_FLOAT16}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,21 @@ async def test_a_second_question_is_answered_from_all_levels_as_they_were_kept(s
     pruned = embeds_in(await encode(stack, first_request([VIDEO], 0.5), SELECT_ALL))[0]
     assert stack.preprocessing.selected == [0]
     np.testing.assert_array_equal(pruned.embeds, unpruned[:, pruned.kept])
+
+
+@pytest.mark.parametrize(("dtype", "on_the_wire"), HALVES.items(), ids=str)
+async def test_embeddings_travel_in_the_towers_own_type(
+    tmp_path: Path, family_checkpoint: Path, dtype: torch.dtype, on_the_wire: int
+) -> None:
+    tower = tower_of(family_checkpoint, str(dtype).removeprefix("torch."))
+    async with running(tmp_path, tower) as stack:
+        responses = await encode(stack, first_request([VIDEO], rate=0.5), SELECT_ALL)
+    sent = next(each.embeds.chunk for each in responses if each.HasField("embeds"))
+    (received,) = embeds_in(responses).values()
+    assert sent.dtype == on_the_wire
+    expected = tower_embeds(tower, 0, VIDEO)[:, received.kept]
+    found = torch.frombuffer(bytearray(received.data), dtype=dtype).view(received.shape)
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-2)
 
 
 async def test_an_items_own_pruning_overrides_the_requests(stack: Stack) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from common.checkpoint import Checkpoint
+from services.encoder.attention import Wanted
 from services.encoder.families import qwen2_5_vl, qwen3_vl
 from services.encoder.tower import Tower
 
@@ -15,9 +16,10 @@ FAMILIES = {
 }
 
 
-def load_tower(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Tower:
+def load_tower(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted = "auto") -> Tower:
     """The checkpoint's vision tower, on `device`, in `dtype` ("auto": see `tower.choose_dtype`).
 
-    Raises StartupError for a model type that is not supported, or a checkpoint that is not whole.
+    Raises StartupError for a model type that is not supported, a checkpoint that is not whole, or an attention that
+    cannot be had.
     """
-    return checkpoint.pick(FAMILIES)(checkpoint, dtype, device)
+    return checkpoint.pick(FAMILIES)(checkpoint, dtype, device, attention)

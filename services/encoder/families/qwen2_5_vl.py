@@ -13,30 +13,41 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from common.checkpoint import Checkpoint
-from services.encoder.families.vision_model import Windows, make_tower, vision_config
+from services.encoder.attention import Wanted
+from services.encoder.families.vision_model import make_tower, vision_config
+from services.encoder.geometry import Geometry, TowerShape
 from services.encoder.tower import Tower
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not whole."""
+def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+    """Raises StartupError if the checkpoint's tower is not whole, or cannot have that attention."""
     config = vision_config(checkpoint, Qwen2_5_VLVisionConfig)
+    merge = config.spatial_merge_size
     return make_tower(
         checkpoint,
         config,
         Qwen2_5_VisionTransformerPretrainedModel,
         Qwen2_5_VLVisionRotaryEmbedding,
+        shape=TowerShape(merge, window_side=config.window_size // merge // config.patch_size),
+        keywords=_keywords,
         levels=_levels,
         embed_levels=0,
         dtype=dtype,
         device=device,
-        windows=_windows(config),
+        attention=attention,
+        windowed_layers=config.depth - len(config.fullatt_block_indexes),
     )
 
 
-def _windows(config: Any) -> Windows:
-    side_tokens = config.window_size // config.spatial_merge_size // config.patch_size
-    layers = config.depth - len(config.fullatt_block_indexes)
-    return Windows(layers, (side_tokens * config.spatial_merge_size) ** 2)
+def _keywords(geometry: Geometry[Tensor]) -> dict[str, Tensor | int | None]:
+    return {
+        "position_ids": geometry.positions,
+        "cu_seqlens": geometry.ends,
+        "max_seqlen": geometry.longest,
+        "window_index": geometry.order,
+        "cu_window_seqlens": geometry.window_ends,
+        "max_window_seqlen": geometry.longest_window,
+    }
 
 
 def _levels(output: Any) -> Tensor:

@@ -6,6 +6,7 @@ Source: Qwen3-VL, arXiv 2511.21631, and deepstack, arXiv 2406.04334.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,23 +15,38 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel, Qwen3VLVisionRotaryEmbedding
 
 from common.checkpoint import Checkpoint
+from services.encoder.attention import Wanted
 from services.encoder.families.vision_model import make_tower, vision_config
+from services.encoder.geometry import Geometry, TowerShape
 from services.encoder.tower import Tower
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not whole."""
+def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+    """Raises StartupError if the checkpoint's tower is not whole, or cannot have that attention."""
     config = vision_config(checkpoint, Qwen3VLVisionConfig)
     return make_tower(
         checkpoint,
         config,
         Qwen3VLVisionModel,
         Qwen3VLVisionRotaryEmbedding,
+        shape=TowerShape(config.spatial_merge_size, table_side=math.isqrt(config.num_position_embeddings)),
+        keywords=_keywords,
         levels=_levels,
         embed_levels=len(config.deepstack_visual_indexes),
         dtype=dtype,
         device=device,
+        attention=attention,
     )
+
+
+def _keywords(geometry: Geometry[Tensor]) -> dict[str, Tensor | int | None]:
+    return {
+        "position_ids": geometry.positions,
+        "cu_seqlens": geometry.ends,
+        "max_seqlen": geometry.longest,
+        "interp_indices": geometry.taps,
+        "interp_weights": geometry.tap_weights,
+    }
 
 
 def _levels(output: Any) -> Tensor:

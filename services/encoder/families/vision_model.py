@@ -5,8 +5,7 @@ It knows no family: a family's file says which classes those are, and what of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,23 +13,16 @@ from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
+from services.encoder.attention import VARLEN, Wanted, find_attention
 from services.encoder.cost import TowerSizes
+from services.encoder.forward import ModelForward
+from services.encoder.geometry import Geometry, TowerShape
 from services.encoder.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from services.encoder.saturation import saturate
 from services.encoder.tower import Tower, choose_dtype, fill, read_weights
 
 # Qwen3-VL's checkpoints have the first, Qwen2.5-VL's published ones the second.
 PREFIXES = ("model.visual.", "visual.")
-
-
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """layers: how many attend within windows, of at most so many patches."""
-
-    layers: int
-    patches: int
-
-
-NO_WINDOWS = Windows(0, 0)
 
 
 def vision_config(checkpoint: Checkpoint, config_class: Any) -> Any:
@@ -48,16 +40,20 @@ def make_tower(
     config: Any,
     model_class: Any,
     rotary_class: Any,
+    shape: TowerShape,
+    keywords: Callable[[Geometry[Tensor]], Mapping[str, Tensor | int | None]],
     levels: Callable[[Any], Tensor],
     embed_levels: int,
     dtype: str,
     device: torch.device,
-    windows: Windows = NO_WINDOWS,
+    attention: Wanted,
+    windowed_layers: int = 0,
 ) -> Tower:
     """A tower that runs `model_class(config)` with the checkpoint's weights.
 
-    rotary_class: of its `rotary_pos_emb`. levels: its output to (1 + embed_levels, P / merge², embed_dim).
-    Raises StartupError if the checkpoint's tower is not whole.
+    rotary_class: of its `rotary_pos_emb`. keywords: the geometry under the names by which the model's forward takes it
+    instead of computing it. levels: its output to (1 + embed_levels, P / merge², embed_dim).
+    Raises StartupError if the checkpoint's tower is not whole, or cannot have that attention.
     """
     with torch.device("meta"):
         model = model_class(config)
@@ -72,19 +68,32 @@ def make_tower(
         read_normalisation(checkpoint),
         runs_in,
     )
+    if runs_in == torch.float16:
+        saturate(model)
     model.eval().requires_grad_(False).to(device)
+    heads = config.num_heads
+    attend = find_attention(attention, device, runs_in, heads, config.hidden_size // heads)
+    extra = {"attend": attend} if attend else {}
+    if attend:
+        # Not by transformers' setter, which knows no other names with "flash" in them than its own.
+        config._attn_implementation_internal = VARLEN
+
+    def compute(patches: Tensor, geometry: Geometry[Tensor]) -> Tensor:
+        # Its grids are what the geometry was made of, on the device: all that follows from them is given.
+        return levels(model(patches, grid_thw=None, **keywords(geometry), **extra))
+
     return Tower(
-        forward=lambda patches, grids: levels(model(patches, grid_thw=grids)),
+        forward=ModelForward(compute, shape, device, varlen=attend is not None),
         patches=PatchShape(config.patch_size, config.spatial_merge_size, config.temporal_patch_size),
         embed_dim=config.out_hidden_size,
         embed_levels=embed_levels,
         dtype=runs_in,
         device=device,
-        sizes=_sizes(model, windows),
+        sizes=_sizes(model, shape, windowed_layers),
     )
 
 
-def _sizes(model: Any, windows: Windows) -> TowerSizes:
+def _sizes(model: Any, shape: TowerShape, windowed_layers: int) -> TowerSizes:
     """Of its matrices those in blocks meet every patch, and so do the embedding's; all others merge."""
     in_blocks, elsewhere = (
         sum(each.weight.numel() for name, each in model.named_modules() if isinstance(each, nn.Linear) and where(name))
@@ -94,7 +103,7 @@ def _sizes(model: Any, windows: Windows) -> TowerSizes:
         hidden=model.config.hidden_size,
         patch_weights=in_blocks + model.patch_embed.weight.numel(),
         token_weights=elsewhere,
-        full_layers=len(model.blocks) - windows.layers,
-        windowed_layers=windows.layers,
-        window_patches=windows.patches,
+        full_layers=len(model.blocks) - windowed_layers,
+        windowed_layers=windowed_layers,
+        window_patches=(shape.window_side * shape.merge) ** 2,
     )

@@ -1,0 +1,108 @@
+"""Float16 towers saturate where they would overflow, and stand as near the truth as transformers' where they do not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from common.checkpoint import Checkpoint
+from services.encoder.families import load_tower
+from tests.families import FAMILIES, FamilyUnderTest, load_reference
+from tests.unit.test_tower import encode_all, grid_of, levels_of, pixel_values, processor_of, random_frames
+
+CPU = torch.device("cpu")
+MOST = 65504.0
+
+
+@pytest.fixture(scope="module")
+def shape(family: str) -> FamilyUnderTest:
+    return FAMILIES[family]
+
+
+@pytest.fixture
+def copy(family_checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(family_checkpoint, tmp_path / "copy"))
+
+
+def rewrite(folder: Path, changes: dict[str, Callable[[Tensor], Tensor]]) -> None:
+    """Changes the tower's tensors whose names end so."""
+    (path,) = folder.glob("*.safetensors")
+    weights = load_file(path)
+    for ending, change in changes.items():
+        (name,) = (each for each in weights if "visual." in each and each.endswith(ending))
+        weights[name] = change(weights[name])
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def add(*thirds: float) -> Callable[[Tensor], Tensor]:
+    """To the channels' first third, their second and their last."""
+    return lambda bias: bias + torch.tensor(thirds).repeat_interleave(-(-len(bias) // 3))[: len(bias)]
+
+
+def theirs(folder: Path, shape: FamilyUnderTest, video: Tensor, tower: Any) -> Tensor:
+    with torch.no_grad():
+        return levels_of(tower(pixel_values(video, processor_of(folder), shape), grid_thw=grid_of(video, shape)))
+
+
+def in_range(tower: Any) -> Any:
+    """transformers' own in float32, whose sums in the residual stream end where float16 does."""
+
+    def forward(block: Any, hidden: Tensor, **told: Any) -> Tensor:
+        hidden = (hidden + block.attn(block.norm1(hidden), **told)).clamp(-MOST, MOST)
+        return (hidden + block.mlp(block.norm2(hidden))).clamp(-MOST, MOST)
+
+    for block in tower.blocks:
+        block.forward = MethodType(forward, block)
+    return tower
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_residual_sums_end_where_float16_does(copy: Path, family: str, shape: FamilyUnderTest, sign: int) -> None:
+    """A third of the channels passes the range behind a block and within the next, and comes back in the same."""
+    last = "linear_fc2" if shape.slices_stand_alone else "down_proj"
+    rewrite(
+        copy,
+        {
+            "blocks.0.attn.proj.bias": add(sign * 60000, sign * 20000, 0),
+            f"blocks.0.mlp.{last}.bias": add(sign * 60000, 0, 0),
+            "blocks.1.attn.proj.bias": add(sign * 60000, 0, 0),
+            f"blocks.1.mlp.{last}.bias": add(sign * -40000, 0, 0),
+        },
+    )
+    video = random_frames(4, 4 * shape.token_px, 3 * shape.token_px)
+    half = shape.model.from_pretrained(copy, dtype=torch.float16).model.visual
+    assert not theirs(copy, shape, video, half).isfinite().all()
+    found = encode_all(load_tower(Checkpoint(copy), "float16", CPU), video, shape)
+    assert found.dtype == torch.float16
+    expected = theirs(copy, shape, video, in_range(load_reference(family, copy).model.visual))
+    torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=1e-2)
+
+
+def test_what_overflows_within_a_layer_stays_finite(copy: Path, shape: FamilyUnderTest) -> None:
+    first = "linear_fc1" if shape.slices_stand_alone else "gate_proj"
+    rewrite(copy, {f"blocks.1.mlp.{first}.weight": lambda weight: weight * 1e5})
+    video = random_frames(4, 4 * shape.token_px, 3 * shape.token_px)
+    half = shape.model.from_pretrained(copy, dtype=torch.float16).model.visual
+    assert not theirs(copy, shape, video, half).isfinite().all()
+    assert encode_all(load_tower(Checkpoint(copy), "float16", CPU), video, shape).isfinite().all()
+
+
+def test_what_is_in_range_is_as_near_the_truth_as_transformers(
+    family: str, family_checkpoint: Path, shape: FamilyUnderTest
+) -> None:
+    video = random_frames(4, 4 * shape.token_px, 4 * shape.token_px)
+    exact = theirs(family_checkpoint, shape, video, load_reference(family, family_checkpoint).model.visual)
+    half = shape.model.from_pretrained(family_checkpoint, dtype=torch.float16).model.visual
+    found = encode_all(load_tower(Checkpoint(family_checkpoint), "float16", CPU), video, shape)
+    ours, other = (
+        (each.float() - exact).abs().mean((1, 2)) for each in (found, theirs(family_checkpoint, shape, video, half))
+    )
+    assert (ours < 1.2 * other).all()
