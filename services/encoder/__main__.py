@@ -19,6 +19,7 @@ from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 from services.encoder.batcher import Batcher
 from services.encoder.cache import EmbedsCache
 from services.encoder.families import load_tower
+from services.encoder.graphs import with_graphs
 from services.encoder.metrics import watch
 from services.encoder.servicer import SERVICE, EncoderServicer
 from services.encoder.settings import EncoderSettings
@@ -31,8 +32,9 @@ async def main() -> ExitStatus:
         torch.set_num_threads(settings.threads)
     credentials = upstream_credentials(settings)
     checkpoint = Checkpoint(settings.model)
-    tower = load_tower(checkpoint, settings.dtype, _device(settings.device))
-    batcher = Batcher(tower.encode, settings.batch_tokens)
+    tower = load_tower(checkpoint, settings.dtype, _device(settings.device), settings.tower_attention)
+    tower = with_graphs(tower, settings.batch_tokens)
+    batcher = Batcher(tower.encode, settings.batch_tokens, tower.packing)
     cache = EmbedsCache(tower, batcher, Room(settings.output_buffer_bytes), settings.cache_bytes)
     outputs = Room(settings.output_buffer_bytes)
     begin("encoder", "Encode", checkpoint, str(tower.dtype).removeprefix("torch."), str(tower.device))

@@ -1,4 +1,4 @@
-"""Temporal slices of many requests into forwards: what is there, first come first served, up to a token budget.
+"""Temporal slices of many requests into forwards: what is there, first come first served, up to a budget.
 
     queue:    [a0 a1 a2 b0 | b1 c0 ...]        | the budget's end
     forward:  [a0 a1 a2 b0]                    while it runs, more slices queue up for the next
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from common.errors import Unavailable
 from common.metrics import busy
+from services.encoder.budgets import Packing, Size, fitting, tokens_alone
 from services.encoder.metrics import BATCH_SLICES, BATCH_TOKENS
 
 log = structlog.get_logger()
@@ -43,19 +44,19 @@ class Slice:
 
     frames: Tensor
     target: Tensor
+    size: Size
     encoded: Future[Forward] = field(default_factory=Future)
     queued_ns: int = field(default_factory=monotonic_ns)
-
-    @property
-    def tokens(self) -> int:
-        return self.target.shape[1]
 
 
 class Batcher:
     """Runs `encode` on a thread of its own; a slice above the budget gets a forward to itself."""
 
-    def __init__(self, encode: Encode, budget_tokens: int) -> None:
+    def __init__(self, encode: Encode, budget_tokens: int, packing: Packing | None = None) -> None:
+        """packing: where more than tokens counts in a budget of so many."""
         self.budget_tokens = budget_tokens
+        self._packing = packing
+        self._largest = packing.largest if packing else tokens_alone(budget_tokens)
         self._encode = encode
         self._queue: deque[Slice] = deque()
         self._changed = threading.Condition()
@@ -85,7 +86,8 @@ class Batcher:
         Cancelling the future before its forward starts takes the slice out of the queue.
         Raises Unavailable once there is no thread to take it.
         """
-        piece = Slice(frames, target)
+        size = self._packing.size_of(frames.shape) if self._packing else Size(target.shape[1], 1, 0)
+        piece = Slice(frames, target, size)
         # Not a closure over the slice: a cycle would keep its target alive until the collector runs.
         piece.encoded.add_done_callback(self._withdraw)
         with self._changed:
@@ -152,24 +154,23 @@ class Batcher:
 
     def _forward(self, batch: Sequence[Slice]) -> None:
         BATCH_SLICES.observe(len(batch))
-        BATCH_TOKENS.observe(sum(piece.tokens for piece in batch))
+        BATCH_TOKENS.observe(sum(piece.size.tokens for piece in batch))
         embeds = self._encode([piece.frames for piece in batch])
         with torch.inference_mode():
             for piece, rows in zip(batch, embeds, strict=True):
                 piece.target.copy_(rows)
+        if (device := batch[0].target.device).type == "cuda":  # what is told as done can be read from any stream
+            torch.cuda.current_stream(device).synchronize()
 
     def _next_batch(self) -> list[Slice]:
         """At least one slice, waiting for it; empty once closed."""
         batch: list[Slice] = []
-        tokens = 0
         with self._changed:
             while not batch and not self._closing:
                 self._changed.wait_for(lambda: self._queue or self._closing)
-                while self._queue and (not batch or tokens + self._queue[0].tokens <= self.budget_tokens):
-                    piece = self._queue.popleft()
-                    if piece.encoded.set_running_or_notify_cancel():
-                        batch.append(piece)
-                        tokens += piece.tokens
+                count = fitting((piece.size for piece in self._queue), self._largest)
+                taken = [self._queue.popleft() for _ in range(count)]
+                batch = [piece for piece in taken if piece.encoded.set_running_or_notify_cancel()]
         return [] if self._closing else batch
 
 

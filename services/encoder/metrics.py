@@ -10,6 +10,7 @@ from common.metrics import STAGE_BUSY_SECONDS, age_seconds
 from common.plan import MediaPlan, Modality
 from common.retention import METHODS, Pruning, method_of
 from common.room import Room
+from services.encoder.budgets import Eager
 
 if TYPE_CHECKING:  # both count here
     from services.encoder.batcher import Batcher
@@ -24,6 +25,11 @@ BATCH_SLICES = Histogram(f"{_PREFIX}batch_slices", "Slices in one forward", buck
 BATCH_TOKENS = Histogram(
     f"{_PREFIX}batch_tokens", "Merged tokens in one forward", buckets=[2**power for power in range(4, 17)]
 )
+GRAPH_REPLAYS = Counter(f"{_PREFIX}graph_replays_total", "Forwards of the tower that were replayed as a graph")
+GRAPH_PADDING_TOKENS = Counter(
+    f"{_PREFIX}graph_padding_tokens_total", "Merged tokens of these that belonged to no slice"
+)
+EAGER_FORWARDS = Counter(f"{_PREFIX}eager_forwards_total", "Forwards that were not, by why", ["reason"])
 ITEMS = Counter(f"{_PREFIX}items_total", "Media items that were answered", ["modality"])
 TOKENS = Counter(f"{_PREFIX}tokens_total", "Tokens of these items, before and after pruning", ["method", "pruning"])
 LOOKUPS = Counter(
@@ -46,6 +52,8 @@ ROOM_OLDEST_SECONDS = Gauge(
 
 for _stage in ("encode", "prune"):
     STAGE_BUSY_SECONDS.labels(_stage)
+for _reason in Eager:
+    EAGER_FORWARDS.labels(_reason.value)
 for _modality in Modality:
     ITEMS.labels(_modality.value)
 for _method in METHODS:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common.errors import Unavailable
 from services.encoder.batcher import Batcher, Forward
+from services.encoder.budgets import Packing, Size
 
 TIMEOUT_S = 10
 
@@ -90,6 +91,23 @@ def test_a_slice_above_the_budget_has_a_forward_to_itself(tower: StoppedTower, s
     for encoded, _ in submitted:
         encoded.result(TIMEOUT_S)
     assert tower.forwards == [[0], [1], [2], [3]]
+
+
+def test_slices_and_windows_end_a_batch_where_they_count(tower: StoppedTower) -> None:
+    """The name of a slice is followed by as many numbers as it has windows."""
+    packing = Packing(Size(100, 3, 7), lambda shape: Size(1, 1, shape[0] - 1))
+    batcher = Batcher(tower.encode, budget_tokens=100, packing=packing)
+    windows = (1, 2, 2, 2, 1, 3, 3, 2, 9, 1)
+    submitted = [
+        batcher.submit(torch.tensor([name, 1, *[0] * (count - 1)]), torch.zeros(1, 1, 2))
+        for name, count in enumerate(windows)
+    ]
+    run_all(tower)
+    for encoded in submitted:
+        encoded.result(TIMEOUT_S)
+    batcher.close()
+    # The first may have left before the others came.
+    assert tower.forwards in ([[0, 1, 2], [3, 4, 5], [6, 7], [8], [9]], [[0], [1, 2, 3], [4, 5, 6], [7], [8], [9]])
 
 
 def test_a_cancelled_slice_is_never_encoded(tower: StoppedTower, submit: Submit) -> None:
