@@ -120,6 +120,7 @@ async def fuzzed_stack(checkpoint: Path) -> AsyncIterator[FuzzedStack]:
             await opened.enter_async_context(_bending(name, address, endpoints[name].address))
         local = LocalStack(checkpoint, media_root=folder / "media", endpoints=endpoints, flags=flags, drain_s=5)
         stack = await opened.enter_async_context(local)
+        opened.callback(stack.end_at_once)
         channels = {
             name: await opened.enter_async_context(grpc.aio.insecure_channel(endpoint.address))
             for name, endpoint in endpoints.items()

@@ -6,17 +6,22 @@ import asyncio
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from client.launcher import LocalStack
 from demo.checkpoint import TINY, write_checkpoint
 from tests import media
+from tests.collector import Collector, collecting
 from tests.integration.fleet import Fleet, Service, free_port, metric_in
 
 KV_CACHE_TOKENS = 2048
+DECODE_MEMORY_BYTES = 192 * 2**20
+FETCH_MAX_BYTES = 1_000_000
 DRAIN_S = 4.0
 HASTY_DRAIN_S = 1.0
 # The long clip's 128 slices of 16 tokens, 64 float32 each: one at a time has room in an encoder of the fleet.
@@ -35,11 +40,59 @@ def media_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@contextmanager
+def running(model: Path | None, **options: Any) -> Iterator[LocalStack]:
+    """A stack that ends at once, since nobody asks it for anything any more."""
+    with LocalStack(model, **options) as stack:
+        try:
+            yield stack
+        finally:
+            stack.end_at_once()
+
+
 @pytest.fixture(scope="session")
 def stack(checkpoint: Path, media_root: Path) -> Iterator[LocalStack]:
     flags = {"generation": ["--kv-cache-tokens", str(KV_CACHE_TOKENS)]}
-    with LocalStack(checkpoint, media_root=media_root, flags=flags) as running:
-        yield running
+    with running(checkpoint, media_root=media_root, flags=flags) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def fetch_port() -> int:
+    """Where on this machine services may fetch from."""
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def long_media(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of one clip, long.mp4."""
+    folder = tmp_path_factory.mktemp("long")
+    (folder / "long.mp4").write_bytes(media.long_clip())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def strict(checkpoint: Path, fetch_port: int, long_media: Path, collector: Collector) -> Iterator[LocalStack]:
+    """Services of which little is to be had, and that send their spans to the collector.
+
+    One worker decodes, in little memory. This machine may be reached under the name localhost, and everybody else at
+    public addresses alone.
+    """
+    flags = ["--decode-workers", "1", "--decode-memory-bytes", str(DECODE_MEMORY_BYTES)]
+    flags += ["--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1", "--allow-media-domain", "*"]
+    flags += ["--fetch-ports", f"80,{fetch_port}", "--fetch-max-bytes", str(FETCH_MAX_BYTES)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        with running(checkpoint, media_root=long_media, flags={"preprocessing": flags}) as stack:
+            patch.undo()  # other services' spans go nowhere
+            yield stack
 
 
 @pytest.fixture
@@ -50,7 +103,7 @@ def fleet(fleet_of_all_tests: Fleet) -> Fleet:
 
 
 @pytest.fixture(scope="session")
-def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int) -> Iterator[Fleet]:
     """Slow on purpose: a tower that takes its time, one slice at a time, and a prompt in small chunks.
 
     The second of each has little patience where it is told to stop.
@@ -66,7 +119,6 @@ def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
     def addresses(services: tuple[Service, Service]) -> str:
         return ",".join(each.address for each in services)
 
-    fetch_port = free_port()
     domains = ("--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1")
     preprocessing = two("preprocessing", "--decode-workers", "2", "--fetch-ports", str(fetch_port), *domains)
     upstream = ("--preprocessing", addresses(preprocessing), "--threads", "1")

@@ -12,12 +12,13 @@ from client.prompt import Image, Message, Text, Video
 from demo.example import CLIP, QUESTIONS
 from demo.questions import Question
 from tests import media
+from tests.integration.conftest import running
 
 
 @pytest.fixture(scope="module")
 def demo_stack() -> Iterator[LocalStack]:
-    with LocalStack(media_root=CLIP.parent) as running:
-        yield running
+    with running(None, media_root=CLIP.parent) as stack:
+        yield stack
 
 
 @pytest.fixture

@@ -28,14 +28,15 @@ from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
 from tests import media
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
+from tests.integration.conftest import running
 
 CLEAR_MARGIN = 2e-4
 
 
 @pytest.fixture(scope="module")
 def stack(family_checkpoint: Path) -> Iterator[LocalStack]:
-    with LocalStack(family_checkpoint) as running:
-        yield running
+    with running(family_checkpoint) as stack:
+        yield stack
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from tests.integration.conftest import metric
 ROOT = Path(__file__).parent.parent.parent
 HERE = "integration/test_incidents.py"
 INCIDENTS: dict[str, tuple[str, ...]] = {
-    "200 requests at once": ("integration/test_crowd.py::test_two_hundred_at_once_are_answered_or_refused",),
+    "200 requests at once": ("integration/test_tight_buffers.py::test_two_hundred_at_once_are_answered_or_refused",),
     "a pickle in a tensor": (
         f"{HERE}::test_a_pickle_in_a_tensor_is_so_many_bytes",
         "contract/test_nothing_received_is_code.py::test_nothing_in_the_services_turns_data_into_code",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +17,8 @@ from common.channels import REQUEST_ID_KEY, open_channel
 from framesieve.v1 import generation_pb2
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import media
-from tests.collector import Collector, Span, collecting
+from tests.collector import Collector, Span
 from tests.integration.conftest import settles
-from tests.integration.fleet import free_port
 from tests.unit.loopback import head, ok, serving
 
 SECRET = "xyzzy"
@@ -40,31 +39,9 @@ REQUESTS = {
 METHODS = {"generation": "Generate", "encoder": "Encode", "preprocessing": "Preprocess"}
 
 
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with collecting() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def port() -> int:
-    return free_port()
-
-
-@pytest.fixture(scope="module")
-def watched(checkpoint: Any, port: int, collector: Collector) -> Iterator[LocalStack]:
-    """Services that may fetch from this machine, and send their spans to the collector."""
-    flags = ["--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1", "--fetch-ports", str(port)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
-        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-        with LocalStack(checkpoint, flags={"preprocessing": flags}) as running:
-            yield running
-
-
 @pytest.fixture
-async def stub(watched: LocalStack) -> AsyncIterator[GenerationServiceStub]:
-    async with open_channel(watched.address) as channel:
+async def stub(strict: LocalStack) -> AsyncIterator[GenerationServiceStub]:
+    async with open_channel(strict.address) as channel:
         yield GenerationServiceStub(channel)
 
 
@@ -112,15 +89,15 @@ def request_span(spans: dict[str, list[Span]], service: str) -> Span:
 
 
 async def test_a_question_is_one_line_in_each_log_and_one_trace(
-    watched: LocalStack, stub: GenerationServiceStub, collector: Collector, port: int
+    strict: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
 ) -> None:
     clip = media.clip(16, fps=4, seed=81)
-    async with serving(ok(clip), port=port):
-        asked = question(Video(url=f"http://localhost:{port}/{SECRET}.mp4?key={SECRET}"))
+    async with serving(ok(clip), port=fetch_port):
+        asked = question(Video(url=f"http://localhost:{fetch_port}/{SECRET}.mp4?key={SECRET}"))
         answer = [response async for response in stub.Generate(asked, **called("seen-1"))]
     usage = answer[-1].finished.usage
 
-    told = await ended(watched, "seen-1")
+    told = await ended(strict, "seen-1")
     for service, line in told.items():
         assert (line["service"], line["method"], line["code"]) == (service, METHODS[service], "OK")
         assert line["level"] == "info"
@@ -174,7 +151,7 @@ async def test_stages_follow_each_other_and_take_the_time_that_the_answer_says(
 
 
 async def test_what_a_cache_holds_has_no_stages(
-    watched: LocalStack, stub: GenerationServiceStub, collector: Collector
+    strict: LocalStack, stub: GenerationServiceStub, collector: Collector
 ) -> None:
     video = Video(data=media.clip(16, fps=4, seed=83))
     own = {"framesieve-preprocessing": ["plan"], "framesieve-encoder": ["prune"]}
@@ -189,18 +166,18 @@ async def test_what_a_cache_holds_has_no_stages(
         spans = await spans_of(collector, name, len(REQUESTS) + sum(map(len, stages.values())))
         told = {service: sorted(span.name for span in own) for service, own in spans.items()}
         assert told == {service: sorted([*stages[service], REQUESTS[service]]) for service in REQUESTS}
-    assert (await ended(watched, "another rate"))["encoder"]["cached_media"] == 1
-    assert (await ended(watched, "again"))["generation"]["cached_prompt_tokens"] > 0
+    assert (await ended(strict, "another rate"))["encoder"]["cached_media"] == 1
+    assert (await ended(strict, "again"))["generation"]["cached_prompt_tokens"] > 0
 
 
 async def test_a_refusal_is_a_warning_and_an_error_in_every_service(
-    watched: LocalStack, stub: GenerationServiceStub, collector: Collector, port: int
+    strict: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
 ) -> None:
-    async with serving(head(404, "Content-Length: 0"), port=port):
-        asked = question(Video(url=f"http://localhost:{port}/{SECRET}.mp4?key={SECRET}"))
+    async with serving(head(404, "Content-Length: 0"), port=fetch_port):
+        asked = question(Video(url=f"http://localhost:{fetch_port}/{SECRET}.mp4?key={SECRET}"))
         with pytest.raises(grpc.aio.AioRpcError):
             [response async for response in stub.Generate(asked, **called("refused-1"))]
-    for line in (await ended(watched, "refused-1")).values():
+    for line in (await ended(strict, "refused-1")).values():
         assert (line["level"], line["code"], line["reason"]) == ("warning", "INVALID_ARGUMENT", "MEDIA_REJECTED")
         assert "was answered with status 404" in line["error"]
     spans = await spans_of(collector, "refused-1", len(REQUESTS) + len(["fetch"]))
@@ -210,23 +187,23 @@ async def test_a_refusal_is_a_warning_and_an_error_in_every_service(
 
 
 async def test_a_user_name_in_a_url_is_in_no_log(
-    watched: LocalStack, stub: GenerationServiceStub, collector: Collector, port: int
+    strict: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
 ) -> None:
-    asked = question(Video(url=f"http://user:{SECRET}@localhost:{port}/clip.mp4"))
+    asked = question(Video(url=f"http://user:{SECRET}@localhost:{fetch_port}/clip.mp4"))
     with pytest.raises(grpc.aio.AioRpcError):
         [response async for response in stub.Generate(asked, **called("refused-2"))]
-    assert {line["code"] for line in (await ended(watched, "refused-2")).values()} == {"INVALID_ARGUMENT"}
+    assert {line["code"] for line in (await ended(strict, "refused-2")).values()} == {"INVALID_ARGUMENT"}
 
 
 async def test_a_question_that_is_left_ends_its_spans(
-    watched: LocalStack, stub: GenerationServiceStub, collector: Collector
+    strict: LocalStack, stub: GenerationServiceStub, collector: Collector
 ) -> None:
     call = stub.Generate(question(Video(data=media.clip(512, fps=8))), **called("left-1"))
     async for response in call:
         if response.WhichOneof("response") == "progress":
             break
     call.cancel()
-    assert {line["code"] for line in (await ended(watched, "left-1")).values()} == {"CANCELLED"}
+    assert {line["code"] for line in (await ended(strict, "left-1")).values()} == {"CANCELLED"}
 
     def all_there() -> float:
         return len({span.service for span in collector.of_request("left-1") if span.name in REQUESTS.values()})
@@ -240,10 +217,10 @@ async def test_a_question_that_is_left_ends_its_spans(
     assert decode.end_ns - decode.start_ns > 0
 
 
-def test_neither_logs_nor_traces_hold_what_a_caller_says(watched: LocalStack, collector: Collector) -> None:
+def test_neither_logs_nor_traces_hold_what_a_caller_says(strict: LocalStack, collector: Collector) -> None:
     """After everything that the tests above have asked."""
     for service in METHODS:
-        assert lines(watched, service), "every line is JSON"
-        assert SECRET not in watched.log(service)
+        assert lines(strict, service), "every line is JSON"
+        assert SECRET not in strict.log(service)
     assert collector.spans
     assert SECRET.encode() not in collector.sent

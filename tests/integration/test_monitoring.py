@@ -20,6 +20,7 @@ from client.prompt import Image, Video
 from common import errors
 from deploy.grafana import dashboard
 from tests import media
+from tests.integration.conftest import running
 from tests.integration.prometheus import Prometheus, scraping
 from tests.rules import ALERTS, RECORDS, RULES
 
@@ -33,8 +34,8 @@ PANELS = BOARD["panels"]
 @pytest.fixture(scope="module")
 def replica(checkpoint: Path) -> Iterator[LocalStack]:
     """One preprocessing more."""
-    with LocalStack(checkpoint, services=["preprocessing"]) as running:
-        yield running
+    with running(checkpoint, services=["preprocessing"]) as stack:
+        yield stack
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,11 @@
-"""Buffers that hold one item, and services that are stopped while they work."""
+"""Services with little room, for media and for requests, and that are stopped while they work."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,73 +18,103 @@ from client.prompt import Video
 from common import errors
 from demo.checkpoint import TINY
 from tests import media
-from tests.integration.conftest import metric, settles
+from tests.integration.conftest import metric, running, settles
 
 VIDEOS = 3
 ITEM_TOKENS = 4 * 4 * 4
 EMBED_BYTES = 4
+ITEM_BYTES = ITEM_TOKENS * TINY.hidden * EMBED_BYTES
+CROWD = 200
+PLACES = 48
 
 
-async def test_eight_requests_of_several_videos_each_do_not_deadlock(checkpoint: Path) -> None:
-    item_bytes = ITEM_TOKENS * TINY.hidden * EMBED_BYTES
+@pytest.fixture(scope="module")
+def tight(checkpoint: Path) -> Iterator[LocalStack]:
+    """An encoder that holds one item, and a generation that holds as many as a question brings."""
     flags = {
-        "encoder": ["--output-buffer-bytes", str(item_bytes)],
-        "generation": ["--media-buffer-bytes", str(VIDEOS * item_bytes)],
+        "encoder": ["--output-buffer-bytes", str(ITEM_BYTES)],
+        "generation": [
+            *("--media-buffer-bytes", str(VIDEOS * ITEM_BYTES), "--kv-cache-tokens", "1024"),
+            *("--max-running-requests", "8", "--max-waiting-requests", str(PLACES - 8)),
+        ],
     }
-    with LocalStack(checkpoint, flags=flags) as stack:
-        async with FramesieveClient(stack.address) as client:
-            asked = [
-                client.ask(
-                    [Video(data=media.clip(seed=8 * request + video)) for video in range(VIDEOS)],
-                    "What moves?",
-                    max_new_tokens=2,
-                    timeout_s=90,
-                )
-                for request in range(8)
-            ]
-            answers = await asyncio.gather(*asked)
-        assert [len(answer.usage.media) for answer in answers] == [VIDEOS] * 8
-        for name in ("kv_blocks_used", "media_buffer_used_bytes"):
-            assert await settles(partial(metric, stack, "generation", f"framesieve_generation_{name}"), 0)
+    with running(checkpoint, flags=flags) as stack:
+        yield stack
 
 
-async def test_media_that_never_fits_the_buffer_is_refused(checkpoint: Path) -> None:
-    item_bytes = ITEM_TOKENS * TINY.hidden * EMBED_BYTES
-    flags = {"generation": ["--media-buffer-bytes", str(item_bytes)]}
-    with LocalStack(checkpoint, flags=flags) as stack:
-        async with FramesieveClient(stack.address) as client:
-            clip = Video(data=media.clip())
-            with pytest.raises(errors.FramesieveError, match=str(item_bytes)):
-                await client.ask([clip, clip], "What moves?", max_new_tokens=1, timeout_s=30)
-            answer = await client.ask(clip, "What moves?", max_new_tokens=1, timeout_s=30)
-            assert answer.usage.completion_tokens == 1
+@pytest.fixture
+async def client(tight: LocalStack) -> AsyncIterator[FramesieveClient]:
+    """Of services that hold nothing once the test is over."""
+    async with FramesieveClient(tight.address) as connected:
+        yield connected
+    for name in ("generation_kv_blocks_used", "generation_media_buffer_used_bytes", "encoder_room_used_bytes"):
+        assert await settles(partial(metric, tight, name.split("_")[0], f"framesieve_{name}"), 0)
 
 
-async def test_an_answer_completes_although_every_service_is_told_to_stop(checkpoint: Path) -> None:
-    with LocalStack(checkpoint) as stack:
-        async with FramesieveClient(stack.address) as client:
-            deltas = 0
-            last = None
-            async for event in client.stream(
-                Video(data=media.clip()), "What moves?", max_new_tokens=200, stop=["\x00"], timeout_s=60
-            ):
-                if isinstance(event, Delta):
-                    deltas += 1
-                    if deltas == 1:
-                        for process in stack.processes.values():
-                            process.send_signal(signal.SIGTERM)
-                last = event
-            assert isinstance(last, Finished)
-            assert last.usage.completion_tokens >= deltas
-        assert [process.wait(30) for process in stack.processes.values()] == [0, 0, 0]
+async def test_eight_requests_of_several_videos_each_do_not_deadlock(client: FramesieveClient) -> None:
+    asked = [
+        client.ask(
+            [Video(data=media.clip(seed=8 * request + video)) for video in range(VIDEOS)],
+            "What moves?",
+            max_new_tokens=2,
+            timeout_s=90,
+        )
+        for request in range(8)
+    ]
+    answers = await asyncio.gather(*asked)
+    assert [len(answer.usage.media) for answer in answers] == [VIDEOS] * 8
 
 
-async def test_a_lost_encoder_is_named_and_text_is_still_answered(checkpoint: Path) -> None:
-    with LocalStack(checkpoint) as stack:
-        stack.processes["encoder"].kill()
-        stack.processes["encoder"].wait()
-        async with FramesieveClient(stack.address) as client:
-            with pytest.raises(errors.Unavailable, match="encoder"):
-                await client.ask(Video(data=media.clip()), "What moves?", timeout_s=30)
-            answer = await client.ask(None, "Hello?", max_new_tokens=1, timeout_s=30)
-            assert answer.usage.completion_tokens == 1
+async def test_media_that_never_fits_the_buffer_is_refused(client: FramesieveClient) -> None:
+    clip = Video(data=media.clip())
+    with pytest.raises(errors.FramesieveError, match=str(VIDEOS * ITEM_BYTES)):
+        await client.ask([clip] * (VIDEOS + 1), "What moves?", max_new_tokens=1, timeout_s=30)
+    answer = await client.ask(clip, "What moves?", max_new_tokens=1, timeout_s=30)
+    assert answer.usage.completion_tokens == 1
+
+
+async def test_two_hundred_at_once_are_answered_or_refused(client: FramesieveClient) -> None:
+    """Each is answered, or refused with a hint when to come back; none hangs."""
+    clips = [media.clip(8, seed=seed) for seed in range(5)]
+
+    async def one(number: int) -> str:
+        media_of_it = Video(data=clips[number % len(clips)]) if number % 4 else None
+        try:
+            answer = await client.ask(
+                media_of_it,
+                f"Question {number}?",
+                pruning_rate=(0.0, 0.5, 0.75)[number % 3],
+                max_new_tokens=1 + number % 9,
+                n=1 + (number % 10 == 0),
+                timeout_s=120,
+            )
+        except errors.Overloaded as refused:
+            return "refused" if refused.retry_after_s > 0 else "refused without a hint"
+        assert len(answer.choices) == 1 + (number % 10 == 0)
+        return "answered"
+
+    outcomes = Counter(await asyncio.gather(*(one(number) for number in range(CROWD))))
+    assert outcomes.total() == CROWD
+    assert outcomes.keys() <= {"answered", "refused"}
+    assert outcomes["answered"] >= PLACES / 2
+    again = await client.ask(Video(data=clips[0]), "And now?", max_new_tokens=2, timeout_s=30)
+    assert again.usage.completion_tokens >= 1
+
+
+async def test_an_answer_completes_although_every_service_is_told_to_stop(tight: LocalStack) -> None:
+    """The last of all, which nobody outlives."""
+    async with FramesieveClient(tight.address) as client:
+        deltas = 0
+        last = None
+        async for event in client.stream(
+            Video(data=media.clip()), "What moves?", max_new_tokens=200, stop=["\x00"], timeout_s=60
+        ):
+            if isinstance(event, Delta):
+                deltas += 1
+                if deltas == 1:
+                    for process in tight.processes.values():
+                        process.send_signal(signal.SIGTERM)
+            last = event
+        assert isinstance(last, Finished)
+        assert last.usage.completion_tokens >= deltas
+    assert [process.wait(30) for process in tight.processes.values()] == [0, 0, 0]
