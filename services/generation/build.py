@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+import structlog
 import torch
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
+from services.generation.cache_size import CudaMemory, Memory, Sizes, measure
 from services.generation.families import load_language_model
 from services.generation.families.language_model import LanguageModel
 from services.generation.graphs import CudaCapture
@@ -19,6 +22,12 @@ if TYPE_CHECKING:
     from services.generation.parallel.group import Group
 
 BLOCK_TOKENS = 16
+CPU_CACHE_TOKENS = 32768
+# Up to how many tokens the largest step is measured where nobody limits prompts: without a kernel that reads blocks in
+# their places, it takes more for every token before it, and longer prompts may fail for want of memory.
+UNLIMITED_CONTEXT_TOKENS = 32768
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +48,11 @@ def build(
     """group: of this rank; followers: on rank 0, the others. Raises StartupError for what cannot be as settings say."""
     device = device_of(settings, group.rank if group else 0)
     model = load_language_model(checkpoint, _dtype(settings, checkpoint), device, group)
-    blocks = -(-settings.kv_cache_tokens // BLOCK_TOKENS)
+    blocks = -(-_cache_tokens(settings, model, group) // BLOCK_TOKENS)
     limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
     runner = Runner(model, blocks, BLOCK_TOKENS, followers)
     if model.device.type == "cuda":
-        captured = runner.capture_decoding(settings.max_running_requests, limit_tokens, CudaCapture())
+        captured = _capture(runner, settings, limit_tokens)
         if group and not group.least(int(captured)):  # all replay a step, or none does
             runner.decode_eagerly()
     return Built(runner, blocks, limit_tokens)
@@ -66,6 +75,71 @@ def device_of(settings: GenerationSettings, rank: int = 0) -> torch.device:
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         raise StartupError(f"--device {name} cannot be used: {error}") from error
     return device
+
+
+def _cache_tokens(settings: GenerationSettings, model: LanguageModel, group: Group | None) -> int:
+    """As many as the settings say, or fit. Raises StartupError if no prompt fits."""
+    if settings.kv_cache_tokens is not None:
+        return settings.kv_cache_tokens
+    if model.device.type != "cuda":
+        return CPU_CACHE_TOKENS
+    return fitting_tokens(settings, model, group, CudaMemory(model.device), _capture)
+
+
+def fitting_tokens(
+    settings: GenerationSettings,
+    model: LanguageModel,
+    group: Group | None,
+    memory: Memory,
+    capture: Callable[[Runner, GenerationSettings, int], object],
+) -> int:
+    """How many tokens' keys and values fit on every rank's device, in whole blocks.
+
+    capture: has a runner's decode steps captured, of up to so many tokens.
+    Raises StartupError, with figures, if not even one prompt's do.
+    """
+    longest = min(model.context_tokens, settings.max_prompt_tokens or model.context_tokens)
+    context = min(longest, settings.max_prompt_tokens or UNLIMITED_CONTEXT_TOKENS)
+    rows, requests = settings.prefill_chunk_tokens, settings.max_running_requests
+    sampled = min(rows, requests * (1 + settings.speculative_tokens))
+    sizes = Sizes(rows, sampled, min(requests, sampled), max(rows, context))
+    try:
+        needs = measure(
+            model,
+            BLOCK_TOKENS,
+            sizes,
+            settings.media_buffer_bytes,
+            memory,
+            lambda each: capture(each, settings, longest),
+        )
+    except torch.OutOfMemoryError as error:
+        raise StartupError(
+            f"a step of {rows} tokens (--prefill-chunk-tokens) of a prompt of {context} (--max-prompt-tokens) does not "
+            f"fit on {model.device}: {error}"
+        ) from error
+    token_bytes = model.token_bytes
+    own = needs.cache_tokens(settings.gpu_memory_fraction, token_bytes, BLOCK_TOKENS)
+    tokens = group.least(own) if group else own
+    log.info(
+        "kv cache",
+        tokens=tokens,
+        fits=own,
+        token_bytes=token_bytes,
+        fraction=settings.gpu_memory_fraction,
+        **{f"{name}_bytes": value for name, value in asdict(needs).items()},
+    )
+    least = settings.max_prompt_tokens or min(rows, longest)
+    if tokens < least:
+        told = ", ".join(f"{name} {value / 2**30:.2f}" for name, value in asdict(needs).items())
+        raise StartupError(
+            f"{max(0, tokens)} tokens of KV cache fit in {settings.gpu_memory_fraction:g} of a device "
+            f"(--gpu-memory-fraction), a prompt needs {least}; in GiB: {told}; a token takes {token_bytes} bytes"
+        )
+    return tokens
+
+
+def _capture(runner: Runner, settings: GenerationSettings, most_tokens: int) -> bool:
+    return runner.capture_decoding(settings.max_running_requests, most_tokens, CudaCapture())
 
 
 def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_tokens: int) -> int:

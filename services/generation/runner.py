@@ -52,7 +52,7 @@ class Runner:
         Returns whether they are: a model that no graph can hold is run as before.
         """
         start = time.perf_counter()
-        blocks = min(-(-most_tokens // self._cache.sizes.block_tokens), self._cache.sizes.blocks)
+        blocks = -(-most_tokens // self._cache.sizes.block_tokens)
         try:
             self._graphs = DecodeGraphs(self.model, self._cache, most_requests, blocks, capture)
         except RuntimeError as error:

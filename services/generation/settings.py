@@ -24,7 +24,18 @@ class GenerationSettings(UpstreamSettings):
     )
     encoder: str = Field("127.0.0.1:50052", description="address of the encoder, in the same ways")
     prefill_chunk_tokens: int = Field(2048, ge=1, description="most tokens of one step, over all requests")
-    kv_cache_tokens: int = Field(32768, ge=1, description="tokens that the KV cache holds, over all requests")
+    kv_cache_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens that the KV cache holds, over all requests; unset: 32768 on the CPU, on CUDA what is free "
+        "beside the largest step, which is measured at the start",
+    )
+    gpu_memory_fraction: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="how much of a CUDA device's memory may be used, by whomever, where --kv-cache-tokens is unset",
+    )
     max_prompt_tokens: int | None = Field(
         None,
         ge=2,

@@ -58,6 +58,11 @@ class LanguageModel:
     def dtype(self) -> torch.dtype:
         return self.embed_tokens.weight.dtype
 
+    @property
+    def token_bytes(self) -> int:
+        """Of one token's keys and values, in all layers, as far as this process computes them."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
 
 def make_text(text_class: Any, rotary_class: Any, text_config: Any, device: torch.device) -> Any:
     """A text model of transformers that waits for its weights, on the meta device but for its rotary embedding.
