@@ -9,13 +9,14 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from client.client import FramesieveClient
 from client.launcher import LocalStack
 from client.prompt import Image, Video
 from common import errors
-from common.channels import ERROR_DOMAIN, status_details
+from common.channels import ERROR_DOMAIN, status_details, upstream_errors
 from tests import media
 
 INSIDE = re.compile(
@@ -100,3 +101,27 @@ async def test_a_refusal_tells_nothing_of_the_inside(
     for path in (bad_root, checkpoint, Path(__file__).parent.parent.parent, Path.home()):
         assert str(path) not in told
     assert len(told) < 1600
+
+
+PATHS = {
+    "preprocessing": "/framesieve.v1.PreprocessingService/Preprocess",
+    "encoder": "/framesieve.v1.EncoderService/Encode",
+    "generation": "/framesieve.v1.GenerationService/Generate",
+}
+
+
+@pytest.mark.parametrize("service", PATHS)
+async def test_a_message_above_the_receive_limit_is_refused_and_one_at_it_is_read(
+    stack: LocalStack, service: str
+) -> None:
+    """Of a caller that has no limit of its own: at the edge it is read, and found to be no request."""
+    limit_bytes = 20 * 2**20
+    unlimited = [("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(stack.addresses[service], unlimited) as channel:
+        for size_bytes, why in (
+            (limit_bytes + 1, rf"at most {limit_bytes} bytes: .*\({limit_bytes + 1} vs\. {limit_bytes}\)$"),
+            (limit_bytes, rf"^a request of {limit_bytes} bytes is no message"),
+        ):
+            call = channel.unary_stream(PATHS[service])(b"\xff" * size_bytes, timeout=60)
+            with pytest.raises(errors.InvalidRequest, match=why), upstream_errors(service):
+                await call.read()

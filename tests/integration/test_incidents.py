@@ -70,7 +70,12 @@ INCIDENTS: dict[str, tuple[str, ...]] = {
         f"{HERE}::test_two_billion_frames_that_a_header_counts_cost_nothing",
         "unit/test_preprocessing_long.py::test_limits_of_length_and_frames_hold_to_the_last",
     ),
-    "a slow drip": ("unit/test_fetcher.py::test_a_server_that_drips_is_left_when_the_time_is_up",),
+    "a slow drip": (
+        "unit/test_fetcher.py::test_a_server_that_drips_is_left_when_the_time_is_up",
+        "integration/test_slow_callers.py::test_callers_that_drip_hold_nobody_up_and_are_answered_in_the_end",
+        "integration/test_slow_callers.py::test_a_caller_that_never_ends_its_prompt_leaves_nothing_behind",
+        "integration/test_slow_callers.py::test_callers_that_read_nothing_hold_nobody_up_and_leave_nothing_behind",
+    ),
     "literal placeholder tokens": (
         f"{HERE}::test_placeholders_that_a_caller_spells_stand_for_no_media",
         "unit/test_tokens.py::test_text_that_spells_a_control_token_stays_text",
@@ -78,7 +83,10 @@ INCIDENTS: dict[str, tuple[str, ...]] = {
     "an API key ignored on the gRPC port": (
         "contract/test_authentication.py::test_the_api_key_is_checked_on_the_grpc_port",
     ),
-    "an unbounded receive limit": ("contract/test_message_limits.py::test_the_receive_limit_is_bounded",),
+    "an unbounded receive limit": (
+        "contract/test_message_limits.py::test_the_receive_limit_is_bounded",
+        "integration/test_errors.py::test_a_message_above_the_receive_limit_is_refused_and_one_at_it_is_read",
+    ),
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 
+import grpc
 import pytest
 
 from client.answer import Delta, Finished
@@ -16,7 +17,12 @@ from client.client import FramesieveClient
 from client.launcher import LocalStack
 from client.prompt import Video
 from common import errors
+from common.channels import upstream_errors
+from common.credentials import NO_CREDENTIALS
+from common.probe import is_serving
 from demo.checkpoint import TINY
+from framesieve.v1.generation_pb2 import GenerateRequest
+from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import media
 from tests.integration.conftest import metric, running, settles
 
@@ -101,19 +107,29 @@ async def test_two_hundred_at_once_are_answered_or_refused(client: FramesieveCli
     assert again.usage.completion_tokens >= 1
 
 
+async def refuses_new_requests(stack: LocalStack) -> None:
+    """Once health says so; who asks all the same is told why."""
+    assert await settles(lambda: is_serving(stack.address, NO_CREDENTIALS, timeout_s=5), False)
+    async with grpc.aio.insecure_channel(stack.address) as channel:
+        call = GenerationServiceStub(channel).Generate(GenerateRequest(), timeout=20)
+        with pytest.raises(errors.Unavailable, match=r"^generation is draining$"), upstream_errors("a proxy"):
+            await call.read()
+
+
 async def test_an_answer_completes_although_every_service_is_told_to_stop(tight: LocalStack) -> None:
     """The last of all, which nobody outlives."""
     async with FramesieveClient(tight.address) as client:
         deltas = 0
         last = None
         async for event in client.stream(
-            Video(data=media.clip()), "What moves?", max_new_tokens=200, stop=["\x00"], timeout_s=60
+            Video(data=media.clip()), "What moves?", max_new_tokens=900, stop=["\x00"], timeout_s=60
         ):
             if isinstance(event, Delta):
                 deltas += 1
                 if deltas == 1:
                     for process in tight.processes.values():
                         process.send_signal(signal.SIGTERM)
+                    await refuses_new_requests(tight)
             last = event
         assert isinstance(last, Finished)
         assert last.usage.completion_tokens >= deltas
