@@ -39,5 +39,6 @@ class ModelForward:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """What stands on the host, on the device: to CUDA by way of pinned memory, so that nobody waits for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    """It on the device: from the host to CUDA by way of pinned memory, so that nobody waits for it."""
+    pins = device.type == "cuda" and tensor.device.type == "cpu"
+    return (tensor.pin_memory() if pins else tensor).to(device, non_blocking=True)

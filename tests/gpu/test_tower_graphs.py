@@ -106,6 +106,12 @@ def test_towers_compute_what_the_cpu_does_in_float32(
         assert difference < TOLERANCE[tower.dtype] * expected.abs().mean()
 
 
+def test_frames_may_be_on_the_device_already(graphed: Tower, shape: FamilyUnderTest) -> None:
+    slices = slices_of([(3, 4), (7, 2)], shape, 0)
+    for sent, there in zip(graphed.encode(slices), graphed.encode([each.to(CUDA) for each in slices]), strict=True):
+        assert torch.equal(sent, there)
+
+
 @contextmanager
 def nothing_waits() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
