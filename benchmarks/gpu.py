@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from benchmarks import gpu_device
-from benchmarks.gpu_encoder import pruning, tower
+from benchmarks.gpu_encoder import graphs, pruning, tower
 from benchmarks.gpu_engine import decode, prefill, throughput
 from benchmarks.gpu_models import TARGETS, written
 from benchmarks.gpu_run import Run
@@ -22,6 +22,7 @@ from benchmarks.report import Beginning, options, report
 from benchmarks.table import Row
 
 MEASUREMENTS: Mapping[str, Callable[[Run], list[Row]]] = {
+    "graphs": graphs,
     "pruning": pruning,
     "tower": tower,
     "prefill": prefill,
