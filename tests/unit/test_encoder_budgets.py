@@ -76,11 +76,11 @@ def test_batches_are_the_queue_in_its_order_within_every_cap_and_none_could_be_l
         left, batches = list(queue), []
         while left:
             count = fitting(left, largest)
+            assert count
             batches.append(left[:count])
             left = left[count:]
         assert [each for batch in batches for each in batch] == queue
         for batch in batches:
-            assert batch
             assert len(batch) == 1 or holds(largest, total(batch))
         for batch, after in pairwise(batches):
             assert not holds(largest, total([*batch, after[0]]))
