@@ -121,7 +121,14 @@ def answer(
     return [asked[number] for number in range(len(questions))]
 
 
-def assert_law(models: Models, engine: TinyEngine, questions: Sequence[Question], asked: Sequence[Asked]) -> None:
+def assert_law(
+    models: Models,
+    engine: TinyEngine,
+    questions: Sequence[Question],
+    asked: Sequence[Asked],
+    tolerance: float = LOGPROB_TOLERANCE,
+    clear_margin: float = CLEAR_MARGIN,
+) -> None:
     text_model, lm_head = models.reference.model.language_model, models.reference.lm_head
     for asking, each in zip(questions, asked, strict=True):
         name = each.request.id
@@ -130,12 +137,12 @@ def assert_law(models: Models, engine: TinyEngine, questions: Sequence[Question]
         assert each.request.cached_tokens < len(expected.ids)
         assert len(each.answer) == asking.new_tokens
         reference = expected_logprobs(text_model, lm_head, expected, asking.items, each.answer)
-        computed = torch.stack(engine.runner.logits[name]).log_softmax(dim=-1)
+        computed = torch.stack(engine.runner.logits[name]).cpu().log_softmax(dim=-1)
         assert computed.shape == reference.shape
         worst = float((computed - reference).abs().max())
-        assert worst < LOGPROB_TOLERANCE, f"question {name} is {worst} off"
+        assert worst < tolerance, f"question {name} is {worst} off"
         if not each.request.sampling.greedy:
             continue
         best, second = reference.topk(2, dim=-1).values.T
-        clear = best - second > CLEAR_MARGIN
+        clear = best - second > clear_margin
         assert torch.equal(torch.tensor(each.answer)[clear], reference.argmax(dim=-1)[clear])

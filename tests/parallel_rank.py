@@ -1,7 +1,7 @@
 """Rank 1 of the tests of tensor parallel: one process for all of them, which is told which model to hold.
 
 `python -m tests.parallel_rank DESCRIPTOR`, as the service starts its own. Each folder that it is told is a checkpoint,
-whose steps it computes until it is told an empty one.
+whose steps it computes until it is told an empty one. Its one argument is the kind of its device, the CPU if absent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ MOST_BLOCKS = 64  # of any engine that rank 0 has
 
 
 def main() -> None:
-    orders, device = Orders(int(sys.argv[1])), torch.device("cpu")
+    orders = Orders(int(sys.argv[1]))
+    kinds: list[str] = orders.facts["arguments"]
+    device = torch.device(kinds[0], orders.facts["rank"]) if kinds else torch.device("cpu")
     torch.set_num_threads(1)
     group = Group(orders.facts["rank"], orders.facts["ranks"], Path(orders.facts["meeting"]), device)
     while folder := orders.receive():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
@@ -151,7 +151,8 @@ class TinyEngine:
     def deliver(self, asked: Asked, index: int, item: Item, kept: Sequence[int]) -> None:
         """One item, unless the engine has it in its cache."""
         if index in asked.request.wanted_media:
-            self.engine.deliver(asked.request, media_item(index, item, kept))
+            arrived = media_item(index, item, kept)
+            self.engine.deliver(asked.request, replace(arrived, embeds=arrived.embeds.to(self.model.dtype)))
 
     def drain(self) -> None:
         while self.engine.step():

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from services.generation.attention import make_cache
 from services.generation.attention.sizes import CacheSizes
+from services.generation.copies import to_device
 from services.generation.families.language_model import LanguageModel
 from services.generation.graphs import Capture, DecodeGraphs
-from services.generation.windows import Int64Array, MediaRows, Packed, Window, pack, singles_first
+from services.generation.windows import MediaRows, Packed, Window, pack, singles_first
 
 log = structlog.get_logger()
 
@@ -89,16 +90,16 @@ class Runner:
 
         features: [1 + embed_levels, M, D], what the media rows carry; None if there are none.
         """
-        rows = self._on_device(packed.last_rows)
+        rows = to_device(packed.last_rows, self.model.device)
         replayed = self._graphs.replay(packed) if self._graphs else None
         return self._forward(packed, rows, features) if replayed is None else replayed[rows]
 
     def _forward(self, packed: Packed, rows: Tensor, features: Tensor | None) -> Tensor:
-        embeds: Tensor = self.model.embed_tokens(self._on_device(packed.ids))
+        embeds: Tensor = self.model.embed_tokens(to_device(packed.ids, self.model.device))
         levels = {} if features is None else self._put_media(packed, embeds, features)
         hidden = self.model.text(
             inputs_embeds=embeds[None],  # [1, T, D]
-            position_ids=self._on_device(packed.positions)[:, None],  # [3, 1, T]
+            position_ids=to_device(packed.positions, self.model.device)[:, None],  # [3, 1, T]
             use_cache=False,
             batch=self._cache.batch(packed),
             **levels,
@@ -108,14 +109,11 @@ class Runner:
 
     def _put_media(self, packed: Packed, embeds: Tensor, features: Tensor) -> dict[str, Tensor]:
         """Puts media rows into `embeds` [T, D], and returns what the model must be told of their levels."""
-        rows = self._on_device(packed.media_rows)
+        rows = to_device(packed.media_rows, self.model.device)
         embeds.index_copy_(0, rows, features[0])
         if not self.model.embed_levels:
             return {}
         return {"visual_pos_masks": rows, "deepstack_visual_embeds": features[1:]}
-
-    def _on_device(self, array: Int64Array) -> Tensor:
-        return torch.from_numpy(array).to(self.model.device)
 
 
 def _features(media: MediaRows) -> Tensor:

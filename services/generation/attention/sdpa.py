@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.generation.attention.sizes import CacheSizes
+from services.generation.copies import to_device
 from services.generation.windows import Context, Int64Array, Packed, slots_of
 
 # Below this many tokens a row, copying all contexts for one call is cheaper than a call each.
@@ -61,7 +62,7 @@ class SdpaCache:
                 mask = _additive(seen, like)[None, None]
             views.append(WindowView(at, at + each.tokens, _slots(self, each), mask))
             at += each.tokens
-        new_slots = torch.from_numpy(packed.slots).to(like.device)
+        new_slots = to_device(packed.slots, like.device)
         return SdpaBatch(self, new_slots, _singles(self, packed.contexts[: packed.singles]), tuple(views))
 
     def decode_batch(self, table: Tensor, lengths: Tensor) -> SdpaBatch:
@@ -199,8 +200,8 @@ def _singles(cache: SdpaCache, contexts: Sequence[Context]) -> Singles | None:
         firsts = [each.blocks[0] * cache.sizes.block_tokens for each in contexts]
         table = np.repeat(np.array(firsts)[:, None], longest, axis=1)
         table[seen] = np.concatenate(rests)
-        slots = torch.from_numpy(table).to(like.device)
-        mask = _additive(torch.from_numpy(seen).to(like.device), like)[:, None, None]
+        slots = to_device(table, like.device)
+        mask = _additive(to_device(seen, like.device), like)[:, None, None]
     read = tuple(_in_cache(each, run, cache.sizes.block_tokens) for each, run in zip(contexts, runs, strict=True))
     return Singles(len(contexts), read if in_place else (), slots, mask)
 
@@ -232,7 +233,7 @@ def _slots(cache: SdpaCache, context: Context) -> Slots:
     if blocks == list(range(first, first + len(blocks))):
         return slice(first * cache.sizes.block_tokens, first * cache.sizes.block_tokens + context.end)
     slots = slots_of(blocks, 0, context.end, cache.sizes.block_tokens)
-    return torch.from_numpy(slots).to(cache.keys[0].device)[None]
+    return to_device(slots, cache.keys[0].device)[None]
 
 
 def _additive(seen: Tensor, like: Tensor) -> Tensor:

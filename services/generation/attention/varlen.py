@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.generation.attention.sizes import CacheSizes
+from services.generation.copies import to_device
 from services.generation.windows import Packed
 
 IMPLEMENTATIONS = ("FA3", "FA4")
@@ -82,7 +83,7 @@ class VarlenCache:
         lengths = np.array([each.end for each in contexts], np.int32)
         device = self.keys[0].device
         new_slots, ends_there, lengths_there, table_there = (
-            torch.from_numpy(array).to(device) for array in (packed.slots, ends, lengths, table)
+            to_device(array, device) for array in (packed.slots, ends, lengths, table)
         )
         most_rows = max(each.tokens for each in contexts)
         return VarlenBatch(self, new_slots, ends_there, lengths_there, table_there, most_rows, int(lengths.max()))

@@ -1,0 +1,160 @@
+"""The engine on a CUDA device: the law, steps that the host never waits in, memory that stays what it was.
+
+The law's tolerances are those of float32 in another order of additions, and of bfloat16, in which a router of experts
+may also choose another expert by a hair.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.checkpoint import Checkpoint
+from services.generation.build import BLOCK_TOKENS, build
+from services.generation.families import load_language_model
+from services.generation.graphs import CudaCapture
+from services.generation.parallel.leading import Leading
+from services.generation.runner import Runner
+from services.generation.sampler import SamplingParams
+from services.generation.settings import GenerationSettings
+from services.generation.windows import Packed
+from tests import parallel_rank
+from tests.families import FAMILIES
+from tests.law import Question, answer, assert_law
+from tests.oracle import Item, Text, kept_tokens
+from tests.tiny import Models, TinyEngine, load_models, random_item
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+CUDA = torch.device("cuda", 0)
+MIB = 2**20
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+EXPERTS_TOLERANCE = 1.0
+
+
+@pytest.fixture(scope="module")
+def models(family: str, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return load_models(family, tmp_path_factory.mktemp("checkpoint"))
+
+
+def questions(family: str) -> list[Question]:
+    """Prompts of many lengths, pruned videos and a picture in them, some alike at their beginning."""
+    asked = []
+    for number in range(6):
+        film = random_item(FAMILIES[family], (4, 2, 3), Fraction(2, 3), seed=number // 2, rate=0.75)
+        picture = random_item(FAMILIES[family], (1, 3, 2), None, seed=number)
+        text = Text(tuple(range(10, 15 + 3 * number)))
+        parts = (text, film, Text((7, 8)), picture, Text((9, 10 + number))) if number % 3 else (text,)
+        asked.append(Question(parts, new_tokens=8 + number))
+    return asked
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [3, 64])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_the_law_holds(models: Models, family: str, dtype: torch.dtype, chunk_tokens: int, graphs: bool) -> None:
+    engine = TinyEngine(load_language_model(Checkpoint(models.folder), dtype, CUDA), chunk_tokens=chunk_tokens)
+    if graphs:
+        assert engine.runner.capture_decoding(8, 256, CudaCapture())
+    asking = questions(family)
+    asked = answer(engine, asking, [0, 0, 1, 2, 5, 9], [0, 3, 1, 4])
+    tolerance = TOLERANCES[dtype]
+    if dtype is torch.bfloat16 and "moe" in family:
+        tolerance = EXPERTS_TOLERANCE
+    assert_law(models, engine, asking, asked, tolerance, 2 * tolerance)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_the_host_never_waits_within_a_step(
+    models: Models, family: str, dtype: torch.dtype, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TinyEngine(load_language_model(Checkpoint(models.folder), dtype, CUDA), chunk_tokens=16)
+    if graphs:
+        assert engine.runner.capture_decoding(8, 256, CudaCapture())
+    answer(engine, questions(family))  # whatever is set up at its first use
+    compute, watched = Runner.compute, []
+
+    def without_waiting(runner: Runner, packed: Packed, features: Tensor | None) -> Tensor:
+        watched.append(features is not None)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return compute(runner, packed, features)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Runner, "compute", without_waiting)
+    answer(engine, questions(family))
+    assert {False, True} == set(watched)
+
+
+def test_memory_stays_what_it_was_over_five_hundred_requests(models: Models, family: str) -> None:
+    engine = TinyEngine(
+        load_language_model(Checkpoint(models.folder), torch.bfloat16, CUDA), blocks=256, max_waiting=64
+    )
+    engine.runner.capture_decoding(8, 256, CudaCapture())
+
+    def answer_fifty(first: int) -> tuple[int, int]:
+        for number in range(first, first + 50):
+            parts: list[Text | Item] = [Text(tuple(range(10, 12 + number % 40)))]
+            film = random_item(FAMILIES[family], (1 + number % 5, 2, 3), Fraction(1), seed=number, rate=number % 4 / 4)
+            if number % 2:
+                parts += [film, Text((7, 8))]
+            params = SamplingParams(2 + number % 12, temperature=number % 3 / 2, top_p=0.9, logprobs=number % 5 == 0)
+            asked = engine.ask(str(number), parts, params)
+            if number % 2:
+                engine.deliver(asked, 0, film, kept_tokens(film, number))
+            if number % 7 == 0:
+                engine.engine.cancel(asked.request)
+            engine.engine.step()
+        engine.drain()
+        engine.runner._logits.clear()
+        engine.runner._requests.clear()
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+    used = [answer_fifty(first) for first in range(0, 500, 50)]
+    settled = used[1]
+    assert all(abs(allocated - settled[0]) < MIB for allocated, _ in used[2:]), used
+    assert all(reserved <= settled[1] + 64 * MIB for _, reserved in used[2:]), used
+
+
+def test_the_cache_fills_the_fraction_of_the_device_and_no_more(tiny_checkpoint: Path) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(CUDA)
+    fraction = round((total - free) / total + 0.1, 2)
+    flags = ("--gpu-memory-fraction", str(fraction), "--media-buffer-bytes", str(MIB), "--device", "cuda:0")
+    settings = GenerationSettings.load(["--model", str(tiny_checkpoint), "--max-prompt-tokens", "4096", *flags])
+    built = build(settings, Checkpoint(tiny_checkpoint))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(CUDA)
+    assert (total - free) / total <= fraction
+    assert built.blocks * BLOCK_TOKENS * built.runner.model.token_bytes >= 0.05 * total
+
+
+@pytest.fixture(scope="module")
+def leading() -> Iterator[Leading]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device on this machine")
+    leading = Leading(2, ("cuda",), CUDA, parallel_rank.MODULE)
+    yield leading
+    leading.close()
+
+
+def test_two_cards_answer_what_the_law_says(models: Models, family: str, leading: Leading) -> None:
+    leading.ranks.tell(str(models.folder).encode())
+    half = load_language_model(Checkpoint(models.folder), torch.float32, CUDA, leading.group)
+    engine, asking = TinyEngine(half, followers=leading, chunk_tokens=16), questions(family)
+    tolerance = TOLERANCES[torch.float32]
+    assert_law(replace(models, engine=half), engine, asking, answer(engine, asking), tolerance, 2 * tolerance)
+    leading.ranks.tell(b"")
