@@ -85,6 +85,10 @@ def ask(
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be repeated.", rich_help_panel=_ANSWERS)
     ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(help="The adapter that answers, by the name it is served under (generation's --adapters)."),
+    ] = None,
     n: Annotated[
         int | None, typer.Option("--n", help="So many answers to one question.", rich_help_panel=_ANSWERS)
     ] = None,
@@ -114,6 +118,8 @@ def ask(
 
     Example: framesieve ask clip.mp4 "What moves?" --server gpu-1:50053 --tls-ca ca.pem --token-file token
 
+    Example: framesieve ask clip.mp4 "What moves?" --adapter traffic
+
     Example: framesieve ask clip.mp4 "Describe it." --n 3 --temperature 0.8 --top-p 0.9 --seed 1
     """
     if top_logprobs is not None and not as_json:
@@ -135,6 +141,7 @@ def ask(
         stop=stop,
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs,
+        adapter=adapter,
         n=n,
         timeout_s=timeout_s,
     )

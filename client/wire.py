@@ -42,6 +42,7 @@ class Options(TypedDict, total=False):
     stop, stop_token_ids: an answer ends before the first of these strings, and with the first of these tokens.
     ignore_eos: the model's own end tokens end nothing, for measuring.
     logprobs: of each token; top_logprobs: of so many of the likeliest beside it, which needs logprobs.
+    adapter: which of the adapters that the service has loaded answers; none is the checkpoint's own weights alone.
     n: how many answers; the prompt is computed once, and answer i is drawn by seed + i.
     request_id: names the request in logs and errors. timeout_s: seconds until DeadlinePassed.
     """
@@ -63,6 +64,7 @@ class Options(TypedDict, total=False):
     ignore_eos: bool | None
     logprobs: bool | None
     top_logprobs: int | None
+    adapter: str | None
     n: int | None
     request_id: str | None
     timeout_s: float | None
@@ -102,6 +104,7 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
             n=options.get("n"),
         ),
         request_id=options.get("request_id") or "",
+        adapter=options.get("adapter"),
     )
 
 

@@ -3,12 +3,13 @@ transformers' own text model over the gathered sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 from hypothesis import strategies as st
+from torch import nn
 
 from services.generation.sampler import SamplingParams
 from tests.families import FamilyUnderTest
@@ -33,12 +34,16 @@ MIXES = (
 
 @dataclass(frozen=True)
 class Question:
-    """kept_seed: of the choice that the encoder makes where its method leaves one. answers: all but one are drawn."""
+    """kept_seed: of the choice that the encoder makes where its method leaves one. answers: all but one are drawn.
+
+    adapter: by name, of those that the engine has loaded.
+    """
 
     parts: tuple[Text | Item, ...]
     new_tokens: int
     kept_seed: int = 0
     answers: int = 1
+    adapter: str | None = None
 
     @property
     def items(self) -> list[Item]:
@@ -108,7 +113,8 @@ def answer(
             waiting.remove(each)
             asking = questions[number]
             drawn = [SamplingParams(asking.new_tokens, temperature=1.0, seed=n) for n in range(1, asking.answers)]
-            asked[number] = engine.ask(str(before + number), asking.parts, SamplingParams(asking.new_tokens), drawn)
+            params = SamplingParams(asking.new_tokens)
+            asked[number] = engine.ask(str(before + number), asking.parts, params, drawn, asking.adapter)
             for index, (media, kept) in enumerate(zip(asking.items, asking.kept, strict=True)):
                 due.setdefault(step + (delays.pop(0) if delays else 0), []).append((asked[number], index, media, kept))
         for delivery in due.pop(step, []):
@@ -128,10 +134,13 @@ def assert_law(
     asked: Sequence[Asked],
     tolerance: float = LOGPROB_TOLERANCE,
     clear_margin: float = CLEAR_MARGIN,
+    adapted: Mapping[str, nn.Module] | None = None,
 ) -> None:
-    text_model, lm_head = models.reference.model.language_model, models.reference.lm_head
+    """adapted: by the name of each adapter, the text model with it."""
+    lm_head = models.reference.lm_head
     for asking, each in zip(questions, asked, strict=True):
         name = each.request.id
+        text_model = (adapted or {})[asking.adapter] if asking.adapter else models.reference.model.language_model
         expected = expected_sequence(asking.parts, asking.kept, PAD_ID)
         assert each.request.rope.tokens == len(expected.ids)
         assert each.request.cached_tokens < len(expected.ids)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoint
 from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from services.generation.adapters import Adapter
 from services.generation.answers import MediaItem
 from services.generation.blocks import BlockAllocator
 from services.generation.engine import Engine
@@ -137,9 +138,14 @@ class TinyEngine:
         )
 
     def ask(
-        self, name: str, parts: Sequence[Text | Item], params: SamplingParams, others: Sequence[SamplingParams] = ()
+        self,
+        name: str,
+        parts: Sequence[Text | Item],
+        params: SamplingParams,
+        others: Sequence[SamplingParams] = (),
+        adapter: str | None = None,
     ) -> Asked:
-        asked = make_request(name, parts, params)
+        asked = make_request(name, parts, params, self.model.adapters.find(adapter) if adapter else None)
         for number, each in enumerate(others, 1):
             events: list[Event] = []
             follower = asked.request.add_follower(f"{name}#{number}", each, WholeWords(), events.append)
@@ -159,11 +165,13 @@ class TinyEngine:
             pass
 
 
-def make_request(name: str, parts: Sequence[Text | Item], params: SamplingParams) -> Asked:
+def make_request(
+    name: str, parts: Sequence[Text | Item], params: SamplingParams, adapter: Adapter | None = None
+) -> Asked:
     items = [part for part in parts if isinstance(part, Item)]
     events: list[Event] = []
     kept_counts, keys = [item.kept_count for item in items], [key_of(item) for item in items]
-    request = Request(name, make_plan(parts), kept_counts, keys, params, WholeWords(), events.append)
+    request = Request(name, make_plan(parts), kept_counts, keys, params, WholeWords(), events.append, adapter=adapter)
     return Asked(request, events)
 
 

@@ -69,7 +69,7 @@ async def main() -> ExitStatus:
         ):
             media = MediaClient(preprocessing, encoder, _model_input(checkpoint, model), room)
             limit = PromptLimit(built.limit_tokens)
-            servicer = GenerationServicer(engine, media, tokenizer, defaults, limit, credentials)
+            servicer = GenerationServicer(engine, media, tokenizer, defaults, limit, credentials, model.adapters)
             register = partial(add_GenerationServiceServicer_to_server, servicer)
             return await serve(SERVICE, settings, register, lambda: engine.alive, broken)
 

@@ -27,7 +27,8 @@ class Known:
     """A full block that is remembered.
 
     serial: names it as long as it is remembered, and nothing else ever.
-    parent: serial of the block before it, or ROOT; content: what its keys and values depend on besides those before it.
+    parent: serial of the block before it, or what its sequence begins behind: ROOT, or a number below it.
+    content: what its keys and values depend on besides those before it.
     owners: what must live as long as this is remembered.
     """
 

@@ -11,6 +11,7 @@ import torch
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
+from services.generation.adapter_files import load_adapters
 from services.generation.cache_size import CudaMemory, Memory, Sizes, measure
 from services.generation.families import load_language_model
 from services.generation.families.language_model import LanguageModel
@@ -48,6 +49,7 @@ def build(
     """group: of this rank; followers: on rank 0, the others. Raises StartupError for what cannot be as settings say."""
     device = device_of(settings, group.rank if group else 0)
     model = load_language_model(checkpoint, _dtype(settings, checkpoint), device, group)
+    load_adapters(settings.adapters, model)
     blocks = -(-_cache_tokens(settings, model, group) // BLOCK_TOKENS)
     limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
     runner = Runner(model, blocks, BLOCK_TOKENS, followers)

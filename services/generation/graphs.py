@@ -86,6 +86,8 @@ class DecodeGraphs:
         """
         if packed.media_rows.size or packed.singles < len(packed.contexts) or not packed.last_rows.size:
             return None
+        if packed.adapted:  # graphs were captured without adapters
+            return None
         sequences = [context.blocks for context in packed.contexts]
         most_blocks = max(map(len, sequences))
         shape = next((each for each in self._shapes if each.holds(len(sequences), most_blocks)), None)

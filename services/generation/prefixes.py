@@ -5,7 +5,8 @@
     media rows in D: from the answer's last rows        so nothing is selected, decoded or encoded
 
 A block's content is what its keys and values depend on: token ids, or an answer's id and row; and positions, which need
-no argument of their own this way. Blocks before it are part of its name. It knows neither torch nor the model.
+no argument of their own this way. Blocks before it are part of its name, and so is the adapter that computed them all:
+it is what the first one stands behind. It knows neither torch nor the model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.generation.answers import Answer
-from services.generation.blocks import ROOT, BlockAllocator
+from services.generation.blocks import BlockAllocator
 from services.generation.request import Request, RopeState
 
 
@@ -60,7 +61,7 @@ class Prefixes:
         rope = RopeState(request.plan, request.kept_counts)
         for index, answer in enumerate(answers):
             rope.deliver(index, answer.kept, answer.id)
-        blocks = self._known_blocks(rope)
+        blocks = self._known_blocks(rope, request.root)
         items = end = 0
         for index, answer in enumerate(answers):
             rows_end = rope.rows_end(index, request.kept_counts[index] - answer.last_rows.shape[1])
@@ -69,8 +70,8 @@ class Prefixes:
             items, end = index + 1, max(end, rows_end)
         return items, blocks[: self._allocator.blocks_for(end)]
 
-    def _known_blocks(self, rope: RopeState) -> list[int]:
-        size, chain = self._allocator.block_tokens, ROOT
+    def _known_blocks(self, rope: RopeState, chain: int) -> list[int]:
+        size = self._allocator.block_tokens
         blocks: list[int] = []
         for first in range(0, min(rope.ready, rope.tokens - 1) - size + 1, size):
             known = self._allocator.find(chain, rope.content(first, first + size))

@@ -26,6 +26,7 @@ from services.generation.blocks import ROOT
 if TYPE_CHECKING:  # the scheduler imports this module and does not know torch
     from torch import Tensor
 
+    from services.generation.adapters import Adapter
     from services.generation.detokenise import Detokeniser
     from services.generation.sampler import SamplingParams, SamplingState
 
@@ -201,6 +202,7 @@ class Request:
     answer_keys: what the encoder's answer about each media item is remembered by.
     on_event: called in the engine's thread, in order; `Finished` or `Failed` comes last. It must not block.
     rope: of another request for the same prompt.
+    adapter: what the model computes its tokens with; None: the model alone.
     """
 
     def __init__(
@@ -213,8 +215,10 @@ class Request:
         detokeniser: Detokeniser,
         on_event: Callable[[Event], None],
         rope: RopeState | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         self.id = id
+        self.adapter = adapter
         self.plan = plan
         self.kept_counts = tuple(kept_counts)
         self.answer_keys = tuple(answer_keys)
@@ -236,13 +240,18 @@ class Request:
         self.pinned = 0  # of its first blocks: media rows in them are in the cache alone, so it never lets go of them
         self.computed = 0  # tokens whose keys and values are in the cache
         self.chained = 0  # of its first blocks, which are remembered; `chain` is the last one's serial
-        self.chain = ROOT
+        self.chain = self.root
         self.cached_tokens = 0  # of the prompt, which others had computed
         self.reclaimed = False  # its blocks were taken before it had ended
         self.prefill_announced = False
 
     def __repr__(self) -> str:
         return f"Request({self.id}, {self.status.value}, {self.computed}/{self.tokens} computed)"
+
+    @property
+    def root(self) -> int:
+        """What its first block stands behind in the cache: no adapter reads what another computed."""
+        return self.adapter.root if self.adapter else ROOT
 
     @property
     def tokens(self) -> int:
@@ -273,7 +282,7 @@ class Request:
     ) -> Request:
         """Another answer to the same prompt, which is computed once: its own starts when this one's has begun."""
         follower = Request(
-            id, self.plan, self.kept_counts, self.answer_keys, sampling, detokeniser, on_event, self.rope
+            id, self.plan, self.kept_counts, self.answer_keys, sampling, detokeniser, on_event, self.rope, self.adapter
         )
         self.followers.append(follower)
         return follower

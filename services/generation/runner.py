@@ -91,6 +91,7 @@ class Runner:
         features: [1 + embed_levels, M, D], what the media rows carry; None if there are none.
         """
         rows = to_device(packed.last_rows, self.model.device)
+        self.model.adapters.rows = packed.adapted
         replayed = self._graphs.replay(packed) if self._graphs else None
         return self._forward(packed, rows, features) if replayed is None else replayed[rows]
 

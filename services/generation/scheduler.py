@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 from services.generation.answers import Answer
-from services.generation.blocks import ROOT, BlockAllocator
+from services.generation.blocks import BlockAllocator
 from services.generation.prefixes import Prefixes
 from services.generation.request import Request, Status
 from services.generation.speculation import guess
@@ -233,7 +233,7 @@ class Scheduler:
         self.allocator.release(request.blocks[kept:])
         del request.blocks[kept:]
         request.computed = kept * self.allocator.block_tokens
-        request.chained, request.chain = kept, self.allocator.serial_of(request.blocks[-1]) if kept else ROOT
+        request.chained, request.chain = kept, self.allocator.serial_of(request.blocks[-1]) if kept else request.root
 
     def _can_pin(self, request: Request, blocks: Sequence[int]) -> bool:
         pinned = len(self._pins.keys() | set(blocks))

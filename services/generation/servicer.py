@@ -21,6 +21,7 @@ from common.interceptors import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_
 from common.tally import tally
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
+from services.generation.adapters import NO_ADAPTERS, Adapters
 from services.generation.answers import MediaItem
 from services.generation.arrivals import Progress
 from services.generation.detokenise import Detokeniser, Tokenizer
@@ -54,7 +55,11 @@ Context: TypeAlias = grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """defaults: the checkpoint's; limit: of prompt and answer together; credentials: whose token is shown upstream."""
+    """Answers with one engine.
+
+    defaults: the checkpoint's. limit: of prompt and answer together. credentials: whose token is shown upstream.
+    adapters: those that requests may name.
+    """
 
     def __init__(
         self,
@@ -64,6 +69,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         defaults: SamplingDefaults,
         limit: PromptLimit,
         credentials: Credentials = NO_CREDENTIALS,
+        adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         self._engine = engine
         self._media = media
@@ -71,11 +77,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._defaults = defaults
         self._limit = limit
         self._credentials = credentials
+        self._adapters = adapters
 
     async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:
         clock = StageClock()
         request_id = _request_id(request.request_id)
         wanted = sampling_request(request.sampling)
+        adapter = self._adapters.find(request.adapter) if request.HasField("adapter") else None
         call = passed_on(context, self._credentials)
         async with self._media.open(request.prompt, request.pruning, clock, **call) as session:
             plan, prunings, kept_counts = session.plan, session.prunings, session.kept_counts
@@ -84,7 +92,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             first, *others = wanted.resolve(self._defaults, room)
             events = Events(1 + len(others))
             keys, listener = session.answer_keys, events.listener
-            question = Request(request_id, plan, kept_counts, keys, first, self._detokeniser(first), listener(0))
+            question = Request(
+                request_id, plan, kept_counts, keys, first, self._detokeniser(first), listener(0), adapter=adapter
+            )
             for index, each in enumerate(others, 1):
                 question.add_follower(f"{request_id}#{index}", each, self._detokeniser(each), listener(index))
             answers = (question, *question.followers)

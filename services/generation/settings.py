@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic import Field, PlainValidator, field_validator, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
+from common.errors import StartupError
 from common.settings import UpstreamSettings
+from services.generation.adapter_files import AdapterFolder
 
 
 class GenerationSettings(UpstreamSettings):
@@ -65,3 +67,28 @@ class GenerationSettings(UpstreamSettings):
     threads: int | None = Field(
         None, ge=1, description="threads of one operation on the CPU; unset: torch's own choice"
     )
+    adapters: Annotated[tuple[Annotated[AdapterFolder, PlainValidator(AdapterFolder.parse)], ...], NoDecode] = Field(
+        (),
+        description="LoRA adapters that requests may name, folders in PEFT's format parted by commas: "
+        "traffic=/models/traffic-lora,sports=/models/sports-lora; needs PEFT (the extra lora)",
+    )
+
+    @field_validator("adapters", mode="before")
+    @classmethod
+    def _parted(cls, value: object) -> object:
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @field_validator("adapters")
+    @classmethod
+    def _named_once(cls, value: tuple[AdapterFolder, ...]) -> tuple[AdapterFolder, ...]:
+        names = [each.name for each in value]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice:
+            raise ValueError(f"two adapters are named {twice!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _adapters_in_one_process(self) -> Self:
+        if self.adapters and self.tensor_parallel > 1:
+            raise StartupError(f"--adapters need --tensor-parallel 1, got {self.tensor_parallel}")
+        return self

@@ -2,7 +2,8 @@
 
     pruned:   [text][0 3 4 7][text]            spans: rows 0..3 of item 0 stand at 4
     window:            [4 7 text]              [6, 9): rows 2..3 of item 0, then one text token
-    packed:   [d][d][window of A][window of B]  single tokens first, so that they form one rectangle
+    packed:   [d][d][window of A][window of B]  single tokens first, so that they form one rectangle;
+                                                of those, and of the others, those of one adapter together
 
 It works on numpy arrays and knows neither the model nor torch.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -58,6 +60,15 @@ class MediaRows:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """Rows [start, end) of the packed batch, computed with the adapter of that digest."""
+
+    digest: bytes
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
     """What the cache is told of a window: tokens [start, end) of a sequence that stands in `blocks`, up to its end."""
 
@@ -80,6 +91,7 @@ class Packed:
     slots: int64 [T], where in the cache the keys and values go.
     media_rows: int64 [M], rows whose embeddings are not those of `ids`.
     last_rows: int64 [S], rows whose logits are wanted, in order: 1 + guesses of each window that samples.
+    adapted: rows that are computed with an adapter.
     """
 
     contexts: tuple[Context, ...]
@@ -89,11 +101,12 @@ class Packed:
     slots: Int64Array
     media_rows: Int64Array
     last_rows: Int64Array
+    adapted: tuple[AdaptedRows, ...] = ()
 
 
 def singles_first(windows: Sequence[Window]) -> list[Window]:
-    """Windows in the order in which they are packed; beyond what the name says, their order stays."""
-    return sorted(windows, key=lambda window: window.tokens > 1)
+    """Windows in the order in which they are packed, those of one adapter beside each other; else their order stays."""
+    return sorted(windows, key=lambda window: (window.tokens > 1, window.request.root))
 
 
 def pack(windows: Sequence[Window], block_tokens: int) -> tuple[Packed, tuple[MediaRows, ...]]:
@@ -123,8 +136,18 @@ def pack(windows: Sequence[Window], block_tokens: int) -> tuple[Packed, tuple[Me
         slots=slots,
         media_rows=np.concatenate([np.empty(0, np.int64), *(np.arange(each.at, each.end) for each in media)]),
         last_rows=np.array(last_rows, np.int64),
+        adapted=tuple(_adapted_rows(ordered)),
     )
     return packed, tuple(media)
+
+
+def _adapted_rows(ordered: Sequence[Window]) -> Iterator[AdaptedRows]:
+    at = 0
+    for adapter, same in groupby(ordered, key=lambda window: window.request.adapter):
+        end = at + sum(window.tokens for window in same)
+        if adapter:
+            yield AdaptedRows(adapter.digest, at, end)
+        at = end
 
 
 def slots_of(blocks: Sequence[int], start: int, end: int, block_tokens: int) -> Int64Array:

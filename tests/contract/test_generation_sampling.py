@@ -51,6 +51,17 @@ async def test_a_value_outside_its_range_is_refused_before_anyone_else_is_asked(
         assert service.encoder.metadata == []
 
 
+@pytest.mark.parametrize("name", ["traffic", ""])
+async def test_an_adapter_that_is_not_loaded_is_refused_before_anyone_else_is_asked(
+    tmp_path: Path, tiny_checkpoint: Path, name: str
+) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+        code, reason, said = await refused(service.ask(adapter=name))
+        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+        assert said == f"adapter must be unset, for none is loaded (--adapters), got {name!r}"
+        assert service.encoder.metadata == []
+
+
 async def test_a_stop_token_that_the_model_does_not_have_is_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
         _, reason, said = await refused(service.ask(sampling=Sampling(stop_token_ids=[10**6])))

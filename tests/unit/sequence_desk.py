@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.generation.adapters import Adapter
 from services.generation.engine import Engine
 from services.generation.request import Event, Request
 from services.generation.sampler import SamplingParams
@@ -31,7 +32,8 @@ class SequenceRunner:
 
     def run(self, windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
         for window in windows:
-            sequence = [row(window.request, token) for token in range(window.end)]
+            adapter = window.request.adapter and window.request.adapter.digest
+            sequence = [(adapter, *row(window.request, token)) for token in range(window.end)]
             for token in range(window.end):
                 block = window.request.blocks[token // BLOCK_TOKENS]
                 slot = block * BLOCK_TOKENS + token % BLOCK_TOKENS
@@ -70,8 +72,8 @@ class Desk:
     waiting: list[tuple[Asked, list[Item]]] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
 
-    def ask(self, parts: Sequence[Text | Item], new_tokens: int, others: int) -> None:
-        asked = make_request(str(len(self.asked)), parts, SamplingParams(new_tokens))
+    def ask(self, parts: Sequence[Text | Item], new_tokens: int, others: int, adapter: Adapter | None = None) -> None:
+        asked = make_request(str(len(self.asked)), parts, SamplingParams(new_tokens), adapter)
         contents = [part for part in parts if isinstance(part, Item)]
         ITEMS_OF[asked.request] = contents
         for number in range(others):

@@ -45,6 +45,12 @@ def test_what_ask_was_not_told_stays_the_models_own(
     assert services.asked[0].sampling == generation_pb2.Sampling()
 
 
+def test_ask_names_an_adapter(framesieve: Callable[..., Result], services: FakeServices, address: str) -> None:
+    framesieve("ask", "?", "--server", address, "--adapter", "traffic")
+    framesieve("ask", "?", "--server", address)
+    assert [(asked.HasField("adapter"), asked.adapter) for asked in services.asked] == [(True, "traffic"), (False, "")]
+
+
 def test_several_answers_stand_one_after_another_though_they_come_mixed(
     framesieve: Callable[..., Result], address: str
 ) -> None:

@@ -89,6 +89,15 @@ async def test_every_option_reaches_the_wire(tmp_path: Path) -> None:
         assert fake.requests[1].sampling == Sampling()
 
 
+async def test_an_adapter_reaches_the_wire_where_one_is_named(tmp_path: Path) -> None:
+    async with served(tmp_path, moving_ball) as (client, fake):
+        await client.ask(None, "?", adapter="traffic")
+        await client.ask(None, "?", adapter="")  # the service's to refuse
+        await client.ask(None, "?")
+        told = [request.adapter if request.HasField("adapter") else None for request in fake.requests]
+        assert told == ["traffic", "", None]
+
+
 async def test_choices_are_put_together_by_their_index_and_what_is_said_of_one_is_the_firsts(tmp_path: Path) -> None:
     async with served(tmp_path, saying(*MIXED)) as (client, _):
         answer = await client.ask(None, "?", n=2)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from common.errors import StartupError
+from services.generation.adapter_files import AdapterFolder
 from services.generation.settings import GenerationSettings
 
 
@@ -68,3 +70,34 @@ def test_a_device_that_is_not_there_refuses_to_start(tmp_path: Path, tiny_checkp
     status, said = start("--model", str(tiny_checkpoint), "--listen", f"unix:{tmp_path}/s", "--device", "cuda:77")
     assert status == 2
     assert "--device cuda:77 cannot be used" in said
+
+
+def test_adapters_and_several_processes_refuse_to_start() -> None:
+    with pytest.raises(StartupError, match="--adapters need --tensor-parallel 1, got 2"):
+        GenerationSettings.load(["--adapters", "a=/models/a", "--tensor-parallel", "2"])
+
+
+def test_adapters_are_told_by_flag_or_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = (AdapterFolder("traffic", Path("/models/a=b")), AdapterFolder("Sports-2.1", Path("loras/sports")))
+    said = "traffic=/models/a=b, Sports-2.1=loras/sports"
+    assert GenerationSettings.load(["--adapters", said]).adapters == expected
+    monkeypatch.setenv("FRAMESIEVE_ADAPTERS", said)
+    assert GenerationSettings.load([]).adapters == expected
+    assert GenerationSettings.load(["--adapters", ""]).adapters == ()
+
+
+@pytest.mark.parametrize(
+    ("adapters", "message"),
+    [
+        ("traffic", r"must be NAME=DIR, got 'traffic'"),
+        ("traffic=", r"must be NAME=DIR, got 'traffic='"),
+        ("=/models/a", r"must begin with a letter or a digit.*, got ''"),
+        ("../a=/models/a", r"must begin with a letter or a digit.*, got '../a'"),
+        ("two words=/models/a", r"got 'two words'"),
+        (f"{'a' * 65}=/models/a", r"at most 63 more"),
+        ("a=/models/a,b=/models/b,a=/models/c", r"two adapters are named 'a'"),
+    ],
+)
+def test_adapters_without_a_folder_or_a_name_of_their_own_refuse_to_start(adapters: str, message: str) -> None:
+    with pytest.raises(StartupError, match=f"--adapters.*{message}"):
+        GenerationSettings.load(["--adapters", adapters])

@@ -11,6 +11,7 @@ import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from services.generation.adapters import Adapter
 from services.generation.blocks import BlockAllocator
 from services.generation.engine import Engine
 from services.generation.request import Failed, Finished
@@ -21,6 +22,8 @@ from tests.unit.sequence_desk import ITEMS_OF, Desk, SequenceRunner
 OPENING = Text((1, 2))
 VIDEO = Item(4, 1, 3, Fraction(1), np.zeros((12, 1), np.float32), method="random")
 OTHER = replace(VIDEO, embeds=np.ones((12, 1), np.float32))
+# The first two are one adapter by two names.
+ADAPTERS = (Adapter("one", bytes(31) + b"1"), Adapter("same", bytes(31) + b"1"), Adapter("other", bytes(31) + b"2"))
 texts = st.lists(st.integers(1, 2), min_size=1, max_size=6).map(lambda ids: Text(tuple(ids)))
 
 
@@ -57,7 +60,8 @@ def test_a_block_is_read_by_those_alone_whose_sequence_it_holds(data: st.DataObj
             if not prompts or data.draw(st.booleans()):
                 prompts.append([OPENING, *data.draw(st.lists(st.sampled_from(pool), min_size=1, max_size=2))])
             parts = data.draw(st.sampled_from(prompts))
-            desk.ask([*parts, data.draw(texts)], data.draw(st.integers(1, 6)), data.draw(st.integers(0, 2)))
+            adapter = data.draw(st.sampled_from((None, None, *ADAPTERS)))
+            desk.ask([*parts, data.draw(texts)], data.draw(st.integers(1, 6)), data.draw(st.integers(0, 2)), adapter)
         elif act == "deliver" and desk.waiting:
             # Two seeds: the encoder sometimes comes back with another choice.
             desk.deliver(data.draw(st.integers(0, len(desk.waiting) - 1)), data.draw(st.sampled_from((0, 0, 0, 1))))

@@ -6,7 +6,7 @@ It knows no family: a family's file says which of transformers' classes it is an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
+from services.generation.adapters import Adapters
 from services.generation.attention import ATTENTION
 from services.generation.linears import pack_linears, packed
 from services.generation.parallel.group import Group
@@ -33,6 +34,7 @@ class LanguageModel:
     embed_tokens: ids to [.., D]; lm_head: [.., D] to [.., vocab_size].
     heads, kv_heads: those that this process computes; where several compute together, its part of the model's.
     embed_levels: tensors that a media row carries beside its embedding.
+    adapters: those that `text` computes, whose rows are said before each forward.
     context_tokens: the longest sequence that the checkpoint was made for.
     """
 
@@ -45,6 +47,7 @@ class LanguageModel:
     head_dim: int
     context_tokens: int
     embed_levels: int
+    adapters: Adapters = field(default_factory=Adapters)
 
     @property
     def hidden_size(self) -> int:

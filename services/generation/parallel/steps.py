@@ -13,6 +13,7 @@ from services.generation.windows import Context, Packed
 
 
 def to_bytes(packed: Packed) -> bytes:
+    assert not packed.adapted, "settings allow adapters in one process alone"
     contexts = packed.contexts
     parts = [
         packed.ids,

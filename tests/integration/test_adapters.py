@@ -1,0 +1,74 @@
+"""Adapters through three real processes: each answers as PEFT does over transformers' whole model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from client.cli import app
+from client.client import FramesieveClient
+from client.launcher import LocalStack
+from client.prompt import Image, Message, Text, Video
+from tests.families import FAMILIES, load_reference
+from tests.integration.test_families import BRIEF, TALL, model_inputs, preprocess
+
+CLEAR_MARGIN = 2e-4
+PARTS = (Video(data=BRIEF, fps=8), Image(data=TALL))
+
+
+async def test_adapters_and_none_answer_side_by_side_as_peft_and_transformers_do(
+    stack: LocalStack, checkpoint: Path, adapted: dict[Path, Any]
+) -> None:
+    messages = [Message("user", (*PARTS, Text("What moves?")))]
+    asked = await preprocess(stack.addresses["preprocessing"], messages)
+    reference = load_reference("qwen2_5_vl", checkpoint)
+    models = {None: reference} | {folder.name: model for folder, model in adapted.items()}
+    async with FramesieveClient(stack.address) as client:
+        names = [*models, *models]  # each twice: the second finds its own prefix, and no other
+        answers = await asyncio.gather(
+            *(
+                client.ask(
+                    PARTS, "What moves?", adapter=name, max_new_tokens=8, temperature=0, logprobs=True, timeout_s=60
+                )
+                for name in names
+            )
+        )
+    firsts: list[torch.Tensor] = []
+    inputs = model_inputs(FAMILIES["qwen2_5_vl"], checkpoint, asked, reference.config)
+    for name, answer in zip(names, answers, strict=True):
+        generated = models[name].generate(
+            **inputs, max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        logits = torch.cat(generated.logits)
+        firsts.append(logits[0])
+        best, second = logits.topk(2, dim=-1).values.T
+        assert (best - second > CLEAR_MARGIN).all(), "choose another clip: a tie proves nothing"
+        expected = generated.sequences[0, asked.plan.tokens :]
+        assert list(answer.token_ids) == expected.tolist()
+        logprobs = logits.log_softmax(dim=-1).gather(1, expected[:, None])[:, 0]
+        assert answer.logprobs == pytest.approx(logprobs.tolist(), abs=1e-4)
+    for one, other in combinations(firsts[: len(models)], 2):
+        assert float((one - other).abs().max()) > 0.01, "adapters that change nothing prove nothing"
+
+
+def test_the_command_names_an_adapter_and_learns_which_there_are(stack: LocalStack, media_root: Path) -> None:
+    asking = ["ask", str(media_root / "clip.mp4"), "What moves?", "--server", stack.address, "--json"]
+    asking += ["--max-new-tokens", "3", "--adapter"]
+    answer = CliRunner().invoke(app, [*asking, "small"])
+    assert answer.exit_code == 0, answer.stderr
+    assert json.loads(answer.stdout)["usage"]["completion_tokens"] > 0
+    refused = CliRunner().invoke(app, [*asking, "huge"])
+    assert refused.exit_code == 1
+    assert "adapter must be one of small, large, got 'huge'" in " ".join(refused.stderr.split())
+
+
+def test_adapters_are_named_when_generation_starts(stack: LocalStack, adapted: dict[Path, Any]) -> None:
+    said = [json.loads(line) for line in stack.log("generation").splitlines() if '"adapter loaded"' in line]
+    assert [(each["adapter"], each["path"]) for each in said] == [(folder.name, str(folder)) for folder in adapted]
