@@ -95,6 +95,8 @@ def test_where_only_tokens_count_nothing_else_ends_a_batch(queue: list[Size], mo
             break
         expected += 1
     assert fitting(queue, tokens_alone(most)) == expected
+    # The most slices and windows that there can be to a token.
+    assert fitting([Size(1, 1, 1)] * (most + 1), tokens_alone(most)) == most
 
 
 def test_each_cap_ends_a_batch() -> None:

@@ -44,7 +44,7 @@ def rewrite(folder: Path, changes: dict[str, Callable[[Tensor], Tensor]]) -> Non
 
 def add(*thirds: float) -> Callable[[Tensor], Tensor]:
     """To the channels' first third, their second and their last."""
-    return lambda bias: bias + torch.tensor(thirds).repeat_interleave(-(-len(bias) // 3))[: len(bias)]
+    return lambda bias: bias + torch.tensor(thirds).repeat_interleave(-(-bias.shape[-1] // 3))[: bias.shape[-1]]
 
 
 def theirs(folder: Path, shape: FamilyUnderTest, video: Tensor, tower: Any) -> Tensor:
@@ -56,6 +56,7 @@ def in_range(tower: Any) -> Any:
     """transformers' own in float32, whose sums in the residual stream end where float16 does."""
 
     def forward(block: Any, hidden: Tensor, **told: Any) -> Tensor:
+        hidden = hidden.clamp(-MOST, MOST)
         hidden = (hidden + block.attn(block.norm1(hidden), **told)).clamp(-MOST, MOST)
         return (hidden + block.mlp(block.norm2(hidden))).clamp(-MOST, MOST)
 
@@ -83,6 +84,18 @@ def test_residual_sums_end_where_float16_does(copy: Path, family: str, shape: Fa
     found = encode_all(load_tower(Checkpoint(copy), "float16", CPU), video, shape)
     assert found.dtype == torch.float16
     expected = theirs(copy, shape, video, in_range(load_reference(family, copy).model.visual))
+    torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=1e-2)
+
+
+def test_what_a_position_is_added_to_ends_where_float16_does(tmp_path: Path) -> None:
+    shape = FAMILIES["qwen3_vl"]
+    folder = shape.write(tmp_path, 1)
+    shifts = {"visual.patch_embed.proj.bias": add(40000, 20000, 0), "visual.pos_embed.weight": add(40000, 0, 0)}
+    last, back = "blocks.0.mlp.linear_fc2.bias", add(-40000, 0, 0)
+    rewrite(folder, {**shifts, last: back})
+    video = random_frames(4, 4 * shape.token_px, 3 * shape.token_px)
+    found = encode_all(load_tower(Checkpoint(folder), "float16", CPU), video, shape)
+    expected = theirs(folder, shape, video, in_range(load_reference("qwen3_vl", folder).model.visual))
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=1e-2)
 
 

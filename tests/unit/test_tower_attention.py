@@ -85,12 +85,19 @@ def _reads_behind_the_last(*given: Tensor | int) -> Tensor:
     return attend_by_formula(query, key, value, ends, ends, most, most)  # type: ignore[arg-type]
 
 
+def _weighs_what_is_behind_by_nothing(*given: Tensor | int) -> Tensor:
+    _, _, value, ends, *_ = given
+    return attend_by_formula(*given) + 0 * value[ends[-1] :].sum()  # type: ignore[arg-type,index,call-arg]
+
+
 def _scales_otherwise(*given: Tensor | int) -> Tensor:
     query, *rest = given
     return attend_by_formula(query * 0.7, *rest)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kernel", [_crosses_sequences, _reads_behind_the_last, _scales_otherwise])
+@pytest.mark.parametrize(
+    "kernel", [_crosses_sequences, _reads_behind_the_last, _weighs_what_is_behind_by_nothing, _scales_otherwise]
+)
 def test_a_kernel_that_is_wrong_is_found_out(kernel: Attend) -> None:
     with pytest.raises(AssertionError):
         check_kernel(kernel, CPU, WHOLE, 3, 16)
