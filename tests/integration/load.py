@@ -91,6 +91,18 @@ def asked_about(client: FramesieveClient, video: Video) -> Asked:
     return Asked(client.stream(video, "What moves?", max_new_tokens=4, ignore_eos=True))
 
 
+async def is_answered_soon(client: FramesieveClient) -> None:
+    """Channels notice within a second that somebody is there again."""
+    for attempt in range(6):
+        again = asked_about(client, short_clip(100 + attempt))
+        await asyncio.wait_for(again.task, 30)
+        if again.failed is None:
+            assert again.tokens == 4
+            return
+        await asyncio.sleep(SOON_S / 6)
+    raise AssertionError(again.failed)
+
+
 @asynccontextmanager
 async def dripping(port: int) -> AsyncIterator[Server]:
     """Serves media that never come to an end, at `dripped(port)`."""

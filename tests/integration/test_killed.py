@@ -11,7 +11,7 @@ import pytest
 from client.client import FramesieveClient
 from common.errors import Unavailable
 from tests.integration.fleet import Fleet, at_rest, children, runs, until
-from tests.integration.load import SOON_S, Load, asked_about, short_clip
+from tests.integration.load import SOON_S, Load, is_answered_soon, short_clip
 
 FRAMES = ("fetching", "reading", "decoding and encoding", "waiting for room")
 MEDIA = (*FRAMES, "in transfer")
@@ -60,17 +60,5 @@ async def test_whoever_needs_a_killed_service_is_told_its_name_and_nobody_else_n
         assert (await client.ask(None, "Hello?", max_new_tokens=1, timeout_s=30)).usage.completion_tokens == 1
 
     await asyncio.to_thread(fleet.start, victim)
-    await is_answered_soon(client, index)
+    await is_answered_soon(client)
     await at_rest(fleet.first, within_s=SOON_S)
-
-
-async def is_answered_soon(client: FramesieveClient, number: int) -> None:
-    """Channels notice within a second that somebody is there again."""
-    for attempt in range(6):
-        again = asked_about(client, short_clip(100 + 10 * number + attempt))
-        await asyncio.wait_for(again.task, 30)
-        if again.failed is None:
-            assert again.tokens == 4
-            return
-        await asyncio.sleep(SOON_S / 6)
-    raise AssertionError(again.failed)
