@@ -17,7 +17,9 @@ from client.client import FramesieveClient
 from client.launcher import LocalStack
 from demo.checkpoint import TINY, write_checkpoint
 from tests import media
+from tests.adapters import write_adapter
 from tests.collector import Collector, collecting
+from tests.families import load_reference
 from tests.integration.fleet import Fleet, Service, free_port, metric_in
 from tests.integration.load import is_answered_soon
 
@@ -53,8 +55,20 @@ def running(model: Path | None, **options: Any) -> Iterator[LocalStack]:
 
 
 @pytest.fixture(scope="session")
-def stack(checkpoint: Path, media_root: Path) -> Iterator[LocalStack]:
-    flags = {"generation": ["--kv-cache-tokens", str(KV_CACHE_TOKENS)]}
+def adapted(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Any]:
+    """The stack's adapters by their folders, whose names they have, and the whole model with each as PEFT runs it."""
+    folder, reference = tmp_path_factory.mktemp("adapters"), load_reference("qwen2_5_vl", checkpoint)
+    targets = {"small": r".*language_model.*\.(q|v)_proj", "large": r".*language_model.*_proj"}
+    return {
+        folder / name: write_adapter(reference, folder / name, seed, target_modules=target)
+        for seed, (name, target) in enumerate(targets.items())
+    }
+
+
+@pytest.fixture(scope="session")
+def stack(checkpoint: Path, media_root: Path, adapted: dict[Path, Any]) -> Iterator[LocalStack]:
+    adapters = ",".join(f"{folder.name}={folder}" for folder in adapted)
+    flags = {"generation": ["--kv-cache-tokens", str(KV_CACHE_TOKENS), "--adapters", adapters]}
     with running(checkpoint, media_root=media_root, flags=flags) as stack:
         yield stack
 
