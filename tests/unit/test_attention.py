@@ -88,6 +88,23 @@ def test_every_row_sees_its_own_sequence_and_nothing_else(
         check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
 
 
+@settings(max_examples=20, deadline=None)
+@given(batch=batches(), seed=st.integers(0, 2**16))
+def test_repeated_heads_are_those_that_are_shared(batch: list[tuple[list[int], int, int]], seed: int) -> None:
+    """As on a device whose kernels cannot share them under a mask."""
+
+    def attend(*arrays: Tensor, **named: Any) -> Tensor:
+        assert named.get("attn_mask") is None or not named.get("enable_gqa")
+        return plain(*arrays, **named)
+
+    plain = sdpa.F.scaled_dot_product_attention
+    with (
+        patch.object(sdpa, "REPEATING_DEVICES", ("cpu",)),
+        patch.object(sdpa.F, "scaled_dot_product_attention", attend),
+    ):
+        check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
+
+
 @settings(max_examples=40, deadline=None)
 @given(batch=batches(), seed=st.integers(0, 2**16))
 def test_a_kernel_that_reads_blocks_is_told_each_sequences(batch: list[tuple[list[int], int, int]], seed: int) -> None:

@@ -34,6 +34,10 @@ from services.generation.windows import Context, Int64Array, Packed, slots_of
 # Below this many tokens a row, copying all contexts for one call is cheaper than a call each.
 IN_PLACE_TOKENS = 512
 
+# Where torch says that no kernel takes both a mask and kv heads that query heads share: it would go by the formula,
+# with all scores in memory. Repeating the kv heads takes far less.
+REPEATING_DEVICES = ("cuda",)
+
 # Where contexts stand in the cache: a slice where one sequence's blocks are neighbours (read in place), else int64
 # [sequences, context].
 Slots: TypeAlias = slice | Tensor
@@ -134,14 +138,18 @@ class SdpaBatch:
             grouped = query[:, :count].transpose(0, 1).reshape(count, kv_heads, -1, head_dim)
             out[:count] = _attend_singles(self.singles, grouped, keys, values, scaling).reshape(count, heads, head_dim)
         for view in self.windows:
+            own_keys, own_values, shared = _read(keys, view.slots), _read(values, view.slots), heads // kv_heads
+            if view.mask is not None and query.device.type in REPEATING_DEVICES:
+                own_keys, own_values = own_keys.repeat_interleave(shared, 1), own_values.repeat_interleave(shared, 1)
+                shared = 1
             attended = F.scaled_dot_product_attention(
                 query[None, :, view.first_row : view.end_row],
-                _read(keys, view.slots),
-                _read(values, view.slots),
+                own_keys,
+                own_values,
                 attn_mask=view.mask,
                 is_causal=view.mask is None,
                 scale=scaling,
-                enable_gqa=heads != kv_heads,
+                enable_gqa=shared > 1,
             )
             out[view.first_row : view.end_row] = attended[0].transpose(0, 1)
         return out
