@@ -16,7 +16,7 @@ from common.errors import FramesieveError, InvalidRequest, Overloaded, PeerContr
 from services.generation.answers import MediaItem
 from services.generation.request import Event, Failed, Finished, FinishReason, PrefillStarted, Tokens
 from services.generation.sampler import SamplingParams
-from services.generation.windows import Window
+from services.generation.windows import Packed, Window
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Asked, Models, TinyEngine, load_models
 from tests.unit.engine_questions import ABOUT_VIDEO, KEPT, PROMPT, VIDEO
@@ -388,3 +388,46 @@ def test_a_device_that_is_lost_ends_the_thread(models: Models, monkeypatch: pyte
         assert asked.failed
         assert isinstance(asked.failed.error, Unavailable)
     until(lambda: not tiny.engine.alive)
+
+
+def test_a_rank_that_is_lost_ends_the_thread(models: Models) -> None:
+    class Gone:
+        def tell(self, packed: Packed, features: Tensor | None) -> None:
+            raise BrokenPipeError
+
+    tiny = TinyEngine(models.engine, followers=Gone())
+    tiny.engine.start()
+    asked = tiny.ask("a", PROMPT, SamplingParams(1))
+    until(lambda: bool(asked.failed))
+    assert asked.failed
+    assert isinstance(asked.failed.error, Unavailable)
+    until(lambda: not tiny.engine.alive)
+
+
+def test_nobody_waits_for_a_step_that_is_given_up(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the device waits for another rank, which will never answer."""
+    tiny, begun, go_on = TinyEngine(models.engine), threading.Event(), threading.Event()
+    run = tiny.runner.run
+
+    def stuck(windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
+        begun.set()
+        assert go_on.wait(20)
+        return run(windows)
+
+    monkeypatch.setattr(tiny.runner, "run", stuck)
+    tiny.engine.start()
+    asked = tiny.ask("a", PROMPT, SamplingParams(4))
+    assert begun.wait(20)
+    tiny.engine.give_up()
+    tiny.engine.give_up()
+    assert not tiny.engine.alive
+    (failed,) = asked.events[-1:]
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, Unavailable)
+    assert failed.error.stage == "generation"
+    with pytest.raises(Unavailable):
+        tiny.ask("late", PROMPT, SamplingParams(1))
+    go_on.set()
+    tiny.engine.stop()
+    assert asked.events[-1] is failed
+    assert sum(isinstance(event, Failed) for event in asked.events) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
+from common.exit_status import ExitStatus
 from services.generation.families import check_ranks, load_language_model
 from services.generation.parallel.leading import Leading
 from tests import parallel_rank
@@ -72,7 +75,7 @@ def questions(family: str) -> list[Question]:
 def test_two_ranks_answer_what_one_does(shared: Shared, family: str, few: bool, chunk_tokens: int) -> None:
     asking, arrivals, deliveries = questions(family), [0, 0, 1, 2, 5, 9], [0, 3, 1, 4]
     blocks = max(each.most_blocks for each in asking) + 1 if few else parallel_rank.MOST_BLOCKS
-    sizes = {"blocks": blocks, "chunk_tokens": chunk_tokens}
+    sizes = {"blocks": blocks, "chunk_tokens": chunk_tokens, "guess_tokens": 3 if chunk_tokens == 64 else 0}
     one, two = TinyEngine(shared.whole.engine, **sizes), shared.engine(**sizes)
     expected = answer(one, asking, arrivals, deliveries)
     found = answer(two, asking, arrivals, deliveries)
@@ -104,6 +107,18 @@ def test_a_rank_holds_its_own_heads_and_no_more_of_any_layer(shared: Shared, fam
         full = f"layers.1.self_attn.{name}.weight"
         assert torch.equal(dict(half.text.named_parameters())[full], written[prefix + full][taken])
     assert half.lm_head.weight.shape[0] == -(-len(written["lm_head.weight"]) // 2)  # type: ignore[union-attr, arg-type, index]
+
+
+def test_a_rank_that_cannot_start_ends_the_service_that_waits_for_it() -> None:
+    program = """
+import torch
+from services.generation.parallel.leading import Leading
+Leading(2, ["--tensor-parallel", "none"], torch.device("cpu"))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == ExitStatus.CANNOT_START
+    assert "rank 1 of 2 ended with status 2" in ended.stdout
+    assert "--tensor-parallel: Input should be a valid integer" in ended.stdout
 
 
 @pytest.mark.parametrize("ranks", [3, 4])

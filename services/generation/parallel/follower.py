@@ -29,12 +29,13 @@ def main() -> None:
     orders = Orders(int(sys.argv[1]))
     if not orders.facts:  # the service has ended meanwhile
         return
-    settings, rank = GenerationSettings.load(orders.facts["arguments"]), orders.facts["rank"]
-    configure_logging("generation", settings.log_format, settings.log_level)
+    rank = orders.facts["rank"]
     structlog.contextvars.bind_contextvars(rank=rank)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     try:
+        settings = GenerationSettings.load(orders.facts["arguments"])
+        configure_logging("generation", settings.log_format, settings.log_level)
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
         group = Group(rank, orders.facts["ranks"], Path(orders.facts["meeting"]), device_of(settings, rank))
         follow(orders, build(settings, Checkpoint(settings.model), group).runner, group)
     except StartupError as error:
