@@ -100,12 +100,15 @@ async def test_items_arrive_whole_in_the_models_dtype_and_hold_room_to_the_sessi
         assert torch.equal(item.embeds, torch.from_numpy(sent).bfloat16())
 
 
-async def test_bfloat16_embeddings_arrive_as_they_are(tmp_path: Path) -> None:
-    embeds = torch.arange(24).reshape(1, 4, 6).bfloat16()
+@pytest.mark.parametrize(
+    ("dtype", "on_the_wire"),
+    [(torch.bfloat16, tensor_pb2.DTYPE_BFLOAT16), (torch.float16, tensor_pb2.DTYPE_FLOAT16)],
+    ids=str,
+)
+async def test_shorter_embeddings_arrive_as_they_are(tmp_path: Path, dtype: torch.dtype, on_the_wire: int) -> None:
+    embeds = torch.linspace(-3, 3, 24).reshape(1, 4, 6).to(dtype)
     plan = prompt_plan(FINGERPRINT, 1, IMAGE, 1)
-    chunk = tensor_pb2.TensorChunk(
-        dtype=tensor_pb2.DTYPE_BFLOAT16, shape=[1, 4, 6], data=embeds.view(torch.int16).numpy().tobytes()
-    )
+    chunk = tensor_pb2.TensorChunk(dtype=on_the_wire, shape=[1, 4, 6], data=embeds.view(torch.int16).numpy().tobytes())
     message = EncodeResponse()
     message.embeds.chunk.CopyFrom(chunk)
     async with client_of(tmp_path, Encoder(plan, [message])) as (client, _):
