@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -79,8 +80,14 @@ def _lead(settings: GenerationSettings, checkpoint: Checkpoint, ends: ExitStack)
         return None
     check_ranks(checkpoint, settings.tensor_parallel)
     leading = Leading(settings.tensor_parallel, sys.argv[1:], device_of(settings))
-    ends.callback(leading.close)
+    ends.callback(_leave, leading)
     return leading
+
+
+def _leave(leading: Leading) -> None:
+    leading.close()
+    if leading.lost is not None:  # what a device still waits for, of a rank that is gone, never comes
+        os._exit(ExitStatus.FAILED)
 
 
 def _end(engine: Engine, broken: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
