@@ -53,6 +53,22 @@ class Ranks:
         for each in self._ranks:
             each.tell(message)
 
+    def tell_one(self, rank: int, message: bytes) -> None:
+        """To one rank. Raises OSError if it has ended."""
+        self._ranks[rank - 1].tell(message)
+
+    def hear(self, rank: int) -> bytes:
+        """What a rank answers next, however long that takes. Raises OSError if it ends instead."""
+        heard = self._ranks[rank - 1].hear()
+        if heard is None:
+            raise ConnectionResetError(f"rank {rank} has ended")
+        return heard
+
+    def kill(self) -> None:
+        """Ends all of them at once, which is told as any end is."""
+        for each in self._ranks:
+            each.process.kill()
+
     def close(self) -> None:
         """Ends them: those that wait to be told by themselves, others after a while."""
         self._closing = True
@@ -90,17 +106,11 @@ class Orders:
 
     def receive(self) -> bytes | None:
         """The next message, once there is one; None when there will be none."""
-        head = self._read(_LENGTH.size)
-        return None if head is None else self._read(_LENGTH.unpack(head)[0])
+        return _receive(self._connection)
 
-    def _read(self, size: int) -> bytes | None:
-        data, filled = bytearray(size), 0
-        while filled < size:
-            got = self._connection.recv_into(memoryview(data)[filled:])
-            if not got:
-                return None
-            filled += got
-        return bytes(data)
+    def answer(self, message: bytes) -> None:
+        """Tells the service, which hears it when it listens. Raises OSError if there is none."""
+        _send(self._connection, message)
 
 
 class _Rank:
@@ -117,7 +127,10 @@ class _Rank:
         self.handle = os.pidfd_open(self.process.pid)
 
     def tell(self, message: bytes) -> None:
-        self._connection.sendall(_LENGTH.pack(len(message)) + message)
+        _send(self._connection, message)
+
+    def hear(self) -> bytes | None:
+        return _receive(self._connection)
 
     def hang_up(self) -> None:
         self._connection.close()
@@ -132,6 +145,26 @@ class _Rank:
     def how_it_ended(self) -> str:
         status = self.process.wait()
         return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+
+
+def _send(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(_LENGTH.pack(len(message)) + message)
+
+
+def _receive(connection: socket.socket) -> bytes | None:
+    """The next message, once there is one; None when there will be none."""
+    head = _read(connection, _LENGTH.size)
+    return None if head is None else _read(connection, _LENGTH.unpack(head)[0])
+
+
+def _read(connection: socket.socket, size: int) -> bytes | None:
+    data, filled = bytearray(size), 0
+    while filled < size:
+        got = connection.recv_into(memoryview(data)[filled:])
+        if not got:
+            return None
+        filled += got
+    return bytes(data)
 
 
 def _end_with(service: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from functools import partial
-
-import torch
 
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
-from common.errors import StartupError
+from common.credentials import Credentials
 from common.exit_status import ExitStatus
 from common.guards import upstream_credentials
 from common.logs import configure_logging
@@ -18,9 +18,9 @@ from common.server import run, serve
 from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 from services.encoder.batcher import Batcher
 from services.encoder.cache import EmbedsCache
-from services.encoder.families import load_tower
-from services.encoder.graphs import with_graphs
 from services.encoder.metrics import watch
+from services.encoder.parallel.start import data_parallel
+from services.encoder.parallel.tower import DataParallelTower
 from services.encoder.servicer import SERVICE, EncoderServicer
 from services.encoder.settings import EncoderSettings
 
@@ -28,13 +28,21 @@ from services.encoder.settings import EncoderSettings
 async def main() -> ExitStatus:
     settings = EncoderSettings.load()
     configure_logging("encoder", settings.log_format, settings.log_level)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
     credentials = upstream_credentials(settings)
     checkpoint = Checkpoint(settings.model)
-    tower = load_tower(checkpoint, settings.dtype, _device(settings.device), settings.tower_attention)
-    tower = with_graphs(tower, settings.batch_tokens)
-    batcher = Batcher(tower.encode, settings.batch_tokens, tower.packing)
+    with data_parallel(settings) as towers:
+        status = await _serve(settings, credentials, checkpoint, towers)
+    if towers.loss.lost is not None:
+        os._exit(status)  # threads may wait for ever for what the lost rank was to send
+    return status
+
+
+async def _serve(
+    settings: EncoderSettings, credentials: Credentials, checkpoint: Checkpoint, towers: DataParallelTower
+) -> ExitStatus:
+    tower, loop, broken = towers.own, asyncio.get_running_loop(), asyncio.Event()
+    towers.loss.watch(partial(loop.call_soon_threadsafe, broken.set))
+    batcher = Batcher(towers.encode, towers.budget_tokens, towers.packing)
     cache = EmbedsCache(tower, batcher, Room(settings.output_buffer_bytes), settings.cache_bytes)
     outputs = Room(settings.output_buffer_bytes)
     begin("encoder", "Encode", checkpoint, str(tower.dtype).removeprefix("torch."), str(tower.device))
@@ -43,20 +51,15 @@ async def main() -> ExitStatus:
         async with open_channel(settings.preprocessing, credentials) as channel:
             servicer = EncoderServicer(checkpoint.fingerprint, cache, outputs, channel, credentials)
             register = partial(add_EncoderServiceServicer_to_server, servicer)
-            return await serve(SERVICE, settings, register, lambda: batcher.alive)
+            well = partial(_well, batcher, towers)
+            return await serve(SERVICE, settings, register, well, broken)
     finally:
-        batcher.close()
+        if towers.loss.lost is None:
+            batcher.close()
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter from builds of torch without CUDA
-        raise StartupError(f"--device {name} cannot be used: {error}") from error
-    return device
+def _well(batcher: Batcher, towers: DataParallelTower) -> bool:
+    return batcher.alive and towers.loss.lost is None
 
 
 if __name__ == "__main__":

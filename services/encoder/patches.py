@@ -46,6 +46,11 @@ class PatchShape:
         """Rows and columns of patches in frames of this shape, (F, H, W, 3)."""
         return frames[1] // self.patch_px, frames[2] // self.patch_px
 
+    def tokens(self, frames: Sequence[int]) -> int:
+        """Merged tokens of one temporal slice. frames: its shape, (F, H, W, 3)."""
+        rows, columns = self.side(frames)
+        return rows * columns // self.merge**2
+
 
 @dataclass(frozen=True, slots=True)
 class Normalisation:

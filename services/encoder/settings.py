@@ -30,7 +30,17 @@ class EncoderSettings(UpstreamSettings):
     cache_bytes: int = Field(
         2**30, ge=0, description="most bytes of unpruned embeddings kept for the next question; 0 keeps none"
     )
-    batch_tokens: int = Field(2048, ge=1, description="most merged tokens of one forward, over all requests")
+    batch_tokens: int = Field(
+        2048,
+        ge=1,
+        description="most merged tokens of one forward, over all requests; of each rank where there are more",
+    )
+    data_parallel: int = Field(
+        1,
+        ge=1,
+        description="ranks that share the slices of each forward, each with a tower of its own, on cuda:0 and up or, "
+        "to try it, on the CPU; the service ends if one of them does",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of weights and embeddings; auto is bfloat16 where they are stored so, else float32"
     )
@@ -39,7 +49,9 @@ class EncoderSettings(UpstreamSettings):
         description="sdpa, one call a sequence, or torch's variable-length flash kernel, one for all; auto is the "
         "latter on CUDA in half precision, where torch has it",
     )
-    device: str = Field("auto", description="cpu, cuda or cuda:N; auto is cuda where there is one")
+    device: str = Field(
+        "auto", description="cpu, cuda or cuda:N; auto is cuda where there is one; of several ranks, the first's"
+    )
     threads: int | None = Field(
-        None, ge=1, description="threads of one operation on the CPU; unset: torch's own choice"
+        None, ge=1, description="threads of one operation on the CPU, of each rank; unset: torch's own choice"
     )

@@ -60,6 +60,26 @@ def test_all_are_told_all_in_order_and_end_when_nothing_more_comes(ranks: Ranks,
     assert not any(map(runs, ranks.pids))
 
 
+def test_one_alone_is_told_and_heard(ranks: Ranks, tmp_path: Path) -> None:
+    large = b"answer" * 500_000
+    ranks.tell_one(2, b"answer")
+    ranks.tell_one(1, large)
+    assert (ranks.hear(1), ranks.hear(2)) == (large, b"answeranswer")
+    ranks.close()
+    assert noted(tmp_path, 1) == [f"3000000 {large[:20].decode()}", "the end"]
+    assert noted(tmp_path, 2) == ["6 answer", "the end"]
+
+
+def test_a_rank_that_ends_is_not_waited_for(ranks: Ranks, lost: Queue[str]) -> None:
+    ranks.tell_one(1, b"leave")
+    with pytest.raises(ConnectionResetError):
+        ranks.hear(1)
+    assert lost.get(timeout=20) == "rank 1 of 3 ended with status 7"
+    ranks.kill()
+    with pytest.raises(ConnectionResetError):
+        ranks.hear(2)
+
+
 @pytest.mark.parametrize(
     ("end", "how"),
     [
