@@ -15,4 +15,6 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     By way of pinned memory, which torch keeps until it is copied: else CUDA would have the host wait for it.
     """
     host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    if device.type == "cuda" and array.size:
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
