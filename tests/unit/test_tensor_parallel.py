@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from common.errors import StartupError
 from common.exit_status import ExitStatus
 from services.generation.families import check_ranks, load_language_model
 from services.generation.parallel.leading import Leading
+from services.generation.parallel.sharding import check_sizes
 from tests import parallel_rank
 from tests.families import FAMILIES
 from tests.law import LOGPROB_TOLERANCE, Question, answer, assert_law
@@ -119,6 +121,12 @@ Leading(2, ["--tensor-parallel", "none"], torch.device("cpu"))
     assert ended.returncode == ExitStatus.CANNOT_START
     assert "rank 1 of 2 ended with status 2" in ended.stdout
     assert "--tensor-parallel: Input should be a valid integer" in ended.stdout
+
+
+def test_experts_that_cannot_be_shared_out_refuse_to_start() -> None:
+    sizes = SimpleNamespace(num_attention_heads=6, num_key_value_heads=3, moe_intermediate_size=50)
+    with pytest.raises(StartupError, match="--tensor-parallel 3 must divide the 50 columns of the model's experts"):
+        check_sizes(sizes, 3)
 
 
 @pytest.mark.parametrize("ranks", [3, 4])

@@ -9,7 +9,7 @@ from common.checkpoint import Checkpoint
 from services.generation.families import qwen2_5_vl, qwen3_vl
 from services.generation.families.language_model import LanguageModel
 from services.generation.parallel.group import Group
-from services.generation.parallel.sharding import check_heads
+from services.generation.parallel.sharding import check_sizes
 
 FAMILIES = {
     "qwen2_5_vl": qwen2_5_vl.load,
@@ -21,7 +21,7 @@ FAMILIES = {
 def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
     """Raises StartupError if a checkpoint's language model cannot be shared out among so many ranks."""
     checkpoint.pick(FAMILIES)
-    check_heads(AutoConfig.from_pretrained(checkpoint.folder).get_text_config(), ranks)
+    check_sizes(AutoConfig.from_pretrained(checkpoint.folder).get_text_config(), ranks)
 
 
 def load_language_model(

@@ -19,7 +19,7 @@ from services.generation.adapters import Adapters
 from services.generation.attention import ATTENTION
 from services.generation.linears import pack_linears, packed
 from services.generation.parallel.group import Group
-from services.generation.parallel.sharding import Shard, check_heads, layers_plan, shard
+from services.generation.parallel.sharding import Shard, check_sizes, layers_plan, shard
 
 LM_HEAD_PREFIX = "lm_head."
 
@@ -92,7 +92,7 @@ def shard_text(text: Any, plan: Mapping[str, str] | None, group: Group | None) -
     """
     if group is None:
         return {}
-    check_heads(text.config, group.ranks)
+    check_sizes(text.config, group.ranks)
     return shard(text, layers_plan(text, plan, group.ranks), group)
 
 

@@ -58,13 +58,19 @@ class _Turned:
         return part.transpose(1, 2)
 
 
-def check_heads(config: Any, ranks: int) -> None:
-    """Raises StartupError if a model's heads cannot be shared out evenly."""
+def check_sizes(config: Any, ranks: int) -> None:
+    """Raises StartupError if a model's heads, or what its experts compute, cannot be shared out evenly.
+
+    Other sizes need not: the last rank has less of them.
+    """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % ranks or kv_heads % ranks:
         raise StartupError(
             f"--tensor-parallel {ranks} must divide the model's {heads} attention heads and {kv_heads} KV heads"
         )
+    width = getattr(config, "moe_intermediate_size", 0)
+    if width % ranks:  # which torch's grouped products would refuse, at the first step
+        raise StartupError(f"--tensor-parallel {ranks} must divide the {width} columns of the model's experts")
 
 
 def shard(module: nn.Module, plan: Mapping[str, str], group: Group) -> dict[str, Shard]:
