@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,16 +16,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
 from common.exit_status import ExitStatus
 from services.generation.families import check_ranks, load_language_model
+from services.generation.families.language_model import LanguageModel
 from services.generation.parallel.leading import Leading
 from services.generation.parallel.sharding import check_sizes
 from tests import parallel_rank
-from tests.families import FAMILIES
+from tests.families import FAMILIES, write_qwen3_vl_moe
 from tests.law import LOGPROB_TOLERANCE, Question, answer, assert_law
 from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, load_models, random_item
@@ -109,6 +113,51 @@ def test_a_rank_holds_its_own_heads_and_no_more_of_any_layer(shared: Shared, fam
         full = f"layers.1.self_attn.{name}.weight"
         assert torch.equal(dict(half.text.named_parameters())[full], written[prefix + full][taken])
     assert half.lm_head.weight.shape[0] == -(-len(written["lm_head.weight"]) // 2)  # type: ignore[union-attr, arg-type, index]
+
+
+def test_experts_with_their_axes_swapped_as_published_are_shared_out_alike(leading: Leading, tmp_path: Path) -> None:
+    written = write_qwen3_vl_moe(tmp_path / "written", 1)
+    swapped = shutil.copytree(written, tmp_path / "swapped")
+    weights = load_file(written / "model.safetensors")
+    experts = {name: each.mT.contiguous() for name, each in weights.items() if ".experts." in name}
+    assert all(each.shape[1] != each.shape[2] for each in experts.values())
+    save_file(weights | experts, swapped / "model.safetensors", metadata={"format": "pt"})
+    one, other = (half_of(folder, leading).text.state_dict() for folder in (written, swapped))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_an_output_layer_that_is_tied_is_the_embeddings_own_rows(
+    family: str, family_checkpoint: Path, leading: Leading, tmp_path: Path
+) -> None:
+    tied = shutil.copytree(family_checkpoint, tmp_path / "tied")
+    weights = load_file(tied / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tied / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tied / "config.json").read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+    (tied / "config.json").write_text(json.dumps(config))
+    half = half_of(tied, leading)
+    embeddings, own = half.embed_tokens.weight, half.lm_head.weight
+    assert isinstance(own, torch.Tensor)
+    assert torch.equal(own, embeddings[: -(-len(embeddings) // 2)])
+    assert own.data_ptr() == embeddings.data_ptr()
+
+
+def test_a_weight_of_another_shape_refuses_to_start_on_a_rank_too(
+    family: str, family_checkpoint: Path, leading: Leading, tmp_path: Path
+) -> None:
+    """Also where its part would have the right one."""
+    broken = shutil.copytree(family_checkpoint, tmp_path / "broken")
+    name = FAMILIES[family].text_prefix + "layers.1.self_attn.q_proj.weight"
+    weights = load_file(broken / "model.safetensors") | {name: torch.zeros(63, 64)}
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartupError, match=re.escape(f"wants {name} [64, 64], it is [63, 64]")):
+        half_of(broken, leading)
+
+
+def half_of(folder: Path, leading: Leading) -> LanguageModel:
+    """Rank 0's. Nothing is said to the other rank: a part is read without it."""
+    return load_language_model(Checkpoint(folder), torch.float32, CPU, leading.group)
 
 
 def test_a_rank_that_cannot_start_ends_the_service_that_waits_for_it() -> None:
