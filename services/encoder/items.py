@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import monotonic_ns
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +30,7 @@ from services.encoder.cache import EmbedsCache, Entry, Source
 from services.encoder.encoding import Encoding, Moments, embeds_bytes
 from services.encoder.metrics import count_item
 from services.encoder.pruning import keep_tokens
+from services.encoder.readback import Readback
 
 _DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, torch.float16: DType.FLOAT16}
 
@@ -183,19 +183,19 @@ class Item:
     @torch.inference_mode()
     def _gather(self, entry: Entry, embeds: Tensor) -> Embeds:
         """embeds: (1 + levels, tokens, D), which others read as well; where all is kept, it is sent itself."""
-        kept: Tensor | None = None
         prunes = self._count < self.plan.grid.tokens
         how = {"method": self._pruning.method, "rate": self._pruning.rate} if prunes else {"method": NONE}
         with busy("prune"), span("prune", **self._told, media_tokens=self._count, **how):
+            wanted = [embeds]
             if prunes:
                 kept = keep_tokens(embeds[0], self.plan.grid, self._pruning, entry.scores)
-                embeds = embeds[:, kept.long()]
-            embeds = embeds.cpu()
+                wanted = [embeds[:, kept.long()], kept]
+            embeds, *indices = Readback(*wanted).wait()
         count_item(self.plan, self._pruning, self._count)
         self._pruned_ns = monotonic_ns()
         levels, count, width = embeds.shape
         return Embeds(
-            kept=None if kept is None else kept.cpu().numpy().astype(np.int32, copy=False),
+            kept=indices[0].numpy() if indices else None,
             dtype=_DTYPES[embeds.dtype],
             shape=(levels, count, width),
             data=embeds.view(torch.uint8).numpy().data,

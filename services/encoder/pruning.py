@@ -2,7 +2,8 @@
 
 It works on merged embeddings and knows neither towers nor requests. How many are kept is `common.retention`'s; a
 method that needs more than a few lines has a file of its own. What a method finds out about tokens whatever the rate,
-its scores, can be remembered for the next who asks.
+its scores, can be remembered for the next who asks. All sizes follow from grid and rate, so that nothing here waits for
+a device to say one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from common.plan import Grid
 from common.retention import EVS, RANDOM, VIDCOM2, Pruning, retained_count
 from services.encoder.evs import evs_scores
+from services.encoder.forward import send
 from services.encoder.vidcom2 import vidcom2_kept, vidcom2_scores
 
 Scores: TypeAlias = tuple[Tensor, ...]
@@ -81,4 +83,4 @@ def keep_tokens(embeds: Tensor, grid: Grid, pruning: Pruning, known: dict[str, S
     known = {} if known is None else known
     if pruning.method not in known:
         known[pruning.method] = method.score(embeds, grid)
-    return method.keep(known[pruning.method], grid, pruning).to(embeds.device)
+    return send(method.keep(known[pruning.method], grid, pruning), embeds.device)

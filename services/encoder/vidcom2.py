@@ -41,43 +41,47 @@ def vidcom2_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tens
     Returns int32 (K,), strictly increasing, K = retained_count(grid, pruning), at least one of each slice.
     """
     to_video, to_both = scores
-    budgets = slice_budgets(
-        _quotas(to_video.mean(1, dtype=torch.float64), pruning.rate, grid.slice_tokens),
-        grid.slice_tokens,
-        retained_count(grid, pruning),
-    )
-    places = torch.arange(grid.slice_tokens, device=to_both.device)
-    within = places < torch.tensor(budgets, device=to_both.device)[:, None]
+    count = retained_count(grid, pruning)
+    quotas = _quotas(to_video.mean(1, dtype=torch.float64), pruning.rate, grid.slice_tokens)
+    budgets = slice_budgets(quotas, grid.slice_tokens, count)
+    within = torch.arange(grid.slice_tokens, device=to_both.device) < budgets[:, None]
     # Rounded, since tokens that look alike differ by rounding noise: their order is then that of the grid.
     order = rounded(to_both).argsort(dim=1, stable=True)
     kept = torch.zeros_like(within).scatter(1, order, within)
-    return kept.view(-1).nonzero().view(-1).to(torch.int32)
+    # Those that are kept come first, in their order: how many is known here, and nobody has to ask the device.
+    return kept.view(-1).to(torch.int8).argsort(descending=True, stable=True)[:count].to(torch.int32)
 
 
-def slice_budgets(quotas: Sequence[float], slice_tokens: int, count: int) -> list[int]:
-    """How many tokens each slice keeps: its quota, by largest remainder, `count` in sum.
+def slice_budgets(quotas: Tensor, slice_tokens: int, count: int) -> Tensor:
+    """How many tokens each slice keeps, int64 (t,): its quota, by largest remainder, `count` in sum.
 
-    quotas: any real numbers; each is first brought between 1 and slice_tokens, and so is what comes of it.
+    quotas: float64 (t,), real numbers; each is first brought between 1 and slice_tokens, and so is what comes of it.
     count: at least one a slice, at most all. Of equal remainders the earlier slice's counts as the larger.
+
+    What their whole parts lack goes to slices in rounds, one token each; what they have too much is taken likewise:
+
+        remainders  .9 .6 .2        lacking 5, the first slice has room for 1
+        round 1      +  +  +        by remainder, the largest first; what is too much, the smallest first
+        round 2         +  +
     """
     assert len(quotas) <= count <= len(quotas) * slice_tokens
-    clipped = [min(max(1.0, quota), slice_tokens) for quota in quotas]
-    budgets = [int(quota) for quota in clipped]
-    by_remainder = sorted(range(len(quotas)), key=lambda i: budgets[i] - clipped[i])
-    while missing := count - sum(budgets):
-        step = 1 if missing > 0 else -1
-        movable = [i for i in by_remainder[::step] if 1 <= budgets[i] + step <= slice_tokens]
-        for i in movable[: abs(missing)]:
-            budgets[i] += step
-    return budgets
+    clipped = quotas.clamp(1, slice_tokens)
+    whole = clipped.floor().to(torch.int64)
+    missing = count - whole.sum()
+    lacking = missing > 0
+    by_remainder = (whole - clipped).argsort(stable=True)
+    turns = torch.where(lacking, by_remainder, by_remainder.flip(0))
+    room = torch.where(lacking, slice_tokens - whole, whole - 1)[turns]
+    rounds = torch.arange(slice_tokens, device=quotas.device)
+    moves = rounds[:, None] < room  # (rounds, t): whether a slice, in its turn, has anything left to give or take
+    moved = moves & (moves.view(-1).cumsum(0).view(moves.shape) <= missing.abs())
+    return whole.scatter_add(0, turns, moved.sum(0) * missing.sign())
 
 
-def _quotas(to_video: Tensor, rate: float, slice_tokens: int) -> list[float]:
+def _quotas(to_video: Tensor, rate: float, slice_tokens: int) -> Tensor:
     """What each slice would keep if tokens could be cut: more of it, the less it is like its video. to_video: (t,)."""
     standing_out = torch.softmax(-to_video / _TEMPERATURE, dim=0)
-    shares = (1 - rate) * (1 + standing_out - standing_out.mean())
-    quotas: list[float] = (shares * slice_tokens).tolist()
-    return quotas
+    return (1 - rate) * (1 + standing_out - standing_out.mean()) * slice_tokens
 
 
 def _steady_channels(slices: Tensor) -> Tensor:
@@ -104,8 +108,8 @@ def _similarities(slices: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
         units = F.normalize(values[..., channels], dim=-1)
         slice_centres = units.mean(1, keepdim=True, dtype=torch.float64)
         to_video[span] = _similarity(units, centre.float())
-        to_both[span] = to_video[span] + _similarity(units, slice_centres.float())
-        to_both[span][~finite] = torch.inf
+        to_slice = _similarity(units, slice_centres.float())
+        to_both[span] = torch.where(finite, to_video[span] + to_slice, torch.inf)
     return to_video, to_both
 
 

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from common.plan import Grid
 from common.retention import Pruning
-from services.encoder import scores
+from services.encoder import scores, vidcom2
 from services.encoder.pruning import keep_tokens
-from services.encoder.vidcom2 import slice_budgets
 from tests.unit.kept import RATES, check_kept, exact_count, videos
 
 # What float32 may be wrong by in a sum of ten Gaussians of distances between unit vectors, and in a slice's mean of it.
@@ -227,6 +226,11 @@ def test_a_long_video_is_pruned_as_if_it_were_read_at_once(monkeypatch: pytest.M
 
 
 # --- budgets ----------------------------------------------------------------------------------------------------
+
+
+def slice_budgets(quotas: list[float], slice_tokens: int, count: int) -> list[int]:
+    budgets: list[int] = vidcom2.slice_budgets(torch.tensor(quotas, dtype=torch.float64), slice_tokens, count).tolist()
+    return budgets
 
 
 @st.composite

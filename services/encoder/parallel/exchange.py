@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import StartupError
+from services.encoder.forward import send
 
 # To meet, and for one transfer, which begins when both sides are ready for it.
 _TIMEOUT = timedelta(minutes=2)
@@ -80,7 +81,7 @@ class Exchange:
 
 def packed(slices: Sequence[Tensor], device: torch.device) -> Tensor:
     """All values of frames, uint8 (F, H, W, 3) each: uint8 (values,) on `device`."""
-    return torch.cat([frames.reshape(-1) for frames in slices]).to(device)
+    return send(torch.cat([frames.reshape(-1) for frames in slices]), device)
 
 
 def unpacked(values: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:

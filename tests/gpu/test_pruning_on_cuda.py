@@ -1,0 +1,88 @@
+"""Pruning on CUDA: the CPU's choice among the same scores; nobody waits for the device, and copies delay no forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.checkpoint import Checkpoint
+from common.plan import Grid
+from common.retention import Pruning
+from services.encoder.families import load_tower
+from services.encoder.pruning import Scores, keep_tokens
+from services.encoder.readback import Readback
+from tests.families import FAMILIES
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+CUDA = torch.device("cuda")
+METHODS = ("evs", "vidcom2", "random")
+
+
+@contextmanager
+def nobody_waits() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.75, 0.95])
+def test_the_device_chooses_as_the_cpu_does_and_asks_nothing(method: str, rate: float) -> None:
+    grid, pruning = Grid(9, 6, 7), Pruning(rate, method, seed=3)
+    embeds = torch.randn(grid.tokens, 64, generator=torch.Generator().manual_seed(2)).to(CUDA)
+    known = dict[str, Scores]()
+    with nobody_waits():
+        kept = keep_tokens(embeds, grid, pruning, known)
+    scores = {name: tuple(each.cpu() for each in found) for name, found in known.items()}
+    assert kept.device.type == "cuda"
+    assert torch.equal(kept.cpu(), keep_tokens(embeds.cpu(), grid, pruning, scores))
+
+
+@pytest.mark.parametrize(
+    ("method", "kept"), [("evs", [*range(12)]), ("vidcom2", [0, 1, 2, 6, 7, 8, 12, 13, 14, 18, 19, 20])]
+)
+def test_ties_go_to_the_earlier(method: str, kept: list[int]) -> None:
+    assert keep_tokens(torch.ones(24, 8, device=CUDA), Grid(4, 2, 3), Pruning(0.5, method)).tolist() == kept
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_from_frames_to_kept_rows_nobody_waits_but_for_the_rows(
+    family: str, family_checkpoint: Path, method: str
+) -> None:
+    tower, shape = load_tower(Checkpoint(family_checkpoint), "bfloat16", CUDA), FAMILIES[family]
+    if not tower.forward.varlen:  # type: ignore[attr-defined]
+        pytest.skip("this torch has no attention here that reads where sequences end on the device")
+    frames = torch.randint(0, 256, (2, 4 * shape.token_px, 5 * shape.token_px, 3), dtype=torch.uint8)
+    slices, grid = [frames.roll(each, 1) for each in range(6)], Grid(6, 4, 5)
+
+    def begin() -> Readback:
+        embeds = torch.cat(tower.encode(slices), dim=1)
+        kept = keep_tokens(embeds[0], grid, Pruning(0.75, method))
+        return Readback(embeds[:, kept.long()], kept)
+
+    with torch.inference_mode():
+        expected = begin().wait()
+        with nobody_waits():
+            rows, kept = begin().wait()
+    assert rows.is_pinned()
+    assert rows.shape[1] == len(kept) == 30
+    assert torch.equal(kept, expected[1])
+    assert torch.equal(rows, expected[0])
+
+
+def test_what_the_device_computes_next_does_not_hold_up_what_is_read() -> None:
+    values = torch.arange(2**20, device=CUDA)
+    doubled = 2 * values
+    reading = Readback(doubled)
+    torch.cuda._sleep(2_000_000_000)  # about a second of whatever comes next
+    (read,) = reading.wait()
+    assert not torch.cuda.current_stream().query()
+    assert torch.equal(read, 2 * torch.arange(2**20))
