@@ -114,7 +114,7 @@ class FoldedPatchEmbed(nn.Module):
         super().__init__()
         weight = weight.double()  # so that folding itself adds no rounding
         mean, std = (
-            torch.tensor(values, dtype=torch.float64).view(1, CHANNELS, 1, 1, 1)
+            torch.tensor(values, dtype=torch.float64, device=weight.device).view(1, CHANNELS, 1, 1, 1)
             for values in (normalisation.mean, normalisation.std)
         )
         folded_bias = (weight * (_CENTRE * normalisation.rescale - mean) / std).sum((1, 2, 3, 4))

@@ -5,8 +5,9 @@ It knows no family (a family's file makes the module), no requests and no batchi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -21,7 +22,10 @@ from services.encoder.forward import send
 from services.encoder.geometry import Side
 from services.encoder.patches import PatchShape, patchify
 
+PATCH_EMBED = "patch_embed.proj."
+
 _KEYS_NAMED = 5
+_STORED = ("F64", "F32", "F16", "BF16")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -65,16 +69,38 @@ class Tower:
         return slice_cost(self.sizes, tokens, tokens * self.patches.merge**2)
 
 
-def read_weights(checkpoint: Checkpoint, prefixes: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors under the first of `prefixes` that the checkpoint uses, named without it, in their stored dtypes."""
-    found: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in prefixes}
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a checkpoint. name: in its file; dtype: as safetensors calls it."""
+
+    path: Path
+    name: str
+    dtype: str
+
+
+def find_weights(checkpoint: Checkpoint, prefixes: Sequence[str]) -> dict[str, Stored]:
+    """The tensors under the first of `prefixes` that the checkpoint uses, named without it."""
+    found: dict[str, dict[str, Stored]] = {prefix: {} for prefix in prefixes}
     for path in checkpoint.weight_files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 prefix = next((each for each in prefixes if name.startswith(each)), None)
                 if prefix is not None:
-                    found[prefix][name.removeprefix(prefix)] = file.get_tensor(name)
+                    stored = Stored(path, name, file.get_slice(name).get_dtype())
+                    found[prefix][name.removeprefix(prefix)] = stored
     return next((weights for weights in found.values() if weights), {})
+
+
+def read_weights(stored: Mapping[str, Stored], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Straight to the device and into `dtype`, one after the other; those of the patch embedding as they are stored."""
+    weights: dict[str, Tensor] = {}
+    for path in {each.path for each in stored.values()}:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            for name, each in stored.items():
+                if each.path == path:
+                    tensor = file.get_tensor(each.name)
+                    weights[name] = tensor if name.startswith(PATCH_EMBED) else tensor.to(dtype)
+    return weights
 
 
 def fill(module: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
@@ -99,12 +125,20 @@ def fill(module: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> N
     module.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
 
 
-def choose_dtype(weights: dict[str, Tensor], wanted: str) -> torch.dtype:
-    """The dtype to run in: `wanted`, or for "auto" bfloat16 where every tensor is stored so, else float32."""
+def choose_dtype(stored: Mapping[str, Stored], wanted: str) -> torch.dtype:
+    """The dtype to run in: `wanted`, or for "auto" bfloat16 where every tensor is stored so, else float32.
+
+    Raises StartupError for a tower that is quantised.
+    """
+    for each in stored.values():
+        if each.dtype not in _STORED:
+            raise StartupError(
+                f"the checkpoint's vision tower is quantised, {each.name} to {each.dtype}; only the language model's "
+                f"weights may be"
+            )
     if wanted != "auto":
         return _DTYPES[wanted]
-    stored = {tensor.dtype for tensor in weights.values()}
-    return torch.bfloat16 if stored == {torch.bfloat16} else torch.float32
+    return torch.bfloat16 if {each.dtype for each in stored.values()} == {"BF16"} else torch.float32
 
 
 def _some(names: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,16 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
+from services.encoder import tower as tower_module
 from services.encoder.families import load_tower
 from services.encoder.patches import PatchShape, patchify, read_normalisation
-from services.encoder.tower import Tower
+from services.encoder.tower import Tower, find_weights, read_weights
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
 
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
@@ -173,6 +176,35 @@ def rewrite_weights(folder: Path, change: Callable[[dict[str, Tensor]], None]) -
 
 def tower_key(weights: dict[str, Tensor], ending: str) -> str:
     return next(name for name in weights if "visual." in name and name.endswith(ending))
+
+
+def test_weights_are_read_straight_to_the_device_and_into_their_type(
+    family_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def open_here(path: Path, framework: str, device: str) -> Any:
+        asked.append(device)
+        return safe_open(path, framework)
+
+    stored = find_weights(Checkpoint(family_checkpoint), ("model.visual.", "visual."))
+    monkeypatch.setattr(tower_module, "safe_open", open_here)
+    weights = read_weights(stored, torch.bfloat16, torch.device("cuda:3"))
+    assert set(asked) == {"cuda:3"}
+    # What is folded before it is rounded is not rounded before.
+    assert {name for name, tensor in weights.items() if tensor.dtype != torch.bfloat16} == {
+        name for name in weights if name.startswith("patch_embed.proj.")
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_quantised_tower_refuses_to_start(copy: Path, dtype: torch.dtype) -> None:
+    weights = load_file(copy / "model.safetensors")
+    name = next(each for each in sorted(weights) if "visual.blocks.0" in each)
+    weights[name] = weights[name].to(dtype)
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartupError, match=f"vision tower is quantised, {re.escape(name)} to [FI]8"):
+        load_tower(Checkpoint(copy), "auto", CPU)
 
 
 def test_a_missing_weight_refuses_to_start(copy: Path) -> None:

@@ -19,7 +19,7 @@ from services.encoder.forward import ModelForward
 from services.encoder.geometry import Geometry, TowerShape
 from services.encoder.patches import FoldedPatchEmbed, PatchShape, read_normalisation
 from services.encoder.saturation import saturate
-from services.encoder.tower import Tower, choose_dtype, fill, read_weights
+from services.encoder.tower import PATCH_EMBED, Tower, choose_dtype, fill, find_weights, read_weights
 
 # Qwen3-VL's checkpoints have the first, Qwen2.5-VL's published ones the second.
 PREFIXES = ("model.visual.", "visual.")
@@ -57,14 +57,15 @@ def make_tower(
     """
     with torch.device("meta"):
         model = model_class(config)
-    weights = read_weights(checkpoint, PREFIXES)
-    runs_in = choose_dtype(weights, dtype)
+    stored = find_weights(checkpoint, PREFIXES)
+    runs_in = choose_dtype(stored, dtype)
+    weights = read_weights(stored, runs_in, device)
     fill(model, weights, runs_in)
     # Its frequencies are computed, not stored, and stay float32.
     model.rotary_pos_emb = rotary_class(config)
     model.patch_embed = FoldedPatchEmbed(
-        weights["patch_embed.proj.weight"],
-        weights.get("patch_embed.proj.bias"),
+        weights[f"{PATCH_EMBED}weight"],
+        weights.get(f"{PATCH_EMBED}bias"),
         read_normalisation(checkpoint),
         runs_in,
     )
