@@ -28,7 +28,7 @@ class PackedLinear(nn.Module):
 
 
 def packed(linear: nn.Linear) -> nn.Module:
-    """The layer with its weight laid out anew, or itself where oneDNN is not there or lacks its element type."""
+    """The layer with its weight laid out anew, or itself where it is quantised, or oneDNN lacks its element type."""
     return PackedLinear(linear) if _can_pack(linear.weight) else linear
 
 
@@ -41,6 +41,8 @@ def pack_linears(model: nn.Module) -> None:
 
 
 def _can_pack(weight: Tensor) -> bool:
+    if type(weight) not in (Tensor, nn.Parameter):  # a quantised one computes by itself
+        return False
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:

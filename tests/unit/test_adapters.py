@@ -48,7 +48,12 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "layers_to_transform": [0, 2],
         "layers_pattern": "layers",
     },
-    "whole": {"r": 3, "lora_alpha": 9, "target_modules": r"model\.language_model\..*\.(q|k|v|o)_proj"},
+    "whole": {
+        "r": 3,
+        "lora_alpha": 9,
+        "target_modules": r"model\.language_model\..*\.(q|k|v|o)_proj",
+        "rank_pattern": {r"model\.language_model\.layers\.1\.self_attn\.k_proj": 5},
+    },
 }
 ASKING = Question((Text(tuple(range(20, 40))),), 6)
 

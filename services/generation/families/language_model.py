@@ -67,16 +67,21 @@ class LanguageModel:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
-def make_text(text_class: Any, rotary_class: Any, text_config: Any, device: torch.device) -> Any:
-    """A text model of transformers that waits for its weights, on the meta device but for its rotary embedding.
-
-    Raises StartupError for what this engine's attention lacks.
-    """
+def check_text(text_config: Any) -> None:
+    """Raises StartupError for what this engine's attention lacks."""
     if getattr(text_config, "use_sliding_window", False):
         raise StartupError("text_config.use_sliding_window: sliding window attention is not supported")
     rope_type = dict(text_config.rope_parameters or {}).get("rope_type")
     if rope_type != "default":
         raise StartupError(f"text_config.rope_parameters.rope_type {rope_type!r} is not supported, only 'default'")
+
+
+def make_text(text_class: Any, rotary_class: Any, text_config: Any, device: torch.device) -> Any:
+    """A text model of transformers that waits for its weights, on the meta device but for its rotary embedding.
+
+    Raises StartupError for what this engine's attention lacks.
+    """
+    check_text(text_config)
     text_config._attn_implementation = ATTENTION
     with torch.device("meta"):
         text = text_class(text_config)
@@ -104,23 +109,30 @@ def with_output_layer(
     config: of the whole model. style: how the output layer is shared out, as transformers names it.
     Raises StartupError for missing weights.
     """
-    sizes, embed_tokens = config.text_config, text.embed_tokens
+    sizes, weight = config.text_config, text.embed_tokens.weight
     with torch.device("meta"):
         lm_head: Any = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
     shards = {} if group is None else _shard_output_layer(lm_head, style, group)
-    weight = embed_tokens.weight
     if config.tie_word_embeddings:
         lm_head.weight = nn.Parameter(shards["weight"].of(weight.detach())) if shards else weight
     else:
         weights = read_weights(checkpoint, LM_HEAD_PREFIX, weight.dtype, weight.device, shards)
         fill(lm_head, weights, LM_HEAD_PREFIX)
-    if group is None:  # what ranks do around a linear layer has no place around a packed one
+    return assemble(config, text, lm_head, embed_levels, 1 if group is None else group.ranks)
+
+
+def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int = 1) -> LanguageModel:
+    """A language model of its parts, which have their weights; those of one of several `ranks` are its own.
+
+    config: of the whole model.
+    """
+    sizes = config.text_config
+    if ranks == 1:  # what ranks do around a linear layer has no place around a packed one
         pack_linears(text)
         lm_head = packed(lm_head)
-    ranks = 1 if group is None else group.ranks
     return LanguageModel(
         text=text.train(False).requires_grad_(False),
-        embed_tokens=embed_tokens,
+        embed_tokens=text.embed_tokens,
         lm_head=lm_head.requires_grad_(False),
         layers=sizes.num_hidden_layers,
         heads=sizes.num_attention_heads // ranks,

@@ -23,6 +23,7 @@ from services.generation.families.language_model import (
     shard_text,
     with_output_layer,
 )
+from services.generation.families.quantised import is_quantised, load_quantised
 from services.generation.parallel.group import Group
 
 # transformers 5 writes the first when told not to keep the checkpoints' own, which is the second.
@@ -32,6 +33,9 @@ TEXT_PREFIXES = ("model.language_model.", "model.")
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
     """What `load_language_model` says."""
     config = Qwen2_5_VLConfig.from_pretrained(checkpoint.folder)
+    if is_quantised(checkpoint):
+        whole = Qwen2_5_VLForConditionalGeneration
+        return load_quantised(checkpoint, config, whole, Qwen2_5_VLTextModel, 0, dtype, device, group)
     text = make_text(Qwen2_5_VLTextModel, Qwen2_5_VLRotaryEmbedding, config.text_config, device)
     prefix = next((each for each in TEXT_PREFIXES if has_weights(checkpoint, each)), TEXT_PREFIXES[-1])
     shards = shard_text(text, text.config.base_model_tp_plan, group)

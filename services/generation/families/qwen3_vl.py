@@ -16,7 +16,11 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     Qwen3VLTextModel,
     Qwen3VLTextRotaryEmbedding,
 )
-from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel, Qwen3VLMoeTextRotaryEmbedding
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
+    Qwen3VLMoeForConditionalGeneration,
+    Qwen3VLMoeTextModel,
+    Qwen3VLMoeTextRotaryEmbedding,
+)
 
 from common.checkpoint import Checkpoint
 from services.generation.families.language_model import (
@@ -27,6 +31,7 @@ from services.generation.families.language_model import (
     shard_text,
     with_output_layer,
 )
+from services.generation.families.quantised import is_quantised, load_quantised
 from services.generation.parallel.group import Group
 
 TEXT_PREFIX = "model.language_model."
@@ -55,31 +60,36 @@ class _MoeText(_Deepstack, Qwen3VLMoeTextModel):
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
     """What `load_language_model` says."""
     config = Qwen3VLConfig.from_pretrained(checkpoint.folder)
-    return _load(checkpoint, config, _Text, Qwen3VLTextRotaryEmbedding, dtype, device, group)
+    classes = Qwen3VLForConditionalGeneration, _Text, Qwen3VLTextRotaryEmbedding
+    return _load(checkpoint, config, classes, dtype, device, group)
 
 
 def load_moe(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
     """What `load_language_model` says."""
     config = Qwen3VLMoeConfig.from_pretrained(checkpoint.folder)
-    return _load(checkpoint, config, _MoeText, Qwen3VLMoeTextRotaryEmbedding, dtype, device, group)
+    classes = Qwen3VLMoeForConditionalGeneration, _MoeText, Qwen3VLMoeTextRotaryEmbedding
+    return _load(checkpoint, config, classes, dtype, device, group)
 
 
 def _load(
     checkpoint: Checkpoint,
     config: Any,
-    text_class: Any,
-    rotary_class: Any,
+    classes: tuple[Any, Any, Any],
     dtype: torch.dtype,
     device: torch.device,
     group: Group | None,
 ) -> LanguageModel:
+    """classes: of the whole model, its text model and its rotary embedding."""
+    whole_class, text_class, rotary_class = classes
+    levels = len(config.vision_config.deepstack_visual_indexes)
+    if is_quantised(checkpoint):
+        return load_quantised(checkpoint, config, whole_class, text_class, levels, dtype, device, group)
     text = make_text(text_class, rotary_class, config.text_config, device)
     # The dense model has no plan of its own, but it is Qwen3's, layer for layer and name for name.
     shards = shard_text(text, text.config.base_model_tp_plan or Qwen3Config.base_model_tp_plan, group)
     weights = read_weights(checkpoint, TEXT_PREFIX, dtype, device, shards)
     _turn_experts(text, weights)
     fill(text, weights, TEXT_PREFIX)
-    levels = len(config.vision_config.deepstack_visual_indexes)
     return with_output_layer(
         checkpoint, config, text, levels, Qwen3VLForConditionalGeneration._tp_plan["lm_head"], group
     )

@@ -1,0 +1,174 @@
+"""Quantised checkpoints answer as their dequantised weights do, or say why they cannot be loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torchao.quantization import Int8WeightOnlyConfig
+from transformers import TorchAoConfig
+
+from common.checkpoint import Checkpoint
+from common.errors import StartupError
+from services.encoder.families import load_tower
+from services.generation.adapter_files import AdapterFolder, load_adapters
+from services.generation.families import load_language_model
+from services.generation.families.language_model import LanguageModel
+from services.generation.linears import PackedLinear
+from tests.adapters import write_adapter
+from tests.families import FAMILIES, load_reference
+from tests.law import Question, answer, assert_law
+from tests.oracle import Text
+from tests.tiny import Models, TinyEngine, random_item
+
+CPU = torch.device("cpu")
+BLOCK = 32
+FP8_MOST = 448.0  # the largest number that float8_e4m3fn holds
+LEFT_AS_THEY_WERE = ["visual", "model.visual", "lm_head"]
+FP8 = {
+    "quant_method": "fp8",
+    "weight_block_size": [BLOCK, BLOCK],
+    "activation_scheme": "dynamic",
+    "modules_to_not_convert": LEFT_AS_THEY_WERE,
+}
+ASKING = Question((Text(tuple(range(20, 33))),), 8)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """One in fp8 by blocks, and one of the numbers that these stand for; models: the latter's weights everywhere."""
+
+    fp8: Path
+    plain: Path
+    models: Models
+
+
+@pytest.fixture(scope="module")
+def checkpoints(family: str, family_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("quantised")
+    weights = load_file(family_checkpoint / "model.safetensors")
+    plain, fp8 = dict(weights), dict(weights)
+    for name, weight in weights.items():
+        if name.startswith(FAMILIES[family].text_prefix) and name.endswith("_proj.weight"):
+            rows, columns = weight.shape
+            blocks = weight.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+            scale = blocks.abs().amax((1, 3), keepdim=True) / FP8_MOST
+            rounded = (blocks / scale).to(torch.float8_e4m3fn)
+            fp8[name], fp8[f"{name}_scale_inv"] = rounded.view(rows, columns), scale.view(rows // BLOCK, -1)
+            plain[name] = (rounded.float() * scale).view(rows, columns)
+    assert len(fp8) > len(plain)
+    write(family_checkpoint, folder / "plain", plain)
+    write(family_checkpoint, folder / "fp8", fp8, quantization_config=FP8)
+    reference = load_reference(family, folder / "plain")
+    models = Models(folder / "plain", FAMILIES[family], load(folder / "plain"), reference)
+    return Checkpoints(folder / "fp8", folder / "plain", models)
+
+
+def write(source: Path, folder: Path, weights: dict[str, Tensor], **config: Any) -> Path:
+    shutil.copytree(source, folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+def changed(folder: Path, to: Path, change: Callable[[dict[str, Tensor]], object] = id, **config: Any) -> Path:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    return write(folder, to, weights, **config)
+
+
+def load(folder: Path) -> LanguageModel:
+    return load_language_model(Checkpoint(folder), torch.float32, CPU)
+
+
+def test_fp8_answers_as_the_numbers_that_it_stands_for(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """And adapters add to it what PEFT adds to these."""
+    models = checkpoints.models
+    config = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "o_proj"]}
+    with_adapter = write_adapter(models.reference.model.language_model, tmp_path / "lora", **config)
+    model = load(checkpoints.fp8)
+    load_adapters([AdapterFolder("lora", tmp_path / "lora")], model)
+    engine = TinyEngine(model)
+    video = random_item(models.family, (3, 2, 2), Fraction(1), rate=0.5)
+    questions = [ASKING, replace(ASKING, adapter="lora"), Question((Text((20, 21)), video, Text((22,))), 4)]
+    assert_law(models, engine, questions, answer(engine, questions), adapted={"lora": with_adapter})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_quantised_has_the_type_that_is_set(checkpoints: Checkpoints, dtype: torch.dtype) -> None:
+    model = load_language_model(Checkpoint(checkpoints.fp8), dtype, CPU)
+    assert model.dtype == dtype
+    assert {each.dtype for each in model.text.parameters()} == {dtype}
+    assert model.text.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_the_tower_beside_quantised_weights_is_as_it_was(checkpoints: Checkpoints) -> None:
+    frames = torch.randint(0, 256, (2, 128, 128, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    towers = [load_tower(Checkpoint(folder), "auto", CPU) for folder in (checkpoints.fp8, checkpoints.plain)]
+    side = 2 * towers[0].patches.token_px
+    (one,), (other,) = (tower.encode([frames[:, :side, :side]]) for tower in towers)
+    assert torch.equal(one, other)
+
+
+def test_int8_by_torchao_answers_as_transformers_does(family: str, family_checkpoint: Path, tmp_path: Path) -> None:
+    quantised = TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=LEFT_AS_THEY_WERE)
+    reference = FAMILIES[family].model.from_pretrained(
+        family_checkpoint, quantization_config=quantised, dtype=torch.float32, attn_implementation="eager"
+    )
+    shutil.copytree(family_checkpoint, tmp_path / "int8", ignore=shutil.ignore_patterns("*.safetensors"))
+    reference.save_pretrained(tmp_path / "int8")
+    model = load(tmp_path / "int8")
+    layer = model.text.layers[0].self_attn.q_proj
+    assert (type(layer), type(layer.weight).__name__) == (torch.nn.Linear, "Int8Tensor")
+    assert isinstance(model.lm_head, PackedLinear) == torch.backends.mkldnn.is_available()
+    engine = TinyEngine(model)
+    questions = [ASKING]
+    models = Models(tmp_path / "int8", FAMILIES[family], model, reference.eval())
+    assert_law(models, engine, questions, answer(engine, questions))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quant_method": "mystery"}, r"quant_method 'mystery' is not among those that transformers 5\.\d+"),
+        ({"bits": 4}, r"quant_method None is not among those"),
+        ({"quant_method": "gptq", "bits": 4}, r"by 'gptq', .* cannot load it here: .*pip install optimum"),
+        ({"quant_method": "awq", "bits": 4}, r"by 'awq', .* cannot load it here: .*pip install gptqmodel"),
+        ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, r"'bitsandbytes', .*pip install -U bitsandbytes"),
+        ({"quant_method": "compressed-tensors"}, r"'compressed-tensors', .*pip install compressed-tensors"),
+    ],
+)
+def test_a_method_that_is_unknown_or_lacks_its_package_refuses_to_start(
+    checkpoints: Checkpoints, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(StartupError, match=message):
+        load(changed(checkpoints.plain, tmp_path / "other", quantization_config=settings))
+
+
+def test_a_missing_or_unknown_weight_refuses_to_start_and_is_named(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    norm = f"{checkpoints.models.family.text_prefix}norm.weight"
+    lacking = changed(checkpoints.fp8, tmp_path / "lacking", lambda weights: weights.pop(norm))
+    with pytest.raises(StartupError, match=r"missing weights \['model.language_model.norm.weight'\]"):
+        load(lacking)
+    name = f"{checkpoints.models.family.text_prefix}extra.weight"
+    extra = changed(checkpoints.fp8, tmp_path / "extra", lambda weights: weights.update({name: torch.ones(1)}))
+    with pytest.raises(StartupError, match=r"unknown weights \['model\..*extra.weight'\]"):
+        load(extra)
+
+
+def test_several_processes_refuse_a_quantised_checkpoint(checkpoints: Checkpoints) -> None:
+    group: Any = SimpleNamespace(ranks=2, rank=0)
+    with pytest.raises(StartupError, match="--tensor-parallel 2: quantised checkpoints run in one process alone"):
+        load_language_model(Checkpoint(checkpoints.fp8), torch.float32, CPU, group)
