@@ -40,9 +40,9 @@ async def main() -> ExitStatus:
 async def _serve(
     settings: EncoderSettings, credentials: Credentials, checkpoint: Checkpoint, towers: DataParallelTower
 ) -> ExitStatus:
-    tower, loop, broken = towers.own, asyncio.get_running_loop(), asyncio.Event()
-    towers.loss.watch(partial(loop.call_soon_threadsafe, broken.set))
+    tower, broken = towers.own, asyncio.Event()
     batcher = Batcher(towers.encode, towers.budget_tokens, towers.packing)
+    towers.loss.watch(partial(_end, towers, batcher, broken, asyncio.get_running_loop()))
     cache = EmbedsCache(tower, batcher, Room(settings.output_buffer_bytes), settings.cache_bytes)
     outputs = Room(settings.output_buffer_bytes)
     begin("encoder", "Encode", checkpoint, str(tower.dtype).removeprefix("torch."), str(tower.device))
@@ -51,15 +51,16 @@ async def _serve(
         async with open_channel(settings.preprocessing, credentials) as channel:
             servicer = EncoderServicer(checkpoint.fingerprint, cache, outputs, channel, credentials)
             register = partial(add_EncoderServiceServicer_to_server, servicer)
-            well = partial(_well, batcher, towers)
-            return await serve(SERVICE, settings, register, well, broken)
+            return await serve(SERVICE, settings, register, lambda: batcher.alive, broken)
     finally:
         if towers.loss.lost is None:
             batcher.close()
 
 
-def _well(batcher: Batcher, towers: DataParallelTower) -> bool:
-    return batcher.alive and towers.loss.lost is None
+def _end(towers: DataParallelTower, batcher: Batcher, broken: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
+    """From another thread."""
+    batcher.give_up(towers.loss.error)
+    loop.call_soon_threadsafe(broken.set)
 
 
 if __name__ == "__main__":

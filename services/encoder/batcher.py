@@ -60,13 +60,15 @@ class Batcher:
         self._encode = encode
         self._queue: deque[Slice] = deque()
         self._changed = threading.Condition()
+        self._running: list[Slice] = []
+        self._ended: Unavailable | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="tower", daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether slices are taken: until it is closed, or its thread ends by a bug."""
+        """Whether slices are taken: until it is closed, given up, or its thread ends by a bug."""
         return not self._closing
 
     @property
@@ -92,7 +94,7 @@ class Batcher:
         piece.encoded.add_done_callback(self._withdraw)
         with self._changed:
             if self._closing:
-                raise _ended()
+                raise self._ended or _ended()
             self._queue.append(piece)
             self._changed.notify()
         return piece.encoded
@@ -107,6 +109,17 @@ class Batcher:
             piece.encoded.cancel()
         self._thread.join()
 
+    def give_up(self, error: Unavailable) -> None:
+        """Tells everyone who waits, or will: nobody may wait for a thread that has ended, or may never go on."""
+        with self._changed:
+            self._closing, self._ended = True, error
+            self._changed.notify()
+            left, self._queue = self._queue, deque()
+        for piece in left:
+            if piece.encoded.set_running_or_notify_cancel():
+                piece.encoded.set_exception(error)
+        self._fail(error)
+
     def _withdraw(self, encoded: Future[Forward]) -> None:
         if not encoded.cancelled():
             return
@@ -120,16 +133,7 @@ class Batcher:
                 pass
         except Exception:
             log.exception("the tower's thread ended by a bug")
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """Nobody may queue behind a thread that ends, nor wait for it."""
-        with self._changed:
-            self._closing = True
-            left, self._queue = self._queue, deque()
-        for piece in left:
-            if piece.encoded.set_running_or_notify_cancel():
-                piece.encoded.set_exception(_ended())
+            self.give_up(_ended())
 
     def _run_batch(self) -> bool:
         """Waits for a batch and runs it; False once closed. Nothing of it outlives the call: targets are large."""
@@ -139,18 +143,25 @@ class Batcher:
             if batch:
                 with busy("encode"):
                     self._forward(batch)
-        except torch.AcceleratorError:  # the device is of no more use to this process
-            for piece in batch:
-                piece.encoded.set_exception(_ended())
+        except torch.AcceleratorError:  # the device is of no more use to this process: all are told
             raise
         except Exception as error:  # whatever it was, it fails these slices and not the thread
-            for piece in batch:
-                piece.encoded.set_exception(error)
+            self._fail(error)
         else:
             forward = Forward(begun_ns, monotonic_ns())
-            for piece in batch:
+            for piece in self._done():
                 piece.encoded.set_result(forward)
         return bool(batch)
+
+    def _fail(self, error: Exception) -> None:
+        for piece in self._done():
+            piece.encoded.set_exception(error)
+
+    def _done(self) -> list[Slice]:
+        """Those whose forward it is, unless they have been told that it may never end; nobody else gets them."""
+        with self._changed:
+            running, self._running = self._running, []
+        return running
 
     def _forward(self, batch: Sequence[Slice]) -> None:
         BATCH_SLICES.observe(len(batch))
@@ -163,15 +174,16 @@ class Batcher:
             torch.cuda.current_stream(device).synchronize()
 
     def _next_batch(self) -> list[Slice]:
-        """At least one slice, waiting for it; empty once closed."""
-        batch: list[Slice] = []
+        """At least one slice, waiting for it, which is running from now on; empty once closed."""
         with self._changed:
-            while not batch and not self._closing:
+            while not self._running:
                 self._changed.wait_for(lambda: self._queue or self._closing)
+                if self._closing:
+                    return []
                 count = fitting((piece.size for piece in self._queue), self._largest)
                 taken = [self._queue.popleft() for _ in range(count)]
-                batch = [piece for piece in taken if piece.encoded.set_running_or_notify_cancel()]
-        return [] if self._closing else batch
+                self._running = [piece for piece in taken if piece.encoded.set_running_or_notify_cancel()]
+            return self._running
 
 
 def _ended() -> Unavailable:

@@ -147,6 +147,29 @@ def test_a_device_that_is_lost_ends_the_thread_and_leaves_nobody_waiting() -> No
     batcher.close()
 
 
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_tower_that_is_given_up_leaves_nobody_waiting_whether_it_ever_returns(returns: bool) -> None:
+    tower = StoppedTower()
+    batcher = Batcher(tower.encode, budget_tokens=10)
+    running = batcher.submit(torch.tensor([0, 10]), torch.zeros(1, 10, 2))
+    assert tower.started.acquire(timeout=TIMEOUT_S)
+    queued = batcher.submit(torch.tensor([1, 10]), torch.zeros(1, 10, 2))
+    if returns:
+        tower.go.release()
+        running.result(TIMEOUT_S)
+        assert tower.started.acquire(timeout=TIMEOUT_S)
+    batcher.give_up(Unavailable("rank 3 is gone", "encoder"))
+    for failed in (queued,) if returns else (running, queued):
+        with pytest.raises(Unavailable, match="rank 3 is gone"):
+            failed.result(TIMEOUT_S)
+    assert not batcher.alive
+    with pytest.raises(Unavailable, match="rank 3 is gone"):
+        batcher.submit(torch.tensor([2, 10]), torch.zeros(1, 10, 2))
+    run_all(tower)
+    batcher.close()
+    assert tower.forwards == ([[0], [1]] if returns else [[0]])
+
+
 def test_an_idle_batcher_holds_nothing_of_what_it_encoded(tower: StoppedTower, submit: Submit) -> None:
     encoded, target = submit(1, 3)
     run_all(tower)

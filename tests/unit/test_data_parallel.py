@@ -5,7 +5,9 @@ Ranks are threads here, in groups of gloo's own; processes are `integration/test
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -26,6 +28,7 @@ from torch import Tensor
 from common import ranks
 from common.checkpoint import Checkpoint
 from common.errors import StartupError, Unavailable
+from common.exit_status import ExitStatus
 from services.encoder.budgets import Packing, Size
 from services.encoder.families import load_tower
 from services.encoder.loading import device_of
@@ -306,6 +309,15 @@ def test_a_rank_that_has_ended_is_not_asked(tower: Tower, ranks_of: Ranks) -> No
     with pytest.raises(Unavailable, match="ended with status 7"):
         towers.encode(slices_of(tower, (2, 3, 3), (2, 3, 3)))
     assert others.told[1] == []
+
+
+def test_a_rank_that_ends_before_the_service_serves_ends_it_as_one_that_cannot_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        Loss().note("rank 1 of 2 ended with status 2")
+    assert ended.value.code == ExitStatus.CANNOT_START
 
 
 # --- devices ----------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from common.errors import StartupError
 from services.encoder.forward import send
 
 # To meet, and for one transfer, which begins when both sides are ready for it.
-_TIMEOUT = timedelta(minutes=2)
+_TIMEOUT = timedelta(minutes=5)
 # Ranks are on one machine, and nobody outside has any business with them.
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -38,7 +38,8 @@ def join(meeting: Path, rank: int, ranks: int, device: torch.device) -> Any:
     meeting: a file that is not there yet, in a folder that is theirs alone. Raises StartupError if they do not come.
     """
     on_cards = device.type == "cuda"
-    os.environ.update(_INTERFACES)
+    for name, interface in _INTERFACES.items():
+        os.environ.setdefault(name, interface)
     if on_cards:
         torch.cuda.set_device(device)
     try:
