@@ -16,6 +16,8 @@ def load_rank(settings: EncoderSettings, device: torch.device) -> Tower:
     """device: the rank's, of `device_of`. Raises StartupError for what cannot be as the settings say."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
     tower = load_tower(Checkpoint(settings.model), settings.dtype, device, settings.tower_attention)
     return with_graphs(tower, settings.batch_tokens)
 

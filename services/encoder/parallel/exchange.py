@@ -40,8 +40,6 @@ def join(meeting: Path, rank: int, ranks: int, device: torch.device) -> Any:
     on_cards = device.type == "cuda"
     for name, interface in _INTERFACES.items():
         os.environ.setdefault(name, interface)
-    if on_cards:
-        torch.cuda.set_device(device)
     try:
         dist.init_process_group(
             "nccl" if on_cards else "gloo",

@@ -34,13 +34,14 @@ def main() -> ExitStatus:
     configure_logging("encoder", settings.log_format, settings.log_level)
     structlog.contextvars.bind_contextvars(rank=rank)
     try:
-        device = device_of(settings, rank)
-        exchange = Exchange(join(Path(orders.facts["meeting"]), rank, settings.data_parallel, device))
-        tower = load_rank(settings, device)
+        tower = load_rank(settings, device_of(settings, rank))
+        orders.answer(DONE)
+        exchange = Exchange(join(Path(orders.facts["meeting"]), rank, settings.data_parallel, tower.device))
     except StartupError as error:
         log.error("cannot start", error=str(error))
         return ExitStatus.CANNOT_START
-    orders.answer(DONE)
+    except BrokenPipeError:  # the service could not, and is gone
+        return ExitStatus.FINISHED
     run_shares(orders, tower, exchange, settings.batch_tokens)
     leave()
     return ExitStatus.FINISHED

@@ -28,10 +28,11 @@ def data_parallel(settings: EncoderSettings) -> Iterator[DataParallelTower]:
         meeting = Path(folder) / "meeting"
         facts = {"settings": settings.model_dump(mode="json"), "meeting": str(meeting)}
         with closing(Ranks(_RANK, count, facts, loss.note)) as others:
-            group = join(meeting, 0, count, device) if count > 1 else None
             own = load_rank(settings, device)  # while they load theirs
             for rank in range(1, count):
                 others.hear(rank)
+            # Last: however long loading takes, nobody waits in vain, and nothing of NCCL's gets into a graph.
+            group = join(meeting, 0, count, device) if count > 1 else None
             try:
                 yield DataParallelTower(own, others, count, Exchange(group), settings.batch_tokens, loss)
             finally:
