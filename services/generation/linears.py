@@ -29,7 +29,7 @@ class PackedLinear(nn.Module):
 
 def packed(linear: nn.Linear) -> nn.Module:
     """The layer with its weight laid out anew, or itself where it is quantised, or oneDNN lacks its element type."""
-    return PackedLinear(linear) if _can_pack(linear.weight) else linear
+    return PackedLinear(linear) if _is_plain(linear) and _can_pack(linear.weight) else linear
 
 
 def pack_linears(model: nn.Module) -> None:
@@ -40,9 +40,12 @@ def pack_linears(model: nn.Module) -> None:
                 setattr(module, name, packed(child))
 
 
+def _is_plain(linear: nn.Linear) -> bool:
+    """Quantizers leave a layer its class and give it another weight, or none, or another way to compute."""
+    return "forward" not in vars(linear) and type(linear._parameters.get("weight")) in (Tensor, nn.Parameter)
+
+
 def _can_pack(weight: Tensor) -> bool:
-    if type(weight) not in (Tensor, nn.Parameter):  # a quantised one computes by itself
-        return False
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:

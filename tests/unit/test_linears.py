@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -28,6 +30,30 @@ def test_a_packed_layer_computes_what_the_layer_does(dtype: torch.dtype, rows: i
 def test_what_cannot_be_packed_stays_as_it_is() -> None:
     linear = nn.Linear(8, 8, dtype=torch.float64)
     assert packed(linear) is linear
+
+
+class Other(torch.Tensor):
+    pass
+
+
+def other_forward(linear: nn.Linear) -> None:
+    linear.forward = lambda states: states  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "quantise",
+    [
+        other_forward,
+        lambda linear: linear.__delattr__("weight"),
+        lambda linear: setattr(linear, "weight", nn.Parameter(linear.weight.detach().as_subclass(Other))),
+    ],
+)
+def test_a_layer_that_a_quantizer_has_changed_stays_as_it_is(quantise: Callable[[nn.Linear], None]) -> None:
+    linear = nn.Linear(8, 8).requires_grad_(False)
+    quantise(linear)
+    model = nn.Sequential(linear)
+    pack_linears(model)
+    assert model[0] is linear
 
 
 def test_layers_within_layers_are_packed_and_others_left() -> None:

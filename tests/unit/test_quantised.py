@@ -15,8 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torchao.quantization import Int8WeightOnlyConfig
-from transformers import TorchAoConfig
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
@@ -24,7 +22,6 @@ from services.encoder.families import load_tower
 from services.generation.adapter_files import AdapterFolder, load_adapters
 from services.generation.families import load_language_model
 from services.generation.families.language_model import LanguageModel
-from services.generation.linears import PackedLinear
 from tests.adapters import write_adapter
 from tests.families import FAMILIES, load_reference
 from tests.law import Question, answer, assert_law
@@ -33,46 +30,80 @@ from tests.tiny import Models, TinyEngine, random_item
 
 CPU = torch.device("cpu")
 BLOCK = 32
-FP8_MOST = 448.0  # the largest number that float8_e4m3fn holds
-LEFT_AS_THEY_WERE = ["visual", "model.visual", "lm_head"]
-FP8 = {
-    "quant_method": "fp8",
-    "weight_block_size": [BLOCK, BLOCK],
-    "activation_scheme": "dynamic",
-    "modules_to_not_convert": LEFT_AS_THEY_WERE,
+FP8_MOST, INT8_MOST = 448.0, 127
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp8": {
+        "quant_method": "fp8",
+        "weight_block_size": [BLOCK, BLOCK],
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": ["visual", "model.visual", "lm_head"],
+    },
+    "int8": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+            }
+        },
+        "ignore": ["lm_head", "re:.*visual.*"],
+    },
 }
 ASKING = Question((Text(tuple(range(20, 33))),), 8)
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """One in fp8 by blocks, and one of the numbers that these stand for; models: the latter's weights everywhere."""
+    """One that is quantised, and one of the numbers that it stands for; models: the latter's weights everywhere."""
 
-    fp8: Path
+    quantised: Path
     plain: Path
     models: Models
 
 
-@pytest.fixture(scope="module")
-def checkpoints(family: str, family_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+def in_fp8(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """A scale for each block. Returns what stands in the checkpoint, and the numbers that this stands for."""
+    rows, columns = weight.shape
+    blocks = weight.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    scale = blocks.abs().amax((1, 3), keepdim=True) / FP8_MOST
+    rounded = (blocks / scale).to(torch.float8_e4m3fn)
+    stored = {name: rounded.view(rows, columns), f"{name}_scale_inv": scale.view(rows // BLOCK, -1)}
+    return stored, (rounded.float() * scale).view(rows, columns)
+
+
+def in_int8(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """A scale for each row, four numbers from 0 to 255 in an int32, the first in the lowest byte."""
+    scale = weight.abs().amax(1, keepdim=True) / INT8_MOST
+    rounded = (weight / scale).round()
+    packed = (rounded + 128).to(torch.uint8).view(torch.int32)
+    shape = torch.tensor(weight.shape)
+    return {f"{name}_packed": packed, f"{name}_shape": shape, f"{name}_scale": scale}, rounded * scale
+
+
+QUANTISERS = {"fp8": in_fp8, "int8": in_int8}
+
+
+@pytest.fixture(scope="module", params=QUANTISERS)
+def checkpoints(
+    request: pytest.FixtureRequest, family: str, family_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoints:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("quantised")
     weights = load_file(family_checkpoint / "model.safetensors")
-    plain, fp8 = dict(weights), dict(weights)
+    plain, quantised = dict(weights), dict(weights)
     for name, weight in weights.items():
         if name.startswith(FAMILIES[family].text_prefix) and name.endswith("_proj.weight"):
-            rows, columns = weight.shape
-            blocks = weight.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
-            scale = blocks.abs().amax((1, 3), keepdim=True) / FP8_MOST
-            rounded = (blocks / scale).to(torch.float8_e4m3fn)
-            fp8[name], fp8[f"{name}_scale_inv"] = rounded.view(rows, columns), scale.view(rows // BLOCK, -1)
-            plain[name] = (rounded.float() * scale).view(rows, columns)
-    assert len(fp8) > len(plain)
+            stored, plain[name] = QUANTISERS[request.param](name, weight)
+            del quantised[name]
+            quantised |= stored
+    assert len(quantised) > len(plain)
     write(family_checkpoint, folder / "plain", plain)
-    write(family_checkpoint, folder / "fp8", fp8, quantization_config=FP8)
+    write(family_checkpoint, folder / "quantised", quantised, quantization_config=SETTINGS[request.param])
     reference = load_reference(family, folder / "plain")
     models = Models(folder / "plain", FAMILIES[family], load(folder / "plain"), reference)
-    return Checkpoints(folder / "fp8", folder / "plain", models)
+    return Checkpoints(folder / "quantised", folder / "plain", models)
 
 
 def write(source: Path, folder: Path, weights: dict[str, Tensor], **config: Any) -> Path:
@@ -93,12 +124,12 @@ def load(folder: Path) -> LanguageModel:
     return load_language_model(Checkpoint(folder), torch.float32, CPU)
 
 
-def test_fp8_answers_as_the_numbers_that_it_stands_for(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_answers_are_those_of_the_numbers_that_the_weights_stand_for(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """And adapters add to it what PEFT adds to these."""
     models = checkpoints.models
     config = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "o_proj"]}
     with_adapter = write_adapter(models.reference.model.language_model, tmp_path / "lora", **config)
-    model = load(checkpoints.fp8)
+    model = load(checkpoints.quantised)
     load_adapters([AdapterFolder("lora", tmp_path / "lora")], model)
     engine = TinyEngine(model)
     video = random_item(models.family, (3, 2, 2), Fraction(1), rate=0.5)
@@ -108,7 +139,7 @@ def test_fp8_answers_as_the_numbers_that_it_stands_for(checkpoints: Checkpoints,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_not_quantised_has_the_type_that_is_set(checkpoints: Checkpoints, dtype: torch.dtype) -> None:
-    model = load_language_model(Checkpoint(checkpoints.fp8), dtype, CPU)
+    model = load_language_model(Checkpoint(checkpoints.quantised), dtype, CPU)
     assert model.dtype == dtype
     assert {each.dtype for each in model.text.parameters()} == {dtype}
     assert model.text.rotary_emb.inv_freq.dtype == torch.float32
@@ -116,27 +147,10 @@ def test_what_is_not_quantised_has_the_type_that_is_set(checkpoints: Checkpoints
 
 def test_the_tower_beside_quantised_weights_is_as_it_was(checkpoints: Checkpoints) -> None:
     frames = torch.randint(0, 256, (2, 128, 128, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    towers = [load_tower(Checkpoint(folder), "auto", CPU) for folder in (checkpoints.fp8, checkpoints.plain)]
+    towers = [load_tower(Checkpoint(folder), "auto", CPU) for folder in (checkpoints.quantised, checkpoints.plain)]
     side = 2 * towers[0].patches.token_px
     (one,), (other,) = (tower.encode([frames[:, :side, :side]]) for tower in towers)
     assert torch.equal(one, other)
-
-
-def test_int8_by_torchao_answers_as_transformers_does(family: str, family_checkpoint: Path, tmp_path: Path) -> None:
-    quantised = TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=LEFT_AS_THEY_WERE)
-    reference = FAMILIES[family].model.from_pretrained(
-        family_checkpoint, quantization_config=quantised, dtype=torch.float32, attn_implementation="eager"
-    )
-    shutil.copytree(family_checkpoint, tmp_path / "int8", ignore=shutil.ignore_patterns("*.safetensors"))
-    reference.save_pretrained(tmp_path / "int8")
-    model = load(tmp_path / "int8")
-    layer = model.text.layers[0].self_attn.q_proj
-    assert (type(layer), type(layer.weight).__name__) == (torch.nn.Linear, "Int8Tensor")
-    assert isinstance(model.lm_head, PackedLinear) == torch.backends.mkldnn.is_available()
-    engine = TinyEngine(model)
-    questions = [ASKING]
-    models = Models(tmp_path / "int8", FAMILIES[family], model, reference.eval())
-    assert_law(models, engine, questions, answer(engine, questions))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +161,6 @@ def test_int8_by_torchao_answers_as_transformers_does(family: str, family_checkp
         ({"quant_method": "gptq", "bits": 4}, r"by 'gptq', .* cannot load it here: .*pip install optimum"),
         ({"quant_method": "awq", "bits": 4}, r"by 'awq', .* cannot load it here: .*pip install gptqmodel"),
         ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, r"'bitsandbytes', .*pip install -U bitsandbytes"),
-        ({"quant_method": "compressed-tensors"}, r"'compressed-tensors', .*pip install compressed-tensors"),
     ],
 )
 def test_a_method_that_is_unknown_or_lacks_its_package_refuses_to_start(
@@ -159,11 +172,11 @@ def test_a_method_that_is_unknown_or_lacks_its_package_refuses_to_start(
 
 def test_a_missing_or_unknown_weight_refuses_to_start_and_is_named(checkpoints: Checkpoints, tmp_path: Path) -> None:
     norm = f"{checkpoints.models.family.text_prefix}norm.weight"
-    lacking = changed(checkpoints.fp8, tmp_path / "lacking", lambda weights: weights.pop(norm))
+    lacking = changed(checkpoints.quantised, tmp_path / "lacking", lambda weights: weights.pop(norm))
     with pytest.raises(StartupError, match=r"missing weights \['model.language_model.norm.weight'\]"):
         load(lacking)
     name = f"{checkpoints.models.family.text_prefix}extra.weight"
-    extra = changed(checkpoints.fp8, tmp_path / "extra", lambda weights: weights.update({name: torch.ones(1)}))
+    extra = changed(checkpoints.quantised, tmp_path / "extra", lambda weights: weights.update({name: torch.ones(1)}))
     with pytest.raises(StartupError, match=r"unknown weights \['model\..*extra.weight'\]"):
         load(extra)
 
@@ -171,4 +184,4 @@ def test_a_missing_or_unknown_weight_refuses_to_start_and_is_named(checkpoints: 
 def test_several_processes_refuse_a_quantised_checkpoint(checkpoints: Checkpoints) -> None:
     group: Any = SimpleNamespace(ranks=2, rank=0)
     with pytest.raises(StartupError, match="--tensor-parallel 2: quantised checkpoints run in one process alone"):
-        load_language_model(Checkpoint(checkpoints.fp8), torch.float32, CPU, group)
+        load_language_model(Checkpoint(checkpoints.quantised), torch.float32, CPU, group)

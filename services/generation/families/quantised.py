@@ -7,11 +7,11 @@ The whole model, since a config names what is left unquantised by its place in t
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 import transformers
-from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging
 
 from common.checkpoint import Checkpoint
@@ -21,7 +21,9 @@ from services.generation.families.language_model import LanguageModel, assemble,
 from services.generation.parallel.group import Group
 
 _TOWER = "visual."
-_FP8 = "fp8"
+# Dequantised as they are read: the first's kernels would be fetched from the network when a question comes, and the
+# second waits for a call of the whole model, which never comes here.
+_DEQUANTISED = ("fp8", "compressed-tensors")
 
 
 def is_quantised(checkpoint: Checkpoint) -> bool:
@@ -50,12 +52,14 @@ def load_quantised(
     said = _settings(checkpoint)
     in_bits = said.get("load_in_4bit") or said.get("load_in_8bit")  # how bitsandbytes said it before it had a name
     method = said.get("quant_method") or ("bitsandbytes" if in_bits else None)
-    if method is None or not AutoHfQuantizer.supports_quant_method(said):
+    # Imported where it is needed: it brings every quantizer's packages along, as far as they are installed.
+    quantizers = importlib.import_module("transformers.quantizers.auto").AutoHfQuantizer
+    if method is None or not quantizers.supports_quant_method(said):
         raise StartupError(
             f"config.json: quantization_config.quant_method {method!r} is not among those that transformers "
             f"{transformers.__version__} loads"
         )
-    if method == _FP8:  # its kernels would be fetched from the network when the first question comes
+    if method in _DEQUANTISED:
         said = said | {"dequantize": True}
     config.quantization_config = said
     verbosity = logging.get_verbosity()
@@ -81,7 +85,7 @@ def load_quantised(
     text = whole.model.language_model
     text.__class__ = text_class
     text.config._attn_implementation = ATTENTION
-    if method == _FP8:  # what was never quantised still has the type that it is stored in
+    if method in _DEQUANTISED:  # what was never quantised still has the type that it is stored in
         for parameter in (*text.parameters(), *whole.lm_head.parameters()):
             parameter.data = parameter.data.to(dtype)
     return assemble(config, text, whole.lm_head, embed_levels)
