@@ -84,6 +84,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request_id = _request_id(request.request_id)
         wanted = sampling_request(request.sampling)
         adapter = self._adapters.find(request.adapter) if request.HasField("adapter") else None
+        if adapter:
+            structlog.contextvars.bind_contextvars(adapter=adapter.name)
         call = passed_on(context, self._credentials)
         async with self._media.open(request.prompt, request.pruning, clock, **call) as session:
             plan, prunings, kept_counts = session.plan, session.prunings, session.kept_counts

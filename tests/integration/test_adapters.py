@@ -69,6 +69,14 @@ def test_the_command_names_an_adapter_and_learns_which_there_are(stack: LocalSta
     assert "adapter must be one of small, large, got 'huge'" in " ".join(refused.stderr.split())
 
 
-def test_adapters_are_named_when_generation_starts(stack: LocalStack, adapted: dict[Path, Any]) -> None:
-    said = [json.loads(line) for line in stack.log("generation").splitlines() if '"adapter loaded"' in line]
-    assert [(each["adapter"], each["path"]) for each in said] == [(folder.name, str(folder)) for folder in adapted]
+async def test_logs_name_adapters_when_generation_starts_and_when_they_have_answered(
+    stack: LocalStack, adapted: dict[Path, Any]
+) -> None:
+    async with FramesieveClient(stack.address) as client:
+        for name in (None, "large"):
+            await client.ask(None, "?", adapter=name, max_new_tokens=1, request_id=f"by {name}", timeout_s=60)
+    said = [json.loads(line) for line in stack.log("generation").splitlines()]
+    loaded = [(each["adapter"], each["path"]) for each in said if each["event"] == "adapter loaded"]
+    assert loaded == [(folder.name, str(folder)) for folder in adapted]
+    ended = {each["request_id"]: each.get("adapter") for each in said if each["event"] == "request ended"}
+    assert (ended["by None"], ended["by large"]) == (None, "large")
