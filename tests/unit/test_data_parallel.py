@@ -303,6 +303,28 @@ def test_a_rank_that_ends_while_it_sends_ends_the_tower(
         towers.encode(slices_of(tower, (2, 3, 3), (2, 3, 3)))
 
 
+def test_ranks_that_cannot_be_reached_are_ended_and_never_asked_again(
+    tower: Tower, ranks_of: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them run, and what one has said is lost: whatever came next would be taken for that."""
+    towers, others = ranks_of(2)
+    receive = Exchange.receive
+
+    def lose(exchange: Exchange, tensor: Tensor, rank: int) -> Tensor:
+        found = receive(exchange, tensor, rank)
+        if rank != 0:
+            raise RuntimeError("it took too long")
+        return found
+
+    monkeypatch.setattr(Exchange, "receive", lose)
+    monkeypatch.setattr("services.encoder.parallel.loss._KNOWN_S", 0.05)
+    monkeypatch.setattr(others, "kill", lambda: others._loss.note("rank 1 of 2 was ended by signal 9"))
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="has ended: rank 1 of 2 was ended by signal 9"):
+            towers.encode(slices_of(tower, (2, 3, 3), (2, 3, 3)))
+    assert len(others.told[1]) == 1
+
+
 def test_a_rank_that_has_ended_is_not_asked(tower: Tower, ranks_of: Ranks) -> None:
     towers, others = ranks_of(2)
     others._loss.note("rank 1 of 2 ended with status 7")
