@@ -17,12 +17,14 @@ from common.plan import Grid, MediaPlan, Modality, Run
 from common.retention import Pruning
 from common.room import Room
 from common.tensors import DType, TensorBuffer
+from services.encoder import items
 from services.encoder.batcher import Batcher
 from services.encoder.cache import EmbedsCache, Entry
 from services.encoder.cost import TowerSizes
 from services.encoder.encoding import Encoding, FrameSlice
 from services.encoder.items import Embeds, Item
 from services.encoder.patches import PatchShape
+from services.encoder.readback import Readback
 from services.encoder.tower import Tower
 
 GRID = Grid(6, 2, 2)
@@ -144,6 +146,22 @@ async def test_embeddings_of_all_levels_are_pruned_by_one_mask(gated: GatedTower
     rows = np.frombuffer(embeds.data, np.float32).reshape(embeds.shape)
     assert rows[0, :, -1].tolist() == [1] * 4 + [2] * 4 + [3] * 4
     assert rows[1, :, 0].tolist() == [100] * 12
+
+
+async def test_kept_rows_and_their_indices_are_all_that_leaves_the_device(
+    gated: GatedTower, batcher: Batcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[list[int]] = []
+
+    class Recording(Readback):
+        def __init__(self, *tensors: Tensor) -> None:
+            read.extend(list(each.shape) for each in tensors)
+            super().__init__(*tensors)
+
+    monkeypatch.setattr(items, "Readback", Recording)
+    embeds = await obtained(0.75, gated, batcher)
+    assert read == [[LEVELS, 6, WIDTH], [6]]
+    assert embeds.shape == (LEVELS, 6, WIDTH)
 
 
 async def test_at_rate_0_everything_is_kept_and_nothing_is_listed(gated: GatedTower, batcher: Batcher) -> None:
