@@ -80,6 +80,8 @@ class DataParallelTower:
 
     def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
         """As `Tower.encode`, on the device of rank 0. Raises Unavailable once a rank has ended."""
+        if self._count == 1:
+            return self.own.encode(slices)
         if self.loss.lost is None:
             try:
                 with torch.inference_mode():
