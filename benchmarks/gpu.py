@@ -47,6 +47,7 @@ def main() -> None:
         run = Run(target, folder, device, dtype, args.rounds)
         for name in args.only or MEASUREMENTS:
             rows += MEASUREMENTS[name](run)
+            gpu_device.give_back(device)
     about = (
         f"{args.target} in {str(dtype).removeprefix('torch.')} on {gpu_device.name(device)}, torch {torch.__version__}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from statistics import median
@@ -40,6 +41,13 @@ def copied_bytes_per_s(device: torch.device, size_bytes: int) -> float:
     source = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size_bytes / seconds(lambda: target.copy_(source), device)
+
+
+def give_back(device: torch.device) -> None:
+    """What is no longer used: the next measurement begins with the memory that the first had, and so do services."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def name(device: torch.device) -> str:

@@ -21,7 +21,8 @@ class Target:
     """What is measured: a checkpoint, on a device, with videos as large as the device can take.
 
     grids: whose prefill is compared with and without pruning. shared: of each video where many are asked about at
-    once. short: of a single short video for the tower. side: of the matrices whose product is the device's best.
+    once. short: of a single short video for the tower; uneven: of one whose forwards no budget of tokens fits exactly.
+    side: of the matrices whose product is the device's best.
     """
 
     shape: Shape
@@ -29,6 +30,7 @@ class Target:
     grids: tuple[Grid, ...]
     shared: Grid
     short: Grid
+    uneven: Grid
     side: int
     copied_bytes: int
     blocks: int
@@ -63,6 +65,7 @@ TARGETS: Mapping[str, Target] = {
         grids=(Grid(32, 16, 16), Grid(64, 16, 16)),
         shared=Grid(8, 16, 16),
         short=Grid(8, 8, 8),
+        uneven=Grid(6, 9, 11),
         side=8192,
         copied_bytes=2**32,
         blocks=8192,
@@ -74,6 +77,7 @@ TARGETS: Mapping[str, Target] = {
         grids=(Grid(8, 4, 4),),
         shared=Grid(2, 4, 4),
         short=Grid(2, 4, 4),
+        uneven=Grid(2, 3, 5),
         side=256,
         copied_bytes=2**20,
         blocks=512,

@@ -1,4 +1,4 @@
-"""The benchmarks' formulas for operations, against torch's own count of what transformers' models do."""
+"""The benchmarks' formula for operations, against torch's own count of what transformers' model does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from benchmarks.operations import prefill_operations, tower_operations
+from benchmarks.operations import prefill_operations
 from common.checkpoint import Checkpoint
 from demo.checkpoint import TINY, make_config, make_tokenizer, write_checkpoint
 from services.generation.families import load_language_model
@@ -21,16 +21,6 @@ CPU = torch.device("cpu")
 def model() -> Any:
     config = make_config(TINY, make_tokenizer(TINY))
     return Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="eager")
-
-
-@pytest.mark.parametrize("slices", [1, 3])
-def test_of_a_tower(model: Any, slices: int) -> None:
-    tower = model.model.visual
-    side = 3 * tower.config.window_size // tower.config.patch_size  # in patches: whole windows
-    patches = torch.zeros(slices * side**2, 3 * 2 * tower.config.patch_size**2)
-    with FlopCounterMode(display=False) as counter, torch.inference_mode():
-        tower(patches, grid_thw=torch.tensor([[slices, side, side]]))
-    assert tower_operations(tower.config, [side**2] * slices) == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 
 def test_of_a_prefill(model: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
