@@ -48,6 +48,7 @@ ENTRYPOINT ["python", "-m", "services.encoder"]
 CMD ["--listen", "0.0.0.0:50052"]
 
 FROM torch-dependencies AS generation
+RUN pip install '.[lora]'
 COPY common common
 COPY services/__init__.py services/
 COPY services/generation services/generation
