@@ -3,12 +3,14 @@
     block:  x ── norm ── attention ──(+)──┬── norm ── mlp ──(+)──▶       both sums are kept in range, and what enters
             └─────────────────────────┘   └───────────────┘             and leaves every linear layer
 
-An infinity would become NaN in the next norm, of this token and then of its whole slice. bfloat16 and float32 reach
-further than any tower. It knows no family: blocks of both have these parts.
+An infinity would become NaN in the next norm, of this token and then of its whole slice. Queries and keys end sooner:
+rotary turns pairs of their values, which makes one of a pair as large as the pair was long. Weights end there as well.
+bfloat16 and float32 reach further than any tower. It knows no family: blocks of both have these parts.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,12 +19,17 @@ from torch import Tensor, nn
 from services.encoder.patches import FoldedPatchEmbed
 
 _MOST = torch.finfo(torch.float16).max
+# Whose pair is no longer than that: the largest that float16 has below √½ of it.
+_MOST_TURNED = 32.0 * math.floor(_MOST / math.sqrt(2) / 32)
 
 
 def saturate(model: Any) -> None:
     """Changes a float16 tower of transformers in place."""
+    for parameter in model.parameters():
+        _clamp(parameter.data)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = _SaturatingBlock(block)
+        block.attn.qkv.register_forward_hook(_clamp_turned)
     for module in model.modules():
         if isinstance(module, nn.Linear | FoldedPatchEmbed):
             module.register_forward_hook(_clamp_output)
@@ -53,3 +60,9 @@ def _clamp_input(module: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
 
 def _clamp_output(module: nn.Module, given: tuple[Tensor], returned: Tensor) -> Tensor:
     return _clamp(returned)
+
+
+def _clamp_turned(module: nn.Module, given: tuple[Tensor], returned: Tensor) -> Tensor:
+    """returned: (P, 3 · hidden), queries and keys before values."""
+    returned[:, : 2 * returned.shape[1] // 3].clamp_(-_MOST_TURNED, _MOST_TURNED)
+    return returned

@@ -99,13 +99,34 @@ def test_what_a_position_is_added_to_ends_where_float16_does(tmp_path: Path) -> 
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=1e-2)
 
 
-def test_what_overflows_within_a_layer_stays_finite(copy: Path, shape: FamilyUnderTest) -> None:
+@pytest.mark.parametrize(
+    ("ending", "change"),
+    [
+        ("mlp.{first}.weight", lambda weight: weight * 1e5),
+        ("attn.qkv.weight", lambda weight: weight * 1e5),
+        ("attn.qkv.bias", lambda bias: bias + 60000),  # rotary makes of two such numbers a larger one
+        ("norm1.weight", lambda weight: weight * 1e5),
+        ("attn.proj.weight", lambda weight: weight * 1e9),  # which float16 does not hold
+    ],
+)
+def test_what_overflows_within_a_layer_stays_finite(
+    copy: Path, shape: FamilyUnderTest, ending: str, change: Callable[[Tensor], Tensor]
+) -> None:
     first = "linear_fc1" if shape.slices_stand_alone else "gate_proj"
-    rewrite(copy, {f"blocks.1.mlp.{first}.weight": lambda weight: weight * 1e5})
+    rewrite(copy, {f"blocks.1.{ending.format(first=first)}": change})
     video = random_frames(4, 4 * shape.token_px, 3 * shape.token_px)
     half = shape.model.from_pretrained(copy, dtype=torch.float16).model.visual
     assert not theirs(copy, shape, video, half).isfinite().all()
     assert encode_all(load_tower(Checkpoint(copy), "float16", CPU), video, shape).isfinite().all()
+
+
+def test_values_that_are_not_turned_reach_as_far_as_float16(copy: Path, family: str, shape: FamilyUnderTest) -> None:
+    """Beside what else is added to a third of the channels, it shows how large they are."""
+    rewrite(copy, {"blocks.0.attn.proj.bias": add(20000, 0, 0), "blocks.0.attn.qkv.bias": add(0, 0, 60000)})
+    video = random_frames(4, 4 * shape.token_px, 3 * shape.token_px)
+    found = encode_all(load_tower(Checkpoint(copy), "float16", CPU), video, shape)
+    expected = theirs(copy, shape, video, in_range(load_reference(family, copy).model.visual))
+    torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=1e-2)
 
 
 def test_what_is_in_range_is_as_near_the_truth_as_transformers(
