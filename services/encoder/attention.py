@@ -82,20 +82,23 @@ def _try_kernel(
 def check_kernel(attend: Attend, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> None:
     """Has a kernel attend to sequences of several lengths, with empty ones and NaN behind the last.
 
+    What it is given are views of one product, as a tower's are. NaN is what padding may come to in a pool of memory
+    that graphs share: FlashAttention 3 and 4 carried it into embeddings (github.com/vllm-project/vllm/issues/57136), as
+    they weigh it by 0, where 2 clears it first (github.com/Dao-AILab/flash-attention/issues/2374).
     Raises what the kernel raises, and AssertionError if it is wrong.
     """
     lengths, empty, behind = [3, 64, 1, 150], 4, 20
     rows, bound = sum(lengths), 2 * max(lengths)
     draw = torch.Generator(device).manual_seed(0)
-    drawn = torch.randn(3, rows + behind, heads, head_dim, generator=draw, device=device).to(dtype)
-    drawn[:, rows:] = torch.nan
+    drawn = torch.randn(rows + behind, 3, heads, head_dim, generator=draw, device=device).to(dtype)
+    drawn[rows:] = torch.nan
     ends = torch.tensor([0, *lengths, *[0] * empty], device=device).cumsum(0, dtype=torch.int32)
-    query, key, value = drawn
+    query, key, value = drawn.unbind(1)
     found = attend(query, key, value, ends, ends, bound, bound)[:rows]
     expected = torch.cat(
         [
-            F.scaled_dot_product_attention(*each.float().transpose(1, 2)).transpose(0, 1)
-            for each in drawn[:, :rows].split(lengths, dim=1)
+            F.scaled_dot_product_attention(*each.float().permute(1, 2, 0, 3)).transpose(0, 1)
+            for each in drawn[:rows].split(lengths)
         ]
     )
     difference = float((found.float() - expected).abs().max())

@@ -69,6 +69,30 @@ def test_a_torch_without_a_kernel_for_the_card_is_named() -> None:
             find_attention("varlen", CUDA, HALF, 2, 16)
 
 
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        (None, "No module named"),
+        (SimpleNamespace(), "no attribute 'varlen_attn'"),
+        (SimpleNamespace(varlen_attn=lambda query, *_: query), "wrong by"),
+        (SimpleNamespace(varlen_attn=lambda query: query), "takes 1 positional argument"),
+    ],
+)
+def test_a_torch_whose_kernel_is_missing_or_wrong_has_none(module: SimpleNamespace | None, told: str) -> None:
+    """Older ones have no such module, or a function that is called otherwise."""
+
+    def find(name: str) -> SimpleNamespace:
+        if module is None:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return module
+
+    with patch.object(attention, "importlib", SimpleNamespace(import_module=find)):
+        kernel, obstacle = attention._try_kernel(CPU, HALF, 2, 16)
+    assert kernel is None
+    assert obstacle is not None
+    assert told in obstacle
+
+
 def test_a_kernel_that_follows_the_formula_is_right() -> None:
     for dtype, head_dim in ((WHOLE, 16), (HALF, 80), (torch.float16, 72)):
         check_kernel(attend_by_formula, CPU, dtype, 3, head_dim)
@@ -95,8 +119,29 @@ def _scales_otherwise(*given: Tensor | int) -> Tensor:
     return attend_by_formula(query * 0.7, *rest)  # type: ignore[arg-type]
 
 
+def _takes_rows_to_be_next_to_each_other(*given: Tensor | int) -> Tensor:
+    query, key, value, *rest = given
+    heads, head_dim = value.shape[1:]  # type: ignore[union-attr]
+    value = value.as_strided(value.shape, (heads * head_dim, head_dim, 1))  # type: ignore[union-attr]
+    return attend_by_formula(query, key, value, *rest)  # type: ignore[arg-type]
+
+
+def _takes_the_bound_for_the_longest(*given: Tensor | int) -> Tensor:
+    query, key, value, ends, _, most, _ = given
+    found = attend_by_formula(query, key, value, ends, ends, most, most)  # type: ignore[arg-type]
+    return found * (int(ends.diff().max()) / most)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
-    "kernel", [_crosses_sequences, _reads_behind_the_last, _weighs_what_is_behind_by_nothing, _scales_otherwise]
+    "kernel",
+    [
+        _crosses_sequences,
+        _reads_behind_the_last,
+        _weighs_what_is_behind_by_nothing,
+        _scales_otherwise,
+        _takes_rows_to_be_next_to_each_other,
+        _takes_the_bound_for_the_longest,
+    ],
 )
 def test_a_kernel_that_is_wrong_is_found_out(kernel: Attend) -> None:
     with pytest.raises(AssertionError):
