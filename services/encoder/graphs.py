@@ -10,7 +10,9 @@ the next replay writes over what this one computed. It knows neither CUDA (`Devi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -150,11 +152,16 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(device)
 
     def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
-        """What `Device` says. Once without a graph first, as libraries set themselves up."""
-        with torch.cuda.device(self._device):
+        """What `Device` says. First without a graph, as libraries set themselves up, and then once more and watched:
+        a capture that fails leaves more behind than what fails before it.
+        """
+        # `torch.cuda.graph` leaves its own stream current if a capture cannot be ended.
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 compute()
+                with _waiting_fails():
+                    compute()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 output = compute()
@@ -167,6 +174,18 @@ class CudaDevice:
         run()
         torch.cuda.synchronize(self._device)
         return time.perf_counter() - start
+
+
+@contextmanager
+def _waiting_fails() -> Iterator[None]:
+    """Within, what has the host wait for the device raises RuntimeError: no graph can hold it."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that torch may yet change the mode
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @torch.inference_mode()
@@ -184,7 +203,7 @@ def with_graphs(tower: Tower, most_tokens: int, device: Device | None = None) ->
     try:
         graphs = capture(forward, tower.patches.patch_values, most_tokens, device or CudaDevice(tower.device))
     except RuntimeError as error:
-        log.warning("the tower runs without graphs", error=str(error))
+        log.warning("the tower runs without graphs", error=str(error.__context__ or error))  # what ended the capture
         return uncaptured
     log.info("tower captured", graphs=len(graphs.budgets), seconds=round(time.perf_counter() - start, 3))
     for each in graphs.measured:

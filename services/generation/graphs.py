@@ -9,7 +9,9 @@ neither CUDA (`capture` does) nor which windows a step has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -145,16 +147,34 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
-        """What `Capture` says. Once without a graph first, on a stream of its own, as libraries set themselves up."""
+        """What `Capture` says. First without a graph, on a stream of its own, as libraries set themselves up, and then
+        once more and watched: a capture that fails leaves more behind than what fails before it.
+        """
+        current = torch.cuda.current_stream(inputs.device)
         stream = torch.cuda.Stream(inputs.device)
-        stream.wait_stream(torch.cuda.current_stream(inputs.device))
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             compute()
-        torch.cuda.current_stream(inputs.device).wait_stream(stream)
+            with _waiting_fails():
+                compute()
+        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # `torch.cuda.graph` leaves its own stream current if a capture cannot be ended.
+        with torch.cuda.stream(current), torch.cuda.graph(graph, pool=self._pool):
             output = compute()
         return Captured(graph.replay, output)
+
+
+@contextmanager
+def _waiting_fails() -> Iterator[None]:
+    """Within, what has the host wait for the device raises RuntimeError: no graph can hold it."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that torch may yet change the mode
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def _doubling(least: int, most: int) -> Sequence[int]:

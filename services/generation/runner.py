@@ -57,7 +57,7 @@ class Runner:
         try:
             self._graphs = DecodeGraphs(self.model, self._cache, most_requests, blocks, capture)
         except RuntimeError as error:
-            log.warning("decoding without graphs", error=str(error))
+            log.warning("decoding without graphs", error=str(error.__context__ or error))  # what ended the capture
             return False
         log.info("decode steps captured", graphs=len(self._graphs), seconds=round(time.perf_counter() - start, 3))
         return True

@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import structlog
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -242,10 +243,15 @@ def test_padding_that_takes_longer_than_a_forward_without_a_graph_is_not_compute
 def test_a_tower_that_no_graph_can_hold_is_run_without(packed: Tower, shape: FamilyUnderTest, expect: Expect) -> None:
     class Refusal(Recorder):
         def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            try:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            finally:
+                raise RuntimeError("operation failed due to a previous error during capture")
 
     recorder, slices = Refusal(), random_slices([(3, 3)], shape)
-    graphed = Graphed(with_graphs(packed, MOST_TOKENS, recorder), recorder)
+    with structlog.testing.capture_logs() as logs:
+        graphed = Graphed(with_graphs(packed, MOST_TOKENS, recorder), recorder)
+    assert [each["error"] for each in logs] == ["operation not permitted when stream is capturing"]
     assert graphed.tower.packing is None
     assert_same(encode_without(graphed, slices, Eager.NONE_CAPTURED), expect(slices))
 

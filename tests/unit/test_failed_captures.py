@@ -1,0 +1,118 @@
+"""A capture that fails leaves the thread as it was: its stream, and that the host may wait for the device.
+
+No CUDA here: streams and what computes on them are made up, but `torch.cuda.graph` is torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, TypeAlias
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.encoder.graphs import CudaDevice
+from services.generation.graphs import CudaCapture
+
+INPUTS = torch.zeros(3)
+WAITING_FAILS = 2  # as torch numbers its modes
+
+Capture: TypeAlias = Callable[[Callable[[], Tensor]], Any]
+
+
+class Card:
+    """A capture in which anything failed cannot be ended. computed: in which mode, and whether captured, each time."""
+
+    def __init__(self) -> None:
+        self.stream, self.mode = Mock(), 0
+        self.capturing = self.broken = False
+        self.computed: list[tuple[int, bool]] = []
+
+    def set_mode(self, mode: int | str) -> None:
+        self.mode = WAITING_FAILS if mode == "error" else int(mode)
+
+    def capture_begin(self, *_: Any, **__: Any) -> None:
+        self.capturing = True
+
+    def capture_end(self) -> None:
+        self.capturing = False
+        if self.broken:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def replay(self) -> None: ...
+
+    def compute(self, *, waits: bool = False, fails: bool = False) -> Tensor:
+        self.computed.append((self.mode, self.capturing))
+        if (fails and self.capturing) or (waits and (self.capturing or self.mode == WAITING_FAILS)):
+            self.broken = self.capturing
+            raise RuntimeError("no graph can hold this")
+        return INPUTS
+
+
+class On:
+    """`torch.cuda.stream`."""
+
+    def __init__(self, card: Card, stream: Any) -> None:
+        self._card, self._stream = card, stream
+
+    def __enter__(self) -> None:
+        self._before, self._card.stream = self._card.stream, self._stream
+
+    def __exit__(self, *_: object) -> None:
+        self._card.stream = self._before
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    card = Card()
+    made_up = {
+        "device": lambda _: nullcontext(),
+        "Stream": lambda _: Mock(),
+        "stream": partial(On, card),
+        "current_stream": lambda _=None: card.stream,
+        "graph_pool_handle": Mock,
+        "CUDAGraph": lambda: card,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "get_sync_debug_mode": lambda: card.mode,
+        "set_sync_debug_mode": card.set_mode,
+    }
+    for name, value in made_up.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", Mock())
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    return card
+
+
+@pytest.fixture(params=["tower", "decode steps"])
+def capture(card: Card, request: pytest.FixtureRequest) -> Capture:
+    if request.param == "tower":
+        return partial(CudaDevice(INPUTS.device).capture, [INPUTS])
+    return partial(CudaCapture(), INPUTS)
+
+
+def test_what_a_graph_can_hold_is_captured_once_it_was_computed_without_waiting(card: Card, capture: Capture) -> None:
+    stream = card.stream
+    assert capture(card.compute).output is INPUTS
+    assert card.computed == [(0, False), (WAITING_FAILS, False), (0, True)]
+    assert (card.stream, card.mode) == (stream, 0)
+
+
+def test_what_waits_fails_before_it_is_captured(card: Card, capture: Capture) -> None:
+    stream = card.stream
+    with pytest.raises(RuntimeError, match="no graph can hold this"):
+        capture(partial(card.compute, waits=True))
+    assert card.computed == [(0, False), (WAITING_FAILS, False)]
+    assert (card.stream, card.mode) == (stream, 0)
+
+
+def test_a_capture_that_cannot_be_ended_leaves_the_stream_and_tells_why(card: Card, capture: Capture) -> None:
+    stream = card.stream
+    with pytest.raises(RuntimeError, match="previous error") as told:
+        capture(partial(card.compute, fails=True))
+    assert str(told.value.__context__) == "no graph can hold this"
+    assert (card.stream, card.mode) == (stream, 0)
