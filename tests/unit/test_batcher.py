@@ -97,17 +97,18 @@ def test_slices_and_windows_end_a_batch_where_they_count(tower: StoppedTower) ->
     """The name of a slice is followed by as many numbers as it has windows."""
     packing = Packing(Size(100, 3, 7), lambda shape: Size(1, 1, shape[0] - 1))
     batcher = Batcher(tower.encode, budget_tokens=100, packing=packing)
-    windows = (1, 2, 2, 2, 1, 3, 3, 2, 9, 1)
-    submitted = [
-        batcher.submit(torch.tensor([name, 1, *[0] * (count - 1)]), torch.zeros(1, 1, 2))
-        for name, count in enumerate(windows)
-    ]
+
+    def submit_slice(name: int, windows: int) -> Future[Forward]:
+        return batcher.submit(torch.tensor([name, 1, *[0] * (windows - 1)]), torch.zeros(1, 1, 2))
+
+    submitted = [submit_slice(0, 1)]
+    assert tower.started.acquire(timeout=TIMEOUT_S)
+    submitted += [submit_slice(name, windows) for name, windows in enumerate((2, 2, 2, 1, 3, 3, 2, 9, 1), start=1)]
     run_all(tower)
     for encoded in submitted:
         encoded.result(TIMEOUT_S)
     batcher.close()
-    # The first may have left before the others came.
-    assert tower.forwards in ([[0, 1, 2], [3, 4, 5], [6, 7], [8], [9]], [[0], [1, 2, 3], [4, 5, 6], [7], [8], [9]])
+    assert tower.forwards == [[0], [1, 2, 3], [4, 5, 6], [7], [8], [9]]
 
 
 def test_a_cancelled_slice_is_never_encoded(tower: StoppedTower, submit: Submit) -> None:
@@ -120,6 +121,29 @@ def test_a_cancelled_slice_is_never_encoded(tower: StoppedTower, submit: Submit)
         second.result(TIMEOUT_S)
     assert tower.forwards == [[0], [1, 3]]
     assert (untouched == 0).all()
+
+
+def test_a_batch_whose_slices_were_all_cancelled_at_the_last_moment_is_none(
+    tower: StoppedTower, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled, and not yet taken out of the queue."""
+    monkeypatch.setattr(Batcher, "_withdraw", lambda batcher, encoded: None)
+    cancelled = [submit(name, 10)[0] for name in (1, 2)]
+    assert all(each.cancel() for each in cancelled)
+    run_all(tower)
+    submit(3, 10)[0].result(TIMEOUT_S)
+    assert tower.forwards == [[0], [3]]
+
+
+def test_a_slice_whose_forward_runs_is_not_cancelled(tower: StoppedTower, submit: Submit) -> None:
+    running, target = submit(1, 3)
+    tower.go.release()
+    assert tower.started.acquire(timeout=TIMEOUT_S)
+    assert not running.cancel()
+    run_all(tower)
+    running.result(TIMEOUT_S)
+    assert (target == 1).all()
+    submit(2, 3)[0].result(TIMEOUT_S)
 
 
 def test_a_failing_forward_fails_its_own_slices_alone(tower: StoppedTower, submit: Submit) -> None:
@@ -198,6 +222,20 @@ def test_closing_cancels_what_is_queued_and_waits_for_the_running_forward() -> N
     assert not closing.is_alive()
     assert running.done()
     assert tower.forwards == [[1]]
+
+
+def test_a_slice_that_comes_right_before_the_end_is_cancelled(tower: StoppedTower) -> None:
+    """Before the thread, which waits for one, has noticed either."""
+    batcher = Batcher(tower.encode, budget_tokens=10)
+    run_all(tower)
+    batcher.submit(torch.tensor([0, 10]), torch.zeros(1, 10, 2)).result(TIMEOUT_S)
+    with batcher._changed:
+        late = batcher.submit(torch.tensor([1, 10]), torch.zeros(1, 10, 2))
+        batcher._closing = True
+    batcher.close()
+    with pytest.raises(CancelledError):
+        late.result(TIMEOUT_S)
+    assert tower.forwards == [[0]]
 
 
 def test_those_that_wait_are_told_and_since_when_the_first_of_them(tower: StoppedTower) -> None:
