@@ -36,7 +36,7 @@ from services.encoder.budgets import (
 )
 from services.encoder.forward import ModelForward, send
 from services.encoder.geometry import Side, TowerShape, lay_out, pad, size_of
-from services.encoder.metrics import EAGER_FORWARDS, GRAPH_PADDING_TOKENS, GRAPH_REPLAYS
+from services.encoder.metrics import EAGER_FORWARDS, GRAPH_PADDING_TOKENS, GRAPH_REPLAYS, GRAPH_TOKENS
 from services.encoder.tower import Tower
 
 # Few slices are smaller, and the graph of so many tokens takes no longer than one of fewer.
@@ -87,6 +87,7 @@ class TowerGraphs:
             EAGER_FORWARDS.labels(chosen.value).inc()
             return self._forward(patches, sides)
         GRAPH_REPLAYS.inc()
+        GRAPH_TOKENS.inc(load.tokens)
         GRAPH_PADDING_TOKENS.inc(chosen.tokens - load.tokens)
         return self._graphs[chosen].replay(patches, sides)
 

@@ -26,9 +26,8 @@ BATCH_TOKENS = Histogram(
     f"{_PREFIX}batch_tokens", "Merged tokens in one forward", buckets=[2**power for power in range(4, 17)]
 )
 GRAPH_REPLAYS = Counter(f"{_PREFIX}graph_replays_total", "Forwards of the tower that were replayed as a graph")
-GRAPH_PADDING_TOKENS = Counter(
-    f"{_PREFIX}graph_padding_tokens_total", "Merged tokens of these that belonged to no slice"
-)
+GRAPH_TOKENS = Counter(f"{_PREFIX}graph_tokens_total", "Merged tokens of these that belonged to slices")
+GRAPH_PADDING_TOKENS = Counter(f"{_PREFIX}graph_padding_tokens_total", "Merged tokens of these that belonged to none")
 EAGER_FORWARDS = Counter(f"{_PREFIX}eager_forwards_total", "Forwards that were not, by why", ["reason"])
 ITEMS = Counter(f"{_PREFIX}items_total", "Media items that were answered", ["modality"])
 TOKENS = Counter(f"{_PREFIX}tokens_total", "Tokens of these items, before and after pruning", ["method", "pruning"])
