@@ -40,5 +40,9 @@ class ModelForward:
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """It on the device: from the host to CUDA by way of pinned memory, so that nobody waits for it."""
-    pins = device.type == "cuda" and tensor.device.type == "cpu"
-    return (tensor.pin_memory() if pins else tensor).to(device, non_blocking=True)
+    return pin(tensor, device).to(device, non_blocking=True)
+
+
+def pin(tensor: Tensor, device: torch.device) -> Tensor:
+    """What is copied to the device instead of it, if nobody is to wait."""
+    return tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor

@@ -16,12 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.encoder.budgets import Size
+
+# Slices of how many sizes stay laid out: those of few videos at once, each a few hundred bytes a token.
+_SIZES_KEPT = 32
 
 # Rows and columns of a slice, in patches; multiples of merge.
 Side: TypeAlias = tuple[int, int]
@@ -91,8 +95,7 @@ def size_of(side: Side, shape: TowerShape) -> Size:
 
 def lay_out(sides: Sequence[Side], shape: TowerShape) -> Geometry[Array]:
     """The geometry of slices laid end to end; at least one."""
-    slices = {side: _Slice(side, shape) for side in dict.fromkeys(sides)}
-    laid = [slices[side] for side in sides]
+    laid = [_laid(side, shape) for side in sides]
     order, window_ends, longest_window = None, None, 0
     if shape.window_side:
         starts = np.cumsum([0, *(each.tokens for each in laid[:-1])])
@@ -130,6 +133,11 @@ def pad(geometry: Geometry[Array], budget: Size, shape: TowerShape) -> Geometry[
         taps=None if geometry.taps is None else _lengthen(geometry.taps, patches, 0),
         tap_weights=None if geometry.tap_weights is None else _lengthen(geometry.tap_weights, patches, 0),
     )
+
+
+@lru_cache(maxsize=_SIZES_KEPT)
+def _laid(side: Side, shape: TowerShape) -> _Slice:
+    return _Slice(side, shape)
 
 
 class _Slice:

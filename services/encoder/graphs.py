@@ -34,7 +34,7 @@ from services.encoder.budgets import (
     fitting,
     pays,
 )
-from services.encoder.forward import ModelForward, send
+from services.encoder.forward import ModelForward, pin
 from services.encoder.geometry import Side, TowerShape, lay_out, pad, size_of
 from services.encoder.metrics import EAGER_FORWARDS, GRAPH_PADDING_TOKENS, GRAPH_REPLAYS, GRAPH_TOKENS
 from services.encoder.tower import Tower
@@ -120,7 +120,7 @@ class _Graph:
         self.patches[rows:].zero_()
         geometry = pad(lay_out(sides, self._shape), self.size, self._shape)
         for read, array in zip(self._geometry.arrays, geometry.arrays, strict=True):
-            read.copy_(send(torch.from_numpy(array), read.device))
+            read.copy_(pin(torch.from_numpy(array), read.device), non_blocking=True)
         self._captured.replay()
         return self._captured.output[:, : rows // self._shape.merge**2].clone()
 

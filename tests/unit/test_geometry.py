@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
+from services.encoder import geometry
 from services.encoder.budgets import Size
 from services.encoder.geometry import Geometry, Side, TowerShape, lay_out, pad, size_of
 
@@ -41,6 +43,18 @@ def assert_same(ours: NDArray[Any] | None, theirs: Tensor) -> None:
     found = torch.from_numpy(ours)
     assert found.dtype == theirs.dtype
     assert torch.equal(found, theirs)
+
+
+def test_slices_of_a_size_are_laid_out_once() -> None:
+    """Also of later forwards: the device waits for it. What was made of them belongs to who asked."""
+    sides, shape = [(40, 2), (2, 40), (40, 2)], TowerShape(2, window_side=9, table_side=9)
+    with patch.object(geometry, "_Slice", wraps=geometry._Slice) as made:
+        lay_out(sides, shape)
+        for array in lay_out(sides[:1], shape).arrays:
+            array.fill(7)
+        found = lay_out(sides[:1], shape)
+    assert made.call_count == 2
+    assert_same(found.positions, get_vision_position_ids(grids(sides[:1]), 2))
 
 
 @given(packing=packings(), window_side=st.integers(1, 5))
