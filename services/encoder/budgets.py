@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-# Where a kernel is told of more sequences than there are, the empty ones cost it a little: a budget has room for slices
-# of so many tokens, and for windows half full.
+# Where a kernel is told of more sequences than there are, the empty ones cost it a little. So a budget has room for one
+# slice to so many tokens, and for so many times the windows that its tokens fill: edges of slices cut windows short.
 TOKENS_A_SLICE = 32
-WINDOWS_FULL = 2
+WINDOWS_A_FULL_ONE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ def budgets(least_tokens: int, most_tokens: int) -> tuple[int, ...]:
     return (*found, most_tokens)
 
 
-def budget(tokens: int, window_tokens: int) -> Size:
+def room_of(tokens: int, window_tokens: int) -> Size:
     """What a budget of so many tokens has room for. window_tokens: of a full window; 0 where attention has none."""
-    windows = -(-WINDOWS_FULL * tokens // window_tokens) if window_tokens else 0
+    windows = -(-WINDOWS_A_FULL_ONE * tokens // window_tokens) if window_tokens else 0
     return Size(tokens, -(-tokens // TOKENS_A_SLICE), windows)
 
 
@@ -92,13 +92,18 @@ def choose(load: Size, ascending: Sequence[Size]) -> Size | Eager:
     """The smallest of these budgets that holds a load, or why the largest does not."""
     if not ascending:
         return Eager.NONE_CAPTURED
-    found = next((each for each in ascending if not excess(load, each)), None)
-    return found or excess(load, ascending[-1]) or Eager.NONE_CAPTURED
+    found = next((each for each in ascending if not excess(load, each)), None) or excess(load, ascending[-1])
+    assert found is not None
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured of a budget: its replay, and a forward without a graph of as many tokens."""
+    """What was measured of a budget: its replay, and a forward without a graph of the slices that filled it.
+
+    These are squares: where a budget is no multiple of theirs they have fewer tokens than it, and a forward without a
+    graph seems a little cheaper than it is.
+    """
 
     budget: Size
     replay_s: float
@@ -119,6 +124,6 @@ def _eager_s(tokens: int, ascending: Sequence[Measured]) -> float:
     for each in ascending:
         if tokens <= each.budget.tokens:
             share = (tokens - below.budget.tokens) / max(1, each.budget.tokens - below.budget.tokens)
-            return below.eager_s + max(0.0, share) * (each.eager_s - below.eager_s)
+            return below.eager_s + share * (each.eager_s - below.eager_s)
         below = each
     return below.eager_s

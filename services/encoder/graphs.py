@@ -27,12 +27,12 @@ from services.encoder.budgets import (
     Measured,
     Packing,
     Size,
-    budget,
     budgets,
     choose,
     excess,
     fitting,
     pays,
+    room_of,
 )
 from services.encoder.forward import ModelForward, pin
 from services.encoder.geometry import Side, TowerShape, lay_out, pad, size_of
@@ -95,7 +95,7 @@ class TowerGraphs:
 def capture(forward: ModelForward, patch_values: int, most_tokens: int, device: Device) -> TowerGraphs:
     """Captures, largest first, so that smaller graphs find their memory in the pool. RuntimeError as from `device`."""
     window_tokens = forward.shape.window_side**2
-    ascending = [budget(each, window_tokens) for each in budgets(min(LEAST_TOKENS, most_tokens), most_tokens)]
+    ascending = [room_of(each, window_tokens) for each in budgets(min(LEAST_TOKENS, most_tokens), most_tokens)]
     graphs = {each: _Graph(forward, patch_values, each, device) for each in reversed(ascending)}
     return TowerGraphs(forward, graphs, [_measure(forward, graphs[each], device) for each in ascending])
 

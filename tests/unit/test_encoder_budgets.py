@@ -12,11 +12,11 @@ from services.encoder.budgets import (
     Eager,
     Measured,
     Size,
-    budget,
     budgets,
     choose,
     fitting,
     pays,
+    room_of,
     tokens_alone,
 )
 
@@ -38,7 +38,7 @@ def holds(room: Size, load: Size) -> bool:
 
 
 def ladder(most_tokens: int) -> list[Size]:
-    return [budget(each, WINDOW_SIDE**2) for each in budgets(64, most_tokens)]
+    return [room_of(each, WINDOW_SIDE**2) for each in budgets(64, most_tokens)]
 
 
 # --- which there are --------------------------------------------------------------------------------------------
@@ -60,9 +60,9 @@ def test_budgets_double_up_to_the_most(least: int, most: int, expected: tuple[in
 
 
 def test_a_budget_has_room_for_slices_of_32_tokens_and_for_windows_half_full() -> None:
-    assert budget(800, 16) == Size(800, 25, 100)
-    assert budget(2048, 0) == Size(2048, 64, 0)
-    assert budget(1, 16) == Size(1, 1, 1)
+    assert room_of(800, 16) == Size(800, 25, 100)
+    assert room_of(2048, 0) == Size(2048, 64, 0)
+    assert room_of(1, 16) == Size(1, 1, 1)
 
 
 # --- what goes into one -----------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_a_budget_has_room_for_slices_of_32_tokens_and_for_windows_half_full() -
 def test_batches_are_the_queue_in_its_order_within_every_cap_and_none_could_be_longer(
     queue: list[Size], most: int
 ) -> None:
-    for largest in (budget(most, WINDOW_SIDE**2), tokens_alone(most)):
+    for largest in (room_of(most, WINDOW_SIDE**2), tokens_alone(most)):
         left, batches = list(queue), []
         while left:
             count = fitting(left, largest)
@@ -175,5 +175,5 @@ def test_a_replay_pays_where_it_is_no_longer_than_the_load_without_its_padding(
 
 @given(tokens=st.integers(1, 256), replay_s=st.floats(0.001, 1), eager_s=st.floats(0.001, 1))
 def test_one_budget_pays_for_all_or_for_nothing(tokens: int, replay_s: float, eager_s: float) -> None:
-    only = budget(256, 0)
+    only = room_of(256, 0)
     assert pays(Size(tokens, 1, 0), only, [Measured(only, replay_s, eager_s)]) == (replay_s <= eager_s)
