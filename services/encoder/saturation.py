@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from services.encoder.patches import FoldedPatchEmbed
 
 _MOST = torch.finfo(torch.float16).max
-# Whose pair is no longer than that: the largest that float16 has below √½ of it.
+# A pair of such values is no longer than that: the largest that float16 has up to √½ of it.
 _MOST_TURNED = 32.0 * math.floor(_MOST / math.sqrt(2) / 32)
 
 

@@ -99,6 +99,32 @@ def test_what_a_position_is_added_to_ends_where_float16_does(tmp_path: Path) -> 
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=1e-2)
 
 
+def test_what_the_embedding_makes_of_patches_ends_where_float16_does(tmp_path: Path) -> None:
+    """Before positions are added to it, which bring some of it back."""
+    shape = FAMILIES["qwen3_vl"]
+    folder = shape.write(tmp_path, 1)
+    rewrite(
+        folder,
+        {
+            "visual.patch_embed.proj.weight": lambda weight: weight * (100000 / weight[0].norm()),
+            "visual.pos_embed.weight": add(-40000, 40000, 0),
+        },
+    )
+    video = random_frames(4, 4 * shape.token_px, 3 * shape.token_px)
+    found = encode_all(load_tower(Checkpoint(folder), "float16", CPU), video, shape)
+    reference = in_range(load_reference("qwen3_vl", folder).model.visual)
+    past = []
+
+    def clamp(module: Any, given: Any, returned: Tensor) -> Tensor:
+        past.append(float((returned.abs() > MOST).float().mean()))
+        return returned.clamp(-MOST, MOST)
+
+    reference.patch_embed.register_forward_hook(clamp)
+    expected = theirs(folder, shape, video, reference)
+    assert 0.05 < past[0] < 0.5
+    torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("ending", "change"),
     [
