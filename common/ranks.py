@@ -3,8 +3,8 @@
     service, rank 0 ──▶ rank 1: python -m MODULE 7      a socket each, which is descriptor 7 there
                     ──▶ rank 2: python -m MODULE 9
 
-Its service hears of a rank that ends unasked; a rank whose service has ended ends at once, whatever it computes. They
-are started, never forked. It knows neither torch nor what is computed.
+Its service hears of a rank that ends unasked; a rank whose service has ended ends at once, whatever it computes, or as
+soon as it has started. They are started, never forked. It knows neither torch nor what is computed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
 
 _LENGTH = struct.Struct(">Q")
 _EXIT_S = 5.0
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -32,15 +37,17 @@ class Ranks:
     def __init__(self, module: str, count: int, facts: Mapping[str, object], on_lost: Callable[[str], None]) -> None:
         """module: what each runs, whose `main` makes `Orders`.
 
-        facts: what each is told first, as JSON, beside its own `rank` and how many `ranks` there are.
+        facts: what each is told first, as JSON, beside its own `rank`, how many `ranks` there are, and the process of
+        the `service`.
         on_lost: told which rank ended unasked, and how, in a thread of its own.
         """
         self._on_lost = on_lost
         self._closing = False
         self._ranks = [_Rank(module, number) for number in range(1, count)]
         for each in self._ranks:
+            told = {**facts, "rank": each.number, "ranks": count, "service": os.getpid()}
             with suppress(OSError):  # it has ended already, and is watched
-                each.tell(json.dumps({**facts, "rank": each.number, "ranks": count}).encode())
+                each.tell(json.dumps(told).encode())
         self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watching.start()
 
@@ -57,9 +64,9 @@ class Ranks:
         """To one rank. Raises OSError if it has ended."""
         self._ranks[rank - 1].tell(message)
 
-    def hear(self, rank: int) -> bytes:
-        """What a rank answers next, however long that takes. Raises OSError if it ends instead."""
-        heard = self._ranks[rank - 1].hear()
+    def hear(self, rank: int, within_s: float | None = None) -> bytes:
+        """What a rank answers next, if need be however long that takes. Raises OSError if it ends or stands still."""
+        heard = self._ranks[rank - 1].hear(within_s)
         if heard is None:
             raise ConnectionResetError(f"rank {rank} has ended")
         return heard
@@ -74,8 +81,9 @@ class Ranks:
         self._closing = True
         for each in self._ranks:
             each.hang_up()
+        until = time.monotonic() + _EXIT_S
         for each in self._ranks:
-            each.end()
+            each.end(until)
         self._watching.join()
         for each in self._ranks:
             os.close(each.handle)
@@ -94,15 +102,22 @@ class Ranks:
 
 
 class Orders:
-    """A rank's end: what its service tells it. Signals that the service drains on are not for it."""
+    """A rank's end: what its service tells it. Signals that the service drains on are not for it.
+
+    facts: none if the service has ended meanwhile.
+    """
 
     def __init__(self, descriptor: int) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         self._connection = socket.socket(fileno=descriptor)
-        threading.Thread(target=_end_with, args=(os.pidfd_open(os.getppid()),), name="service", daemon=True).start()
         first = self.receive()
         self.facts: dict[str, Any] = {} if first is None else json.loads(first)
+        if self.facts:
+            parent = os.pidfd_open(os.getppid())
+            if os.getppid() != self.facts["service"]:  # which has ended since it said so, and this is whoever took over
+                os._exit(1)
+            threading.Thread(target=_end_with, args=(parent,), name="service", daemon=True).start()
 
     def receive(self) -> bytes | None:
         """The next message, once there is one; None when there will be none."""
@@ -119,7 +134,8 @@ class _Rank:
         self._connection, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-m", module, str(theirs.fileno())],
+                # Without what lies in the working directory, where the service is started so.
+                [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # a terminal's Ctrl-C is for the service
@@ -129,15 +145,20 @@ class _Rank:
     def tell(self, message: bytes) -> None:
         _send(self._connection, message)
 
-    def hear(self) -> bytes | None:
-        return _receive(self._connection)
+    def hear(self, within_s: float | None) -> bytes | None:
+        self._connection.settimeout(within_s)
+        try:
+            return _receive(self._connection)
+        finally:
+            self._connection.settimeout(None)
 
     def hang_up(self) -> None:
         self._connection.close()
 
-    def end(self) -> None:
+    def end(self, until: float) -> None:
+        """until: when it is ended if it has not by itself, in seconds of the monotonic clock."""
         try:
-            self.process.wait(_EXIT_S)
+            self.process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -145,6 +166,22 @@ class _Rank:
     def how_it_ended(self) -> str:
         status = self.process.wait()
         return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+
+
+@contextmanager
+def meeting_place() -> Iterator[Path]:
+    """An empty file by which ranks find each other. It is in memory, and gone with this process however that ends."""
+    handle = os.memfd_create("framesieve-ranks")
+    try:
+        yield Path(f"/proc/{os.getpid()}/fd/{handle}")
+    finally:
+        os.close(handle)
+
+
+def heeding_signals(wait: Callable[[], T]) -> T:
+    """What a call returns or raises that waits outside of Python, where this thread would learn of no signal."""
+    with ThreadPoolExecutor(1) as aside:
+        return aside.submit(wait).result()
 
 
 def _send(connection: socket.socket, message: bytes) -> None:

@@ -120,6 +120,7 @@ class TinyEngine:
     max_waiting: int = 64
     guess_tokens: int = 0
     on_step: Callable[[Step], None] = lambda _: None
+    on_end: Callable[[], object] = lambda: None
     followers: Followers | None = None
     runner: RecordingRunner = field(init=False)
     engine: Engine = field(init=False)
@@ -135,6 +136,7 @@ class TinyEngine:
             self.max_waiting,
             self.guess_tokens,
             self.on_step,
+            self.on_end,
         )
 
     def ask(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
@@ -44,8 +45,9 @@ async def main() -> ExitStatus:
     checkpoint = Checkpoint(settings.model)
     defaults, tokenizer = sampling_defaults(checkpoint), load_tokenizer(checkpoint.folder)
     broken = asyncio.Event()
+    break_off = partial(asyncio.get_running_loop().call_soon_threadsafe, broken.set)
     with ExitStack() as ends:
-        leading = _lead(settings, checkpoint, ends)
+        leading = _lead(settings, checkpoint, ends, broken)
         built = build(settings, checkpoint, leading.group if leading else None, leading)
         model = built.runner.model
         engine = Engine(
@@ -56,6 +58,7 @@ async def main() -> ExitStatus:
             settings.max_waiting_requests,
             settings.speculative_tokens,
             count_step,
+            break_off if leading else lambda: None,
         )
         room = Room(settings.media_buffer_bytes)
         begin("generation", "Generate", checkpoint, str(model.dtype).removeprefix("torch."), str(model.device))
@@ -63,7 +66,7 @@ async def main() -> ExitStatus:
         engine.start()
         ends.callback(engine.stop)
         if leading:
-            leading.watch(partial(_end, engine, broken, asyncio.get_running_loop()))
+            leading.watch(partial(_end, engine, break_off))
         async with (
             open_channel(settings.preprocessing, credentials) as preprocessing,
             open_channel(settings.encoder, credentials) as encoder,
@@ -75,25 +78,28 @@ async def main() -> ExitStatus:
             return await serve(SERVICE, settings, register, lambda: engine.alive, broken)
 
 
-def _lead(settings: GenerationSettings, checkpoint: Checkpoint, ends: ExitStack) -> Leading | None:
+def _lead(
+    settings: GenerationSettings, checkpoint: Checkpoint, ends: ExitStack, broken: asyncio.Event
+) -> Leading | None:
     if settings.tensor_parallel == 1:
         return None
     check_ranks(checkpoint, settings.tensor_parallel)
     leading = Leading(settings.tensor_parallel, sys.argv[1:], device_of(settings))
-    ends.callback(_leave, leading)
+    ends.callback(_leave, leading, broken)
     return leading
 
 
-def _leave(leading: Leading) -> None:
-    leading.close()
-    if leading.lost is not None:  # what a device still waits for, of a rank that is gone, never comes
+def _leave(leading: Leading, broken: asyncio.Event) -> None:
+    in_step = leading.lost is None and not broken.is_set()
+    leading.close(in_step)
+    if not in_step:  # what a device still waits for, of another rank, never comes
         os._exit(ExitStatus.FAILED)
 
 
-def _end(engine: Engine, broken: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
+def _end(engine: Engine, break_off: Callable[[], object]) -> None:
     """From another thread."""
     engine.give_up()
-    loop.call_soon_threadsafe(broken.set)
+    break_off()
 
 
 def _model_input(checkpoint: Checkpoint, model: LanguageModel) -> ModelInput:

@@ -40,7 +40,7 @@ class Engine:
     chunk_tokens: at most this many tokens a step.
     max_running, max_waiting: requests that compute, and others that may queue behind them or await media.
     guess_tokens: at most this many tokens of each answer are guessed a step.
-    on_step: told in the engine's thread what each step came to.
+    on_step: told in the engine's thread what each step came to; on_end: told there if that ends unasked.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Engine:
         max_waiting: int,
         guess_tokens: int = 0,
         on_step: Callable[[Step], None] = lambda _: None,
+        on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self._runner = runner
         self._scheduler = Scheduler(allocator, chunk_tokens, max_running, guess_tokens)
@@ -68,6 +69,7 @@ class Engine:
         self._given_up = False
         self._totals = Totals()
         self._on_step = on_step
+        self._on_end = on_end
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
     # --- from any thread ---------------------------------------------------------------------------------------
@@ -187,10 +189,14 @@ class Engine:
                 self._fail(self._scheduler.requests(), Unavailable("generation was stopped", "generation"))
         except OutOfStep as error:
             log.error("the engine ended: ranks are out of step", error=str(error))
-            self.give_up()
+            self._give_out()
         except Exception:
             log.exception("the engine ended by a bug")
-            self.give_up()
+            self._give_out()
+
+    def _give_out(self) -> None:
+        self.give_up()
+        self._on_end()
 
     def _take_commands(self) -> None:
         while True:

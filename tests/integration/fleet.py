@@ -49,7 +49,10 @@ def free_port() -> int:
 
 @dataclass
 class Service:
-    """One process of a service, on a loopback address, with what it was told by flags; killed by `close`."""
+    """One process of a service, on a loopback address, with what it was told by flags; killed by `close`.
+
+    program: what it runs, if not the service as it is.
+    """
 
     name: str
     model: Path
@@ -57,6 +60,7 @@ class Service:
     flags: tuple[str, ...] = ()
     address: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     metrics_port: int = field(default_factory=free_port)
+    program: str | None = None
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -71,7 +75,8 @@ class Service:
     def start(self) -> None:
         """Returns at once; see `ready`."""
         command = [
-            *(sys.executable, "-m", f"services.{self.name}"),
+            sys.executable,
+            *(("-m", f"services.{self.name}") if self.program is None else ("-c", self.program)),
             *("--model", str(self.model), "--listen", self.address, "--metrics-port", str(self.metrics_port)),
             *self.flags,
         ]

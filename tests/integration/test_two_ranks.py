@@ -21,13 +21,26 @@ from tests import media
 from tests.integration.fleet import Service, until
 from tests.integration.load import endless
 
+# A service whose ranks, once they have met, wait for each other no longer than that.
+IMPATIENT = """
+from datetime import timedelta
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from common.server import run
+from services.generation.__main__ import main
+from services.generation.parallel.group import Group
+from services.generation.parallel.leading import Leading
+watch = Leading.watch
+Leading.watch = lambda self, on_lost: (watch(self, on_lost), _set_pg_timeout(timedelta(seconds=3)))
+run(main)
+"""
+
 
 @pytest.fixture
-def halves(stack: LocalStack, checkpoint: Path, tmp_path: Path) -> Iterator[Service]:
-    """A generation of two ranks, behind the stack's preprocessing and encoder."""
+def halves(stack: LocalStack, checkpoint: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Service]:
+    """A generation of two ranks, behind the stack's preprocessing and encoder. Its parameter is its program."""
     upstream = [flag for name in ("preprocessing", "encoder") for flag in (f"--{name}", stack.addresses[name])]
     flags = ("--tensor-parallel", "2", "--threads", "1", "--drain-s", "10", *upstream)
-    service = Service("generation", checkpoint, tmp_path, flags)
+    service = Service("generation", checkpoint, tmp_path, flags, program=getattr(request, "param", None))
     service.start()
     try:
         service.ready()
@@ -81,3 +94,18 @@ async def test_a_rank_that_dies_takes_the_service_down(halves: Service) -> None:
     assert await asyncio.to_thread(halves.ended) == ExitStatus.FAILED
     assert "rank 1 of 2 was ended by signal 9" in halves.log()
     assert "by a bug" not in halves.log()
+
+
+@pytest.mark.parametrize("halves", [IMPATIENT], indirect=True)
+async def test_a_rank_that_stands_still_takes_the_service_down(halves: Service) -> None:
+    async with FramesieveClient(halves.address) as client:
+        asked = endless(client)
+        await until(lambda: asked.tokens)
+        rank = other_rank(halves)
+        os.kill(rank, signal.SIGSTOP)
+        await asyncio.wait_for(asked.task, 10)
+        assert isinstance(asked.failed, Unavailable)
+        assert asked.failed.stage == "generation"
+    assert await asyncio.to_thread(halves.ended) == ExitStatus.FAILED
+    assert "the engine ended: ranks are out of step" in halves.log()
+    assert not runs(rank)

@@ -39,6 +39,7 @@ from services.encoder.parallel.rank import run_shares
 from services.encoder.parallel.tower import DataParallelTower
 from services.encoder.settings import EncoderSettings
 from services.encoder.tower import Tower
+from tests.unit.meeting import ended_by_a_signal
 
 TIMEOUT_S = 20
 TOLERANCE = 1e-5
@@ -64,7 +65,8 @@ class ThreadRanks:
         self.told[rank].append(message)
         ranks._send(self._pairs[rank][0], message)
 
-    def hear(self, rank: int) -> bytes:
+    def hear(self, rank: int, within_s: float) -> bytes:
+        self._pairs[rank][0].settimeout(within_s)
         heard = ranks._receive(self._pairs[rank][0])
         if heard is None:
             raise ConnectionResetError
@@ -325,6 +327,29 @@ def test_ranks_that_cannot_be_reached_are_ended_and_never_asked_again(
     assert len(others.told[1]) == 1
 
 
+def test_a_rank_that_stands_still_in_its_forward_is_ended(
+    tower: Tower, ranks_of: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    towers, others = ranks_of(2)
+    killed = threading.Event()
+
+    def stand_still() -> None:
+        assert killed.wait(TIMEOUT_S)
+        raise Killed
+
+    others.towers[1].instead.append(stand_still)
+    monkeypatch.setattr("services.encoder.parallel.tower.TIMEOUT", timedelta(seconds=0.1))
+    monkeypatch.setattr("services.encoder.parallel.loss._KNOWN_S", 0.05)
+
+    def kill() -> None:
+        killed.set()
+        others._loss.note("rank 1 of 2 was ended by signal 9")
+
+    monkeypatch.setattr(others, "kill", kill)
+    with pytest.raises(Unavailable, match="has ended: rank 1 of 2 was ended by signal 9"):
+        towers.encode(slices_of(tower, (2, 3, 3), (2, 3, 3)))
+
+
 def test_a_rank_that_has_ended_is_not_asked(tower: Tower, ranks_of: Ranks) -> None:
     towers, others = ranks_of(2)
     others._loss.note("rank 1 of 2 ended with status 7")
@@ -340,6 +365,11 @@ def test_a_rank_that_ends_before_the_service_serves_ends_it_as_one_that_cannot_s
     with pytest.raises(SystemExit) as ended:
         Loss().note("rank 1 of 2 ended with status 2")
     assert ended.value.code == ExitStatus.CANNOT_START
+
+
+def test_a_signal_ends_a_service_whose_ranks_have_yet_to_meet(tmp_path: Path) -> None:
+    arguments = f"Path({str(tmp_path / 'meeting')!r}), 0, 2, torch.device('cpu')"
+    assert ended_by_a_signal(f"from services.encoder.parallel.exchange import join\njoin({arguments})", tmp_path) == 7
 
 
 # --- devices ----------------------------------------------------------------------------------------------------

@@ -320,10 +320,12 @@ def test_the_thread_sleeps_while_there_is_nothing_to_run(models: Models) -> None
 
 
 def test_stopping_fails_what_is_left_and_refuses_what_comes(models: Models) -> None:
-    tiny = TinyEngine(models.engine)
+    ended = threading.Event()
+    tiny = TinyEngine(models.engine, on_end=ended.set)
     tiny.engine.start()
     waits = tiny.ask("waits", ABOUT_VIDEO, SamplingParams(1))
     tiny.engine.stop()
+    assert not ended.is_set()
     assert waits.failed
     assert isinstance(waits.failed.error, Unavailable)
     assert waits.failed.error.stage == "generation"
@@ -352,7 +354,8 @@ def test_a_bug_in_a_command_fails_its_request_and_the_thread_lives_on(
 
 
 def test_a_bug_that_ends_the_thread_leaves_nobody_waiting(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = TinyEngine(models.engine)
+    ended = threading.Event()
+    tiny = TinyEngine(models.engine, on_end=ended.set)
     waits = tiny.ask("waits for media", ABOUT_VIDEO, SamplingParams(1))
     tiny.drain()
 
@@ -369,6 +372,7 @@ def test_a_bug_that_ends_the_thread_leaves_nobody_waiting(models: Models, monkey
         assert isinstance(asked.failed.error, Unavailable)
     with pytest.raises(Unavailable):
         tiny.ask("late", PROMPT, SamplingParams(1))
+    assert ended.wait(20)
 
 
 def test_a_device_that_is_lost_ends_the_thread(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,13 +399,16 @@ def test_a_rank_that_is_lost_ends_the_thread(models: Models) -> None:
         def tell(self, packed: Packed, features: Tensor | None) -> None:
             raise BrokenPipeError
 
-    tiny = TinyEngine(models.engine, followers=Gone())
+    ended = threading.Event()
+    tiny = TinyEngine(models.engine, on_end=ended.set, followers=Gone())
     tiny.engine.start()
+    assert not ended.is_set()
     asked = tiny.ask("a", PROMPT, SamplingParams(1))
     until(lambda: bool(asked.failed))
     assert asked.failed
     assert isinstance(asked.failed.error, Unavailable)
-    until(lambda: not tiny.engine.alive)
+    assert ended.wait(20)
+    assert not tiny.engine.alive
 
 
 def test_nobody_waits_for_a_step_that_is_given_up(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

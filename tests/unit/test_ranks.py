@@ -14,6 +14,7 @@ from queue import Queue
 
 import pytest
 
+from common import ranks as rank_processes
 from common.ranks import Ranks
 
 STAND_IN = "tests.unit.rank_stand_in"
@@ -80,6 +81,28 @@ def test_a_rank_that_ends_is_not_waited_for(ranks: Ranks, lost: Queue[str]) -> N
         ranks.hear(2)
 
 
+def test_a_rank_that_stands_still_is_waited_for_as_long_as_one_says(ranks: Ranks) -> None:
+    ranks.tell_one(1, b"hang")
+    with pytest.raises(TimeoutError):
+        ranks.hear(1, 0.05)
+    ranks.tell_one(2, b"answer")
+    assert ranks.hear(2, 20) == b"answeranswer"
+
+
+def test_all_that_are_busy_are_ended_after_one_while(
+    tmp_path: Path, lost: Queue[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_processes, "_EXIT_S", 0.5)
+    ranks = Ranks(STAND_IN, 6, {"folder": str(tmp_path)}, lost.put)
+    ranks.tell(b"hang")
+    until(lambda: all((tmp_path / f"rank-{rank}-of-6").exists() for rank in range(1, 6)))
+    begun = time.monotonic()
+    ranks.close()
+    assert 0.5 <= time.monotonic() - begun < 1.5
+    assert not any(map(runs, ranks.pids))
+    assert lost.empty()
+
+
 @pytest.mark.parametrize(
     ("end", "how"),
     [
@@ -131,3 +154,47 @@ time.sleep(60)
         assert all(map(runs, pids))
         service.kill()
     until(lambda: not any(map(runs, pids)))
+
+
+def test_ranks_whose_service_ends_while_they_start_end_as_well(tmp_path: Path) -> None:
+    """They are told all, and then somebody else is their parent."""
+    program = f"""
+import os
+from common.ranks import Ranks
+ranks = Ranks({STAND_IN!r}, 3, {{"folder": {str(tmp_path)!r}}}, print)
+ranks.tell(b"hang")
+print(*ranks.pids, flush=True)
+os._exit(0)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as service:
+        assert service.stdout
+        pids = [int(pid) for pid in service.stdout.readline().split()]
+    try:
+        assert len(pids) == 2
+        until(lambda: not any(map(runs, pids)))
+    finally:
+        for pid in filter(runs, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("flags", "status"), [(("-P",), 0), ((), 9)])
+def test_ranks_import_from_the_working_directory_where_their_service_does(
+    tmp_path: Path, flags: tuple[str, ...], status: int
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit(9)")
+    program = f"""
+import sys
+sys.path = [each for each in sys.path if each]
+from common.ranks import Ranks
+ranks = Ranks({STAND_IN!r}, 2, {{"folder": {str(tmp_path)!r}}}, lambda _: None)
+status = ranks._ranks[0].process.poll
+ranks.tell_one(1, b"answer") if {status} == 0 else ranks._ranks[0].process.wait()
+assert {status} or ranks.hear(1) == b"answer"
+ranks.close()
+sys.exit(ranks._ranks[0].process.returncode)
+"""
+    root = str(Path(__file__).parents[2])
+    ended = subprocess.run(
+        [sys.executable, *flags, "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, timeout=60
+    )
+    assert ended.returncode == status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,10 +13,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from common.checkpoint import Checkpoint
@@ -30,6 +33,7 @@ from tests.families import FAMILIES, write_qwen3_vl_moe
 from tests.law import LOGPROB_TOLERANCE, Question, answer, assert_law
 from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, load_models, random_item
+from tests.unit.meeting import ended_by_a_signal
 
 CPU = torch.device("cpu")
 
@@ -160,13 +164,47 @@ def half_of(folder: Path, leading: Leading) -> LanguageModel:
     return load_language_model(Checkpoint(folder), torch.float32, CPU, leading.group)
 
 
-def test_a_rank_that_cannot_start_ends_the_service_that_waits_for_it() -> None:
+def test_a_rank_that_stands_still_is_not_waited_for_for_ever(leading: Leading) -> None:
+    joined: Any = dist.group.WORLD
+    assert joined._get_backend(CPU).options._timeout < dist.default_pg_timeout
+
+
+def test_ranks_that_do_not_come_refuse_to_start(tmp_path: Path) -> None:
+    program = f"""
+from datetime import timedelta
+from pathlib import Path
+import torch
+from common.errors import StartupError
+from services.generation.parallel import group
+group._TIMEOUT = timedelta(seconds=0.2)
+try:
+    group.Group(0, 2, Path({str(tmp_path / "meeting")!r}), torch.device("cpu"))
+except StartupError as error:
+    print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert "--tensor-parallel 2: the ranks cannot reach each other: " in ended.stdout
+
+
+def test_a_signal_ends_a_service_whose_ranks_have_yet_to_meet(tmp_path: Path) -> None:
+    arguments = f"0, 2, Path({str(tmp_path / 'meeting')!r}), torch.device('cpu')"
+    assert ended_by_a_signal(f"from services.generation.parallel.group import Group\nGroup({arguments})", tmp_path) == 7
+
+
+def test_a_rank_that_cannot_start_ends_the_service_that_waits_for_it_and_leaves_nothing(tmp_path: Path) -> None:
     program = """
 import torch
 from services.generation.parallel.leading import Leading
 Leading(2, ["--tensor-parallel", "none"], torch.device("cpu"))
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert list(tmp_path.iterdir()) == []
     assert ended.returncode == ExitStatus.CANNOT_START
     assert "rank 1 of 2 ended with status 2" in ended.stdout
     assert "--tensor-parallel: Input should be a valid integer" in ended.stdout

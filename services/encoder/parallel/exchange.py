@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import StartupError
+from common.ranks import heeding_signals
 from services.encoder.forward import send
 
-# To meet, and for one transfer, which begins when both sides are ready for it.
-_TIMEOUT = timedelta(minutes=5)
+# To meet, for a share to be run, and for one transfer, which begins when both sides are ready for it.
+TIMEOUT = timedelta(minutes=5)
 # Ranks are on one machine, and nobody outside has any business with them.
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -35,19 +37,22 @@ Shape: TypeAlias = Sequence[int]
 def join(meeting: Path, rank: int, ranks: int, device: torch.device) -> Any:
     """A process group of `ranks`, NCCL's on cards and gloo's elsewhere. Returns once all are there.
 
-    meeting: a file that is not there yet, in a folder that is theirs alone. Raises StartupError if they do not come.
+    meeting: a file, empty or not there yet, that is theirs alone. Raises StartupError if they do not come.
     """
     on_cards = device.type == "cuda"
     for name, interface in _INTERFACES.items():
         os.environ.setdefault(name, interface)
     try:
-        dist.init_process_group(
-            "nccl" if on_cards else "gloo",
-            init_method=f"file://{meeting}",
-            rank=rank,
-            world_size=ranks,
-            timeout=_TIMEOUT,
-            device_id=device if on_cards else None,
+        heeding_signals(
+            partial(
+                dist.init_process_group,
+                "nccl" if on_cards else "gloo",
+                init_method=f"file://{meeting}",
+                rank=rank,
+                world_size=ranks,
+                timeout=TIMEOUT,
+                device_id=device if on_cards else None,
+            )
         )
     except RuntimeError as error:
         raise StartupError(f"the {ranks} ranks of the tower cannot reach each other: {error}") from error

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from common.ranks import Ranks
+from common.ranks import Ranks, meeting_place
 from services.encoder.loading import device_of, load_rank
 from services.encoder.parallel.exchange import Exchange, join, leave
 from services.encoder.parallel.loss import Loss
@@ -24,8 +22,7 @@ def data_parallel(settings: EncoderSettings) -> Iterator[DataParallelTower]:
     A rank that cannot start ends this process. Raises StartupError if the first one cannot.
     """
     count, device, loss = settings.data_parallel, device_of(settings), Loss()
-    with TemporaryDirectory(prefix="framesieve-ranks-") as folder:
-        meeting = Path(folder) / "meeting"
+    with meeting_place() as meeting:
         facts = {"settings": settings.model_dump(mode="json"), "meeting": str(meeting)}
         with closing(Ranks(_RANK, count, facts, loss.note)) as others:
             own = load_rank(settings, device)  # while they load theirs

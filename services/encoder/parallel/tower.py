@@ -21,7 +21,7 @@ from torch import Tensor
 
 from services.encoder.budgets import Packing, Size
 from services.encoder.parallel.assignment import assign
-from services.encoder.parallel.exchange import Exchange, packed
+from services.encoder.parallel.exchange import TIMEOUT, Exchange, packed
 from services.encoder.parallel.loss import Loss
 from services.encoder.parallel.share import DONE, encode_share, packing_of, room_for
 from services.encoder.tower import Tower
@@ -34,7 +34,7 @@ class Others(Protocol):
 
     def tell_one(self, rank: int, message: bytes) -> None: ...
 
-    def hear(self, rank: int) -> bytes: ...
+    def hear(self, rank: int, within_s: float) -> bytes: ...
 
     def kill(self) -> None: ...
 
@@ -133,7 +133,7 @@ class DataParallelTower:
         """Fills the errand's room, or tells why there is nothing to fill it with."""
         with _in_step():
             work.wait()
-            answer = self._others.hear(errand.rank)
+            answer = self._others.hear(errand.rank, TIMEOUT.total_seconds())
             if answer == DONE:
                 self._exchange.receive(errand.embeds, errand.rank)
         return [] if answer == DONE else [RuntimeError(f"rank {errand.rank}: {answer.decode()}")]

@@ -6,8 +6,9 @@ All that is called here is called by every rank, in the same order. It knows nei
 from __future__ import annotations
 
 import os
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,22 +16,33 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from common.errors import StartupError
+from common.ranks import heeding_signals
+
 # Ranks are processes of one machine: what joins them listens nowhere else.
 _ON_LOOPBACK = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 
-Shape: TypeAlias = tuple[int, ...]
+# For one rank to wait for another, which may still read its part of the model. Beyond, what waits fails on gloo, and
+# NCCL ends the process; it does not watch replayed graphs.
+_TIMEOUT = timedelta(minutes=2)
 
 
 class Group:
     """rank: this process's, of so many `ranks`; device: this rank's own."""
 
     def __init__(self, rank: int, ranks: int, meeting: Path, device: torch.device) -> None:
-        """Joins, and returns once all have. meeting: a file that is not there yet, the same for all."""
+        """Joins, and returns once all have. meeting: a file, empty or not there yet, the same for all.
+
+        Raises StartupError if they do not come.
+        """
         backend = "nccl" if device.type == "cuda" else "gloo"
         os.environ.setdefault(_ON_LOOPBACK[backend], "lo")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(backend, store=FileStore(str(meeting), ranks), rank=rank, world_size=ranks)
+        try:
+            heeding_signals(partial(_join, backend, meeting, rank, ranks))
+        except RuntimeError as error:
+            raise StartupError(f"--tensor-parallel {ranks}: the ranks cannot reach each other: {error}") from error
         self.rank, self.ranks, self.device = rank, ranks, device
         self.mesh: DeviceMesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
 
@@ -47,3 +59,8 @@ class Group:
 
     def leave(self) -> None:
         dist.destroy_process_group()
+
+
+def _join(backend: str, meeting: Path, rank: int, ranks: int) -> None:
+    store = FileStore(str(meeting), ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)

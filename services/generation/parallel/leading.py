@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from contextlib import ExitStack
 
 import structlog
 import torch
 from torch import Tensor
 
 from common.exit_status import ExitStatus
-from common.ranks import Ranks
+from common.ranks import Ranks, meeting_place
 from services.generation.parallel.group import Group
 from services.generation.parallel.steps import to_bytes
 from services.generation.windows import Packed
@@ -26,11 +25,14 @@ class Leading:
     """The other ranks, from their start to `close`. One that ends before `watch` ends this process as well."""
 
     def __init__(self, count: int, arguments: Sequence[str], device: torch.device, module: str = MODULE) -> None:
-        """Returns once all have met. arguments: this service's own flags, which every rank reads for itself."""
+        """Returns once all have met. arguments: this service's own flags, which every rank reads for itself.
+
+        Raises StartupError if they do not meet.
+        """
         self.lost: str | None = None
         self._on_lost: Callable[[], None] | None = None
-        self._folder = TemporaryDirectory(prefix="framesieve-ranks-")
-        meeting = Path(self._folder.name) / "meeting"
+        self._ends = ExitStack()
+        meeting = self._ends.enter_context(meeting_place())
         facts = {"arguments": list(arguments), "meeting": str(meeting)}
         self.ranks = Ranks(module, count, facts, self._note)
         self.group = Group(0, count, meeting, device)
@@ -46,11 +48,12 @@ class Leading:
         if features is not None:
             self.group.from_first(features)
 
-    def close(self) -> None:
+    def close(self, in_step: bool = True) -> None:
+        """in_step: whether ranks still compute the same; else some may wait for what never comes."""
         self.ranks.close()
-        if self.lost is None:  # else some wait for the one that is gone
+        if in_step and self.lost is None:
             self.group.leave()
-        self._folder.cleanup()
+        self._ends.close()
 
     def _note(self, lost: str) -> None:
         self.lost = lost
