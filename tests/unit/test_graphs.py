@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import structlog
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -156,10 +157,15 @@ def test_a_step_that_nobody_samples_from_is_not_replayed(models: Models) -> None
 
 def test_a_model_that_no_graph_can_hold_is_run_without(models: Models, family: str) -> None:
     def refuse(inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     tiny = TinyEngine(models.engine)
-    tiny.runner.capture_decoding(4, 64, refuse)
+    with structlog.testing.capture_logs() as logs:
+        assert not tiny.runner.capture_decoding(4, 64, refuse)
+    assert [each["error"] for each in logs] == ["operation not permitted when stream is capturing"]
     assert len(answers(tiny, family, [3], [4], 0.0)[0].answer) == 4
 
 
