@@ -45,7 +45,7 @@ class EngineContender:
         model = load_language_model(Checkpoint(folder), dtype, device)
         self.runner = Runner(model, blocks, BLOCK_TOKENS)
         if device.type == "cuda":
-            self.runner.capture_decoding(MAX_RUNNING, blocks * BLOCK_TOKENS, CudaCapture())
+            self.runner.capture_decoding(MAX_RUNNING, blocks * BLOCK_TOKENS, CudaCapture(device))
         self.engine = Engine(self.runner, BlockAllocator(blocks, BLOCK_TOKENS), CHUNK_TOKENS, MAX_RUNNING, 64)
         self._dtype = dtype
         self._tokenizer = load_tokenizer(folder)

@@ -141,7 +141,7 @@ def fitting_tokens(
 
 
 def _capture(runner: Runner, settings: GenerationSettings, most_tokens: int) -> bool:
-    return runner.capture_decoding(settings.max_running_requests, most_tokens, CudaCapture())
+    return runner.capture_decoding(settings.max_running_requests, most_tokens, CudaCapture(runner.model.device))
 
 
 def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_tokens: int) -> int:

@@ -141,27 +141,28 @@ def _decode(model: LanguageModel, cache: PagedCache, inputs: Tensor) -> Tensor:
 
 
 class CudaCapture:
-    """Captures CUDA graphs into one pool of memory."""
+    """Captures CUDA graphs into one pool of memory, on a stream of the device's own: torch's might be another's."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
 
     def __call__(self, inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
-        """What `Capture` says. First without a graph, on a stream of its own, as libraries set themselves up, and then
-        once more and watched: a capture that fails leaves more behind than what fails before it.
+        """What `Capture` says. First without a graph, as libraries set themselves up, and then once more and watched:
+        a capture that fails leaves more behind than what fails before it.
         """
-        current = torch.cuda.current_stream(inputs.device)
-        stream = torch.cuda.Stream(inputs.device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            compute()
-            with _waiting_fails():
+        # `torch.cuda.graph` leaves its stream current if a capture cannot be ended.
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
                 compute()
-        current.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # `torch.cuda.graph` leaves its own stream current if a capture cannot be ended.
-        with torch.cuda.stream(current), torch.cuda.graph(graph, pool=self._pool):
-            output = compute()
+                with _waiting_fails():
+                    compute()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                output = compute()
+            torch.cuda.current_stream().wait_stream(self._stream)
         return Captured(graph.replay, output)
 
 

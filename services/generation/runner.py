@@ -71,7 +71,8 @@ class Runner:
         """Computes the windows' keys and values, and what follows those that sample.
 
         Returns the windows that sample and their raw logits, float32 [S, vocab_size], in the same order, one row for
-        each and one for each of its guesses. Raises OutOfStep for whatever fails where other ranks compute the same.
+        each and one for each of its guesses. Raises OutOfStep for whatever fails once other ranks are told to compute
+        the same; what fails before leaves them as they are.
         """
         packed, media = pack(windows, self._cache.sizes.block_tokens)
         features = torch.cat([_features(each) for each in media], dim=1) if media else None

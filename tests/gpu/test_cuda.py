@@ -56,7 +56,7 @@ def test_replayed_decode_steps_are_the_eager_ones(family: str, family_checkpoint
     for graphs in (False, True):
         tiny = TinyEngine(model)
         if graphs:
-            tiny.runner.capture_decoding(8, 256, CudaCapture())
+            tiny.runner.capture_decoding(8, 256, CudaCapture(DEVICES[1]))
         asked = []
         for number in range(5):
             video = random_item(FAMILIES[family], (4, 2, 3), Fraction(1), seed=number, rate=0.75)

@@ -62,7 +62,7 @@ def questions(family: str) -> list[Question]:
 def test_the_law_holds(models: Models, family: str, dtype: torch.dtype, chunk_tokens: int, graphs: bool) -> None:
     engine = TinyEngine(load_language_model(Checkpoint(models.folder), dtype, CUDA), chunk_tokens=chunk_tokens)
     if graphs:
-        assert engine.runner.capture_decoding(8, 256, CudaCapture())
+        assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA))
     asking = questions(family)
     asked = answer(engine, asking, [0, 0, 1, 2, 5, 9], [0, 3, 1, 4])
     tolerance = TOLERANCES[dtype]
@@ -78,7 +78,7 @@ def test_the_host_never_waits_within_a_step(
 ) -> None:
     engine = TinyEngine(load_language_model(Checkpoint(models.folder), dtype, CUDA), chunk_tokens=16)
     if graphs:
-        assert engine.runner.capture_decoding(8, 256, CudaCapture())
+        assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA))
     answer(engine, questions(family))  # whatever is set up at its first use
     compute, watched = Runner.compute, []
 
@@ -99,7 +99,7 @@ def test_memory_stays_what_it_was_over_five_hundred_requests(models: Models, fam
     engine = TinyEngine(
         load_language_model(Checkpoint(models.folder), torch.bfloat16, CUDA), blocks=256, max_waiting=64
     )
-    engine.runner.capture_decoding(8, 256, CudaCapture())
+    engine.runner.capture_decoding(8, 256, CudaCapture(CUDA))
 
     def answer_fifty(first: int) -> tuple[int, int]:
         for number in range(first, first + 50):

@@ -25,18 +25,23 @@ Capture: TypeAlias = Callable[[Callable[[], Tensor]], Any]
 
 
 class Card:
-    """A capture in which anything failed cannot be ended. computed: in which mode, and whether captured, each time."""
+    """A capture in which anything failed cannot be ended. computed: in which mode, and whether captured, each time.
+
+    streams: that captures were begun on.
+    """
 
     def __init__(self) -> None:
         self.stream, self.mode = Mock(), 0
         self.capturing = self.broken = False
         self.computed: list[tuple[int, bool]] = []
+        self.streams: list[Any] = []
 
     def set_mode(self, mode: int | str) -> None:
         self.mode = WAITING_FAILS if mode == "error" else int(mode)
 
     def capture_begin(self, *_: Any, **__: Any) -> None:
         self.capturing = True
+        self.streams.append(self.stream)
 
     def capture_end(self) -> None:
         self.capturing = False
@@ -71,7 +76,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card()
     made_up = {
         "device": lambda _: nullcontext(),
-        "Stream": lambda _: Mock(),
+        "Stream": lambda device: Mock(device=device),
         "stream": partial(On, card),
         "current_stream": lambda _=None: card.stream,
         "graph_pool_handle": Mock,
@@ -92,7 +97,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 def capture(card: Card, request: pytest.FixtureRequest) -> Capture:
     if request.param == "tower":
         return partial(CudaDevice(INPUTS.device).capture, [INPUTS])
-    return partial(CudaCapture(), INPUTS)
+    return partial(CudaCapture(INPUTS.device), INPUTS)
 
 
 def test_what_a_graph_can_hold_is_captured_once_it_was_computed_without_waiting(card: Card, capture: Capture) -> None:
@@ -100,6 +105,13 @@ def test_what_a_graph_can_hold_is_captured_once_it_was_computed_without_waiting(
     assert capture(card.compute).output is INPUTS
     assert card.computed == [(0, False), (WAITING_FAILS, False), (0, True)]
     assert (card.stream, card.mode) == (stream, 0)
+
+
+def test_all_are_captured_on_one_stream_of_their_device(card: Card, capture: Capture) -> None:
+    for _ in range(2):
+        capture(card.compute)
+    assert len({id(stream) for stream in card.streams}) == 1
+    assert card.streams[0].device == INPUTS.device
 
 
 def test_what_waits_fails_before_it_is_captured(card: Card, capture: Capture) -> None:

@@ -210,10 +210,14 @@ Leading(2, ["--tensor-parallel", "none"], torch.device("cpu"))
     assert "--tensor-parallel: Input should be a valid integer" in ended.stdout
 
 
-def test_experts_that_cannot_be_shared_out_refuse_to_start() -> None:
-    sizes = SimpleNamespace(num_attention_heads=6, num_key_value_heads=3, moe_intermediate_size=50)
-    with pytest.raises(StartupError, match="--tensor-parallel 3 must divide the 50 columns of the model's experts"):
-        check_sizes(sizes, 3)
+# Of 36 columns either rank would have 18, which are 72 bytes of float32.
+@pytest.mark.parametrize("columns", [50, 51, 36])
+def test_experts_that_cannot_be_shared_out_refuse_to_start(columns: int) -> None:
+    sizes = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=columns)
+    told = f"--tensor-parallel 2 must divide the {columns} columns of the model's experts into multiples of 8"
+    with pytest.raises(StartupError, match=told):
+        check_sizes(sizes, 2)
+    check_sizes(SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=48), 2)
 
 
 @pytest.mark.parametrize("ranks", [3, 4])

@@ -23,6 +23,9 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from common.errors import StartupError
 from services.generation.parallel.group import Group
 
+# torch's grouped products want rows that begin at multiples of 16 bytes, which so many columns are in any type.
+_EXPERT_COLUMNS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -69,8 +72,11 @@ def check_sizes(config: Any, ranks: int) -> None:
             f"--tensor-parallel {ranks} must divide the model's {heads} attention heads and {kv_heads} KV heads"
         )
     width = getattr(config, "moe_intermediate_size", 0)
-    if width % ranks:  # which torch's grouped products would refuse, at the first step
-        raise StartupError(f"--tensor-parallel {ranks} must divide the {width} columns of the model's experts")
+    if width % (ranks * _EXPERT_COLUMNS):  # else the first step fails
+        raise StartupError(
+            f"--tensor-parallel {ranks} must divide the {width} columns of the model's experts into multiples of "
+            f"{_EXPERT_COLUMNS}"
+        )
 
 
 def shard(module: nn.Module, plan: Mapping[str, str], group: Group) -> dict[str, Shard]:

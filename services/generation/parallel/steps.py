@@ -11,6 +11,10 @@ import numpy as np
 
 from services.generation.windows import Context, Packed
 
+# The kinds whose counts come first: `singles`, and the parts.
+_PARTS = 9
+_HEAD = 1 + _PARTS
+
 
 def to_bytes(packed: Packed) -> bytes:
     assert not packed.adapted, "settings allow adapters in one process alone"
@@ -26,16 +30,17 @@ def to_bytes(packed: Packed) -> bytes:
         np.array([len(each.blocks) for each in contexts], np.int64),
         np.fromiter(chain.from_iterable(each.blocks for each in contexts), np.int64),
     ]
+    assert len(parts) == _PARTS
     head = np.array([packed.singles, *(part.size for part in parts)], np.int64)
     return np.concatenate([head, *parts]).tobytes()
 
 
 def from_bytes(data: bytes) -> Packed:
     numbers = np.frombuffer(data, np.int64)
-    singles, *sizes = numbers[:10].tolist()
+    singles, *sizes = numbers[:_HEAD].tolist()
     ids, positions, slots, media_rows, last_rows, starts, ends, counts, blocks = (
         # Copied: torch wants arrays that may be written to.
-        numbers[10 + end - size : 10 + end].copy()
+        numbers[_HEAD + end - size : _HEAD + end].copy()
         for size, end in zip(sizes, accumulate(sizes), strict=True)
     )
     own = blocks.tolist()
