@@ -3,7 +3,8 @@
     total   [ others | weights and the largest step | graphs | media | KV cache                | · · · · ]
             └────────────────────────── fraction · total ────────────────────────────────────┘
 
-The largest step is run, and what it takes is measured. It knows neither settings nor how memory is counted.
+The largest step is run, and what it takes is measured: of prompts, and of answers, whose contexts a cache may have to
+gather. It knows neither settings nor how memory is counted.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from services.generation.attention.sdpa import MOST_GATHERED_TOKENS
 from services.generation.families.language_model import LanguageModel
 from services.generation.runner import Runner
 from services.generation.sampler import SamplingParams, SamplingState, sample
@@ -119,6 +121,7 @@ def measure(
     blocks = -(-sizes.rows // block_tokens)
     runner = Runner(model, blocks, block_tokens)
     _largest_step(runner, blocks, block_tokens, sizes)
+    _largest_decode_step(runner, blocks, block_tokens, sizes)
     step = memory.most_used() - model.token_bytes * block_tokens * (blocks + 1)
     memory.settle()
     reserved = memory.reserved()
@@ -153,3 +156,25 @@ def _largest_step(runner: Runner, blocks: int, block_tokens: int, sizes: Sizes) 
     logits = runner.compute(packed, torch.zeros(shape, dtype=model.dtype, device=model.device))
     prompt = np.zeros(1, np.int32)
     sample(logits[: sizes.requests], [SamplingState(_SAMPLING, prompt) for _ in logits[: sizes.requests]])
+
+
+def _largest_decode_step(runner: Runner, blocks: int, block_tokens: int, sizes: Sizes) -> None:
+    """One token of each request that may run, whose sequences are as long as are gathered at once.
+
+    They stand in the same blocks again and again, as above.
+    """
+    rows = min(sizes.requests, sizes.rows)
+    end = max(1, min(sizes.context, MOST_GATHERED_TOKENS // rows))
+    own = [*islice(cycle(range(blocks)), -(-end // block_tokens))]
+    runner.compute(
+        Packed(
+            contexts=(Context(end - 1, end, own),) * rows,
+            singles=rows,
+            ids=np.zeros(rows, np.int64),
+            positions=np.full((3, rows), end - 1),
+            slots=np.repeat(slots_of(own, end - 1, end, block_tokens), rows),
+            media_rows=np.empty(0, np.int64),
+            last_rows=np.arange(rows),
+        ),
+        None,
+    )

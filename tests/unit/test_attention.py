@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -80,12 +81,26 @@ def varlen_attn(
 
 @pytest.mark.parametrize("in_place_tokens", [1, 6, 100])
 @settings(max_examples=40, deadline=None)
-@given(batch=batches(), seed=st.integers(0, 2**16))
+@given(batch=batches(), seed=st.integers(0, 2**16), gathered=st.sampled_from([1, 20, 65536]))
 def test_every_row_sees_its_own_sequence_and_nothing_else(
-    in_place_tokens: int, batch: list[tuple[list[int], int, int]], seed: int
+    in_place_tokens: int, batch: list[tuple[list[int], int, int]], seed: int, gathered: int
 ) -> None:
-    with patch.object(sdpa, "IN_PLACE_TOKENS", in_place_tokens):
+    with (
+        patch.object(sdpa, "IN_PLACE_TOKENS", in_place_tokens),
+        patch.object(sdpa, "MOST_GATHERED_TOKENS", gathered),
+    ):
         check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
+
+
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=9), most=st.integers(1, 99))
+def test_no_more_is_gathered_at_once_than_may_be_but_one_context(sizes: list[int], most: int) -> None:
+    with patch.object(sdpa, "MOST_GATHERED_TOKENS", most):
+        parts = [part.tolist() for part in sdpa._of_like_size(np.array(sizes))]
+    assert sorted(row for part in parts for row in part) == list(range(len(sizes)))
+    for part in parts:
+        assert len(part) == 1 or len(part) * max(sizes[row] for row in part) <= most
+    if len(sizes) * max(sizes) <= most:
+        assert parts == [list(range(len(sizes)))]
 
 
 @settings(max_examples=20, deadline=None)

@@ -14,10 +14,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
 from common.errors import StartupError
+from services.generation.attention import sdpa
 from services.generation.build import BLOCK_TOKENS, build, fitting_tokens
 from services.generation.cache_size import Needs
 from services.generation.families import load_language_model
@@ -89,7 +90,7 @@ class MadeUp:
         levels = called_with.get("deepstack_visual_embeds", torch.zeros(0, 0, 0)).shape
         self.rows.append((rows, levels[0], levels[1]))
         cache = -(-rows // BLOCK_TOKENS) * BLOCK_TOKENS + BLOCK_TOKENS
-        self._most = self.weights + self.step + cache * self.model.token_bytes
+        self._most = max(self._most, self.weights + self.step + cache * self.model.token_bytes)
 
     def capture(self, runner: Runner, settings: GenerationSettings, most_tokens: int) -> bool:
         self.captured.append(most_tokens)
@@ -118,9 +119,26 @@ def test_what_the_largest_step_leaves_is_the_caches(memory: MadeUp) -> None:
     assert memory.model.token_bytes == 3 * 2 * 16 * 4 * 2
     assert tokens == (left // (768 * BLOCK_TOKENS) - 1) * BLOCK_TOKENS
     levels = memory.model.embed_levels
-    assert memory.rows == [(100, levels, 100 if levels else 0)]
-    assert sampled == [27]
+    assert memory.rows == [(100, levels, 100 if levels else 0), (9, 0, 0)]
+    assert sampled == [27, 9]
     assert memory.captured == [memory.model.context_tokens]
+
+
+def test_as_many_tokens_are_gathered_as_ever_are(memory: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that reads no context in its place."""
+    gathered: list[int] = []
+    read = sdpa._read
+
+    def count(layer: Tensor, slots: slice | Tensor) -> Tensor:
+        if isinstance(slots, Tensor):
+            gathered.append(slots.numel())
+        return read(layer, slots)
+
+    monkeypatch.setattr(sdpa, "_read", count)
+    monkeypatch.setattr(sdpa, "IN_PLACE_TOKENS", 10**9)
+    told = settings("--prefill-chunk-tokens", "100", "--max-running-requests", "9")
+    fitting_tokens(told, memory.model, None, memory, memory.capture)
+    assert max(gathered) == sdpa.MOST_GATHERED_TOKENS // 9 * 9 > 32768
 
 
 def test_the_fraction_is_of_the_whole_device(memory: MadeUp) -> None:

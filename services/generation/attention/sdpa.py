@@ -10,6 +10,8 @@
       blocks of s:  [ 7  8  9 10 11 ][ 40 ][ 43 ]
                      in place         gathered, padded to the longest
 
+A rectangle that would be too large is several, each of contexts of like length.
+
 Padding repeats the first slot of the row's own sequence, so that nothing of another request, not even a NaN,
 comes near it. It knows neither requests nor the scheduler.
 Source: merging parts of one softmax, FlashAttention, arXiv 2205.14135.
@@ -17,7 +19,7 @@ Source: merging parts of one softmax, FlashAttention, arXiv 2205.14135.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
@@ -33,6 +35,9 @@ from services.generation.windows import Context, Int64Array, Packed, slots_of
 
 # Below this many tokens a row, copying all contexts for one call is cheaper than a call each.
 IN_PLACE_TOKENS = 512
+
+# Of keys and of values, at most so many tokens a layer are gathered into one rectangle, unless one context is longer.
+MOST_GATHERED_TOKENS = 65536
 
 # Where torch says that no kernel takes both a mask and kv heads that query heads share: it would go by the formula,
 # with all scores in memory. Repeating the kv heads takes far less.
@@ -67,7 +72,7 @@ class SdpaCache:
             views.append(WindowView(at, at + each.tokens, _slots(self, each), mask))
             at += each.tokens
         new_slots = to_device(packed.slots, like.device)
-        return SdpaBatch(self, new_slots, _singles(self, packed.contexts[: packed.singles]), tuple(views))
+        return SdpaBatch(self, new_slots, tuple(_singles(self, packed.contexts[: packed.singles])), tuple(views))
 
     def decode_batch(self, table: Tensor, lengths: Tensor) -> SdpaBatch:
         """What `PagedCache.decode_batch` says."""
@@ -77,12 +82,12 @@ class SdpaCache:
         seen = torch.arange(slots.shape[1], device=table.device) < lengths[:, None]
         new_slots = slots.gather(1, lengths.long()[:, None] - 1)[:, 0]
         singles = Singles(
-            count=len(slots),
+            rows=slice(0, len(slots)),
             runs=(),
             slots=slots.where(seen, slots[:, :1]),
             mask=_additive(seen, self.keys[0])[:, None, None],
         )
-        return SdpaBatch(self, new_slots, singles, ())
+        return SdpaBatch(self, new_slots, (singles,), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +105,15 @@ class WindowView:
 
 @dataclass(frozen=True, slots=True)
 class Singles:
-    """The first `count` rows of the packed batch, windows of a single token.
+    """Rows of the packed batch that are windows of a single token, all or some of them.
 
+    rows: which, or int64 [count].
     runs: what each reads in place; none where everything is gathered.
     slots: int64 [count, longest], the rest of their contexts, padded; None where there is no rest.
     mask: [count, 1, 1, longest], added to the scores.
     """
 
-    count: int
+    rows: slice | Tensor
     runs: tuple[slice, ...]
     slots: Tensor | None
     mask: Tensor | None
@@ -122,7 +128,7 @@ class SdpaBatch:
 
     cache: SdpaCache
     new_slots: Tensor
-    singles: Singles | None
+    singles: tuple[Singles, ...]
     windows: tuple[WindowView, ...]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -132,11 +138,10 @@ class SdpaBatch:
         values.index_copy_(1, self.new_slots, value)
         (heads, rows, head_dim), kv_heads = query.shape, key.shape[0]
         out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
-        if self.singles:
-            count = self.singles.count
+        for singles in self.singles:
             # The query heads that share a kv head become its query rows, so nothing is repeated.
-            grouped = query[:, :count].transpose(0, 1).reshape(count, kv_heads, -1, head_dim)
-            out[:count] = _attend_singles(self.singles, grouped, keys, values, scaling).reshape(count, heads, head_dim)
+            grouped = query[:, singles.rows].transpose(0, 1).unflatten(1, (kv_heads, -1))
+            out[singles.rows] = _attend_singles(singles, grouped, keys, values, scaling).flatten(1, 2)
         for view in self.windows:
             own_keys, own_values, shared = _read(keys, view.slots), _read(values, view.slots), heads // kv_heads
             if view.mask is not None and query.device.type in REPEATING_DEVICES:
@@ -193,25 +198,44 @@ def _read(layer: Tensor, slots: Slots) -> Tensor:
     return rows.view(-1, *slots.shape, layer.shape[2]).transpose(0, 1)
 
 
-def _singles(cache: SdpaCache, contexts: Sequence[Context]) -> Singles | None:
+def _singles(cache: SdpaCache, contexts: Sequence[Context]) -> Iterator[Singles]:
     if not contexts:
-        return None
+        return
     like = cache.keys[0]
     runs = [_longest_run(each, cache.sizes.block_tokens) for each in contexts]
     in_place = sum(run.stop - run.start for run in runs) >= IN_PLACE_TOKENS * len(runs) and like.device.type == "cpu"
     if not in_place:
         runs = [slice(0, 0)] * len(runs)
     rests = [_slots_around(each, run, cache.sizes.block_tokens) for each, run in zip(contexts, runs, strict=True)]
-    slots = mask = None
-    if longest := max(rest.size for rest in rests):
-        seen = np.arange(longest) < np.array([rest.size for rest in rests])[:, None]
-        firsts = [each.blocks[0] * cache.sizes.block_tokens for each in contexts]
-        table = np.repeat(np.array(firsts)[:, None], longest, axis=1)
-        table[seen] = np.concatenate(rests)
-        slots = to_device(table, like.device)
-        mask = _additive(to_device(seen, like.device), like)[:, None, None]
-    read = tuple(_in_cache(each, run, cache.sizes.block_tokens) for each, run in zip(contexts, runs, strict=True))
-    return Singles(len(contexts), read if in_place else (), slots, mask)
+    read = [_in_cache(each, run, cache.sizes.block_tokens) for each, run in zip(contexts, runs, strict=True)]
+    firsts = np.array([each.blocks[0] * cache.sizes.block_tokens for each in contexts])
+    sizes = np.array([rest.size for rest in rests])
+    for rows in _of_like_size(sizes):
+        slots = mask = None
+        if longest := sizes[rows].max():
+            seen = np.arange(longest) < sizes[rows, None]
+            table = np.repeat(firsts[rows, None], longest, axis=1)
+            table[seen] = np.concatenate([rests[row] for row in rows])
+            slots = to_device(table, like.device)
+            mask = _additive(to_device(seen, like.device), like)[:, None, None]
+        yield Singles(
+            slice(0, len(rows)) if len(rows) == len(contexts) else to_device(rows, like.device),
+            tuple(read[row] for row in rows) if in_place else (),
+            slots,
+            mask,
+        )
+
+
+def _of_like_size(sizes: Int64Array) -> Iterator[Int64Array]:
+    """Indices of all sizes, in parts that are no larger than may be once each is padded to its longest."""
+    if sizes.size * sizes.max() <= MOST_GATHERED_TOKENS:
+        yield np.arange(sizes.size)
+        return
+    left = np.argsort(-sizes, kind="stable")
+    while left.size:
+        count = max(1, MOST_GATHERED_TOKENS // max(1, int(sizes[left[0]])))
+        yield left[:count]
+        left = left[count:]
 
 
 def _longest_run(context: Context, block_tokens: int) -> slice:
