@@ -126,6 +126,21 @@ def desk_of(blocks: int, budget_tokens: int = 64, guess_tokens: int = 0) -> Desk
     return Desk(Engine(runner, BlockAllocator(blocks, BLOCK_TOKENS), budget_tokens, 4, 64, guess_tokens))
 
 
+def test_what_an_adapter_computes_again_after_a_preemption_is_read_by_its_own_alone() -> None:
+    desk = desk_of(10)
+    alike = Text((1, 2) * 4)
+    desk.ask([Text((5, 6) * 4)], 20, 0)
+    desk.ask([alike], 20, 0, ADAPTERS[0])
+    desk.run()
+    assert desk.engine.stats().totals.preemptions, "nobody was preempted"
+    cached = []
+    for adapter in (None, *ADAPTERS):
+        desk.ask([alike], 1, 0, adapter)
+        desk.run()
+        cached.append(desk.asked[-1].request.cached_tokens)
+    assert cached == [0, BLOCK_TOKENS, BLOCK_TOKENS, 0]
+
+
 def test_an_older_request_runs_on_when_a_newer_one_gives_way_to_what_it_has_pinned() -> None:
     """Its first video is pinned, its second comes late; meanwhile a newer one has grown over all that is left."""
     desk = desk_of(24)

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.generation.adapters import Adapter
 from services.generation.sampler import SamplingParams
 from services.generation.windows import Window, pack, singles_first
 from tests.oracle import Item, Text, expected_sequence
@@ -91,3 +92,18 @@ def test_packed_windows_hold_what_the_formulas_say(cuts: list[tuple[int, int]]) 
     }
     assert copied == rows
     assert packed.media_rows.tolist() == sorted(rows)
+
+
+def test_windows_of_one_adapter_stand_beside_each_other() -> None:
+    """Of single tokens, and of the others; among themselves they stay in order."""
+    one, two = Adapter("one", bytes(31) + b"1"), Adapter("two", bytes(31) + b"2")
+    named, tokens = (one, None, two, one, None, two, one, two, one), (2, 1, 1, 1, 1, 1, 3, 1, 1)
+    windows = []
+    for number, (adapter, count) in enumerate(zip(named, tokens, strict=True)):
+        request = make_request(str(number), [Text((10 + number,) * 3)], SamplingParams(1), adapter).request
+        request.blocks = [number]
+        windows.append(Window(request, 0, count, samples=False))
+    packed, _ = pack(windows, BLOCK_TOKENS)
+    assert packed.singles == 7
+    adapted = sorted((rows.digest, packed.ids[rows.start : rows.end].tolist()) for rows in packed.adapted)
+    assert adapted == [(one.digest, [10, 10, 16, 16, 16]), (one.digest, [13, 18]), (two.digest, [12, 15, 17])]
