@@ -21,12 +21,13 @@ from typing import Any, Self
 
 import structlog
 import torch
+from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from common.digest import tagged_digest
 from common.errors import StartupError
-from services.generation.adapters import Adapter, LowRank
+from services.generation.adapters import AdaptedLinear, Adapter, LowRank
 from services.generation.families.language_model import LanguageModel
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -35,10 +36,6 @@ _DOMAIN = b"framesieve adapter v1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
 _IN_TEXT = re.compile(r"(?P<before>(?:(?:model|language_model)\.)*)(?P<name>layers\.\d+\..+)")
-_COMPUTED = {
-    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-}
 # What only says where an adapter comes from, or how it was trained. Of linear layers PEFT overrules fan_in_fan_out.
 _WITHOUT_EFFECT = {
     *("peft_type", "peft_version", "auto_mapping", "task_type", "base_model_name_or_path", "revision"),
@@ -51,6 +48,22 @@ _BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
 log = structlog.get_logger()
 
 
+class _Computed(BaseModel):
+    """What those fields of LoraConfig must hold that are computed; it takes anything itself."""
+
+    model_config = ConfigDict(strict=True, from_attributes=True)
+
+    r: PositiveInt
+    lora_alpha: FiniteFloat
+    use_rslora: bool
+    rank_pattern: dict[str, PositiveInt] | None
+    alpha_pattern: dict[str, FiniteFloat] | None
+    target_modules: str | set[str] | None
+    exclude_modules: str | set[str] | None
+    layers_to_transform: list[int] | int | None
+    layers_pattern: list[str] | str | None
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
     """An adapter's name and where it is. Raises ValueError for a name with other characters than A-Z a-z 0-9 . _ -"""
@@ -61,16 +74,16 @@ class AdapterFolder:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(
-                f"an adapter's name must begin with a letter or a digit, with at most 63 more or . _ - behind it, "
-                f"got {self.name!r}"
+                f"{self.name!r} is no adapter's name, which begins with a letter or a digit, with at most 63 more or "
+                f". _ - behind it"
             )
 
     @classmethod
     def parse(cls, text: object) -> Self:
-        """NAME=DIR."""
+        """NAME=DIR. Raises ValueError for anything else."""
         name, equals, path = str(text).partition("=")
         if not (equals and path):
-            raise ValueError(f"an adapter must be NAME=DIR, got {text!r}")
+            raise ValueError("an adapter must be NAME=DIR")
         return cls(name, Path(path))
 
     def refusal(self, why: str) -> StartupError:
@@ -78,27 +91,42 @@ class AdapterFolder:
 
 
 def load_adapters(folders: Sequence[AdapterFolder], model: LanguageModel) -> None:
-    """Adds adapters to a model. Raises StartupError, naming the adapter, for one that cannot be computed as it says."""
+    """Adds adapters to a model that has none. Raises StartupError, by name, for one not to be computed as it says."""
     if not folders:
         return
     try:
         peft = importlib.import_module("peft")
     except ImportError as error:
         raise StartupError("--adapters needs PEFT, which is not installed: pip install 'framesieve[lora]'") from error
-    layers = {name: each for name, each in model.text.named_modules() if hasattr(each, "in_features")}
+    modules = dict(model.text.named_modules())
+    assert not any(isinstance(each, AdaptedLinear) for each in modules.values()), "the model has adapters already"
+    layers = {name: each for name, each in modules.items() if hasattr(each, "in_features")}
     for folder in folders:
-        config = _read_config(folder, peft)
-        weights, before = _by_layer(folder, _read_weights(folder, peft, model.device), layers)
-        _check_targets(folder, config, weights, {name: before + name for name in layers})
-        additions = {
-            name: _addition(folder, config, before + name, layers[name], sides, model.dtype)
-            for name, sides in weights.items()
-        }
-        adapter = Adapter(folder.name, _digest(folder))
+        try:
+            digest, additions = _read(folder, peft, layers, model)
+        except re.error as error:
+            raise folder.refusal(f"{CONFIG_FILE}: {error.pattern!r} is no pattern: {error}") from error
+        except (OSError, RecursionError, OverflowError) as error:  # of JSON or patterns, where it is not of a file
+            raise folder.refusal(str(error)) from error
+        adapter = Adapter(folder.name, digest)
         model.adapters.add(adapter, model.text, additions)
         ranks = sorted({addition.down.shape[0] for addition in additions.values()})
         told = {"adapter": adapter.name, "digest": adapter.digest.hex()[:12], "path": str(folder.path)}
         log.info("adapter loaded", **told, layers=len(additions), ranks=ranks)
+
+
+def _read(
+    folder: AdapterFolder, peft: Any, layers: Mapping[str, nn.Module], model: LanguageModel
+) -> tuple[bytes, dict[str, LowRank]]:
+    """An adapter's digest, and what it adds to layers, by their names in the text model."""
+    config = _read_config(folder, peft)
+    weights, before = _by_layer(folder, _read_weights(folder, peft, model.device), layers)
+    _check_targets(folder, config, weights, {name: before + name for name in layers})
+    additions = {
+        name: _addition(folder, config, before + name, layers[name], sides, model.dtype)
+        for name, sides in weights.items()
+    }
+    return _digest(folder), additions
 
 
 def _read_config(folder: AdapterFolder, peft: Any) -> Any:
@@ -118,14 +146,20 @@ def _read_config(folder: AdapterFolder, peft: Any) -> Any:
         if name not in known and value:
             raise folder.refusal(f"{CONFIG_FILE}: {name} = {value!r} is not known to PEFT {peft.__version__}")
     plain = peft.LoraConfig()
-    for name in known & said.keys() - _COMPUTED - _WITHOUT_EFFECT:
+    for name in known & said.keys() - _Computed.model_fields.keys() - _WITHOUT_EFFECT:
         allowed = _BEGINNINGS if name == "init_lora_weights" else (getattr(plain, name), None, False, [], {})
         if said[name] not in allowed:
             raise folder.refusal(f"{CONFIG_FILE}: {name} = {said[name]!r} is not supported")
     try:
-        return peft.LoraConfig(**{name: said[name] for name in _COMPUTED & said.keys()})
+        config = peft.LoraConfig(**{name: said[name] for name in _Computed.model_fields.keys() & said.keys()})
+        _Computed.model_validate(config)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = wrong["loc"][0]
+        raise folder.refusal(f"{CONFIG_FILE}: {name} = {said[name]!r} is not supported: {wrong['msg']}") from error
     except (ValueError, TypeError) as error:
         raise folder.refusal(f"{CONFIG_FILE}: {error}") from error
+    return config
 
 
 def _read_weights(folder: AdapterFolder, peft: Any, device: torch.device) -> dict[str, Tensor]:
@@ -173,11 +207,7 @@ def _check_targets(
     if not config.target_modules:
         raise folder.refusal(f"{CONFIG_FILE}: target_modules = {config.target_modules!r} names no layer")
     targets = importlib.import_module("peft.tuners.tuners_utils")
-    meant = {
-        name
-        for name, trained in trained_names.items()
-        if config.target_modules == "all-linear" or targets.check_target_module_exists(config, trained)
-    }
+    meant = {name for name, trained in trained_names.items() if targets.check_target_module_exists(config, trained)}
     for which, names in (("lacks weights of", meant - weights.keys()), ("holds weights of", weights.keys() - meant)):
         if names:
             raise folder.refusal(
@@ -198,8 +228,6 @@ def _addition(
     ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
     rank = ranks.get(key_of(ranks, trained_name), config.r)
     alpha = alphas.get(key_of(alphas, trained_name), config.lora_alpha)
-    if not isinstance(alpha, int | float):
-        raise folder.refusal(f"{CONFIG_FILE}: lora_alpha must be a number, got {alpha!r} for {trained_name}")
     expected = {"A": (rank, layer.in_features), "B": (layer.out_features, rank)}
     for side, shape in expected.items():
         if sides[side].shape != shape:
@@ -208,7 +236,10 @@ def _addition(
                 f"{list(sides[side].shape)}"
             )
     scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-    return LowRank(sides["A"].to(dtype), (sides["B"].float() * scaling).to(dtype))
+    addition = LowRank(sides["A"].to(dtype), (sides["B"].float() * scaling).to(dtype))
+    if not (addition.down.isfinite().all() and addition.up.isfinite().all()):
+        raise folder.refusal(f"weights of {trained_name}, scaled by {scaling}, are not finite as {dtype}")
+    return addition
 
 
 def _digest(folder: AdapterFolder) -> bytes:

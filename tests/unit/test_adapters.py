@@ -105,7 +105,7 @@ def test_answers_are_those_of_peft_over_transformers_own_text_model(adapted: Ada
     assert float((own - plain).abs().max()) > 0.01, "an adapter that changes nothing proves nothing"
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_neighbours_with_other_adapters_and_none_change_nothing(adapted: Adapted, data: st.DataObject) -> None:
     named = st.sampled_from((None, *CONFIGS))
@@ -127,19 +127,28 @@ def test_neighbours_with_other_adapters_and_none_change_nothing(adapted: Adapted
 
 
 def test_a_prefix_is_found_again_by_the_same_adapter_alone(adapted: Adapted, tmp_path: Path) -> None:
-    """By its content: the same files by another name share, files that differ in one weight do not."""
+    """By its content: the same files by another name share, files that differ in one weight or in alpha do not."""
     models = adapted.models
     twin, changed = tmp_path / "twin", tmp_path / "changed"
     shutil.copytree(adapted.folder / "plain", twin)
     shutil.copytree(adapted.folder / "plain", changed)
     rewrite(changed, lambda weights: next(iter(weights.values())).view(-1)[:1].add_(1e-6))
     folders = [AdapterFolder(path.name, path) for path in (adapted.folder / "plain", twin, changed)]
+    folders.append(replace(spoiled(adapted, tmp_path / "louder", lora_alpha=8), name="louder"))
     engine = TinyEngine(engine_of(models.folder, *folders))
     cached = []
-    for name in (None, "plain", "changed", "plain", "twin", None):
+    for name in (None, "plain", "changed", "louder", "plain", "twin", "louder", None):
         asked = answer(engine, [replace(ASKING, adapter=name)])
         cached.append(asked[0].request.cached_tokens)
-    assert cached == [0, 0, 0, 16, 16, 16]
+    assert cached == [0, 0, 0, 0, 16, 16, 16, 16]
+
+
+def test_further_answers_to_a_prompt_are_the_adapter_s_too(adapted: Adapted) -> None:
+    engine, asking = TinyEngine(adapted.models.engine), replace(ASKING, adapter="plain", answers=3)
+    asked = answer(engine, [asking])
+    assert len(asked[0].others) == 2
+    for each in (*asked, *asked[0].others):
+        assert_law(adapted.models, engine, [asking], [each], adapted=adapted.text)
 
 
 def test_media_that_another_adapter_has_seen_come_again(adapted: Adapted) -> None:
@@ -198,8 +207,23 @@ def bare(adapted: Adapted) -> LanguageModel:
         ({"init_lora_weights": "pissa"}, r"init_lora_weights = 'pissa' is not supported"),
         ({"use_bdlora": {"nblocks": 2}}, r"use_bdlora = \{'nblocks': 2\} is not supported"),
         ({"use_next_year": 0.5}, r"use_next_year = 0.5 is not known to PEFT \d"),
+        ({"r": 0}, r"r = 0 is not supported: Input should be greater than 0"),
+        ({"use_rslora": "false"}, r"use_rslora = 'false' is not supported"),
+        ({"rank_pattern": ["q_proj"]}, r"rank_pattern = \['q_proj'\] is not supported"),
+        ({"rank_pattern": {"q_proj": "3"}}, r"rank_pattern = \{'q_proj': '3'\} is not supported"),
+        ({"alpha_pattern": {"*": 8}}, r"adapter_config.json: .*\(\*\).* is no pattern: nothing to repeat"),
+        ({"target_modules": "("}, r"adapter_config.json: '\(' is no pattern: missing \)"),
+        ({"target_modules": "a{99999999999}"}, r"the repetition number is too large"),
+        ({"target_modules": 5}, r"target_modules = 5 is not supported"),
+        ({"target_modules": ["q_proj", 5]}, r"target_modules = \['q_proj', 5\] is not supported"),
+        ({"target_modules": "all-linear"}, r"holds weights of .*_proj, which target_modules = 'all-linear' does not"),
+        ({"exclude_modules": "("}, r"adapter_config.json: '\(' is no pattern: missing \)"),
+        ({"layers_to_transform": "0"}, r"layers_to_transform = '0' is not supported"),
+        ({"lora_alpha": float("nan")}, r"lora_alpha = nan is not supported: Input should be a finite number"),
+        ({"lora_alpha": 10**400}, r"lora_alpha = 10+ is not supported"),
+        ({"lora_alpha": 1e300}, r"weights of .*_proj, scaled by 3.3+\d?e\+299, are not finite as torch.float32"),
         ({"r": 4}, r"q_proj.lora_A must be \[4, 64\] by adapter_config.json and this model, it is \[3, 64\]"),
-        ({"lora_alpha": "7"}, r"lora_alpha must be a number, got '7'"),
+        ({"lora_alpha": "7"}, r"lora_alpha = '7' is not supported: Input should be a valid number"),
         ({"target_modules": None}, r"target_modules = None names no layer"),
         ({"target_modules": ["q_proj"]}, r"holds weights of .*v_proj, which target_modules = \['q_proj'\] does not"),
         ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, r"lacks weights of .*o_proj, which .* means"),
@@ -241,6 +265,16 @@ def test_weights_of_anything_else_refuse_to_start(
         load_adapters([folder], bare)
 
 
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_weights_that_are_not_finite_refuse_to_start(
+    adapted: Adapted, bare: LanguageModel, tmp_path: Path, side: str
+) -> None:
+    folder, key = spoiled(adapted, tmp_path / "spoiled"), f"{KEYS}layers.1.self_attn.v_proj.lora_{side}.weight"
+    rewrite(folder.path, lambda weights: weights[key].view(-1)[-1:].fill_(float("nan")))
+    with pytest.raises(StartupError, match=r"weights of layers.1.self_attn.v_proj, .*, are not finite"):
+        load_adapters([folder], bare)
+
+
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
@@ -264,6 +298,7 @@ def test_a_folder_that_lacks_a_file_refuses_to_start_and_nothing_is_unpickled(
         ("adapter_config.json", b"{", "is no JSON object with a peft_type"),
         ("adapter_config.json", b"[]", "is no JSON object with a peft_type"),
         ("adapter_config.json", b'{"r": 8}', "is no JSON object with a peft_type"),
+        ("adapter_config.json", b"[" * 100_000, "--adapters mine=.*maximum recursion depth exceeded"),
         ("adapter_model.safetensors", b"not weights", "cannot be read"),
     ],
 )
@@ -276,12 +311,23 @@ def test_a_broken_file_refuses_to_start(
         load_adapters([folder], bare)
 
 
-def test_an_adapter_of_another_base_model_loads_where_its_shapes_fit(
-    adapted: Adapted, bare: LanguageModel, tmp_path: Path
+def test_a_folder_that_cannot_be_read_refuses_to_start(bare: LanguageModel, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"--adapters mine=.*: \[Errno \d+\] File name too long"):
+        load_adapters([AdapterFolder("mine", tmp_path / ("a" * 300))], bare)
+
+
+def test_an_adapter_of_another_base_model_or_a_later_peft_loads_where_its_shapes_fit(
+    adapted: Adapted, tmp_path: Path
 ) -> None:
     without_effect = {"base_model_name_or_path": "someone/else-7B", "fan_in_fan_out": True, "inference_mode": False}
-    load_adapters([spoiled(adapted, tmp_path / "other", **without_effect)], bare)
-    assert bare.adapters.find("mine").name == "mine"
+    later = {"use_next_year": False, "next_year_config": None}
+    model = engine_of(adapted.models.folder, spoiled(adapted, tmp_path / "other", **without_effect, **later))
+    assert model.adapters.find("mine").name == "mine"
+
+
+def test_a_model_takes_its_adapters_at_once(adapted: Adapted) -> None:
+    with pytest.raises(AssertionError, match="the model has adapters already"):
+        load_adapters([AdapterFolder("more", adapted.folder / "plain")], adapted.models.engine)
 
 
 def test_without_peft_adapters_refuse_to_start_and_say_what_to_install(
