@@ -70,7 +70,8 @@ class GenerationSettings(UpstreamSettings):
     adapters: Annotated[tuple[Annotated[AdapterFolder, PlainValidator(AdapterFolder.parse)], ...], NoDecode] = Field(
         (),
         description="LoRA adapters that requests may name, folders in PEFT's format parted by commas: "
-        "traffic=/models/traffic-lora,sports=/models/sports-lora; needs PEFT (the extra lora)",
+        "traffic=/models/traffic-lora,sports=/models/sports-lora; needs PEFT (the extra lora) and "
+        "--tensor-parallel 1",
     )
 
     @field_validator("adapters", mode="before")
