@@ -237,6 +237,15 @@ class LocalStack:
             process.wait()
         self._cleanup.close()
 
+    def kill_unwaited(self) -> None:
+        """`kill` for the handler of a signal, which may have interrupted whoever waits; this process must end then."""
+        for process in self.processes.values():
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            self._cleanup.close()
+
     def __enter__(self) -> Self:
         self.start()
         return self

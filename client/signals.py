@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from typing import NoReturn
@@ -19,7 +20,7 @@ def unwind_on_sigterm(status: int) -> None:
 
 class DrainOnSignals:
     """From now on the first SIGTERM or Ctrl-C ends `stack.watch`, so that the stack drains, or gives up its start; the
-    second leaves that as well.
+    second ends this process and its services at once.
 
     first: the signal that came first; None before.
     """
@@ -39,5 +40,6 @@ class DrainOnSignals:
         self._stack.end()
 
     def _end_at_once(self, number: int, _: object) -> NoReturn:
-        self._stack.end_at_once()
-        sys.exit(at_once(number))
+        # No exception: one that comes while a process is waited for leaves its lock taken, and the next wait hangs.
+        self._stack.kill_unwaited()
+        os._exit(at_once(number))
