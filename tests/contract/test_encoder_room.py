@@ -16,7 +16,7 @@ from common import errors
 from common.plan import Grid
 from services.encoder import items
 from services.encoder.tower import Tower
-from tests.contract.encoder_peers import VIDEO, video
+from tests.contract.encoder_peers import VIDEO, Media, video
 from tests.contract.encoder_service import (
     SELECT_ALL,
     Stack,
@@ -110,9 +110,11 @@ class Stop:
         return self._really(*args)
 
 
-async def leave(stack: Stack, reached: Callable[[], bool], go: Callable[[], None] = lambda: None) -> None:
-    """Two callers ask for the same video, one of them for another as well; both leave once `reached`."""
-    calls = [opened(stack, VIDEO, rate=0.5), opened(stack, VIDEO, VIDEO, rate=0.5)]
+async def leave(
+    stack: Stack, reached: Callable[[], bool], go: Callable[[], None] = lambda: None, media: Media = VIDEO
+) -> None:
+    """Two callers ask for the same video, one of them twice; both leave once `reached`."""
+    calls = [opened(stack, media, rate=0.5), opened(stack, media, media, rate=0.5)]
     await eventually(reached)
     for call in calls:
         call.cancel()
@@ -145,7 +147,9 @@ async def test_callers_leave_while_their_media_is_decoded(stack: Stack) -> None:
 async def test_callers_leave_while_the_tower_runs(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = Stop(stack.tower.encode)
     monkeypatch.setattr(stack.batcher, "_encode", stop)
-    await leave(stack, lambda: stop.reached.is_set() and in_use(stack)["queue_slices"] > 0, stop.go.set)
+    more_than_a_forward = video(1, Grid(16, 2, 3))
+    reached = lambda: stop.reached.is_set() and in_use(stack)["queue_slices"] > 0  # noqa: E731
+    await leave(stack, reached, stop.go.set, more_than_a_forward)
 
 
 async def test_callers_leave_while_tokens_are_chosen(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
