@@ -67,7 +67,12 @@ def load_quantised(
     logging.disable_progress_bar()
     try:
         whole, report = whole_class.from_pretrained(
-            checkpoint.folder, config=config, dtype=dtype, device_map={"": device}, output_loading_info=True
+            checkpoint.folder,
+            config=config,
+            dtype=dtype,
+            device_map={"": device},
+            use_safetensors=True,  # nothing else, which might be unpickled
+            output_loading_info=True,
         )
     except (ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise StartupError(
