@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,8 +31,7 @@ def graphs(run: Run) -> list[Row]:
     for grid in _grids(run):
         slices = _slices(plain, grid, run.device)
         replayed_s, plain_s = (
-            _median(run, lambda tower=tower, slices=slices, grid=grid: _prune(_encode(tower, slices, grid), grid))  # type: ignore[misc]
-            for tower in (replaying, plain)
+            _median(run, partial(_encode_and_prune, tower, slices, grid)) for tower in (replaying, plain)
         )
         rows.append(
             Row(
@@ -55,8 +55,8 @@ def pruning(run: Run) -> list[Row]:
     for grid in _grids(run):
         slices = _slices(tower, grid, run.device)
         embeds = _encode(tower, slices, grid)
-        pruned_s = _median(run, lambda grid=grid, embeds=embeds: _prune(embeds, grid))  # type: ignore[misc]
-        tower_s = _median(run, lambda slices=slices, grid=grid: _encode(tower, slices, grid))  # type: ignore[misc]
+        pruned_s = _median(run, partial(_prune, embeds, grid))
+        tower_s = _median(run, partial(_encode, tower, slices, grid))
         rows.append(Row(f"EVS of {grid.t}×{grid.h}×{grid.w}", "the tower", pruned_s, tower_s, "s", at_most=0.01))
     return rows
 
@@ -68,7 +68,7 @@ def tower(run: Run) -> list[Row]:
     for grid in _grids(run):
         slices = _slices(tower, grid, run.device)
         operations = 2 * tower.cost(grid.slice_tokens) * grid.t  # multiplications, and as many additions
-        taken_s = _median(run, lambda slices=slices, grid=grid: _encode(tower, slices, grid))  # type: ignore[misc]
+        taken_s = _median(run, partial(_encode, tower, slices, grid))
         what = f"the tower on {grid.t}×{grid.h}×{grid.w}: operations"
         rows.append(Row(what, f"one product of {run.target.side}² matrices", operations / taken_s, best, "1/s"))
     return rows
@@ -95,6 +95,10 @@ def _encode(tower: Tower, slices: list[Tensor], grid: Grid) -> Tensor:
     most = _at_once(grid)
     forwards = (slices[start : start + most] for start in range(0, len(slices), most))
     return torch.cat([embeds for forward in forwards for embeds in tower.encode(forward)], dim=1)
+
+
+def _encode_and_prune(tower: Tower, slices: list[Tensor], grid: Grid) -> Tensor:
+    return _prune(_encode(tower, slices, grid), grid)
 
 
 @torch.inference_mode()

@@ -133,7 +133,7 @@ class _Rank:
         self.number = number
         self._connection, theirs = socket.socketpair()
         with theirs:
-            self.process = subprocess.Popen(  # noqa: S603
+            self.process = subprocess.Popen(  # noqa: S603  (a command of our own)
                 # Without what lies in the working directory, where the service is started so.
                 [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
