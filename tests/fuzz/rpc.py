@@ -14,8 +14,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import grpc
 
@@ -28,9 +31,6 @@ CALL_LIMIT_S = 30
 IDLE_LIMIT_S = 10
 # Freed memory is kept on purpose, so one large prompt leaves its mark; a leak of 26 KiB a call shows in ten thousand.
 GROWTH_BYTES = 192 * 2**20
-_LOST = "Internal error from Core"
-# Of a call that writes on after it is refused, some lose their status more often than not.
-_ATTEMPTS = 20
 _AT_ONCE = 12
 _BATCH = 250
 _INSIDE = re.compile(r"0x[0-9a-f]{6,}|/work\b|/home\b|site-packages|<\S.* object at|Traceback|\.py\b")
@@ -53,7 +53,7 @@ async def fuzz(checkpoint: Path, seed: int, numbers: Iterable[int], progress: bo
         for start in range(0, len(cases), _BATCH):
             batch = cases[start : start + _BATCH]
             await _run(stack, batch, report)
-            if unwell := await stack.unwell():
+            if unwell := stack.unwell():
                 report.faults.append(f"after cases {batch[0].number} to {batch[-1].number} of seed {seed}, {unwell}")
                 return report
             if start < len(cases) // 4:
@@ -81,56 +81,43 @@ async def _warm_up(stack: FuzzedStack, seed: int) -> None:
 
 
 async def _run(stack: FuzzedStack, cases: list[Case], report: Report) -> None:
-    at_once = asyncio.Semaphore(_AT_ONCE)
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(_AT_ONCE) as callers:
 
-    async def one(each: Case) -> None:
-        async with at_once:
-            start = time.monotonic()
-            code, reason, message = await _ended(stack, each)
+        async def one(each: Case) -> None:
+            code, reason, message, seconds = await loop.run_in_executor(callers, _ended, stack, each)
             fault = each.fault_of(code, reason)
             if code is grpc.StatusCode.DEADLINE_EXCEEDED and each.timeout_s is None:
-                fault = f"it had not ended after {time.monotonic() - start:.0f} s"
+                fault = f"it had not ended after {seconds:.0f} s"
             if _INSIDE.search(message) or any(path in message for path in stack.hidden):
                 fault = "its message tells of the inside"
-        report.ends[f"{each.service} {each.kind}: {code.name}"] += 1
-        if fault:
-            report.faults.append(
-                f"{fault}: {each.kind} of {each.service}, bent {each.bent}; it said {message[:300]!r}; "
-                f"again: python -m tests.fuzz.rpc --seed {each.seed} --only {each.number}"
-            )
+            report.ends[f"{each.service} {each.kind}: {code.name}"] += 1
+            if fault:
+                report.faults.append(
+                    f"{fault}: {each.kind} of {each.service}, bent {each.bent}; it said {message[:300]!r}; "
+                    f"again: python -m tests.fuzz.rpc --seed {each.seed} --only {each.number}"
+                )
 
-    await asyncio.gather(*(one(each) for each in cases))
-
-
-async def _ended(stack: FuzzedStack, each: Case) -> tuple[grpc.StatusCode, str, str]:
-    """Status, reason and message of one call. Where grpc.aio lost them, since it still wrote, it is made again."""
-    for _ in range(_ATTEMPTS):
-        ended = await _ended_once(stack, each)
-        if ended[2] != _LOST:
-            break
-    return ended
+        await asyncio.gather(*(one(each) for each in cases))
 
 
-async def _ended_once(stack: FuzzedStack, each: Case) -> tuple[grpc.StatusCode, str, str]:
+def _ended(stack: FuzzedStack, each: Case) -> tuple[grpc.StatusCode, str, str, float]:
+    """Status, reason, message and seconds of one call. Blocking: grpc.aio loses the status of calls it still writes."""
+    start = time.monotonic()
     channel, path = stack.channels[each.service], PATHS[each.service]
     options = {"timeout": each.timeout_s or CALL_LIMIT_S, "metadata": ((REQUEST_ID_KEY, each.request_id),)}
     if each.service == "generation":
         call = channel.unary_stream(path)(each.requests[0], **options)
     else:
         call = channel.stream_stream(path)(iter(each.requests), **options)
-    read = 0
-    try:
-        async for _ in call:
+    with suppress(grpc.RpcError):  # the call tells which
+        for read, _ in enumerate(call):
             if read == each.leave_after:
                 call.cancel()
-            read += 1
-    except grpc.aio.AioRpcError as error:
-        return error.code(), error_from_status(error, each.service).reason, error.details() or ""
-    except asyncio.CancelledError:
-        if not call.cancelled():
-            raise
-        return grpc.StatusCode.CANCELLED, "", ""
-    return await call.code(), "", ""
+    reason = ""
+    if call.code() is not grpc.StatusCode.OK:
+        reason = error_from_status(cast(grpc.aio.AioRpcError, call), each.service).reason
+    return call.code(), reason, call.details() or "", time.monotonic() - start
 
 
 async def _leaks(stack: FuzzedStack, idle: dict[str, float]) -> list[str]:

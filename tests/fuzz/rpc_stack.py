@@ -52,18 +52,18 @@ _FLAGS = {
 class FuzzedStack:
     """The services, channels to them that speak bytes, and what they tell of themselves."""
 
-    def __init__(self, stack: LocalStack, channels: dict[str, grpc.aio.Channel], hidden: Sequence[str]) -> None:
+    def __init__(self, stack: LocalStack, channels: dict[str, grpc.Channel], hidden: Sequence[str]) -> None:
         self.channels = channels
         self.hidden = hidden
         self._stack = stack
         self._processes = {name: process.pid for name, process in stack.processes.items()}
 
-    async def unwell(self) -> str | None:
+    def unwell(self) -> str | None:
         """Which service is not as it was, if one is."""
         if ended := self._stack.ended():
             return f"{ended} has ended:\n{self._stack.log(ended)[-4000:]}"
         for name, channel in self.channels.items():
-            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
             if answer.status != health_pb2.HealthCheckResponse.SERVING:
                 return f"{name} does not serve"
         return None
@@ -122,8 +122,7 @@ async def fuzzed_stack(checkpoint: Path) -> AsyncIterator[FuzzedStack]:
         stack = await opened.enter_async_context(local)
         opened.callback(stack.end_at_once)
         channels = {
-            name: await opened.enter_async_context(grpc.aio.insecure_channel(endpoint.address))
-            for name, endpoint in endpoints.items()
+            name: opened.enter_context(grpc.insecure_channel(endpoint.address)) for name, endpoint in endpoints.items()
         }
         hidden = (str(folder), str(checkpoint), str(Path(__file__).parent.parent.parent))
         yield FuzzedStack(stack, channels, hidden)

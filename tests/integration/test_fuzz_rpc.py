@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
 
-from tests.fuzz import rpc
 from tests.fuzz.rpc import fuzz
 from tests.fuzz.rpc_cases import case
 
@@ -38,14 +36,6 @@ def test_an_end_that_blames_the_wrong_one_is_a_fault(kind: str, code: grpc.Statu
     made = next(each for number in range(1000) if (each := case(0, number)).kind == kind)
     assert made.fault_of(code, reason)
     assert made.fault_of(grpc.StatusCode.OK, "") is None
-
-
-async def test_a_call_whose_status_is_lost_every_time_is_not_made_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = (grpc.StatusCode.INTERNAL, "INTERNAL", "Internal error from Core")
-    once = AsyncMock(side_effect=[lost] * rpc._ATTEMPTS)
-    monkeypatch.setattr(rpc, "_ended_once", once)
-    assert await rpc._ended(Mock(), case(0, 0)) == lost
-    assert once.await_count == rpc._ATTEMPTS
 
 
 async def test_whatever_is_sent_and_answered_has_a_clear_end_and_leaves_nothing(checkpoint: Path) -> None:

@@ -30,18 +30,15 @@ from rich.console import Console
 from rich.table import Table
 
 from client.client import FramesieveClient
-from client.signals import SIGTERM_STATUS, unwind_on_sigterm
+from client.signals import unwind_on_signals
 from common.checkpoint import DEMO_MODEL
-from common.errors import Overloaded, Unavailable
 from tests.integration.fleet import Service, at_rest
 from tests.soak.faults import Faults, growth
 from tests.soak.ledger import MOST_FAULTS_TOLD, Ledger
-from tests.soak.questions import Question, Questions
+from tests.soak.load import Load
+from tests.soak.questions import Questions
 
 STORM = 0.6
-LIMIT_S = 60.0
-BACK_OFF_S = 0.2
-IMPATIENT_S = (0.05, 0.3, 1.0)
 AT_MOST_GROWTH = 1.08
 SETTLE_S = 10.0
 # Small, so that requests fight for room and what is kept is full before memory is judged.
@@ -72,27 +69,17 @@ async def soak(seconds: float, seed: int, clients: int, kill_every_s: float) -> 
     with _running() as services:
         faults = Faults(services, random)
         async with FramesieveClient(services[-1].address) as client:
+            load = Load(client, questions, ledger, faults, random)
             for question in questions.fixed():
-                await _ask(client, question, ledger, faults)
-            enough = asyncio.Event()
-            load = [
-                asyncio.create_task(_keep_asking(client, questions, ledger, faults, random, enough))
-                for _ in range(clients)
-            ]
+                await load.ask(question)
             sampling = asyncio.create_task(faults.sample())
-            await faults.kill_for(STORM * seconds, kill_every_s)
-            for samples in faults.memory_bytes:
-                samples.clear()
-            await asyncio.sleep((1 - STORM) * seconds)
-            enough.set()
-            ended, stuck = await asyncio.wait(load, timeout=2 * LIMIT_S)
+            wrong = await load.during(_storm_then_steady(faults, seconds, kill_every_s), clients)
             sampling.cancel()
-        wrong = [*ledger.faults, *faults.ended, *(["a request has no end"] * len(stuck))]
-        wrong += [f"the load itself failed: {each.exception()!r}" for each in ended if each.exception()]
         try:
             await at_rest(services, SETTLE_S)
         except AssertionError as still:
             wrong.append(f"though nobody asks, this is held: {still}")
+        wrong = [*ledger.faults, *faults.ended, *wrong]
         wrong += [f"{count} × {words}" for words, count in Counter(_errors_logged(services)).items()]
     grown = {f"{each.name} {each.address}": growth(faults.memory_bytes[at]) for at, each in enumerate(services)}
     wrong += [f"{service}: memory grew {by:.3f} times" for service, by in grown.items() if by > AT_MOST_GROWTH]
@@ -103,6 +90,13 @@ async def soak(seconds: float, seed: int, clients: int, kill_every_s: float) -> 
         by_kind.setdefault(kind, {})[outcome] = count
     killed = dict(faults.killed)
     return Report(time.monotonic() - start_s, seed, ledger.asked, ledger.lost, by_kind, killed, grown, wrong)
+
+
+async def _storm_then_steady(faults: Faults, seconds: float, kill_every_s: float) -> None:
+    await faults.kill_for(STORM * seconds, kill_every_s)
+    for samples in faults.memory_bytes:
+        samples.clear()
+    await asyncio.sleep((1 - STORM) * seconds)
 
 
 @contextmanager
@@ -127,42 +121,6 @@ def _running() -> Iterator[list[Service]]:
         yield services
 
 
-async def _keep_asking(
-    client: FramesieveClient,
-    questions: Questions,
-    ledger: Ledger,
-    faults: Faults,
-    random: Random,
-    enough: asyncio.Event,
-) -> None:
-    while not enough.is_set():
-        question = questions.draw()
-        leaves_after_s = random.expovariate(2.0) if random.random() < 0.15 else None
-        limit_s = random.choice(IMPATIENT_S) if random.random() < 0.05 else LIMIT_S
-        try:
-            async with asyncio.timeout(leaves_after_s):
-                turned_away = await _ask(client, question, ledger, faults, limit_s)
-        except TimeoutError:
-            ledger.left(question)
-        else:
-            await asyncio.sleep(BACK_OFF_S if turned_away else 0)
-
-
-async def _ask(
-    client: FramesieveClient, question: Question, ledger: Ledger, faults: Faults, limit_s: float = LIMIT_S
-) -> bool:
-    """One request, noted; whether it may come again later. Raises CancelledError alone, which its canceller notes."""
-    start_s = time.monotonic()
-    ledger.asked += 1
-    try:
-        answer = await client.ask(question.media, question.text, **question.options, timeout_s=limit_s)
-    except Exception as error:
-        ledger.failed(question, error, gone=faults.gone_since(start_s), impatient=limit_s < LIMIT_S)
-        return isinstance(error, Overloaded | Unavailable)
-    ledger.answered(question, answer.text)
-    return False
-
-
 def _errors_logged(services: Sequence[Service]) -> Iterator[str]:
     """What services logged as errors of their own, without what differs from one request to the next."""
     for service in services:
@@ -183,7 +141,8 @@ def show(report: Report) -> None:
         table.add_row(kind, *(str(counts.get(outcome, "")) for outcome in outcomes))
     console.print(table)
     console.print(f"killed: {report.killed}   lost: {report.lost}")
-    console.print("memory under steady load: " + ", ".join(f"{name} × {by:.3f}" for name, by in report.growth.items()))
+    grown = ", ".join(f"{name} × {by:.3f}" for name, by in report.growth.items())
+    console.print(f"memory under steady load: {grown}")
     for fault in report.faults[:MOST_FAULTS_TOLD]:
         console.print(f"FAULT  {fault}", markup=False)
     console.print(f"{len(report.faults)} faults" if report.faults else "No fault.")
@@ -197,7 +156,7 @@ def main() -> None:
     parser.add_argument("--kill-every-s", type=float, default=15.0, help="on average, while services are killed")
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     args = parser.parse_args()
-    unwind_on_sigterm(SIGTERM_STATUS)
+    unwind_on_signals()
     report = asyncio.run(soak(60 * args.minutes, args.seed, args.clients, args.kill_every_s))
     if args.json:
         print(json.dumps(asdict(report), indent=2))
