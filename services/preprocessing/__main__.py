@@ -19,7 +19,9 @@ from services.preprocessing.settings import PreprocessingSettings
 from services.preprocessing.threads import Threads
 from services.preprocessing.workers.pool import Pool, started
 
-_PLANNING_THREADS = 4
+# What they do takes milliseconds mostly; the second is for when the first has a long prompt to check.
+_QUICK_THREADS = 2
+_SLOW_THREADS = 4
 # Media are read within milliseconds; the second is for when the first meets one that takes its time.
 _READING_WORKERS = 2
 
@@ -32,15 +34,16 @@ async def main() -> ExitStatus:
     reading = Pool(_READING_WORKERS, settings.limits, settings.inflight_bytes, count_replaced)
     decoding = Pool(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced)
     checkpoint = Checkpoint(settings.model)
-    planner = Planner(checkpoint, settings.media_root)
+    planner = Planner(checkpoint, settings.media_root, settings.media_max_bytes)
     begin("preprocessing", "Preprocess", checkpoint)
-    watch(reading, decoding)
+    quick, slow = Threads(_QUICK_THREADS), Threads(_SLOW_THREADS)
+    watch(reading, decoding, quick, slow)
     # Left from the right: a plan that still waits for a worker is told at once that there is none any more.
-    async with Threads(_PLANNING_THREADS) as planning, started(reading, decoding):
+    async with quick, slow, started(reading, decoding):
         fetcher = Fetcher(settings.fetch_policy)
-        servicer = PreprocessingServicer(planner, fetcher, planning, reading, decoding)
+        servicer = PreprocessingServicer(planner, fetcher, quick, slow, reading, decoding)
         register = partial(add_PreprocessingServiceServicer_to_server, servicer)
-        return await serve(SERVICE, settings, register, lambda: reading.able and decoding.able)
+        return await serve(SERVICE, settings, register, lambda: reading.crew.able and decoding.crew.able)
 
 
 if __name__ == "__main__":

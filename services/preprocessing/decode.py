@@ -101,7 +101,7 @@ class _Frames:
         self._keys = range(len(index.times.ticks)) if index.pts is None else index.pts
         self._by_order = index.pts is None
         self._orientation = index.orientation
-        self._keyframes = index.keyframes
+        self._keyframes: Sequence[int] = index.keyframes
         self._behind: VideoFrame | None = None
         self._ahead: VideoFrame | None = None
         self._ahead_key = index.keyframes[0] if index.keyframes else 0

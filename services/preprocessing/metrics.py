@@ -10,6 +10,7 @@ from prometheus_client import Counter, Gauge
 from common.metrics import STAGE_BUSY_SECONDS, age_seconds
 from services.preprocessing.slices import Slice
 from services.preprocessing.sources import Source
+from services.preprocessing.threads import Threads
 from services.preprocessing.workers.pool import Pool
 from services.preprocessing.workers.process import Fault
 
@@ -26,6 +27,13 @@ JOBS = Gauge(f"{_PREFIX}jobs", "Media that worker processes read or decode, or t
 QUEUE_JOBS = Gauge(f"{_PREFIX}queue_jobs", "Of these, those that wait for a worker", ["pool"])
 QUEUE_OLDEST_SECONDS = Gauge(
     f"{_PREFIX}queue_oldest_seconds", "How long the first of these has waited; 0 if none does", ["pool"]
+)
+PLANNING_JOBS = Gauge(
+    f"{_PREFIX}planning_jobs", "Prompts that threads check or plan, or that wait for one", ["threads"]
+)
+PLANNING_WAITING = Gauge(f"{_PREFIX}planning_waiting", "Of these, those that wait for a thread", ["threads"])
+PLANNING_OLDEST_SECONDS = Gauge(
+    f"{_PREFIX}planning_oldest_seconds", "How long the first of these has waited; 0 if none does", ["threads"]
 )
 INFLIGHT_BYTES_USED = Gauge(f"{_PREFIX}inflight_used_bytes", "Bytes of --inflight-bytes that decoded slices hold")
 INFLIGHT_BYTES = Gauge(f"{_PREFIX}inflight_bytes", "--inflight-bytes")
@@ -51,17 +59,25 @@ def count_fetched(sources: Iterable[Source]) -> None:
     FETCHED_BYTES.inc(sum(os.fstat(source.descriptor).st_size for source in sources))
 
 
-def watch(reading: Pool, decoding: Pool) -> None:
-    """Has the gauges ask the pools whenever they are read."""
+def watch(reading: Pool, decoding: Pool, quick: Threads, slow: Threads) -> None:
+    """Has the gauges ask the pools and threads whenever they are read."""
     INFLIGHT_BYTES.set(decoding.inflight.size_bytes)
     INFLIGHT_BYTES_USED.set_function(lambda: decoding.inflight_bytes)
     for name, pool in {"read": reading, "decode": decoding}.items():
         _watch_pool(name, pool)
+    for name, threads in {"quick": quick, "slow": slow}.items():
+        _watch_threads(name, threads)
 
 
 def _watch_pool(name: str, pool: Pool) -> None:
-    WORKERS.labels(name).set(pool.size)
-    WORKERS_BUSY.labels(name).set_function(lambda: pool.busy)
+    WORKERS.labels(name).set(pool.crew.size)
+    WORKERS_BUSY.labels(name).set_function(lambda: pool.crew.busy)
     JOBS.labels(name).set_function(lambda: pool.jobs)
-    QUEUE_JOBS.labels(name).set_function(lambda: pool.waiting)
-    QUEUE_OLDEST_SECONDS.labels(name).set_function(lambda: age_seconds(pool.oldest_ns))
+    QUEUE_JOBS.labels(name).set_function(lambda: pool.crew.waiting)
+    QUEUE_OLDEST_SECONDS.labels(name).set_function(lambda: age_seconds(pool.crew.oldest_ns))
+
+
+def _watch_threads(name: str, threads: Threads) -> None:
+    PLANNING_JOBS.labels(name).set_function(lambda: threads.jobs)
+    PLANNING_WAITING.labels(name).set_function(lambda: threads.waiting)
+    PLANNING_OLDEST_SECONDS.labels(name).set_function(lambda: age_seconds(threads.oldest_ns))

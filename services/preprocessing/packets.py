@@ -6,6 +6,7 @@ never believed: damaged files promise frames that do not come, and Matroska decl
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from services.preprocessing.timing import MAX_LENGTH_S
 
 MAX_FRAME_PX = 2**26
 MAX_PACKETS = 2**22
+# Of a frame's time, either way, in ticks. Differences have room in int64 as well.
+MAX_PTS = 2**62
 
 # A playlist inside a file must not reach other files or hosts: the source itself is read without any protocol.
 _OPEN_OPTIONS = {"protocol_whitelist": "none"}
@@ -42,14 +45,15 @@ class PacketIndex:
     keyframes: 0                     2048            pts from which decoding may start
 
     times: the same times, relative to the first frame.
+    pts, keyframes: int64; for a long video, tuples take ten times the memory, and tenths of a second to be made.
     pts: None where the container stores no usable ones: then frames are known by their order alone.
     height_px, width_px: of a frame, once upright.
     orientation: EXIF's number for how a decoded frame becomes that.
     """
 
     times: FrameTimes
-    pts: tuple[int, ...] | None
-    keyframes: tuple[int, ...]
+    pts: array[int] | None
+    keyframes: array[int]
     height_px: int
     width_px: int
     orientation: int
@@ -116,6 +120,9 @@ def read_packets(source: Source) -> PacketIndex:
         if len(known) < len(pts) or container.format.name == "avi" or stream.time_base is None:
             times, shown = _by_order(len(pts), rates), None
         else:
+            furthest = max(known, key=abs)
+            if abs(furthest) >= MAX_PTS:
+                raise MediaRejected(f"{source.name} has a frame at {furthest} ticks, all must be within ±{MAX_PTS}")
             times, shown = _by_time(known, tail, stream.time_base, rates)
     if times.length_s > MAX_LENGTH_S:
         raise MediaRejected(
@@ -124,23 +131,23 @@ def read_packets(source: Source) -> PacketIndex:
     orientation = _orientation(source)
     if orientation in ON_ITS_SIDE:
         height, width = width, height
-    return PacketIndex(times, shown, tuple(sorted(keyframes)) if shown else (), height, width, orientation)
+    return PacketIndex(times, shown, array("q", sorted(keyframes) if shown else ()), height, width, orientation)
 
 
 def _by_time(
     pts: list[int], tail: int, time_base: Fraction, rates: tuple[Fraction, ...]
-) -> tuple[FrameTimes, tuple[int, ...]]:
-    shown = sorted(set(pts))
-    ticks = tuple(each - shown[0] for each in shown)
+) -> tuple[FrameTimes, array[int]]:
+    shown = array("q", sorted(set(pts)))
+    ticks = array("q", (each - shown[0] for each in shown))
     if tail <= 0:
         mean = Fraction(ticks[-1], len(ticks) - 1) if len(ticks) > 1 else 1 / ((*rates, _FALLBACK_RATE)[0] * time_base)
         tail = max(1, round(mean))
-    return FrameTimes(ticks, tail, time_base, rates), tuple(shown)
+    return FrameTimes(ticks, tail, time_base, rates), shown
 
 
 def _by_order(frames: int, rates: tuple[Fraction, ...]) -> FrameTimes:
     rate = (*rates, _FALLBACK_RATE)[0]
-    return FrameTimes(tuple(range(frames)), 1, 1 / rate, (rate,))
+    return FrameTimes(range(frames), 1, 1 / rate, (rate,))
 
 
 def _orientation(source: Source) -> int:

@@ -6,11 +6,13 @@ It runs on a thread and knows neither grpc nor protobuf nor metrics.
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from common.checkpoint import Checkpoint
@@ -26,7 +28,7 @@ from services.preprocessing.sampling import FrameSampling, sample
 from services.preprocessing.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
 from services.preprocessing.sources import Source, bytes_source, path_source
 from services.preprocessing.timing import TimeBase
-from services.preprocessing.tokens import ChatTokens, Turn
+from services.preprocessing.tokens import LARGE_TEXT_CHARS, ChatTokens, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,12 @@ class Conversation:
         """The URLs that are to be fetched, by the media's name."""
         return {item.name: item.location.url for item in self.media if isinstance(item.location, Link)}
 
+    @property
+    def quick(self) -> bool:
+        """Whether its plan takes a second at most, and waits for nobody: no media, and no large text."""
+        text = sum(len(part) for turn in self.turns for part in turn.parts if not isinstance(part, Modality))
+        return not self.media and text <= LARGE_TEXT_CHARS
+
     def with_fetched(self, sources: Mapping[str, Source]) -> Conversation:
         """The same with these sources, by the media's name, in place of their URLs."""
         media = (replace(item, location=sources[item.name]) if item.name in sources else item for item in self.media)
@@ -92,20 +100,26 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """What reads a video's packets and a picture's header: in this process, unless strangers' files come."""
+    """What reads a video's packets and a picture's header: in this process, unless strangers' files come.
+
+    check_wanted: called between steps of the plan. What it raises ends the plan.
+    """
 
     packets: Callable[[Source], PacketIndex] = read_packets
     picture: Callable[[Source], Picture] = read_picture
+    check_wanted: Callable[[], None] = lambda: None
 
 
 class Planner:
     """Plans prompts for one checkpoint. Raises StartupError for one that it cannot serve."""
 
-    def __init__(self, checkpoint: Checkpoint, media_root: Path | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, media_root: Path | None, media_max_bytes: float = math.inf) -> None:
+        """media_max_bytes: of a file below the media root, which is not read if it has more."""
         self._family: Family = load_family(checkpoint)
         self._tokens = ChatTokens(checkpoint, self._family.placeholders)
         self._fingerprint = checkpoint.fingerprint
         self._media_root = media_root
+        self._media_max_bytes = media_max_bytes
 
     def plan(self, conversation: Conversation, read: Readers = Readers()) -> PlannedPrompt:
         """Opens the media and lays the prompt out. The caller closes its files.
@@ -119,32 +133,34 @@ class Planner:
                 if isinstance(request.location, Source):
                     files.callback(request.location.close)
             items = [self._open(request, files, read) for request in conversation.media]
-            plan = self._lay_out(conversation.turns, items)
+            plan = self._lay_out(conversation.turns, items, read.check_wanted)
             media = tuple(item.planned for item in items)
             return PlannedPrompt(plan, media, files.pop_all(), time.perf_counter() - start)
 
     def _open(self, request: MediaRequest, files: ExitStack, read: Readers) -> _Item:
+        read.check_wanted()
         if isinstance(request.location, Embeds):
             return self._embeds(request.location)
-        source = self._source(request, files)
+        self._check_max_pixels(request)
+        source = self._source(request, files, read.check_wanted)
+        make = (
+            partial(self._image, source, read.picture(source), request)
+            if request.modality is Modality.IMAGE
+            else partial(self._video, source, read.packets(source), request)
+        )
         try:
-            self._check_max_pixels(request.sampling.max_pixels)
-            if request.modality is Modality.IMAGE:
-                return self._image(source, read.picture(source), request)
-            return self._video(source, read.packets(source), request)
-        except InvalidRequest as error:
-            if type(error) is InvalidRequest:  # about a field, whose place only the request knows
-                raise InvalidRequest(f"{request.name}.{error}") from error
-            raise
+            return make()
+        except InvalidRequest as error:  # about one of its fields, or the item, whose place only the request knows
+            raise type(error)(f"{request.name}{'.' if type(error) is InvalidRequest else ' '}{error}") from error
 
-    def _source(self, request: MediaRequest, files: ExitStack) -> Source:
+    def _source(self, request: MediaRequest, files: ExitStack, check_wanted: Callable[[], None]) -> Source:
         match request.location:
             case Source() as fetched:
                 return fetched
             case bytes() as data:
                 source = bytes_source(request.name, data)
             case str() as path:
-                source = path_source(request.name, path, self._media_root)
+                source = path_source(request.name, path, self._media_root, check_wanted, self._media_max_bytes)
             case _:
                 raise AssertionError(f"{request.name}.url was not fetched")
         files.callback(source.close)
@@ -186,10 +202,11 @@ class Planner:
             content=(b"video", source.digest, struct.pack("<2q", height, width), places, _packed(base)),
         )
 
-    def _check_max_pixels(self, max_pixels: int | None) -> None:
-        token = self._family.token_px**2
-        if max_pixels is not None and max_pixels < token:
-            raise InvalidRequest(f"frame_sampling.max_pixels must be at least one token's {token}, got {max_pixels}")
+    def _check_max_pixels(self, request: MediaRequest) -> None:
+        token, wished = self._family.token_px**2, request.sampling.max_pixels
+        if wished is not None and wished < token:
+            name = f"{request.name}.frame_sampling.max_pixels"
+            raise InvalidRequest(f"{name} must be at least one token's {token}, got {wished}")
 
     def _within(self, size: tuple[int, int], max_pixels: int | None) -> tuple[int, int]:
         return size if max_pixels is None else shrink_to(*size, self._family.token_px, max_pixels)
@@ -197,16 +214,17 @@ class Planner:
     def _grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
         if max(height_px, width_px) > MAX_FRAME_SIDE_PX:
             raise MediaRejected(
-                f"a frame would be sent as {width_px}×{height_px} pixels, at most {MAX_FRAME_SIDE_PX} are allowed on a "
-                f"side: lower max_pixels"
+                f"would be sent as frames of {width_px}×{height_px} pixels, at most {MAX_FRAME_SIDE_PX} are allowed on "
+                f"a side: lower max_pixels"
             )
         try:
             return self._family.grid(frames, height_px, width_px, modality)
         except ValueError as error:
-            raise PromptTooLong(f"a video or image is too large: {error}") from error
+            raise PromptTooLong(f"is too large: {error}") from error
 
-    def _lay_out(self, turns: Sequence[Turn], items: Sequence[_Item]) -> PromptPlan:
-        pieces = self._tokens.conversation(turns, [self._family.expansion(item.grid, item.base) for item in items])
+    def _lay_out(self, turns: Sequence[Turn], items: Sequence[_Item], check_wanted: Callable[[], None]) -> PromptPlan:
+        expansions = [self._family.expansion(item.grid, item.base) for item in items]
+        pieces = self._tokens.conversation(turns, expansions, check_wanted)
         tokens = sum(piece.size for piece in pieces)
         if tokens > MAX_PROMPT_TOKENS:
             raise PromptTooLong(f"prompt has {tokens} tokens, at most {MAX_PROMPT_TOKENS} are allowed")

@@ -50,12 +50,13 @@ def smart_resize(
     """Height and width that keep the aspect ratio as nearly as the budget allows.
 
     frames: how many share the budget. rounded_frames: the same, as transformers counts them to tell whether it is kept.
-    Raises MediaRejected for a picture that is more than 200 times as long as it is wide.
+    Raises MediaRejected, whose text goes on from the item's name, for a picture more than 200 times as long as wide.
     """
     ratio = max(height_px, width_px) / min(height_px, width_px)
     if ratio > MAX_ASPECT_RATIO:
         raise MediaRejected(
-            f"a frame of {width_px}×{height_px} pixels has an aspect ratio of {ratio:.0f}, at most {MAX_ASPECT_RATIO}"
+            f"has frames of {width_px}×{height_px} pixels, an aspect ratio of {ratio:.0f}, "
+            f"at most {MAX_ASPECT_RATIO} is allowed"
         )
     factor = budget.factor_px
     height, width = round(height_px / factor) * factor, round(width_px / factor) * factor

@@ -90,7 +90,7 @@ class FrameTimes:
     rates: frames a second that the container suggests, most trusted first.
     """
 
-    ticks: tuple[int, ...]
+    ticks: Sequence[int]
     tail_ticks: int
     time_base: Fraction
     rates: tuple[Fraction, ...]

@@ -37,14 +37,25 @@ Context: TypeAlias = grpc.aio.ServicerContext[PreprocessRequest, PreprocessRespo
 
 
 class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer):
-    """Prompts are planned on threads, frames decoded by a pool that does nothing else: no plan waits behind them."""
+    """Prompts are planned on threads, frames decoded by a pool that does nothing else: no plan waits behind them.
+
+    quick: threads that check prompts, and plan short ones without media. slow: those that plan the rest, and may all
+    wait for a worker that reads, or for one file to be hashed.
+    """
 
     def __init__(
-        self, planner: Planner, fetcher: Fetcher, planning: Threads, reading_workers: Pool, decoding_workers: Pool
+        self,
+        planner: Planner,
+        fetcher: Fetcher,
+        quick: Threads,
+        slow: Threads,
+        reading_workers: Pool,
+        decoding_workers: Pool,
     ) -> None:
         self._planner = planner
         self._fetcher = fetcher
-        self._planning = planning
+        self._quick = quick
+        self._slow = slow
         self._reading_workers = reading_workers
         self._decoding_workers = decoding_workers
 
@@ -66,7 +77,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
     async def _conversation(self, request: PreprocessRequest | None) -> Conversation:
         if request is None or not request.HasField("prompt"):
             raise InvalidRequest("the first request of a stream must be a prompt")
-        return await self._planning.call(partial(conversation_of, request.prompt))
+        return await self._quick.call(partial(conversation_of, request.prompt))
 
     async def _fetched(self, conversation: Conversation) -> tuple[Conversation, int | None]:
         """The same without URLs, and when the last was fetched, if any was.
@@ -82,8 +93,9 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
 
     async def _planned(self, conversation: Conversation) -> PlannedPrompt:
         reading = Reading(self._reading_workers)
-        read = Readers(reading.packets, reading.picture)
-        job = asyncio.ensure_future(self._planning.call(partial(self._planner.plan, conversation, read)))
+        read = Readers(reading.packets, reading.picture, reading.check_wanted)
+        threads = self._quick if conversation.quick else self._slow
+        job = asyncio.ensure_future(threads.call(partial(self._planner.plan, conversation, read)))
         try:
             planned = await asyncio.shield(job)
         except asyncio.CancelledError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import math
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -103,22 +104,36 @@ def bytes_source(name: str, data: bytes) -> Source:
     return Source(name, hashlib.sha256(data).digest(), memory.descriptor, memory.close)
 
 
-def path_source(name: str, path: str, media_root: Path | None) -> Source:
+def path_source(
+    name: str,
+    path: str,
+    media_root: Path | None,
+    check_wanted: Callable[[], None] = lambda: None,
+    max_bytes: float = math.inf,
+) -> Source:
     """A file below `media_root`, symlinks resolved. The caller closes it.
 
-    path: relative to the root, or absolute and below it.
-    Raises MediaForbidden for what lies outside, whether it exists or not; MediaRejected for what is no readable file;
-    Overloaded where descriptors or memory lack.
+    path: relative to the root, or absolute and below it. check_wanted: called while the file is read, which may take
+    long; what it raises ends that. max_bytes: of the file, which is not read if it has more.
+    Raises MediaForbidden for what lies outside, whether it exists or not; MediaRejected for what is no readable file
+    or too large; Overloaded where descriptors or memory lack.
     """
     if media_root is None:
         raise MediaForbidden(f"{name}.path is {path!r}, but this service was started without --media-root")
     if not path or "\0" in path:
         raise MediaRejected(f"{name}.path must be a path below --media-root, got {path!r}")
     with own_lack_told(f"{name}.path"):
-        return _file_source(name, path, media_root.resolve())
+        return _file_source(name, path, media_root.resolve(), check_wanted, max_bytes)
 
 
-def _file_source(name: str, path: str, root: Path) -> Source:
+def check_file_size(name: str, descriptor: int, max_bytes: float) -> None:
+    """Raises MediaRejected for a file of more than `max_bytes`."""
+    size_bytes = os.fstat(descriptor).st_size
+    if size_bytes > max_bytes:
+        raise MediaRejected(f"{name} has {size_bytes} bytes, at most {max_bytes} are allowed")
+
+
+def _file_source(name: str, path: str, root: Path, check_wanted: Callable[[], None], max_bytes: float) -> Source:
     try:
         resolved = (root / path).resolve()
     except (OSError, RuntimeError) as error:
@@ -133,15 +148,17 @@ def _file_source(name: str, path: str, root: Path) -> Source:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise MediaRejected(f"{name}.path {path!r} is no file")
-        return Source(name, _digest(descriptor), descriptor)
+        check_file_size(name, descriptor, max_bytes)
+        return Source(name, _digest(descriptor, check_wanted), descriptor)
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def _digest(descriptor: int) -> bytes:
+def _digest(descriptor: int, check_wanted: Callable[[], None]) -> bytes:
     digest = hashlib.sha256()
     reader = io.BufferedReader(_Pread(descriptor), _READ_BYTES)
     for piece in iter(partial(reader.read, _READ_BYTES), b""):
+        check_wanted()
         digest.update(piece)
     return digest.digest()

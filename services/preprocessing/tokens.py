@@ -17,7 +17,9 @@ import datetime
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -29,11 +31,15 @@ from tokenizers import Tokenizer
 
 from common.checkpoint import Checkpoint
 from common.errors import InvalidRequest, StartupError
+from common.malloc import give_back_freed_memory
 from common.plan import Int32Array, Modality
 from services.preprocessing.layout import Expansion, GridTokens
 from services.preprocessing.positions import GridSpan
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+LARGE_TEXT_CHARS = 2**16
+# How soon one that waits for its turn learns that its request has left.
+_CHECK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,8 @@ class ChatTokens:
             raise StartupError(f"{path} has no token {', '.join(missing)}")
         self._media = {token: modality for modality, token in placeholders.items()}
         self._plain = Tokenizer.from_str(json.dumps(contents | {"added_tokens": [], "post_processor": None}))
+        # A text takes some 300 times its size while it is tokenised: 4 MiB of it more than a gigabyte.
+        self._large = threading.Lock()
         spellable = [token for token, token_id in self._control.items() if token_id in self._ids(token)]
         if spellable:
             raise StartupError(f"{path}: ordinary text can spell the control tokens {', '.join(spellable)}")
@@ -74,10 +82,13 @@ class ChatTokens:
         except TemplateError as error:
             raise StartupError(f"the chat template of {checkpoint.folder} is wrong: {error}") from error
 
-    def conversation(self, turns: Sequence[Turn], expansions: Sequence[Expansion]) -> list[Int32Array | GridTokens]:
+    def conversation(
+        self, turns: Sequence[Turn], expansions: Sequence[Expansion], check_wanted: Callable[[], None] = lambda: None
+    ) -> list[Int32Array | GridTokens]:
         """Ids (int32 [n]) of the rendered conversation, and between them the grids of its media.
 
         expansions: what each media item becomes, in the order of the turns; no text in them may spell a placeholder.
+        check_wanted: called before each text, and while one waits for its turn. What it raises ends the whole.
         Raises InvalidRequest if the template refuses the turns or has no place for some of what they hold.
         """
         rendered, texts = self._render(turns)
@@ -95,7 +106,7 @@ class ChatTokens:
                 f"prompt.messages hold {len(asked)} media, the checkpoint's chat template places {len(placed)} of them"
             )
         grids = [(item, part) for item, each in enumerate(expansions) for part in each if isinstance(part, GridSpan)]
-        return self._tokenise(self._expand(rendered, expansions), texts, grids)
+        return self._tokenise(self._expand(rendered, expansions), texts, grids, check_wanted)
 
     def _expand(self, rendered: str, expansions: Sequence[Expansion]) -> str:
         """Each placeholder replaced by its item's text, with one placeholder for each grid."""
@@ -110,14 +121,18 @@ class ChatTokens:
         return self._control_pattern.sub(replaced, rendered)
 
     def _tokenise(
-        self, text: str, texts: Mapping[str, str], grids: Sequence[tuple[int, GridSpan]]
+        self,
+        text: str,
+        texts: Mapping[str, str],
+        grids: Sequence[tuple[int, GridSpan]],
+        check_wanted: Callable[[], None],
     ) -> list[Int32Array | GridTokens]:
         following = iter(grids)
         pieces: list[Int32Array | GridTokens] = []
         ids: list[int] = []
         for index, piece in enumerate(self._control_pattern.split(text)):
             if index % 2 == 0:
-                ids += self._ids(_put_back(piece, texts))
+                ids += self._ids(_put_back(piece, texts), check_wanted)
             elif piece in self._media:
                 item, span = next(following)
                 pieces += [np.array(ids, np.int32), GridTokens(item, self._control[piece], span)]
@@ -127,10 +142,32 @@ class ChatTokens:
         pieces.append(np.array(ids, np.int32))
         return [piece for piece in pieces if piece.size]
 
-    def _ids(self, text: str) -> list[int]:
-        """Ids of text in which nothing is a control token."""
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids if text else []
+    def _ids(self, text: str, check_wanted: Callable[[], None] = lambda: None) -> list[int]:
+        """Ids of text in which nothing is a control token. Large texts take turns, and leave no memory behind."""
+        if not text:
+            return []
+        check_wanted()
+        if len(text) <= LARGE_TEXT_CHARS:
+            return self._encoded(text)
+        with self._turn(check_wanted):
+            ids = self._encoded(text)
+            give_back_freed_memory()
+            return ids
+
+    def _encoded(self, text: str) -> list[int]:
+        # Not `encode`: for as long as that takes, which may be seconds, no other thread of the process runs.
+        (encoded,) = self._plain.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoded.ids
         return ids
+
+    @contextmanager
+    def _turn(self, check_wanted: Callable[[], None]) -> Iterator[None]:
+        while not self._large.acquire(timeout=_CHECK_S):
+            check_wanted()
+        try:
+            yield
+        finally:
+            self._large.release()
 
     def _render(self, turns: Sequence[Turn]) -> tuple[str, dict[str, str]]:
         """The template's output over stand-ins, and the text for which each stands."""

@@ -109,7 +109,7 @@ def confined(task: Task) -> Generator[Answer, None, None]:
             "write": _outcome(lambda: Path("/tmp/framesieve-worker").write_text("")),
             "connect": _outcome(lambda: socket.create_connection(("127.0.0.1", task.facts.integer("port", 1, 65535)))),
             "signal": _outcome(lambda: os.kill(os.getppid(), 0)),
-            "descriptors": [each for each in range(64) if _is_open(each)],
+            "descriptors": [each for each in range(1024) if _is_open(each)],
             "core": resource.getrlimit(resource.RLIMIT_CORE)[1],
             "no_new_privileges": ctypes.CDLL(None).prctl(39, 0, 0, 0, 0),
         }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.fetch.policy import FetchPolicy
+from services.preprocessing.metrics import watch
 from services.preprocessing.planner import Planner
 from services.preprocessing.servicer import PreprocessingServicer
 from services.preprocessing.threads import Threads
@@ -69,14 +72,15 @@ async def running_pools() -> AsyncIterator[Pools]:
 async def serving(
     checkpoint: Path, root: Path | None, folder: Path, pools: Pools, fetcher: Fetcher | None = None, threads: int = 1
 ) -> AsyncIterator[Any]:
-    """A real server on a unix socket, and a stub to it."""
+    """A real server on a unix socket, and a stub to it. threads: that plan what is not quick."""
     planner = Planner(Checkpoint(checkpoint), root)
     server = grpc.aio.server(
         interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", 20 * 2**20)]
     )
     fetcher = fetcher or Fetcher(FetchPolicy())
-    async with Threads(threads) as planning:
-        made = PreprocessingServicer(planner, fetcher, planning, pools.reading, pools.decoding)
+    async with Threads(1) as quick, Threads(threads) as slow:
+        watch(pools.reading, pools.decoding, quick, slow)
+        made = PreprocessingServicer(planner, fetcher, quick, slow, pools.reading, pools.decoding)
         preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(made, server)
         address = f"unix:{folder}/socket"
         server.add_insecure_port(address)
@@ -190,6 +194,14 @@ async def fetching_from(
     async with serving(checkpoint, None, folder, pools, fetcher) as made:
         yield made
         assert await settled(lambda: fetched_files(folder) == 0)
+
+
+@contextmanager
+def stopped(pool: Pool) -> Iterator[int]:
+    """Its only worker does nothing inside, as if its decoder hung."""
+    (worker,) = pool.crew._workers
+    os.kill(worker.pid, signal.SIGSTOP)
+    yield worker.pid
 
 
 async def settled(reached: Callable[[], bool]) -> bool:

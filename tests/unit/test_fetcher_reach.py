@@ -6,13 +6,12 @@ Names resolve through a resolver of the test's own. A canary is a server that mu
 from __future__ import annotations
 
 import asyncio
-import socket
 from dataclasses import replace
 
 import pytest
 
 from common.errors import FramesieveError, InvalidRequest, MediaForbidden, MediaRejected
-from services.preprocessing.fetch.fetcher import Fetcher, look_up
+from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from tests.unit.fetching import fetched
 from tests.unit.loopback import BODY, Resolver, ok, policy, redirect, serving
@@ -207,14 +206,3 @@ async def test_proxies_of_the_environment_are_ignored(monkeypatch: pytest.Monkey
             monkeypatch.setenv(variable, f"http://127.0.0.1:{proxy.port}")
         assert await fetched(server) == BODY
     assert proxy.connections == 0
-
-
-async def test_the_system_is_asked_for_all_addresses_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answers(*_: object, **options: object) -> list[tuple[object, ...]]:
-        assert options["type"] == socket.SOCK_STREAM
-        v6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("2606::1", 0, 0, 0))
-        v4 = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("8.8.8.8", 0))
-        return [v6, v4, v4]
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", answers)
-    assert await look_up("example.org") == ["2606::1", "8.8.8.8"]

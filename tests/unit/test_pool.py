@@ -172,16 +172,16 @@ async def test_jobs_that_wait_for_a_worker_are_told_and_since_when_the_first_of_
     pool_of: Callable[..., Pool],
 ) -> None:
     async with pool_of(size=1) as pool, AsyncExitStack() as reading:
-        assert (pool.jobs, pool.busy, pool.waiting, pool.oldest_ns) == (0, 0, 0, None)
+        assert (pool.jobs, pool.crew.busy, pool.crew.waiting, pool.crew.oldest_ns) == (0, 0, 0, None)
         first = await reading.enter_async_context(pool.ahead(counting(100, piece_s=0.1)))
         await anext(first)
-        assert (pool.jobs, pool.busy, pool.waiting, pool.oldest_ns) == (1, 1, 0, None)
+        assert (pool.jobs, pool.crew.busy, pool.crew.waiting, pool.crew.oldest_ns) == (1, 1, 0, None)
         before_ns = monotonic_ns()
         async with pool.ahead(counting(1)), pool.ahead(counting(1)):
-            await until(lambda: pool.waiting == 2)
-            assert (pool.jobs, pool.busy) == (3, 1)
-            assert pool.oldest_ns is not None
-            assert before_ns < pool.oldest_ns < monotonic_ns()
-        await until(lambda: pool.waiting == 0)
-        assert (pool.jobs, pool.busy, pool.oldest_ns) == (1, 1, None)
-    await until(lambda: pool.busy == 0)
+            await until(lambda: pool.crew.waiting == 2)
+            assert (pool.jobs, pool.crew.busy) == (3, 1)
+            assert pool.crew.oldest_ns is not None
+            assert before_ns < pool.crew.oldest_ns < monotonic_ns()
+        await until(lambda: pool.crew.waiting == 0)
+        assert (pool.jobs, pool.crew.busy, pool.crew.oldest_ns) == (1, 1, None)
+    await until(lambda: pool.crew.busy == 0)

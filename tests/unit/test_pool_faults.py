@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
+import mmap
 import os
 import signal
 import socket
@@ -16,11 +18,23 @@ from pathlib import Path
 import pytest
 import structlog
 
-from common.errors import FramesieveError, MediaRejected, PeerContract, StartupError
+from common.errors import FramesieveError, MediaRejected, Overloaded, PeerContract, StartupError, Unavailable
 from services.preprocessing.threads import Threads
 from services.preprocessing.workers.pool import Pool
 from services.preprocessing.workers.process import Fault
-from tests.unit.pool_asks import LIMITS, MIB, Ask, children, counting, open_descriptors, pieces_made, runs, until
+from tests.unit.pool_asks import (
+    LIMITS,
+    MIB,
+    SOURCE,
+    Ask,
+    children,
+    counting,
+    no_descriptor_left,
+    open_descriptors,
+    pieces_made,
+    runs,
+    until,
+)
 
 pytest_plugins = ["tests.unit.preprocessing_fixtures"]
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -68,6 +82,52 @@ async def test_a_crash_leaves_the_jobs_of_other_workers_alone(pool_of: Callable[
         with pytest.raises(MediaRejected, match="signal 11"):
             await pool.call(Ask("crash"))
         assert pieces_made([first, *[each async for each in pieces]]) == list(range(20))
+
+
+async def test_an_array_that_no_descriptor_is_free_for_costs_its_request_and_no_worker(
+    pool_of: Callable[..., Pool], replaced: list[Fault]
+) -> None:
+    async with pool_of(inflight_bytes=MIB) as pool:
+        before = children()
+        async with pool.ahead(counting(20)) as pieces:
+            read = [await anext(pieces)]
+            with no_descriptor_left(), pytest.raises(Overloaded, match=r"^video .*: Too many open files$"):
+                read += [each async for each in pieces]
+            assert pieces_made(read) == [0]
+        with no_descriptor_left(), pytest.raises(Overloaded, match=r"^video .*: Too many open files$"):
+            await pool.call(counting(1))  # for which the worker was not even told of it
+        assert pieces_made([await pool.call(counting(1))]) == [0]
+        assert children() == before
+        assert replaced == []
+
+
+async def test_an_array_that_no_memory_is_free_for_costs_its_request_and_no_worker(
+    pool_of: Callable[..., Pool], replaced: list[Fault], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    async with pool_of() as pool:
+        monkeypatch.setattr(mmap, "mmap", lacking)
+        with pytest.raises(Overloaded, match=r"^video .*: Cannot allocate memory$"):
+            await pool.call(counting(1))
+        monkeypatch.undo()
+        assert pieces_made([await pool.call(counting(1))]) == [0]
+        assert replaced == []
+
+
+async def test_a_worker_waits_while_too_many_descriptors_are_on_their_way(
+    pool_of: Callable[..., Pool], replaced: list[Fault]
+) -> None:
+    async with pool_of() as pool:
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with near, far:
+            for _ in range(40):  # a worker may have 32 open; the system counts those of one user together
+                socket.send_fds(near, [b"-"], [SOURCE.descriptor])
+            called = asyncio.create_task(pool.call(counting(1)))
+            await asyncio.wait([called], timeout=0.3)
+        assert pieces_made([await called]) == [0]
+        assert replaced == []
 
 
 async def test_a_bug_is_nobodys_media_and_told_to_the_log_alone(pool_of: Callable[..., Pool]) -> None:
@@ -154,6 +214,16 @@ async def test_leaving_kills_the_workers_and_tells_who_still_reads(pool_of: Call
         await asked
 
 
+async def test_a_job_that_is_asked_for_while_the_pool_is_left_is_told(pool_of: Callable[..., Pool]) -> None:
+    async with pool_of() as pool:
+        pieces = await (running := pool.ahead(counting(1))).__aenter__()
+        # Nothing is awaited between: what makes the pieces is yet to take its first step.
+    async with asyncio.timeout(5):
+        with pytest.raises(Unavailable, match="stopping"):
+            await anext(pieces)
+        await running.__aexit__(None, None, None)
+
+
 async def test_workers_die_with_their_service_whatever_they_do() -> None:
     program = """
 import asyncio, os
@@ -179,20 +249,32 @@ async def test_a_pool_whose_workers_do_not_start_says_so(replaced: list[Fault]) 
             pass
 
 
+async def test_a_pool_whose_workers_the_system_has_no_room_for_says_so(
+    pool_of: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", lacking)
+    with pytest.raises(StartupError, match=r"do not start: .*Resource temporarily unavailable"):
+        async with pool_of(2):
+            pass
+
+
 async def test_a_pool_is_unable_while_no_worker_starts_and_able_again_once_one_does(
     pool_of: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pool_of(2) as pool:
-        monkeypatch.setattr(pool, "_entry", "no.such.module")
+        monkeypatch.setattr(pool.crew, "_entry", "no.such.module")
         with pytest.raises(MediaRejected):
             await pool.call(Ask("crash"))
         await until(lambda: len(children()) == 1)
-        assert pool.able
+        assert pool.crew.able
         with pytest.raises(MediaRejected):
             await pool.call(Ask("crash"))
-        await until(lambda: not pool.able)
+        await until(lambda: not pool.crew.able)
         monkeypatch.undo()
-        await until(lambda: pool.able)
+        await until(lambda: pool.crew.able)
         assert pieces_made([await pool.call(counting(1))]) == [0]
 
 

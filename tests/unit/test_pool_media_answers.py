@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -49,11 +50,27 @@ def test_an_index_that_cannot_be_true_breaks_the_contract(wrong: dict[str, Any])
         index_of(Facts(facts | wrong), numbers)
 
 
+def test_the_index_of_a_long_video_takes_no_python_object_for_each_frame() -> None:
+    frames = 2**17
+    facts, few = index_facts(read_packets(bytes_source("video", clip(60))))
+    facts |= {"frames": frames, "stored_pts": frames, "time_base": [1, 1000]}
+    numbers = np.concatenate([np.arange(frames, dtype=np.int64), few[60:]])
+    tracemalloc.start()
+    try:
+        again = index_facts(index_of(Facts(facts), numbers))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert again[0] == facts
+    assert (again[1] == numbers).all()
+    assert peak_bytes < 6 * numbers.nbytes
+
+
 @pytest.mark.parametrize("place", [5, 61])
 @pytest.mark.parametrize("value", [-(2**63), 2**63 - 1])
 def test_an_index_out_of_order_breaks_the_contract(place: int, value: int) -> None:
     index = read_packets(bytes_source("video", clip(60, options={"g": "20"})))
-    assert index.keyframes == (0, 10240, 20480)
+    assert list(index.keyframes) == [0, 10240, 20480]
     facts, numbers = index_facts(index)
     numbers[place] = value
     with pytest.raises(PeerContract):

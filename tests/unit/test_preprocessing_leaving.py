@@ -7,8 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from prometheus_client import REGISTRY
 
 from framesieve.v1 import prompt_pb2
 from services.preprocessing.planner import Planner
-from services.preprocessing.workers.pool import Pool
 from services.preprocessing.workers.process import Fault
 from tests.unit.loopback import fetched_files, head, ok
 from tests.unit.loopback import serving as web_server
@@ -36,6 +33,7 @@ from tests.unit.preprocessing_service import (
     running_pools,
     serving,
     settled,
+    stopped,
     video,
 )
 
@@ -65,6 +63,31 @@ async def test_a_request_that_leaves_while_it_is_planned_leaves_no_file_open(stu
     await asyncio.sleep(0.3)
     open_files = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     assert tmp_path / "media" / "clip.mp4" not in open_files
+
+
+async def test_a_request_that_leaves_while_its_file_is_hashed_frees_its_thread_within_a_second(
+    tiny_checkpoint: Path, tmp_path: Path, pools: Pools
+) -> None:
+    (tmp_path / "media").mkdir()
+    large = tmp_path / "media" / "large.mp4"
+    large.touch()
+    os.truncate(large, 12 * 2**30)
+
+    def is_open() -> bool:
+        return any(path.is_symlink() and path.readlink() == large for path in Path("/proc/self/fd").iterdir())
+
+    async with serving(tiny_checkpoint, tmp_path / "media", tmp_path, pools) as stub:
+        for _ in range(3):
+            call = stub.Preprocess()
+            await call.write(prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(path="large.mp4"))))
+            assert await settled(is_open)
+            call.cancel()
+            left = time.perf_counter()
+            assert await settled(lambda: not is_open())
+            assert time.perf_counter() - left < 1
+        # The only thread is there for the next.
+        again = await asked(stub, prompt_of(video(CLIP)))
+        assert (await frames_of(again, await plan_of(again)))[0] == [0]
 
 
 async def drip(writer: asyncio.StreamWriter) -> None:
@@ -119,14 +142,6 @@ async def test_a_caller_that_leaves_while_it_is_planned_leaves_no_source_open(
 
 def requests_running() -> float:
     return REGISTRY.get_sample_value("framesieve_requests_running", {"method": "Preprocess"}) or 0.0
-
-
-@contextmanager
-def stopped(pool: Pool) -> Iterator[int]:
-    """Its only worker does nothing inside, as if its decoder hung."""
-    (worker,) = pool._workers
-    os.kill(worker.pid, signal.SIGSTOP)
-    yield worker.pid
 
 
 @pytest.mark.parametrize("stage", ["reading", "decoding"])

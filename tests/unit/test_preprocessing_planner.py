@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from common import plan
 from common.checkpoint import Checkpoint
 from common.errors import InvalidRequest, MediaRejected, PromptTooLong
 from common.plan import Grid, Modality, PromptPlan
@@ -260,9 +261,17 @@ def test_a_picture_read_as_a_video_has_another_hash_than_as_an_image(tiny: Plann
     [
         (video(b"garbage"), MediaRejected, "video is no video that can be read"),
         (image(b"garbage"), MediaRejected, "image is no image that can be read"),
-        (image(picture(1, 201)), MediaRejected, "aspect ratio of 201, at most 200"),
-        (image(picture(170, 33_000), max_pixels=10**9), MediaRejected, "at most 32768 are allowed on a side"),
-        (video(clip(4), start_s=9.0), InvalidRequest, r"video\.frame_sampling\.start_s"),
+        (
+            image(picture(1, 201)),
+            MediaRejected,
+            "^image has frames of 201×1 pixels, an aspect ratio of 201, at most 200",
+        ),
+        (
+            image(picture(170, 33_000), max_pixels=10**9),
+            MediaRejected,
+            "^image would be sent as frames of .* at most 32768 are allowed on a side",
+        ),
+        (video(clip(4), start_s=9.0), InvalidRequest, r"^video\.frame_sampling\.start_s"),
     ],
 )
 def test_bad_media_are_refused_by_name(tiny: Planner, look: MediaRequest, error: type[Exception], named: str) -> None:
@@ -282,6 +291,14 @@ def test_a_prompt_beyond_any_limit_is_refused_before_it_is_laid_out(
 ) -> None:
     monkeypatch.setattr(planner, "MAX_PROMPT_TOKENS", 10)
     with pytest.raises(PromptTooLong, match="at most 10 are allowed"):
+        planned(tiny, video(clip(60)))
+
+
+def test_a_video_of_more_tokens_than_any_prompt_may_have_is_refused_by_name(
+    tiny: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MAX_PROMPT_TOKENS", 7)
+    with pytest.raises(PromptTooLong, match=r"^video is too large: .* at most 7 are allowed$"):
         planned(tiny, video(clip(60)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -24,6 +25,30 @@ async def test_no_more_run_at_once_than_there_are_threads() -> None:
             await asyncio.gather(*(threads.call(both.wait) for _ in range(2)))
         everyone = await asyncio.gather(*(threads.call(threading.current_thread) for _ in range(20)))
         assert len(set(everyone)) <= 2
+
+
+async def test_those_that_wait_are_told_from_those_that_run() -> None:
+    entered, held = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        held.wait(5)
+
+    async with Threads(1) as threads:
+        assert (threads.jobs, threads.waiting, threads.oldest_ns) == (0, 0, None)
+        before_ns = time.monotonic_ns()
+        calls = [asyncio.create_task(threads.call(hold)) for _ in range(3)]
+        await asyncio.to_thread(entered.wait, 5)
+        assert (threads.jobs, threads.waiting) == (3, 2)
+        assert threads.oldest_ns is not None
+        assert before_ns <= threads.oldest_ns <= time.monotonic_ns()
+        calls[0].cancel()  # whose function runs on
+        calls[1].cancel()  # whose function never starts
+        await asyncio.wait(calls[:2])
+        assert (threads.jobs, threads.waiting) == (2, 1)
+        held.set()
+        await calls[2]
+        assert (threads.jobs, threads.waiting, threads.oldest_ns) == (0, 0, None)
 
 
 async def test_leaving_lets_what_runs_use_the_event_loop() -> None:

@@ -30,6 +30,15 @@ async def test_nothing_is_read_for_a_request_that_has_left(pool_of: Callable[...
         assert pool.jobs == 0
 
 
+async def test_a_plan_is_wanted_until_its_request_leaves(pool_of: Callable[..., Pool]) -> None:
+    async with pool_of() as pool:
+        reading = Reading(pool)
+        reading.check_wanted()
+        reading.leave()
+        with pytest.raises(Unavailable, match="has left"):
+            reading.check_wanted()
+
+
 async def test_requests_that_leave_at_any_moment_leave_nothing_behind(
     pool_of: Callable[..., Pool], replaced: list[Fault], tmp_path: Path
 ) -> None:

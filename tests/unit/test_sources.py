@@ -5,15 +5,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from common.errors import MediaForbidden, MediaRejected, Overloaded
+from common.errors import MediaForbidden, MediaRejected, Overloaded, Unavailable
 from services.preprocessing.sources import bytes_source, path_source
+from tests.unit.pool_asks import no_descriptor_left, open_descriptors
 
 
 @pytest.fixture
@@ -86,16 +84,6 @@ def test_what_is_no_file_is_rejected(root: Path, path: str, why: str) -> None:
         path_source("video", path, root)
 
 
-@contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_a_service_without_a_free_descriptor_is_overloaded_and_the_file_is_not_to_blame(root: Path) -> None:
     with (
         no_descriptor_left(),
@@ -113,6 +101,35 @@ def test_what_the_machine_lacks_is_no_fault_of_the_file(root: Path, monkeypatch:
     monkeypatch.setattr(os, "open", lacking)
     with pytest.raises(Overloaded, match=os.strerror(lack)):
         path_source("video", "inner/clip.mp4", root)
+
+
+def test_a_file_that_nobody_wants_any_more_is_not_read_to_its_end(root: Path) -> None:
+    os.truncate(root / "inner" / "clip.mp4", 8 * 2**20)
+    asked = 0
+
+    def check_wanted() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            raise Unavailable("the request has left", "preprocessing")
+
+    before = open_descriptors()
+    with pytest.raises(Unavailable, match="has left"):
+        path_source("video", "inner/clip.mp4", root, check_wanted)
+    assert asked == 3
+    assert open_descriptors() == before
+
+
+def test_a_file_that_is_too_large_is_refused_before_a_byte_of_it_is_read(root: Path) -> None:
+    os.truncate(root / "inner" / "clip.mp4", 2**40)  # of which nothing lies on the disk
+
+    def check_wanted() -> None:
+        raise AssertionError("it is read")
+
+    with pytest.raises(MediaRejected, match=rf"^video has {2**40} bytes, at most {2**34} are allowed$"):
+        path_source("video", "inner/clip.mp4", root, check_wanted, max_bytes=2**34)
+    with pytest.raises(AssertionError, match="it is read"):
+        path_source("video", "inner/clip.mp4", root, check_wanted, max_bytes=2**40)
 
 
 def test_a_pipe_is_rejected_and_hangs_nobody(root: Path) -> None:

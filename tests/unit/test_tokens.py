@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from common.checkpoint import Checkpoint
-from common.errors import InvalidRequest, StartupError
+from common.errors import InvalidRequest, StartupError, Unavailable
 from common.plan import Grid, Modality
 from services.preprocessing.families.qwen_vl import QwenVL
 from services.preprocessing.layout import Expansion, GridTokens
@@ -106,6 +111,82 @@ def test_expanded_placeholders_have_the_ids_of_transformers(
     for token in PLACEHOLDERS.values():
         text = text.replace(token, before + token + after + token * 3)
     assert ids_of(ours, turns, (before, ONE, after, THREE)) == theirs(text)["input_ids"]
+
+
+# --- large texts --------------------------------------------------------------------------------------------------
+
+WORDS = "the quick brown fox jumps over a lazy dog, and naïve 日本 watch. "
+
+
+def test_a_large_text_has_the_ids_of_transformers(theirs: Any, ours: ChatTokens) -> None:
+    turns = [Turn("user", (WORDS * 3000,))]
+    expected = theirs.apply_chat_template(
+        messages_of(turns), add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    assert ids_of(ours, turns) == expected
+
+
+def test_other_threads_go_on_while_a_large_text_is_tokenised(ours: ChatTokens) -> None:
+    text = (WORDS * (2**21 // len(WORDS.encode())))[: 2**21]
+    with ThreadPoolExecutor(1) as thread:
+        start = seen = time.perf_counter()
+        tokenised = thread.submit(ids_of, ours, [Turn("user", (text,))])
+        longest = 0.0
+        while not tokenised.done():
+            time.sleep(0.005)
+            longest, seen = max(longest, time.perf_counter() - seen), time.perf_counter()
+    assert tokenised.result()
+    assert longest < (seen - start) / 2
+
+
+class Slow:
+    """A tokenizer that says how many it is asked at most at once."""
+
+    def __init__(self) -> None:
+        self.most = self.now = 0
+        self.entered = threading.Event()
+        self.held = threading.Event()
+
+    def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool) -> list[Any]:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        self.entered.set()
+        if len(texts[0]) > 2**16:
+            self.held.wait(10)
+            time.sleep(0.05)
+        self.now -= 1
+        return [SimpleNamespace(ids=[0])]
+
+
+def test_large_texts_are_tokenised_one_at_a_time_and_small_ones_beside_them(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, slow = ChatTokens(Checkpoint(tiny_checkpoint), PLACEHOLDERS), Slow()
+    monkeypatch.setattr(tokens, "_plain", slow)
+    with ThreadPoolExecutor(4) as threads:
+        large = [threads.submit(tokens._ids, "x" * 2**17) for _ in range(3)]
+        assert slow.entered.wait(5)
+        assert threads.submit(tokens._ids, "x").result(5) == [0]
+        assert (slow.now, slow.most) == (1, 2)
+        slow.most = 1
+        slow.held.set()
+        assert [each.result(5) for each in large] == [[0]] * 3
+        assert slow.most == 1
+
+
+def test_a_large_text_that_nobody_wants_any_more_does_not_wait_for_its_turn(ours: ChatTokens) -> None:
+    left = threading.Event()
+
+    def check_wanted() -> None:
+        if left.is_set():
+            raise Unavailable("the request has left", "preprocessing")
+
+    with ThreadPoolExecutor(1) as thread, ours._large:
+        waiting = thread.submit(ours.conversation, [Turn("user", ("x" * 2**17,))], [], check_wanted)
+        time.sleep(0.05)
+        left.set()
+        with pytest.raises(Unavailable, match="has left"):
+            waiting.result(1)
 
 
 def test_grids_stand_in_order_each_with_its_item(ours: ChatTokens) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
@@ -28,6 +27,7 @@ import structlog
 from common.errors import InvalidRequest, MediaForbidden, MediaRejected, Overloaded
 from services.preprocessing.fetch.addresses import IPAddress
 from services.preprocessing.fetch.disk import Disk, FetchedFile
+from services.preprocessing.fetch.names import Names
 from services.preprocessing.fetch.policy import FetchPolicy
 from services.preprocessing.fetch.urls import Url, parse_url
 from services.preprocessing.sources import Source, own_lack_told
@@ -43,18 +43,15 @@ AT_ONCE = 128
 _HEADERS = {"User-Agent": "framesieve", "Accept": "*/*", "Accept-Encoding": "identity"}
 
 
-async def look_up(host: str) -> Sequence[str]:
-    """Asks the system, in the order in which it would dial."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
-
-
 class Fetcher:
-    """Fetches under one policy. tls: whom to trust; unset, the usual authorities or SSL_CERT_FILE."""
+    """Fetches under one policy.
 
-    def __init__(self, policy: FetchPolicy, resolve: Resolve = look_up, tls: ssl.SSLContext | None = None) -> None:
+    resolve: unset, the system is asked. tls: whom to trust; unset, the usual authorities or SSL_CERT_FILE.
+    """
+
+    def __init__(self, policy: FetchPolicy, resolve: Resolve | None = None, tls: ssl.SSLContext | None = None) -> None:
         self._policy = policy
-        self._resolve = resolve
+        self._resolve = resolve or Names(AT_ONCE).look_up
         self._tls = tls or httpx.create_ssl_context()
         self._disk = Disk(policy.disk_bytes)
         self._running = asyncio.Semaphore(AT_ONCE)
@@ -115,6 +112,8 @@ class Fetcher:
             try:
                 url = parse_url(urljoin(str(url), answer))
                 addresses = await self._addresses(url)
+            except MediaRejected as error:
+                raise MediaRejected(f"redirects to a host whose name took {self._too_long}") from error
             except MediaForbidden as error:
                 raise MediaForbidden("redirects to what may not be reached") from error
             except (InvalidRequest, ValueError) as error:
@@ -122,20 +121,28 @@ class Fetcher:
         raise MediaRejected(f"redirects more than {self._policy.max_redirects} times")
 
     async def _addresses(self, url: Url) -> list[IPAddress]:
-        """What may be dialled for it, at least one. Raises MediaForbidden."""
+        """What may be dialled for it, at least one. Raises MediaForbidden, and MediaRejected for a slow look-up."""
         self._policy.check_url(url)
         failed: OSError | None = None
         if url.host.address is not None:
             addresses = [url.host.address]
         else:
             try:
-                addresses = [ip_address(address) for address in await self._resolve(url.host.name)]
+                async with asyncio.timeout(self._policy.look_up_s):
+                    addresses = [ip_address(address) for address in await self._resolve(url.host.name)]
+            except TimeoutError as error:
+                log.warning("name not looked up in time", host=url.host.name)
+                raise MediaRejected(f"has a host whose name took {self._too_long}: {url.host.name!r}") from error
             except OSError as error:
                 addresses, failed = [], error
         if not self._policy.admits(url.host, addresses):
             log.warning("host refused", host=url.host.name, addresses=[str(address) for address in addresses])
             raise MediaForbidden(f"has no address that may be reached: {url.host.name!r}") from failed
         return addresses
+
+    @property
+    def _too_long(self) -> str:
+        return f"longer to look up than the {self._policy.look_up_s:g} s it may take"
 
     async def _get(self, url: Url, addresses: Sequence[IPAddress], file: FetchedFile) -> bytes | str:
         """sha256 of the body that it wrote to the file, or where the answer redirects to."""

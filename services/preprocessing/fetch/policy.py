@@ -66,6 +66,7 @@ class FetchPolicy:
     max_bytes: int = 2**30
     disk_bytes: int = 2**32
     max_redirects: int = 5
+    look_up_s: float = 10.0
     connect_s: float = 5.0
     total_s: float = 60.0
 

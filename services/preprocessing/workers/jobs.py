@@ -6,6 +6,7 @@ as a peer's would be, and what cannot be true is PeerContract.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import PeerContract
-from services.preprocessing.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex
+from services.preprocessing.packets import MAX_FRAME_PX, MAX_PACKETS, MAX_PTS, PacketIndex
 from services.preprocessing.pictures import Picture
 from services.preprocessing.resize import UInt8Array
 from services.preprocessing.sampling import FrameTimes
@@ -193,7 +194,7 @@ def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
         "width_px": index.width_px,
         "orientation": index.orientation,
     }
-    return facts, np.array([*pts, *index.keyframes], np.int64)
+    return facts, np.concatenate([np.asarray(each, np.int64) for each in (pts, index.keyframes)])
 
 
 def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
@@ -201,7 +202,7 @@ def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
     frames = facts.integer("frames", 1, MAX_PACKETS)
     stored = facts.integer("stored_pts", 0, frames)
     pts, keyframes = numbers[:stored], numbers[stored:]
-    within = -_INT64 <= numbers.min(initial=0) <= numbers.max(initial=0) < _INT64
+    within = -MAX_PTS < numbers.min(initial=0) <= numbers.max(initial=0) < MAX_PTS
     in_order = bool((pts[1:] > pts[:-1]).all() and (keyframes[1:] >= keyframes[:-1]).all())
     if stored not in (0, frames) or keyframes.size > MAX_PACKETS or not (within and in_order):
         raise PeerContract("a worker's index is out of order or out of range")
@@ -209,7 +210,7 @@ def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
     if len(time_base) != 1:
         raise PeerContract("a worker's index has no time base")
     times = FrameTimes(
-        ticks=tuple((pts - pts[0]).tolist()) if stored else tuple(range(frames)),
+        ticks=array("q", (pts - pts[0]).tobytes()) if stored else range(frames),
         tail_ticks=facts.integer("tail_ticks", 1, _INT64),
         time_base=time_base[0],
         rates=_fractions(facts, "rates", _MAX_RATES),
@@ -219,8 +220,8 @@ def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
     height, width = _frame_size(facts)
     return PacketIndex(
         times=times,
-        pts=tuple(pts.tolist()) if stored else None,
-        keyframes=tuple(keyframes.tolist()),
+        pts=array("q", pts.tobytes()) if stored else None,
+        keyframes=array("q", keyframes.tobytes()),
         height_px=height,
         width_px=width,
         orientation=facts.integer("orientation", 1, 8),

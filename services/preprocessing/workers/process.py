@@ -52,24 +52,30 @@ class WorkerProcess:
         """entry: the module whose `main` it runs, found as this process would find it.
 
         Called on the thread that outlives it: the kernel ends a worker with the thread that started it.
+        Raises OSError where processes, descriptors or memory lack.
         """
+        self.working = False  # it was told a JOB, and has not been DONE
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = (str(theirs.fileno()), json.dumps(asdict(limits)), str(os.getpid()), entry)
         environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
         path = json.dumps([os.path.abspath(each) for each in sys.path])  # noqa: PTH100  Path resolves links
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-I", "-c", _START, *arguments, path],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env={"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", **environment},
-                start_new_session=True,
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(  # noqa: S603
+                    [sys.executable, "-I", "-c", _START, *arguments, path],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    env={"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", **environment},
+                    start_new_session=True,
+                )
+            self._handle = os.pidfd_open(self._process.pid)
+        except OSError:
+            self._connection.close()  # upon which a process that has started ends
+            raise
         self._connection.setblocking(False)
         self._loop = asyncio.get_running_loop()
-        self._handle = os.pidfd_open(self._process.pid)
         self._exited: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(self._handle, self._note_exit)
 
@@ -96,13 +102,16 @@ class WorkerProcess:
             send(self._connection, Message(kind, facts or Facts(), descriptors))
         except OSError as error:
             raise WorkerFault(Fault.CRASHED, "its decoder is gone") from error
+        self.working |= kind is Kind.JOB
 
     async def receive(self) -> Message:
         """Its next message. Raises WorkerFault once it has ended, PeerContract for what is no message."""
         while True:
             alive = self.alive  # looked at first: what it sent before its end is still received
             try:
-                return receive(self._connection)
+                message = receive(self._connection)
+                self.working &= message.kind is not Kind.DONE
+                return message
             except BlockingIOError:
                 if not alive:
                     break

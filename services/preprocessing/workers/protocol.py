@@ -77,11 +77,16 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One datagram. descriptors: open ones, the receiver's to close."""
+    """One datagram.
+
+    descriptors: open ones, the receiver's to close. cut: others are lost, since none was free for them, or since they
+    were too many.
+    """
 
     kind: Kind
     facts: Facts = field(default_factory=Facts)
     descriptors: tuple[int, ...] = ()
+    cut: bool = False
 
     def close(self) -> None:
         close_all(self.descriptors)
@@ -105,7 +110,7 @@ def receive(connection: socket.socket) -> Message:
         if (level, type_) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
     try:
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if flags & socket.MSG_TRUNC:
             raise PeerContract("a worker's message is too long")
         if not data:
             raise EOFError
@@ -113,7 +118,7 @@ def receive(connection: socket.socket) -> Message:
     except BaseException:
         close_all(descriptors)
         raise
-    return Message(kind, facts, tuple(descriptors))
+    return Message(kind, facts, tuple(descriptors), bool(flags & socket.MSG_CTRUNC))
 
 
 def _parsed(data: bytes) -> tuple[Kind, Facts]:

@@ -1,4 +1,4 @@
-"""One request's reading of its media in worker processes, for a thread that plans it: it ends when the request leaves.
+"""One request's reading of its media in worker processes, for a thread that plans it: both end when the request leaves.
 
 What is read is `jobs`' business, by whom `pool`'s.
 """
@@ -35,6 +35,11 @@ class Reading:
         """As `read_picture`. Raises Unavailable once the request has left."""
         return self._wait(IndexPicture(source))
 
+    def check_wanted(self) -> None:
+        """Raises Unavailable once the request has left."""
+        if self._left:
+            raise _left()
+
     def leave(self) -> None:
         """Ends what is being read, and whatever is still to be."""
         self._left = True
@@ -52,4 +57,8 @@ class Reading:
                 raise asyncio.CancelledError
             return await self._pool.call(job)
         except asyncio.CancelledError as error:
-            raise Unavailable("the request has left", "preprocessing") from error
+            raise _left() from error
+
+
+def _left() -> Unavailable:
+    return Unavailable("the request has left", "preprocessing")

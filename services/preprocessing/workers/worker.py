@@ -6,11 +6,13 @@ table. `pool` starts it afresh, without the service's memory, environment and de
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
@@ -27,12 +29,13 @@ from services.preprocessing.memory import sealed
 from services.preprocessing.packets import read_packets
 from services.preprocessing.pictures import Picture, read_picture
 from services.preprocessing.slices import PlannedPicture, PlannedVideo, Slice
-from services.preprocessing.sources import Source
+from services.preprocessing.sources import Source, check_file_size
 from services.preprocessing.workers.jobs import index_facts, index_of
 from services.preprocessing.workers.limits import Limits, confine
 from services.preprocessing.workers.protocol import MAX_TEXT_CHARACTERS, Facts, Kind, Message, receive, send
 
 _MAX_SIDE_PX = 2**16
+_RETRY_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,9 +158,7 @@ def _run(connection: socket.socket, message: Message, limits: Limits, jobs: Jobs
 def _task(message: Message, limits: Limits) -> Task:
     media, numbers = message.descriptors
     name = message.facts.text("media")
-    size_bytes = os.fstat(media).st_size
-    if size_bytes > limits.file_bytes:
-        raise MediaRejected(f"{name} has {size_bytes} bytes, at most {limits.file_bytes} are allowed")
+    check_file_size(name, media, limits.file_bytes)
     many = np.frombuffer(os.pread(numbers, os.fstat(numbers).st_size, 0), np.int64)
     return Task(Source(name, b"", descriptor=media), limits, message.facts, many)
 
@@ -191,7 +192,11 @@ def _told(connection: socket.socket) -> Message:
 
 
 def _tell(connection: socket.socket, kind: Kind, facts: Mapping[str, Any] | None = None, *memory: int) -> None:
-    try:
-        send(connection, Message(kind, Facts(facts or {}), memory))
-    except OSError:
-        os._exit(0)
+    """Waits while as many descriptors as a worker may have open are on their way, among all processes of this user."""
+    while True:
+        try:
+            return send(connection, Message(kind, Facts(facts or {}), memory))
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                os._exit(0)
+        time.sleep(_RETRY_S)
