@@ -32,8 +32,10 @@ async def main() -> ExitStatus:
     checkpoint = Checkpoint(settings.model)
     with data_parallel(settings) as towers:
         status = await _serve(settings, credentials, checkpoint, towers)
-    if towers.loss.lost is not None:
-        os._exit(status)  # threads may wait for ever for what the lost rank was to send
+    if towers.loss.lost is not None:  # threads may wait for ever for what it was to send
+        os._exit(status)
+    if settings.data_parallel > 1 and towers.own.device.type == "cuda":  # see `exchange.leave`
+        os._exit(status)
     return status
 
 

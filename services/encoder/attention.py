@@ -47,6 +47,10 @@ def find_attention(
 
     Raises StartupError if it is wanted and cannot be had.
     """
+    if device.type == "cuda":
+        # torch's first choice on Hopper, and it makes a plan for every new size, for up to half a second: sizes are new
+        # with almost every forward here.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     attend: Attend | None = None
     obstacle = None if wanted == "sdpa" else unsuitable(device.type, dtype, head_dim)
     if wanted != "sdpa" and obstacle is None:

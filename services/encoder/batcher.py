@@ -2,6 +2,7 @@
 
     queue:    [a0 a1 a2 b0 | b1 c0 ...]        | the budget's end
     forward:  [a0 a1 a2 b0]                    while it runs, more slices queue up for the next
+              [a0] [a1] [a2] [b0]              where the device has no memory for them together
 
 One thread runs the tower; whoever submits may be on any thread. It knows neither gRPC nor what slices belong to.
 """
@@ -60,7 +61,7 @@ class Batcher:
         self._encode = encode
         self._queue: deque[Slice] = deque()
         self._changed = threading.Condition()
-        self._running: list[Slice] = []
+        self._running: set[Slice] = set()
         self._ended: Unavailable | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="tower", daemon=True)
@@ -115,10 +116,11 @@ class Batcher:
             self._closing, self._ended = True, error
             self._changed.notify()
             left, self._queue = self._queue, deque()
+            running = list(self._running)
         for piece in left:
             if piece.encoded.set_running_or_notify_cancel():
                 piece.encoded.set_exception(error)
-        self._fail(error)
+        self._fail(running, error)
 
     def _withdraw(self, encoded: Future[Forward]) -> None:
         if not encoded.cancelled():
@@ -138,52 +140,69 @@ class Batcher:
     def _run_batch(self) -> bool:
         """Waits for a batch and runs it; False once closed. Nothing of it outlives the call: targets are large."""
         batch = self._next_batch()
-        begun_ns = monotonic_ns()
-        try:
-            if batch:
-                with busy("encode"):
-                    self._forward(batch)
-        except torch.AcceleratorError:  # the device is of no more use to this process: all are told
-            raise
-        except Exception as error:  # whatever it was, it fails these slices and not the thread
-            self._fail(error)
-        else:
-            forward = Forward(begun_ns, monotonic_ns())
-            for piece in self._done():
-                piece.encoded.set_result(forward)
+        if batch and not self._settle(batch):
+            log.warning("a forward takes more memory than there is, its slices are run alone", slices=len(batch))
+            for piece in batch:
+                self._settle([piece])
         return bool(batch)
 
-    def _fail(self, error: Exception) -> None:
-        for piece in self._done():
+    def _settle(self, batch: Sequence[Slice]) -> bool:
+        """Runs a forward and tells its slices; False, and nobody is told, if there is no memory for so many at once."""
+        begun_ns = monotonic_ns()
+        try:
+            with busy("encode"):
+                self._forward(batch)
+        except torch.AcceleratorError:  # the device is of no more use to this process: all are told
+            raise
+        except torch.OutOfMemoryError as error:
+            if len(batch) > 1:
+                return False
+            # A new one: by its traceback, the other holds all that the forward had made.
+            self._fail(batch, torch.OutOfMemoryError(str(error)))
+        except Exception as error:  # whatever it was, it fails these slices and not the thread
+            self._fail(batch, error)
+        else:
+            forward = Forward(begun_ns, monotonic_ns())
+            for piece in self._done(batch):
+                piece.encoded.set_result(forward)
+        return True
+
+    def _fail(self, batch: Sequence[Slice], error: Exception) -> None:
+        for piece in self._done(batch):
             piece.encoded.set_exception(error)
 
-    def _done(self) -> list[Slice]:
-        """Those whose forward it is, unless they have been told that it may never end; nobody else gets them."""
+    def _done(self, batch: Sequence[Slice]) -> list[Slice]:
+        """Those of them that have not been told that their forward may never end; nobody else gets them."""
         with self._changed:
-            running, self._running = self._running, []
-        return running
+            done = [piece for piece in batch if piece in self._running]
+            self._running.difference_update(done)
+        return done
 
     def _forward(self, batch: Sequence[Slice]) -> None:
         BATCH_SLICES.observe(len(batch))
         BATCH_TOKENS.observe(sum(piece.size.tokens for piece in batch))
-        embeds = self._encode([piece.frames for piece in batch])
-        with torch.inference_mode():
-            for piece, rows in zip(batch, embeds, strict=True):
-                piece.target.copy_(rows)
-        if (device := batch[0].target.device).type == "cuda":  # what is told as done can be read from any stream
-            torch.cuda.current_stream(device).synchronize()
+        target = batch[0].target
+        with torch.cuda.device_of(target):  # current in the main thread alone: others begin with cuda:0
+            embeds = self._encode([piece.frames for piece in batch])
+            with torch.inference_mode():
+                for piece, rows in zip(batch, embeds, strict=True):
+                    piece.target.copy_(rows)
+            if target.is_cuda:  # what is told as done can be read from any stream
+                torch.cuda.current_stream().synchronize()
 
     def _next_batch(self) -> list[Slice]:
         """At least one slice, waiting for it, which is running from now on; empty once closed."""
         with self._changed:
-            while not self._running:
+            running: list[Slice] = []
+            while not running:
                 self._changed.wait_for(lambda: self._queue or self._closing)
                 if self._closing:
                     return []
                 count = fitting((piece.size for piece in self._queue), self._largest)
                 taken = [self._queue.popleft() for _ in range(count)]
-                self._running = [piece for piece in taken if piece.encoded.set_running_or_notify_cancel()]
-            return self._running
+                running = [piece for piece in taken if piece.encoded.set_running_or_notify_cancel()]
+            self._running = set(running)
+            return running
 
 
 def _ended() -> Unavailable:

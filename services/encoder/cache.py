@@ -5,7 +5,7 @@
             kept           ─▶ gathered at once ◀─────────────────────────────────────────────────────────────┘
 
 An entry belongs to those who wait for it: the last to leave ends its pass. Kept ones that nobody reads give way, least
-recently used first; nobody ever waits for that, so what is kept can hold nobody up. It knows no gRPC and no prompts.
+recently read first; nobody ever waits for that, so what is kept can hold nobody up. It knows no gRPC and no prompts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Source(Protocol):
 class Entry:
     """One item's unpruned embeddings, their scores by method, and who waits for them.
 
-    source: the stream that its slices come from; None where somebody who waits has yet to lead.
+    source: the stream that its slices come from; None where somebody who waits has yet to lead. kept: it stays when
+    the last of them leaves.
     """
 
     def __init__(self, key: bytes | None, encoding: Encoding) -> None:
@@ -45,6 +46,7 @@ class Entry:
         self.encoding = encoding
         self.scores: dict[str, Scores] = {}
         self.waiters = 0
+        self.kept = False
         self.source: Source | None = None
 
     @property
@@ -82,7 +84,8 @@ class EmbedsCache:
         self.waiters = 0  # requested items that wait for an entry, or read it
         self._batcher = batcher
         self._entries: dict[bytes, Entry] = {}
-        self._kept: OrderedDict[bytes, Entry] = OrderedDict()
+        self._idle: OrderedDict[Entry, None] = OrderedDict()  # kept ones that nobody reads, least recently read first
+        self._idle_bytes = 0
 
     def join(self, plan: MediaPlan) -> Entry:
         """The item's entry, which the caller waits for until it leaves; where nobody leads, the caller does."""
@@ -91,8 +94,7 @@ class EmbedsCache:
         if entry is None or entry.encoding.failure is not None:
             entry = self._entries[key] = Entry(key, self._encoding(plan))
             LOOKUPS.labels("miss").inc()
-        elif key in self._kept:
-            self._kept.move_to_end(key)
+        elif entry.kept:
             LOOKUPS.labels("hit").inc()
             tally(cached_media=1)
         else:
@@ -107,12 +109,11 @@ class EmbedsCache:
         """One who waited has what it wanted, or wants it no more."""
         entry.waiters -= 1
         self.waiters -= 1
-        if entry.waiters or (entry.key is not None and self._kept.get(entry.key) is entry):
+        if entry.waiters:
             return
-        if entry.key is not None and entry.encoding.complete and self._fits(entry.size_bytes):
-            self._kept[entry.key] = entry
-            self.held_bytes += entry.size_bytes
-            entry.encoding.give_room_back()
+        if entry.kept or self._keep(entry):
+            self._idle[entry] = None
+            self._idle_bytes += entry.size_bytes
             return
         self._drop(entry)
         if entry.source is not None:
@@ -122,23 +123,27 @@ class EmbedsCache:
         return Encoding(plan, self.tower, self._batcher, self.room)
 
     def _awaited(self, entry: Entry) -> Entry:
+        if entry in self._idle:
+            del self._idle[entry]
+            self._idle_bytes -= entry.size_bytes
         entry.waiters += 1
         self.waiters += 1
         return entry
 
-    def _fits(self, size_bytes: int) -> bool:
-        """Whether so much can be kept, once others gave way."""
-        idle = [key for key, entry in self._kept.items() if not entry.waiters]
-        free = self.size_bytes - self.held_bytes
-        if free + sum(self._kept[key].size_bytes for key in idle) < size_bytes:
+    def _keep(self, entry: Entry) -> bool:
+        """Whether it is kept from now on, others giving way if need be; none do in vain."""
+        read_bytes = self.held_bytes - self._idle_bytes
+        if entry.key is None or not entry.encoding.complete or read_bytes + entry.size_bytes > self.size_bytes:
             return False
-        for key in idle:
-            if self.held_bytes + size_bytes <= self.size_bytes:
-                break
-            entry = self._kept.pop(key)
-            self.held_bytes -= entry.size_bytes
-            self._drop(entry)
+        while self.held_bytes + entry.size_bytes > self.size_bytes:
+            oldest, _ = self._idle.popitem(last=False)
+            self._idle_bytes -= oldest.size_bytes
+            self.held_bytes -= oldest.size_bytes
+            self._drop(oldest)
             EVICTIONS.inc()
+        entry.kept = True
+        self.held_bytes += entry.size_bytes
+        entry.encoding.give_room_back()
         return True
 
     def _drop(self, entry: Entry) -> None:

@@ -4,7 +4,7 @@
     geometry:  [ a a a a b b b c c · · · ]      positions, order, ends, taps: see `geometry.pad`
 
 Padding stands in no sequence and in tokens of its own, so nothing of it reaches a slice. What is returned is a copy:
-the next replay writes over what this one computed. It knows neither CUDA (`Device` does) nor any family.
+the next replay writes over what this one computed. It knows no family, and CUDA in `CudaDevice` alone.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common.errors import MediaRejected
 from common.metrics import busy
-from common.plan import Int32Array, MediaPlan
+from common.plan import Int32Array, MediaPlan, Modality
 from common.retention import NONE, Pruning, retained_count
 from common.room import Room
 from common.tally import tally
@@ -149,12 +149,13 @@ class Item:
             self._reserved = False
 
     def _check_fits(self) -> None:
-        size_bytes = embeds_bytes(self._cache.tower, self.plan.grid.tokens)
-        if size_bytes > self._cache.room.size_bytes:
-            remedy = "bring fewer tokens" if self.plan.brings_embeds else "lower fps, max_frames or max_pixels"
+        tower, room_bytes = self._cache.tower, self._cache.room.size_bytes
+        size_bytes = embeds_bytes(tower, self.plan.grid.tokens)
+        if size_bytes > room_bytes:
             raise MediaRejected(
-                f"media {self.media_index} becomes {self.plan.grid.tokens} tokens, {size_bytes} bytes of "
-                f"embeddings; the encoder has room for {self._cache.room.size_bytes}: {remedy}"
+                f"media {self.media_index} becomes {self.plan.grid.tokens} tokens, {size_bytes} bytes of embeddings; "
+                f"the encoder has room for {room_bytes} bytes, {room_bytes // embeds_bytes(tower, 1)} tokens: "
+                f"{_remedy(self.plan)}"
             )
 
     def _unled(self, entry: Entry) -> bool:
@@ -185,7 +186,7 @@ class Item:
         """embeds: (1 + levels, tokens, D), which others read as well; where all is kept, it is sent itself."""
         prunes = self._count < self.plan.grid.tokens
         how = {"method": self._pruning.method, "rate": self._pruning.rate} if prunes else {"method": NONE}
-        with busy("prune"), span("prune", **self._told, media_tokens=self._count, **how):
+        with torch.cuda.device_of(embeds), busy("prune"), span("prune", **self._told, media_tokens=self._count, **how):
             wanted = [embeds]
             if prunes:
                 kept = keep_tokens(embeds[0], self.plan.grid, self._pruning, entry.scores)
@@ -200,3 +201,13 @@ class Item:
             shape=(levels, count, width),
             data=embeds.view(torch.uint8).numpy().data,
         )
+
+
+def _remedy(plan: MediaPlan) -> str:
+    """Which fields make an item smaller, and what they have come to."""
+    if plan.brings_embeds:
+        return f"bring fewer than the {plan.grid} of embeds.grid"
+    pixels = f"max_pixels (now {plan.frame_height_px}×{plan.frame_width_px} a frame)"
+    if plan.modality is Modality.IMAGE:
+        return f"lower {pixels}"
+    return f"lower fps or max_frames (now {plan.frames} frames), or {pixels}"

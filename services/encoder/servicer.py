@@ -5,7 +5,7 @@
     sending                                                            in order ─▶ stream ─▶ release
 
 Who has not reserved does not select. What an entry is made of comes by a request's feed, its own or another's.
-It owns the order of messages and nothing else.
+It owns the order of messages, and what a device without memory is told as.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypeAlias
 
 import grpc
+import structlog
+import torch
 
 from common.channels import passed_on
 from common.credentials import NO_CREDENTIALS, Credentials
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, Overloaded
 from common.plan import PromptPlan
 from common.prompt_limits import check_prompt
 from common.retention import Pruning
@@ -34,6 +36,8 @@ from services.encoder.messages import BroughtEmbeds, checked_prunings, take_embe
 from services.encoder.responses import Responses
 
 SERVICE = encoder_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
+
+log = structlog.get_logger()
 
 Requests: TypeAlias = AsyncIterator[EncodeRequest]
 Context: TypeAlias = grpc.aio.ServicerContext[EncodeRequest, EncodeResponse]
@@ -91,6 +95,9 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             del first  # its media may be large
             await responses.put_plan(plan, feed.fetched_ns)
             await self._encode(selections(requests, len(plan.media)), plan, prunings, brought, feed, responses)
+        except torch.OutOfMemoryError as error:
+            log.warning("the device is full", error=str(error))
+            raise Overloaded("the encoder's device has no memory left") from error
         finally:
             feed.leave()
 

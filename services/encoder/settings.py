@@ -38,8 +38,8 @@ class EncoderSettings(UpstreamSettings):
     data_parallel: int = Field(
         1,
         ge=1,
-        description="ranks that share the slices of each forward, each with a tower of its own, on cuda:0 and up or, "
-        "to try it, on the CPU; the service ends if one of them does",
+        description="ranks that share the slices of each forward, each with a tower of its own, on the card of "
+        "--device and those after it or, to try it, on the CPU; the service ends if one of them does",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of weights and embeddings; auto is bfloat16 where they are stored so, else float32"

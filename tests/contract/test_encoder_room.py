@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import torch
 from prometheus_client import REGISTRY
 
 from common import errors
@@ -39,8 +41,37 @@ async def test_an_item_that_never_fits_the_buffer_is_refused_and_smaller_ones_ar
 ) -> None:
     room_bytes = item_bytes(tower)
     async with running(tmp_path, tower, room_bytes) as stack:
-        with pytest.raises(errors.MediaRejected, match=rf"30 tokens, {room_bytes * 5 // 4} bytes .* {room_bytes}:"):
+        with pytest.raises(
+            errors.MediaRejected, match=rf"30 tokens, {room_bytes * 5 // 4} bytes .* {room_bytes} bytes, 24 tokens:"
+        ):
             await encode(stack, first_request([video(1, Grid(5, 2, 3))]), SELECT_ALL)
+        await check_served(stack)
+
+
+def lack_memory(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("none is left")
+
+
+@pytest.mark.parametrize("where", ["room for it", "the tower", "pruning"])
+async def test_a_device_without_memory_is_told_as_what_is_full_and_the_next_request_is_served(
+    tmp_path: Path, tower: Tower, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    full = False
+
+    def forward(patches: torch.Tensor, sides: Any) -> torch.Tensor:
+        return lack_memory() if full else tower.forward(patches, sides)
+
+    async with running(tmp_path, replace(tower, forward=forward)) as stack:
+        with monkeypatch.context() as patched:
+            full = where == "the tower"
+            if where == "room for it":
+                patched.setattr(torch, "empty", lack_memory)
+            if where == "pruning":
+                patched.setattr(items, "keep_tokens", lack_memory)
+            with pytest.raises(errors.Overloaded, match="no memory left") as refused:
+                await encode(stack, first_request([VIDEO], 0.5), SELECT_ALL)
+        assert refused.value.retry_after_s > 0
+        full = False
         await check_served(stack)
 
 

@@ -1,7 +1,7 @@
 """The encoder and generation behind peers that are no service of ours: what their callers hear, and that they serve on.
 
 Peers here send bytes, or end a call as gRPC lets anybody end it. What our own services might get wrong is told in
-`test_encoder_contract` and `test_generation_media`.
+`test_encoder_contract` and `test_generation_media_contract`.
 """
 
 from __future__ import annotations

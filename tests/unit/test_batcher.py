@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -20,10 +22,14 @@ TIMEOUT_S = 10
 
 
 class StoppedTower:
-    """A tower that runs when it is let, and remembers which slices came together; each slice's value is its name."""
+    """A tower that runs when it is let, and remembers which slices came together; each slice's value is its name.
+
+    made: what each forward that lacked memory had made by then.
+    """
 
     def __init__(self) -> None:
         self.forwards: list[list[int]] = []
+        self.made: list[weakref.ref[Tensor]] = []
         self.started = threading.Semaphore(0)
         self.go = threading.Semaphore(0)
 
@@ -35,6 +41,10 @@ class StoppedTower:
             raise RuntimeError("unlucky")
         if any(int(frames[0]) == 14 for frames in slices):
             raise torch.AcceleratorError("an illegal memory access was encountered")
+        if any(int(frames[0]) == 16 or (int(frames[0]) == 15 and len(slices) > 1) for frames in slices):
+            made = torch.zeros(3)
+            self.made.append(weakref.ref(made))
+            raise torch.OutOfMemoryError("none is left")
         return [torch.full((1, int(frames[1]), 2), float(frames[0])) for frames in slices]
 
 
@@ -154,6 +164,91 @@ def test_a_failing_forward_fails_its_own_slices_alone(tower: StoppedTower, submi
             failed.result(TIMEOUT_S)
     after.result(TIMEOUT_S)
     assert (target == 2).all()
+
+
+def test_slices_that_lack_memory_together_are_run_one_at_a_time_and_those_behind_them_are_not(
+    tower: StoppedTower, submit: Submit
+) -> None:
+    submitted = {name: submit(name, tokens) for name, tokens in ((1, 3), (15, 3), (2, 3), (3, 5), (4, 5))}
+    run_all(tower)
+    for name, (encoded, target) in submitted.items():
+        encoded.result(TIMEOUT_S)
+        assert (target == name).all()
+    assert tower.forwards == [[0], [1, 15, 2], [1], [15], [2], [3, 4]]
+
+
+def test_a_slice_that_lacks_memory_by_itself_fails_alone(tower: StoppedTower, submit: Submit) -> None:
+    (before, first), (large, _), (behind, last) = submit(1, 3), submit(16, 3), submit(2, 3)
+    run_all(tower)
+    with pytest.raises(torch.OutOfMemoryError, match="none is left"):
+        large.result(TIMEOUT_S)
+    for encoded in (before, behind):
+        encoded.result(TIMEOUT_S)
+    assert ((first == 1).all(), (last == 2).all()) == (True, True)
+    assert tower.forwards == [[0], [1, 16, 2], [1], [16], [2]]
+
+
+def test_nothing_that_a_forward_without_memory_had_made_is_held(tower: StoppedTower, submit: Submit) -> None:
+    """Neither while its slices are run again nor by what they are told, and it does not take the collector."""
+    gc.disable()
+    try:
+        (beside, _), (large, _) = submit(1, 3), submit(16, 3)
+        tower.go.release()
+        for _ in range(2):
+            assert tower.started.acquire(timeout=TIMEOUT_S)
+            tower.go.release()
+        assert tower.forwards == [[0], [1, 16], [1]]
+        assert [made() for made in tower.made] == [None]
+        run_all(tower)
+        beside.result(TIMEOUT_S)
+        assert isinstance(large.exception(TIMEOUT_S), torch.OutOfMemoryError)
+        assert [made() for made in tower.made] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_tower_that_is_given_up_while_slices_are_run_alone_leaves_nobody_waiting(tower: StoppedTower) -> None:
+    batcher = Batcher(tower.encode, budget_tokens=10)
+    busy, first, running, last = (
+        batcher.submit(torch.tensor([name, tokens]), torch.zeros(1, tokens, 2))
+        for name, tokens in ((0, 10), (15, 3), (1, 3), (2, 3))
+    )
+    for each in (busy, first):
+        for _ in range(1 if each is busy else 2):
+            tower.go.release()
+        each.result(TIMEOUT_S)
+    for _ in range(4):
+        assert tower.started.acquire(timeout=TIMEOUT_S)
+    batcher.give_up(Unavailable("rank 3 is gone", "encoder"))
+    for failed in (running, last):
+        with pytest.raises(Unavailable, match="rank 3 is gone"):
+            failed.result(TIMEOUT_S)
+    run_all(tower)
+    batcher.close()
+    assert first.exception() is None
+
+
+def test_forwards_run_on_the_device_of_their_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins with the first device as its own, whatever the service's is."""
+    current: list[Tensor] = []
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    found: list[Tensor] = []
+
+    def encode(slices: Sequence[Tensor]) -> list[Tensor]:
+        found.extend(current)
+        return [torch.ones(1, 2, 2)]
+
+    batcher, target = Batcher(encode, budget_tokens=10), torch.zeros(1, 2, 2)
+    batcher.submit(torch.zeros(1), target).result(TIMEOUT_S)
+    batcher.close()
+    assert found[0] is target
 
 
 def test_a_device_that_is_lost_ends_the_thread_and_leaves_nobody_waiting() -> None:

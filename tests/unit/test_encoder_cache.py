@@ -222,3 +222,95 @@ async def test_what_nobody_waits_for_before_it_is_complete_is_not_kept(batcher: 
     cache.leave(entry)
     assert (cache.room.held_bytes, cache.held_bytes) == (0, 0)
     assert kept(cache, [1]) == []
+
+
+def sized(content: int) -> MediaPlan:
+    return replace(retyped(Grid(1 + content % 3, 3, 4)), content_hash=bytes([content]) * 32)
+
+
+class NaiveCache:
+    """What is kept, by content, and read by how many, summed up anew whenever somebody asks."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.kept: list[int] = []  # the least recently left first
+        self.readers: list[int] = []
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(map(bytes_of, self.kept))
+
+    def leave(self, content: int) -> None:
+        self.readers.remove(content)
+        if content in self.readers:
+            return
+        if content in self.kept:
+            self.kept.remove(content)
+        else:
+            idle = [each for each in self.kept if each not in self.readers]
+            lacking = self.held_bytes + bytes_of(content) - self.size_bytes
+            if lacking > sum(map(bytes_of, idle)):
+                return
+            while lacking > 0:
+                lacking -= bytes_of(idle[0])
+                self.kept.remove(idle.pop(0))
+        self.kept.append(content)
+
+
+def bytes_of(content: int) -> int:
+    return KEPT_BYTES // 2 * (1 + content % 3)
+
+
+@given(st.integers(0, 8), st.lists(st.one_of(st.integers(0, 9), st.just("leave")), max_size=40), st.data())
+async def test_what_is_kept_is_what_a_naive_cache_keeps(
+    halves: int, steps: list[int | str], data: st.DataObject
+) -> None:
+    batcher = Batcher(lambda slices: [], budget_tokens=64)
+    cache = EmbedsCache(TOWER, batcher, Room(100 * ITEM_BYTES), halves * KEPT_BYTES // 2)
+    naive = NaiveCache(cache.size_bytes)
+    reading: list[tuple[int, Entry]] = []
+
+    def leave(index: int) -> None:
+        content, entry = reading.pop(index)
+        cache.leave(entry)
+        naive.leave(content)
+        assert cache.held_bytes == naive.held_bytes <= cache.size_bytes
+
+    for step in steps:
+        if isinstance(step, int):
+            entry = cache.join(sized(step))
+            assert entry.kept == (step in naive.kept)
+            assert entry.encoding.complete == (step in naive.kept or step in naive.readers)
+            await entry.encoding.reserve()
+            entry.encoding.encoded_slices = entry.encoding.plan.grid.t
+            reading.append((step, entry))
+            naive.readers.append(step)
+        elif reading:
+            leave(data.draw(st.integers(0, len(reading) - 1)))
+    while reading:
+        leave(0)
+    assert [content for content in range(10) if cache.join(sized(content)).kept] == sorted(naive.kept)
+    batcher.close()
+
+
+@pytest.mark.parametrize("items", [1000, 100])
+async def test_however_many_are_kept_another_costs_the_same(
+    batcher: Batcher, monkeypatch: pytest.MonkeyPatch, items: int
+) -> None:
+    """Where there is room for all, and where each has another give way, while some are being read."""
+    looked_at: list[Entry] = []
+
+    def size_bytes(entry: Entry) -> int:
+        looked_at.append(entry)
+        return KEPT_BYTES
+
+    monkeypatch.setattr(Entry, "size_bytes", property(size_bytes))
+    cache = cache_of(items, batcher)
+    for content in range(600):
+        entry = cache.join(replace(VIDEO, content_hash=content.to_bytes(32)))
+        entry.encoding.encoded_slices = VIDEO.grid.t
+        cache.leave(entry)
+        if content < 50:
+            cache.join(entry.encoding.plan)
+    assert cache.held_bytes == min(items, 600) * KEPT_BYTES
+    assert len(looked_at) < 10 * 600

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +27,7 @@ from services.encoder.cost import TowerSizes
 from services.encoder.encoding import Encoding, FrameSlice
 from services.encoder.items import Embeds, Item
 from services.encoder.patches import PatchShape
+from services.encoder.pruning import keep_tokens
 from services.encoder.readback import Readback
 from services.encoder.tower import Tower
 
@@ -164,6 +168,36 @@ async def test_kept_rows_and_their_indices_are_all_that_leaves_the_device(
     assert embeds.shape == (LEVELS, 6, WIDTH)
 
 
+async def test_on_the_device_of_the_embeddings_they_are_pruned_and_brought_to_the_host(
+    gated: GatedTower, batcher: Batcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever thread does it: each begins with the first device as its own."""
+    current: list[Tensor] = []
+    on: list[list[Tensor]] = []
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    class Recording(Readback):
+        def wait(self) -> list[Tensor]:
+            on.append([*current])
+            return super().wait()
+
+    def keep(embeds: Tensor, *others: Any) -> Tensor:
+        on.append([*current])
+        return keep_tokens(embeds, *others)
+
+    await asyncio.to_thread(batcher.close)
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(items, "Readback", Recording)
+    monkeypatch.setattr(items, "keep_tokens", keep)
+    await obtained(0.5, gated, batcher, torch.ones(LEVELS, GRID.tokens, WIDTH))
+    assert [[each.shape for each in devices] for devices in on] == [[(LEVELS, GRID.tokens, WIDTH)]] * 2
+
+
 async def test_at_rate_0_everything_is_kept_and_nothing_is_listed(gated: GatedTower, batcher: Batcher) -> None:
     embeds = await obtained(0, gated, batcher)
     assert embeds.kept is None
@@ -184,10 +218,43 @@ async def test_an_item_that_is_brought_is_pruned_like_one_that_was_encoded(gated
 async def test_an_item_larger_than_all_the_room_is_refused_at_once(gated: GatedTower, batcher: Batcher) -> None:
     cache, outputs = EmbedsCache(TOWER, batcher, Room(SIZE_BYTES - 1), 0), Room(SIZE_BYTES - 1)
     item = Item(0, VIDEO, Pruning(0.75), cache, outputs)
-    with pytest.raises(MediaRejected, match=f"24 tokens, {SIZE_BYTES} bytes .* room for {SIZE_BYTES - 1}: lower fps"):
+    with pytest.raises(MediaRejected, match=f"media 0 becomes 24 tokens, {SIZE_BYTES} bytes of embeddings"):
         await item.start(OneStream(gated), None)
     item.close()
     assert (cache.room.held_bytes, outputs.held_bytes) == (0, 0)
+
+
+IMAGE = replace(
+    VIDEO,
+    modality=Modality.IMAGE,
+    grid=Grid(1, 4, 6),
+    frames=1,
+    frame_height_px=4,
+    frame_width_px=6,
+    seconds_per_grid=None,
+)
+BROUGHT = replace(VIDEO, frames=0, frame_height_px=0, frame_width_px=0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "remedy"),
+    [
+        (VIDEO, "lower fps or max_frames (now 6 frames), or max_pixels (now 2×2 a frame)"),
+        (IMAGE, "lower max_pixels (now 4×6 a frame)"),
+        (BROUGHT, "bring fewer than the 6×2×2 of embeds.grid"),
+    ],
+)
+async def test_who_is_refused_is_told_which_fields_what_they_came_to_and_the_limit(
+    gated: GatedTower, batcher: Batcher, plan: MediaPlan, remedy: str
+) -> None:
+    room = Room(SIZE_BYTES - 1)
+    item = Item(3, plan, Pruning(0.75), EmbedsCache(TOWER, batcher, room, 0), Room(SIZE_BYTES))
+    with pytest.raises(MediaRejected) as refused:
+        await item.start(OneStream(gated), None)
+    assert str(refused.value) == (
+        f"media 3 becomes 24 tokens, {SIZE_BYTES} bytes of embeddings; the encoder has room for {SIZE_BYTES - 1} "
+        f"bytes, 23 tokens: {remedy}"
+    )
 
 
 async def test_room_for_all_of_it_is_held_until_it_is_closed(batcher: Batcher) -> None:

@@ -153,3 +153,11 @@ def test_a_tower_that_is_wanted_with_the_kernel_where_there_is_none_refuses_to_s
     settings = EncoderSettings.load(["--tower-attention", "varlen"])
     with pytest.raises(StartupError, match="--tower-attention varlen cannot be had: it needs a CUDA device, got cpu"):
         load_tower(Checkpoint(family_checkpoint), "bfloat16", CPU, settings.tower_attention)
+
+
+def test_on_cuda_no_kernel_is_left_that_makes_a_plan_for_every_size() -> None:
+    with patch.object(torch.backends.cuda, "enable_cudnn_sdp") as enable:
+        find_attention("sdpa", CPU, HALF, 2, 64)
+        enable.assert_not_called()
+        find_attention("sdpa", CUDA, HALF, 2, 64)
+        enable.assert_called_once_with(False)

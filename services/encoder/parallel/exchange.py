@@ -59,9 +59,10 @@ def join(meeting: Path, rank: int, ranks: int, device: torch.device) -> Any:
     return dist.group.WORLD
 
 
-def leave() -> None:
-    """Gives the group up."""
-    dist.destroy_process_group()
+def leave(device: torch.device) -> None:
+    """Gives the group up, but for NCCL's, which waits for the other ranks: a process that has one ends by os._exit."""
+    if device.type != "cuda":
+        dist.destroy_process_group()
 
 
 class Exchange:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from common.logs import configure_logging
 from common.ranks import Orders
 from services.encoder.loading import device_of, load_rank
 from services.encoder.parallel.exchange import Exchange, join, leave, unpacked
-from services.encoder.parallel.share import DONE, encode_share, packing_of
+from services.encoder.parallel.share import DONE, NO_MEMORY, encode_share, packing_of
 from services.encoder.settings import EncoderSettings
 from services.encoder.tower import Tower
 
@@ -43,7 +44,7 @@ def main() -> ExitStatus:
     except BrokenPipeError:  # the service could not, and is gone
         return ExitStatus.FINISHED
     run_shares(orders, tower, exchange, settings.batch_tokens)
-    leave()
+    leave(tower.device)
     return ExitStatus.FINISHED
 
 
@@ -61,11 +62,12 @@ def run_shares(orders: Orders, tower: Tower, exchange: Exchange, most_tokens: in
                 raise
             except Exception as error:  # whatever it was, it fails this share and not the rank
                 log.exception("a share has failed")
-                orders.answer(str(error).encode() or b"it did not say why")
+                full = isinstance(error, torch.OutOfMemoryError)
+                orders.answer(NO_MEMORY if full else str(error).encode() or b"it did not say why")
                 continue
             orders.answer(DONE)
             exchange.send(embeds, 0).wait()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # see `exchange.leave`

@@ -10,8 +10,10 @@ from torch import Tensor
 from services.encoder.budgets import Packing, Size, fitting, tokens_alone
 from services.encoder.tower import Tower
 
-# A rank's answer: its tower is ready, or its share is done and on its way. Any other says why it is not.
+# A rank's answers: its tower is ready, or its share is done and on its way; there is no memory for it on its device.
+# Any other says why it is not done.
 DONE = b""
+NO_MEMORY = b"its device has no memory left"
 
 
 def packing_of(tower: Tower, most_tokens: int) -> Packing:

@@ -22,18 +22,18 @@ def data_parallel(settings: EncoderSettings) -> Iterator[DataParallelTower]:
     A rank that cannot start ends this process. Raises StartupError if the first one cannot.
     """
     count, device, loss = settings.data_parallel, device_of(settings), Loss()
-    with meeting_place() as meeting:
-        facts = {"settings": settings.model_dump(mode="json"), "meeting": str(meeting)}
-        with closing(Ranks(_RANK, count, facts, loss.note)) as others:
-            own = load_rank(settings, device)  # while they load theirs
-            for rank in range(1, count):
-                others.hear(rank)
-            # Last: however long loading takes, nobody waits in vain, and nothing of NCCL's gets into a graph.
-            group = join(meeting, 0, count, device) if count > 1 else None
-            try:
-                yield DataParallelTower(own, others, count, Exchange(group), settings.batch_tokens, loss)
-            finally:
-                if loss.lost is not None:  # the rest may wait for what will never come
-                    others.kill()
-        if group is not None and loss.lost is None:
-            leave()
+    meeting = meeting_place()
+    facts = {"settings": settings.model_dump(mode="json"), "meeting": str(meeting)}
+    with closing(Ranks(_RANK, count, facts, loss.note)) as others:
+        own = load_rank(settings, device)  # while they load theirs
+        for rank in range(1, count):
+            others.hear(rank)
+        # Last: however long loading takes, nobody waits in vain, and nothing of NCCL's gets into a graph.
+        group = join(meeting, 0, count, device) if count > 1 else None
+        try:
+            yield DataParallelTower(own, others, count, Exchange(group), settings.batch_tokens, loss)
+        finally:
+            if loss.lost is not None:  # the rest may wait for what will never come
+                others.kill()
+    if group is not None and loss.lost is None:
+        leave(device)

@@ -23,7 +23,7 @@ from services.encoder.budgets import Packing, Size
 from services.encoder.parallel.assignment import assign
 from services.encoder.parallel.exchange import TIMEOUT, Exchange, packed
 from services.encoder.parallel.loss import Loss
-from services.encoder.parallel.share import DONE, encode_share, packing_of, room_for
+from services.encoder.parallel.share import DONE, NO_MEMORY, encode_share, packing_of, room_for
 from services.encoder.tower import Tower
 
 log = structlog.get_logger()
@@ -116,7 +116,7 @@ class DataParallelTower:
         for errand, work in zip(errands, sent, strict=True):
             failures += self._collect(errand, work)
         if failures:
-            raise failures[0]
+            raise failures.pop(0)  # what is raised holds this frame, which may not hold it in turn
         return _in_order([(mine, found), *((errand.share, errand.embeds) for errand in errands)], tokens)
 
     def _errand(self, rank: int, share: Sequence[int], slices: Sequence[Tensor], tokens: int) -> _Errand:
@@ -136,7 +136,10 @@ class DataParallelTower:
             answer = self._others.hear(errand.rank, TIMEOUT.total_seconds())
             if answer == DONE:
                 self._exchange.receive(errand.embeds, errand.rank)
-        return [] if answer == DONE else [RuntimeError(f"rank {errand.rank}: {answer.decode()}")]
+        if answer == DONE:
+            return []
+        failure = torch.OutOfMemoryError if answer == NO_MEMORY else RuntimeError
+        return [failure(f"rank {errand.rank}: {answer.decode()}")]
 
 
 @contextmanager
