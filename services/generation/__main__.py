@@ -75,7 +75,10 @@ async def main() -> ExitStatus:
             limit = PromptLimit(built.limit_tokens)
             servicer = GenerationServicer(engine, media, tokenizer, defaults, limit, credentials, model.adapters)
             register = partial(add_GenerationServiceServicer_to_server, servicer)
-            return await serve(SERVICE, settings, register, lambda: engine.alive, broken)
+            status = await serve(SERVICE, settings, register, lambda: engine.alive, broken)
+    if leading and model.device.type == "cuda":  # see Group.leave
+        os._exit(status)
+    return status
 
 
 def _lead(
@@ -109,6 +112,7 @@ def _model_input(checkpoint: Checkpoint, model: LanguageModel) -> ModelInput:
         hidden_size=model.hidden_size,
         embed_levels=model.embed_levels,
         dtype=model.dtype,
+        device=model.device,
     )
 
 

@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +29,8 @@ from common.digest import tagged_digest
 from common.errors import StartupError
 from services.generation.adapters import AdaptedLinear, Adapter, LowRank
 from services.generation.families.language_model import LanguageModel
+from services.generation.parallel.group import Group
+from services.generation.parallel.sharding import part
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -90,8 +92,11 @@ class AdapterFolder:
         return StartupError(f"--adapters {self.name}={self.path}: {why}")
 
 
-def load_adapters(folders: Sequence[AdapterFolder], model: LanguageModel) -> None:
-    """Adds adapters to a model that has none. Raises StartupError, by name, for one not to be computed as it says."""
+def load_adapters(folders: Sequence[AdapterFolder], model: LanguageModel, group: Group | None = None) -> None:
+    """Adds adapters to a model that has none. Raises StartupError, by name, for one not to be computed as it says.
+
+    group: of the ranks that compute the model, each of which loads them.
+    """
     if not folders:
         return
     try:
@@ -101,29 +106,33 @@ def load_adapters(folders: Sequence[AdapterFolder], model: LanguageModel) -> Non
     modules = dict(model.text.named_modules())
     assert not any(isinstance(each, AdaptedLinear) for each in modules.values()), "the model has adapters already"
     layers = {name: each for name, each in modules.items() if hasattr(each, "in_features")}
+    digests: list[bytes] = []
     for folder in folders:
         try:
-            digest, additions = _read(folder, peft, layers, model)
+            digest, additions = _read(folder, peft, layers, model, group)
         except re.error as error:
             raise folder.refusal(f"{CONFIG_FILE}: {error.pattern!r} is no pattern: {error}") from error
         except (OSError, RecursionError, OverflowError) as error:  # of JSON or patterns, where it is not of a file
             raise folder.refusal(str(error)) from error
         adapter = Adapter(folder.name, digest)
         model.adapters.add(adapter, model.text, additions)
+        digests.append(digest)
         ranks = sorted({addition.down.shape[0] for addition in additions.values()})
         told = {"adapter": adapter.name, "digest": adapter.digest.hex()[:12], "path": str(folder.path)}
         log.info("adapter loaded", **told, layers=len(additions), ranks=ranks)
+    if group and not group.agree(int.from_bytes(tagged_digest(_DOMAIN, digests)[:7])):
+        raise StartupError("--adapters: the ranks have read different files")
 
 
 def _read(
-    folder: AdapterFolder, peft: Any, layers: Mapping[str, nn.Module], model: LanguageModel
+    folder: AdapterFolder, peft: Any, layers: Mapping[str, nn.Module], model: LanguageModel, group: Group | None
 ) -> tuple[bytes, dict[str, LowRank]]:
     """An adapter's digest, and what it adds to layers, by their names in the text model."""
     config = _read_config(folder, peft)
     weights, before = _by_layer(folder, _read_weights(folder, peft, model.device), layers)
     _check_targets(folder, config, weights, {name: before + name for name in layers})
     additions = {
-        name: _addition(folder, config, before + name, layers[name], sides, model.dtype)
+        name: _of_rank(_addition(folder, config, before + name, layers[name], sides, model.dtype), layers[name], group)
         for name, sides in weights.items()
     }
     return _digest(folder), additions
@@ -240,6 +249,16 @@ def _addition(
     if not (addition.down.isfinite().all() and addition.up.isfinite().all()):
         raise folder.refusal(f"weights of {trained_name}, scaled by {scaling}, are not finite as {dtype}")
     return addition
+
+
+def _of_rank(addition: LowRank, layer: Any, group: Group | None) -> LowRank:
+    """What of it belongs to a rank that has some of a layer's columns, some of its rows, or all."""
+    if group is None:
+        return addition
+    rows, columns = layer.weight.shape
+    if columns < layer.in_features:
+        return LowRank(part(addition.down, 1, group), addition.up, group.total)
+    return replace(addition, up=part(addition.up, 0, group)) if rows < layer.out_features else addition
 
 
 def _digest(folder: AdapterFolder) -> bytes:

@@ -9,7 +9,7 @@ Source: LoRA, arXiv 2106.09685.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -36,14 +36,20 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to a layer. down: [r, in_features]; up: [out_features, r], its scaling within."""
+    """What an adapter adds to a layer. down: [r, in_features]; up: [out_features, r], its scaling within.
+
+    Where several ranks compute a layer, either is of this rank's features alone. total: adds up over them what `down`
+    makes of theirs; None where each has all.
+    """
 
     down: Tensor
     up: Tensor
+    total: Callable[[Tensor], Tensor] | None = None
 
     def of(self, rows: Tensor) -> Tensor:
         """rows: [.., in_features]; returns [.., out_features]."""
-        return F.linear(F.linear(rows, self.down), self.up)
+        inner = F.linear(rows, self.down)
+        return F.linear(self.total(inner) if self.total else inner, self.up)
 
 
 class Adapters:

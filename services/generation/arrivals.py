@@ -19,6 +19,7 @@ from common.tensors import DType, TensorBuffer
 from common.wire import add_chunk, buffer_for, int32_array
 from framesieve.v1 import encoder_pb2
 from services.generation.answers import MediaItem
+from services.generation.copies import pinned_for
 from services.generation.timing import Stage
 
 TORCH_DTYPES = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16, DType.FLOAT32: torch.float32}
@@ -29,7 +30,8 @@ _DOMAIN = b"framesieve media item v2"
 class ModelInput:
     """What the language model takes, and so what peers must send.
 
-    fingerprint: of its checkpoint. embed_levels: tensors beside a media token's embedding. dtype: of its weights.
+    fingerprint: of its checkpoint. embed_levels: tensors beside a media token's embedding. dtype, device: of its
+    weights.
     """
 
     fingerprint: bytes
@@ -37,6 +39,7 @@ class ModelInput:
     hidden_size: int
     embed_levels: int
     dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class Arrival:
         self._plan = plan
         self._shape = (1 + model.embed_levels, count, model.hidden_size)
         self._dtype = model.dtype
+        self._device = model.device
         self._buffer: TensorBuffer | None = None
         self._kept: Int32Array | None = None
         self._repaired_frames = 0
@@ -99,7 +103,7 @@ class Arrival:
         add_chunk(self._buffer, message.chunk)
 
     def item(self) -> MediaItem:
-        """The complete item. Reads and converts all of its embeddings, so call it beside the loop."""
+        """The complete item, on the host. Reads and converts all of its embeddings, so call it beside the loop."""
         assert self._buffer is not None
         with busy("transfer"):
             sent = torch.frombuffer(self._buffer.data, dtype=TORCH_DTYPES[self._buffer.dtype]).view(self._shape)
@@ -109,6 +113,7 @@ class Arrival:
             digest = tagged_digest(_DOMAIN, (self._buffer.dtype.label.encode(), kept, self._buffer.data))
             if not bool(embeds.isfinite().all()):
                 raise PeerContract(f"the embeddings of item {self._index} are not finite in {self._dtype}")
+            embeds = pinned_for(embeds, self._device)
         return MediaItem(self._index, self._kept, embeds, self._repaired_frames, digest)
 
     def _note_ages(self, ages: encoder_pb2.StageAges, heard_ns: int) -> None:

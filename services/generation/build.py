@@ -48,8 +48,10 @@ def build(
 ) -> Built:
     """group: of this rank; followers: on rank 0, the others. Raises StartupError for what cannot be as settings say."""
     device = device_of(settings, group.rank if group else 0)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # kernels and quantizers that are tried below may ask which one is current
     model = load_language_model(checkpoint, _dtype(settings, checkpoint), device, group)
-    load_adapters(settings.adapters, model)
+    load_adapters(settings.adapters, model, group)
     blocks = -(-_cache_tokens(settings, model, group) // BLOCK_TOKENS)
     limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
     runner = Runner(model, blocks, BLOCK_TOKENS, followers)

@@ -8,9 +8,8 @@ steps. It sleeps while there is nothing to run. It knows neither grpc, asyncio, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate, takewhile
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from queue import Empty, SimpleQueue
 from time import monotonic_ns
 
@@ -21,9 +20,10 @@ from torch import Tensor
 from common.errors import FramesieveError, InvalidRequest, Overloaded, PeerContract, PromptTooLong, Unavailable
 from services.generation.answers import Answers, MediaItem
 from services.generation.blocks import BlockAllocator
-from services.generation.request import Event, Failed, Finished, FinishReason, PrefillStarted, Request, Status, Tokens
+from services.generation.copies import tensor_to_device
+from services.generation.outputs import Outputs, choose, first_rows
+from services.generation.request import Event, Failed, PrefillStarted, Request, Status
 from services.generation.runner import OutOfStep, Runner
-from services.generation.sampler import Chosen, SamplingState, sample
 from services.generation.scheduler import Scheduler
 from services.generation.stats import EngineStats, Step, Totals
 from services.generation.windows import Window
@@ -58,6 +58,7 @@ class Engine:
         self._scheduler = Scheduler(allocator, chunk_tokens, max_running, guess_tokens)
         self._capacity_tokens = allocator.total * allocator.block_tokens
         self._max_requests = max_running + max_waiting
+        self._outputs = Outputs(self._scheduler, self._send, self._forget)
         self._answers = Answers(allocator.block_tokens - 1)
         self._commands: SimpleQueue[tuple[Request | None, Callable[[], None]]] = SimpleQueue()
         self._lock = threading.Lock()  # guards everything but the runner, and is free while that computes
@@ -73,11 +74,6 @@ class Engine:
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
     # --- from any thread ---------------------------------------------------------------------------------------
-
-    @property
-    def capacity_tokens(self) -> int:
-        """The longest sequence, prompt and answer, that the cache holds."""
-        return self._capacity_tokens
 
     @property
     def alive(self) -> bool:
@@ -181,9 +177,11 @@ class Engine:
 
     def _loop(self) -> None:
         try:
-            while not self._stopping:
-                if not self.step():
-                    self._do(*self._commands.get())
+            # What asks torch which device is current, Triton's kernels among others, means the model's.
+            with torch.cuda.device_of(self._runner.model.embed_tokens.weight):
+                while not self._stopping:
+                    if not self.step():
+                        self._do(*self._commands.get())
             self._take_commands()
             with self._lock:
                 self._fail(self._scheduler.requests(), Unavailable("generation was stopped", "generation"))
@@ -224,8 +222,9 @@ class Engine:
         expected = (1 + request.plan.embed_levels, request.kept_counts[index], self._runner.model.hidden_size)
         if embeds.shape != expected:
             raise PeerContract(f"embeds of item {index} are {list(embeds.shape)}, not {list(expected)}")
-        item = replace(item, embeds=embeds.to(self._runner.model.device))
-        request.take(index, self._answers.note(request.answer_keys[index], item), item.embeds)
+        answer = self._answers.note(request.answer_keys[index], item)
+        # Nobody waits here for the device, which may never answer: `Arrival` has pinned them.
+        request.take(index, answer, tensor_to_device(embeds, self._runner.model.device))
         if request.rope.complete:
             self._scheduler.media_complete(request)
 
@@ -240,45 +239,13 @@ class Engine:
             for window in windows:
                 self._scheduler.computed(window.request, window.end - window.guesses)
         self._guesses += sum(window.guesses for window in windows)
-        rows = dict(zip(sampled, accumulate((1 + window.guesses for window in sampled), initial=0), strict=False))
-        place = 0
+        rows, place = first_rows(sampled), 0
         while rows:
-            wanted = logits if len(rows) == len(logits) else logits[list(rows.values())]
-            chosen = sample(wanted, [_sampling_state(window.request) for window in rows])
+            chosen = choose(rows, logits)
             with self._lock:
-                rows = dict(self._accept(rows, chosen, place))
+                rows = self._outputs.accept(rows, chosen, place)
             self._right_guesses += len(rows)
             place += 1
-
-    def _accept(self, rows: Mapping[Window, int], chosen: Sequence[Chosen], place: int) -> Iterator[tuple[Window, int]]:
-        """Appends a token to each answer; yields those whose guess at `place` is that token, and their next row."""
-        for (window, row), token in zip(rows.items(), chosen, strict=True):
-            request = window.request
-            self._append(request, token)
-            if request.status is Status.DONE or place == window.guesses:
-                continue
-            if token.token_id == request.guesses[place]:
-                self._scheduler.computed(request, window.end - window.guesses + place + 1)
-                yield window, row + 1
-
-    def _append(self, request: Request, chosen: Chosen) -> None:
-        """Adds a token to the answer, and ends it where an end token, a stop string or the limit says so."""
-        token = chosen.token_id
-        request.output_ids.append(token)
-        if request.followers:
-            self._scheduler.start_followers(request)
-        ended = token in request.sampling.eos_ids
-        full = len(request.output_ids) >= request.sampling.max_new_tokens
-        text, stopped = ("", False) if ended else request.detokeniser.add(token)
-        if (ended or full) and not stopped:
-            text += request.detokeniser.flush()
-        stopped = stopped or ended
-        logprobs = () if chosen.logprob is None else (chosen.logprob,)
-        self._send(request, Tokens(text, (token,), logprobs, (chosen.top,) if chosen.top else ()))
-        if stopped or full:
-            self._forget(request)
-            reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-            self._send(request, Finished(reason, len(request.output_ids)))
 
     def _send(self, request: Request, event: Event) -> None:
         if not self._given_up:
@@ -314,7 +281,6 @@ class Engine:
             return
         before, tokens = self._totals, sum(window.tokens for window in windows)
         self._totals = Totals(
-            before.steps + 1,
             before.tokens + tokens,
             self._scheduler.preemptions,
             self._guesses,
@@ -325,10 +291,6 @@ class Engine:
 
 def _as_failure(error: Exception) -> FramesieveError:
     """A bug's own words are for the log."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return Overloaded("the model's device had no memory left to compute this request")
     return error if isinstance(error, FramesieveError) else FramesieveError("the engine failed to compute this request")
-
-
-def _sampling_state(request: Request) -> SamplingState:
-    if request.sampling_state is None:
-        request.sampling_state = SamplingState(request.sampling, request.rope.ids)
-    return request.sampling_state

@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from common.errors import InvalidRequest, PeerContract, Unavailable
+from common.errors import PeerContract, PromptTooLong, Unavailable
 from common.plan import PromptPlan
 from common.prompt_limits import check_prompt
 from common.retention import Pruning, retained_count
@@ -29,6 +29,7 @@ from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
 from services.generation.answers import MediaItem, answer_key
 from services.generation.arrivals import Arrival, ModelInput, Progress
+from services.generation.prompt_limit import advice
 from services.generation.timing import Stage, StageClock
 from services.generation.upstream import Selected, Upstream
 
@@ -55,7 +56,8 @@ class MediaClient:
         """A session whose plan is there. Leaving it cancels what is left of it upstream, and gives its room back.
 
         call: deadline and metadata for the upstream call.
-        Raises InvalidRequest, also where the media can never be held together, PeerContract, and what upstream raises.
+        Raises InvalidRequest, PromptTooLong where the media can never be held together, PeerContract, and what upstream
+        raises.
         """
         check_prompt(prompt)
         prunings = prunings_of(prompt, pruning)
@@ -64,6 +66,7 @@ class MediaClient:
         try:
             plan = await upstream.plan()
             _check_plan(plan, prompt, self._model)
+            del prompt, pruning  # media may be in them: only `upstream` keeps these, for as long as it may begin anew
             if upstream.fetched_ns is None:
                 clock.skip(Stage.FETCH)
             else:
@@ -87,7 +90,7 @@ class MediaSession:
     """One request's plan and media.
 
     prunings, kept_counts, answer_keys: one for each item of the plan; the last is what its answer is remembered by.
-    Raises InvalidRequest if the embeddings of all items can never be held together.
+    Raises PromptTooLong if the embeddings of all items can never be held together.
     """
 
     def __init__(
@@ -111,9 +114,10 @@ class MediaSession:
         self._row_bytes = (1 + model.embed_levels) * model.hidden_size * model.dtype.itemsize
         size_bytes = sum(self.kept_counts) * self._row_bytes
         if size_bytes > room.size_bytes:
-            raise InvalidRequest(
+            fits = advice(plan.media, prunings, room.size_bytes // self._row_bytes)
+            raise PromptTooLong(
                 f"the prompt's {len(plan.media)} media keep {sum(self.kept_counts)} tokens, whose embeddings take "
-                f"{size_bytes} bytes; --media-buffer-bytes holds {room.size_bytes}"
+                f"{size_bytes} bytes; --media-buffer-bytes holds {room.size_bytes}{fits}"
             )
         self._upstream = upstream
         self._model = model

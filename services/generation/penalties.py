@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from common.plan import Int32Array
+from services.generation.copies import to_device
 
 _LEAST_REPETITION = 1e-30  # what divides by less leaves the range of float32
 
@@ -52,11 +53,11 @@ def penalise(scores: Tensor, penalties: Mapping[int, Penalties]) -> None:
     sizes = [one.counts.size for one in each]
 
     def by_token(values: list[float]) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, np.float32), sizes)).to(scores.device)
+        return to_device(np.repeat(np.array(values, np.float32), sizes), scores.device)
 
-    rows = torch.from_numpy(np.repeat(np.array(list(penalties), np.int64), sizes)).to(scores.device)
-    token_ids = torch.from_numpy(np.concatenate([one.token_ids for one in each])).to(scores.device)
-    counts = torch.from_numpy(np.concatenate([one.counts for one in each])).to(scores.device)
+    rows = to_device(np.repeat(np.array(list(penalties), np.int64), sizes), scores.device)
+    token_ids = to_device(np.concatenate([one.token_ids for one in each]), scores.device)
+    counts = to_device(np.concatenate([one.counts for one in each]), scores.device)
     repetition = by_token([one.repetition for one in each])
     values = scores[rows, token_ids]
     values = torch.where(values < 0, values * repetition, values / repetition)

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 from services.generation.answers import Answer
 from services.generation.blocks import BlockAllocator
-from services.generation.request import Request, RopeState
+from services.generation.request import Request
+from services.generation.rope import RopeState
 
 
 class Prefixes:

@@ -42,12 +42,15 @@ class PromptLimit:
         wanted = f"max_new_tokens of {answer}" if max_new_tokens else "an answer"
         raise PromptTooLong(
             f"the prompt has {prompt} tokens after pruning, {text} of them text; with {wanted} that is more than the "
-            f"{self.tokens} tokens that this service takes{_advice(plan.media, prunings, self.tokens - text - answer)}"
+            f"{self.tokens} tokens that this service takes{advice(plan.media, prunings, self.tokens - text - answer)}"
         )
 
 
-def _advice(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -> str:
-    """What would make the media fit into `room` tokens; empty if nothing would. Only what is decoded can shrink."""
+def advice(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -> str:
+    """What would make the media fit into `room` tokens; empty if nothing would. Only what is decoded can shrink.
+
+    The text between their slices counts as theirs.
+    """
     ways = []
     if pixels := _max_pixels(media, prunings, room):
         ways.append(f"max_pixels={pixels}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.generation.attention import make_cache
 from services.generation.attention.sizes import CacheSizes
-from services.generation.copies import to_device
+from services.generation.copies import tensor_to_device, to_device
 from services.generation.families.language_model import LanguageModel
 from services.generation.graphs import Capture, DecodeGraphs
 from services.generation.windows import MediaRows, Packed, Window, pack, singles_first
@@ -75,7 +75,8 @@ class Runner:
         the same; what fails before leaves them as they are.
         """
         packed, media = pack(windows, self._cache.sizes.block_tokens)
-        features = torch.cat([_features(each) for each in media], dim=1) if media else None
+        device = self.model.device
+        features = torch.cat([tensor_to_device(_features(each), device) for each in media], dim=1) if media else None
         sampled = [window for window in singles_first(windows) if window.samples]
         if self._followers is None:
             return sampled, self.compute(packed, features)

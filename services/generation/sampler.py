@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from common.plan import Int32Array
+from services.generation.copies import to_device
 from services.generation.penalties import Penalties, penalise
 
 _NUCLEUS = 1024  # where the likeliest tokens that hold top_p are looked for at first: sorting all is slow
@@ -102,7 +104,8 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Chosen]:
     token_ids = scores.argmax(dim=-1)
     rows = [row for row, state in enumerate(states) if state.penalties or not state.params.greedy]
     if rows:
-        token_ids[rows] = _choose(scores[rows], [states[row] for row in rows])
+        at = _indices(rows, scores)
+        token_ids[at] = _choose(scores[at], [states[row] for row in rows])
     chosen = list(map(Chosen, token_ids.tolist()))
     for each, state in zip(chosen, states, strict=True):
         if state.penalties:
@@ -110,7 +113,8 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Chosen]:
     rows = [row for row, state in enumerate(states) if state.params.logprobs]
     if rows:
         tops = [states[row].params.top_logprobs for row in rows]
-        told = _with_logprobs(scores[rows].log_softmax(dim=-1), token_ids[rows], tops)
+        at = _indices(rows, scores)
+        told = _with_logprobs(scores[at].log_softmax(dim=-1), token_ids[at], tops)
         for row, each in zip(rows, told, strict=True):
             chosen[row] = each
     return chosen
@@ -127,12 +131,12 @@ def truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     scores = (scores - best) / _column([max(each.temperature, coldest) for each in params], scores)
     floors = torch.full_like(best, -torch.inf)  # what lies below its row's is cut
     for top_k in {each.top_k for each in params if 0 < each.top_k < scores.shape[-1]}:
-        rows = [row for row, each in enumerate(params) if each.top_k == top_k]
-        floors[rows] = scores[rows].topk(top_k, dim=-1).values[:, -1:]
+        at = _indices([row for row, each in enumerate(params) if each.top_k == top_k], scores)
+        floors[at] = scores[at].topk(top_k, dim=-1).values[:, -1:]
     rows = [row for row, each in enumerate(params) if each.top_p < 1]
     if rows:
-        shares = _column([params[row].top_p for row in rows], scores, torch.float64)
-        floors[rows] = _nucleus_floors(scores[rows], floors[rows], shares, _NUCLEUS)
+        at, shares = _indices(rows, scores), _column([params[row].top_p for row in rows], scores, np.float64)
+        floors[at] = _nucleus_floors(scores[at], floors[at], shares, _NUCLEUS)
     min_ps = _column([math.log(each.min_p) if each.min_p else -math.inf for each in params], scores)
     return scores.masked_fill(scores < floors.maximum(min_ps), -torch.inf)
 
@@ -163,7 +167,8 @@ def _choose(scores: Tensor, states: Sequence[SamplingState]) -> Tensor:
     token_ids = scores.argmax(dim=-1)
     drawn = [row for row, state in enumerate(states) if not state.params.greedy]
     if drawn:
-        token_ids[drawn] = _draw(scores[drawn], [states[row] for row in drawn])
+        at = _indices(drawn, scores)
+        token_ids[at] = _draw(scores[at], [states[row] for row in drawn])
     return token_ids
 
 
@@ -172,7 +177,7 @@ def _draw(scores: Tensor, states: Sequence[SamplingState]) -> Tensor:
     odds = truncate(scores, [state.params for state in states]).exp()
     cumulative = odds.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    numbers = _column([state.draw() for state in states], scores, torch.float64)
+    numbers = _column([state.draw() for state in states], scores, np.float64)
     # Below the total even after rounding, so that a token without probability is never reached.
     wanted = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))
     chosen = torch.searchsorted(cumulative, wanted, right=True)[:, 0]
@@ -185,7 +190,7 @@ def _with_logprobs(logprobs: Tensor, token_ids: Tensor, tops: Sequence[int]) -> 
     likeliest: list[tuple[tuple[int, float], ...]] = [()] * len(tops)
     rows = [row for row, wanted in enumerate(tops) if wanted]
     if rows:
-        for row, each in zip(rows, _likeliest(logprobs[rows], max(tops)), strict=True):
+        for row, each in zip(rows, _likeliest(logprobs[_indices(rows, logprobs)], max(tops)), strict=True):
             likeliest[row] = each[: tops[row]]
     return list(map(Chosen, token_ids.tolist(), values, likeliest))
 
@@ -202,5 +207,10 @@ def _likeliest(logprobs: Tensor, wanted: int) -> list[tuple[tuple[int, float], .
     return [tuple(zip(*each, strict=True)) for each in zip(ids_of[at].tolist(), values_of[at].tolist(), strict=True)]
 
 
-def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=like.device)[:, None]
+def _column(values: Sequence[float], like: Tensor, dtype: type[np.floating[Any]] = np.float32) -> Tensor:
+    return to_device(np.array(values, dtype), like.device)[:, None]
+
+
+def _indices(rows: Sequence[int], like: Tensor) -> Tensor:
+    """By a list of rows, torch would have the host wait for the device."""
+    return to_device(np.array(rows, np.int64), like.device)

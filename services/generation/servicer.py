@@ -88,6 +88,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
         call = passed_on(context, self._credentials)
         async with self._media.open(request.prompt, request.pruning, clock, **call) as session:
+            del request  # its media may be large, and the session lets go of them once theirs have arrived
             plan, prunings, kept_counts = session.plan, session.prunings, session.kept_counts
             room = self._limit.room(plan, prunings, kept_counts, wanted.max_new_tokens)
             usage = usage_message(plan, prunings, kept_counts)
@@ -163,17 +164,23 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         """Brings the media that the engine lacks; what goes wrong becomes an event."""
         try:
-            async for arrival in session.receive(question.wanted_media, clock):
-                if isinstance(arrival, MediaItem):
-                    usage.media[arrival.media_index].repaired_frames = arrival.repaired_frames
-                    self._engine.deliver(question, arrival)
-                else:
-                    events.put(arrival)
+            await self._deliver(session, clock, question, usage, events)
             # A reader that is slow, or has stopped, must not keep room that the engine no longer needs.
             await events.ended.wait()
             await session.give_room_back()
         except Exception as error:
             events.put(error)
+
+    async def _deliver(
+        self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
+    ) -> None:
+        """On its own, for what is left at the end names the last item, whose embeddings are large."""
+        async for arrival in session.receive(question.wanted_media, clock):
+            if isinstance(arrival, MediaItem):
+                usage.media[arrival.media_index].repaired_frames = arrival.repaired_frames
+                self._engine.deliver(question, arrival)
+            else:
+                events.put(arrival)
 
 
 class Events:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, PlainValidator, field_validator, model_validator
+from pydantic import Field, PlainValidator, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from common.errors import StartupError
 from common.settings import UpstreamSettings
 from services.generation.adapter_files import AdapterFolder
 
@@ -70,8 +69,7 @@ class GenerationSettings(UpstreamSettings):
     adapters: Annotated[tuple[Annotated[AdapterFolder, PlainValidator(AdapterFolder.parse)], ...], NoDecode] = Field(
         (),
         description="LoRA adapters that requests may name, folders in PEFT's format parted by commas: "
-        "traffic=/models/traffic-lora,sports=/models/sports-lora; needs PEFT (the extra lora) and "
-        "--tensor-parallel 1",
+        "traffic=/models/traffic-lora,sports=/models/sports-lora; needs PEFT (the extra lora)",
     )
 
     @field_validator("adapters", mode="before")
@@ -87,9 +85,3 @@ class GenerationSettings(UpstreamSettings):
         if twice:
             raise ValueError(f"two adapters are named {twice!r}")
         return value
-
-    @model_validator(mode="after")
-    def _adapters_in_one_process(self) -> Self:
-        if self.adapters and self.tensor_parallel > 1:
-            raise StartupError(f"--adapters need --tensor-parallel 1, got {self.tensor_parallel}")
-        return self

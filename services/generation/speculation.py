@@ -15,13 +15,11 @@ from services.generation.request import Request
 
 # How many tokens must be found again: longer matches first, and one alone says too little.
 MATCHED_TOKENS = (3, 2)
-_MEDIA = -1
 
 
 def guess(request: Request, most: int) -> tuple[int, ...]:
     """At most `most` tokens that may follow the answer so far, perhaps none."""
-    prompt = np.where(request.rope.identities[0] > 0, _MEDIA, request.rope.ids)
-    history = np.concatenate([prompt, np.array(request.output_ids, np.int32)])
+    history = np.concatenate([request.rope.text_ids, np.array(request.output_ids, np.int32)])
     for length in MATCHED_TOKENS:
         tail = history[-length:]
         found = np.ones(max(0, history.size - length), np.bool_)
@@ -30,6 +28,6 @@ def guess(request: Request, most: int) -> tuple[int, ...]:
         if found.any():
             first = int(np.flatnonzero(found)[-1]) + length
             follows = history[first : first + most]
-            media = np.flatnonzero(follows == _MEDIA)
+            media = np.flatnonzero(follows < 0)
             return tuple(follows[: media[0] if media.size else most].tolist())
     return ()

@@ -14,7 +14,6 @@ from services.generation.windows import Window
 class Totals:
     """Up to the last step; they only grow. tokens: computed, of prompts and answers, with guesses."""
 
-    steps: int = 0
     tokens: int = 0
     preemptions: int = 0
     guesses: int = 0

@@ -87,8 +87,9 @@ class Upstream:
         self.select(missing)
 
     def succeeded(self) -> None:
-        """All that was asked for has come."""
+        """All that was asked for has come: it will not be begun anew."""
         self._retries.succeeded()
+        del self._requests  # media may be in them
 
     def cancel(self) -> None:
         self._call.cancel()

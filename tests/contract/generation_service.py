@@ -98,7 +98,9 @@ async def service_of(
     )
     engine.start()
     room = Room(ROOM_BYTES)
-    shape = ModelInput(checkpoint.fingerprint, model.embed_tokens.num_embeddings, HIDDEN, 0, torch.float32)
+    shape = ModelInput(
+        checkpoint.fingerprint, model.embed_tokens.num_embeddings, HIDDEN, 0, torch.float32, torch.device("cpu")
+    )
     encoder.setdefault("items", video_items())
     peers = (
         Encoder(prompt_plan(checkpoint.fingerprint, TEXT_BEFORE, VIDEO, TEXT_AFTER), **encoder),

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
+import weakref
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 import structlog
+import torch
 
 from common.channels import REQUEST_ID_KEY
 from common.errors import MediaDamaged
 from framesieve.v1 import generation_pb2, prompt_pb2
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
+from services.generation.answers import MediaItem
+from services.generation.request import Request
 from tests.contract.generation_peers import (
     embeds_messages,
     eventually,
@@ -127,8 +133,8 @@ async def test_a_prompt_that_cannot_fit_is_refused_with_what_would(tmp_path: Pat
 async def test_media_that_cannot_be_held_are_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
         service.room.size_bytes = 100
-        code, _, said = await refused(service.ask())
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        code, reason, said = await refused(service.ask())
+        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
         assert f"{len(KEPT) * HIDDEN * 4} bytes; --media-buffer-bytes holds 100" in said
 
 
@@ -249,6 +255,29 @@ async def test_a_reader_that_stops_reading_keeps_no_room_for_media(tmp_path: Pat
                 left = [response async for response in responses]
         assert len(token_ids(left)) == 5
         assert left[-1].HasField("finished")
+
+
+async def test_once_media_have_arrived_nobody_keeps_what_they_came_as(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """Neither the prompt, which may bring media, nor embeddings, of which the engine has its own."""
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+        request = GenerateRequest(prompt=prompt_message(service.encoder.plan), sampling=Sampling(max_new_tokens=9))
+        request.pruning.CopyFrom(HALF)
+        messages = [request, request.prompt, request.pruning]
+        before = [sys.getrefcount(each) for each in messages]
+        delivered: list[weakref.ref[torch.Tensor]] = []
+        deliver = service.engine.deliver
+
+        def note(question: Request, item: MediaItem) -> None:
+            delivered.append(weakref.ref(item.embeds))
+            deliver(question, replace(item, embeds=item.embeds.clone()))
+
+        service.engine.deliver = note  # type: ignore[method-assign]
+        with structlog.contextvars.bound_contextvars(request_id="large"):
+            async with aclosing(service.servicer.Generate(request, Caller())) as responses:
+                while not (await anext(responses)).HasField("delta"):
+                    pass
+                await eventually(lambda: [sys.getrefcount(each) for each in messages] == before)
+                assert [embeds() for embeds in delivered] == [None]
 
 
 async def test_a_rate_that_leaves_the_first_slice_alone_is_said(tmp_path: Path, tiny_checkpoint: Path) -> None:

@@ -22,7 +22,7 @@ from services.generation.answers import MediaItem
 from services.generation.arrivals import Progress
 from services.generation.media import MediaClient
 from tests.contract.generation_peers import Context, Encoder, eventually, prompt_plan, serving
-from tests.contract.test_generation_media import (
+from tests.contract.media_client import (
     FINGERPRINT,
     IMAGE,
     MODEL,

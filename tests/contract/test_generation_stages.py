@@ -24,7 +24,7 @@ from tests.contract.generation_peers import (
     prompt_plan,
     serving,
 )
-from tests.contract.test_generation_media import FINGERPRINT, IMAGE, MODEL, PLAN, VIDEO
+from tests.contract.media_client import FINGERPRINT, IMAGE, MODEL, PLAN, VIDEO
 
 TEXT = prompt_plan(FINGERPRINT, 3)
 SECOND = 10**9

@@ -42,9 +42,9 @@ LIMITS = Limits(wall_s=1, memory_bytes=2**26, file_bytes=1, frames=1, length_s=1
 async def preprocessing(folder: Path, checkpoint: Path) -> AsyncIterator[str]:
     """Its address. It is asked about text alone, so its pools are never started."""
     reading, decoding = (Pool(1, LIMITS, 1, print) for _ in range(2))
-    async with Threads(1) as planning:
+    async with Threads(1) as quick, Threads(1) as slow:
         planner = Planner(Checkpoint(checkpoint), None)
-        servicer = PreprocessingServicer(planner, Fetcher(FetchPolicy()), planning, reading, decoding)
+        servicer = PreprocessingServicer(planner, Fetcher(FetchPolicy()), quick, slow, reading, decoding)
         async with serving(f"unix:{folder}/p", servicer):
             yield f"unix:{folder}/p"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from common.checkpoint import Checkpoint
 from services.encoder.families import load_tower
@@ -16,6 +18,7 @@ from services.generation.families import load_language_model
 from services.generation.graphs import CudaCapture
 from services.generation.sampler import SamplingParams
 from tests.families import FAMILIES
+from tests.gpu.capturing import can_capture
 from tests.oracle import Text, kept_tokens
 from tests.tiny import TinyEngine, random_item
 
@@ -56,7 +59,7 @@ def test_replayed_decode_steps_are_the_eager_ones(family: str, family_checkpoint
     for graphs in (False, True):
         tiny = TinyEngine(model)
         if graphs:
-            tiny.runner.capture_decoding(8, 256, CudaCapture(DEVICES[1]))
+            assert tiny.runner.capture_decoding(8, 256, CudaCapture(DEVICES[1])) == can_capture(family, dtype)
         asked = []
         for number in range(5):
             video = random_item(FAMILIES[family], (4, 2, 3), Fraction(1), seed=number, rate=0.75)
@@ -64,8 +67,17 @@ def test_replayed_decode_steps_are_the_eager_ones(family: str, family_checkpoint
             asked.append(tiny.ask(str(number), parts, SamplingParams(max_new_tokens=12)))
             tiny.deliver(asked[-1], 0, video, kept_tokens(video, 0))
         tiny.drain()
-        found.append(torch.cat([torch.stack(tiny.runner.logits[str(number)]) for number in range(5)]).float())
-    assert torch.allclose(found[0], found[1], atol=TOLERANCE if dtype is torch.float32 else 0.1)
+        found.append([tiny.runner.logits[str(number)] for number in range(5)])
+    for eager, replayed in (pair for both in zip(*found, strict=True) for pair in alike(*both)):
+        assert torch.allclose(eager, replayed, atol=TOLERANCE if dtype is torch.float32 else 0.1)
+
+
+def alike(eager: list[Tensor], replayed: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """An answer's logits, as far as both followed the same tokens: of two that are as likely, either may be chosen."""
+    for one, other in zip(eager, replayed, strict=True):
+        yield one, other
+        if one.argmax() != other.argmax():
+            return
 
 
 def test_a_kernel_that_reads_blocks_is_right_where_there_is_one() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from services.generation.attention import PagedCache, paged_attention, sdpa
+from services.generation.attention import PagedCache, make_cache, paged_attention, sdpa
 from services.generation.attention.sdpa import SdpaCache
 from services.generation.attention.sizes import CacheSizes
 from services.generation.attention.varlen import VarlenCache, check_kernel, find_kernel
@@ -140,6 +140,22 @@ def test_a_kernel_is_looked_for_only_where_one_may_be() -> None:
     assert find_kernel(SIZES, torch.zeros((), dtype=torch.bfloat16)) is None
 
 
+@pytest.mark.parametrize("fault", [AttributeError, OSError, ModuleNotFoundError, RuntimeError])
+def test_a_kernel_that_is_installed_and_broken_is_not_used(
+    fault: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def activate(name: str) -> None:
+        tried.append(name)
+        raise fault(name)
+
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    on_cuda = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert find_kernel(SIZES, cast(Tensor, on_cuda)) is None
+    assert tried == ["FA3", "FA4"]
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_kernel_that_computes_something_else_is_not_used(wrong: bool) -> None:
     def attend(*arrays: Any, **named: Any) -> Tensor:
@@ -188,3 +204,13 @@ def check(cache: PagedCache, batch: list[tuple[list[int], int, int]], seed: int,
 def packed(contexts: list[Context], slots: Tensor) -> Packed:
     singles = sum(context.tokens == 1 for context in contexts)
     return cast(Packed, SimpleNamespace(contexts=tuple(contexts), singles=singles, slots=slots.numpy()))
+
+
+def test_on_cuda_no_kernel_is_left_that_makes_a_plan_for_every_size() -> None:
+    like = torch.zeros(())
+    elsewhere = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, new_zeros=like.new_zeros)
+    with patch.object(torch.backends.cuda, "enable_cudnn_sdp") as enable:
+        make_cache(SIZES, like)
+        enable.assert_not_called()
+        make_cache(SIZES, cast(Tensor, elsewhere))
+        enable.assert_called_once_with(False)

@@ -195,3 +195,19 @@ def test_on_the_cpu_and_where_it_is_told_nothing_is_measured(
 ) -> None:
     built = build(settings("--model", str(tiny_checkpoint), "--device", "cpu", *flags), Checkpoint(tiny_checkpoint))
     assert built.blocks * BLOCK_TOKENS == tokens
+
+
+def test_what_is_loaded_and_captured_finds_its_device_the_current_one(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current: list[torch.device] = []
+
+    def load(*_: object) -> None:
+        assert current == [torch.device("cuda", 1)]
+        raise StartupError("as far as a CPU goes")
+
+    monkeypatch.setattr("services.generation.build.device_of", lambda *_: torch.device("cuda", 1))
+    monkeypatch.setattr("services.generation.build.load_language_model", load)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    with pytest.raises(StartupError, match="as far as"):
+        build(settings("--model", str(tiny_checkpoint)), Checkpoint(tiny_checkpoint))

@@ -1,10 +1,8 @@
-"""One thread answers many: what comes in from other threads, what goes out as events, and what a failure costs."""
+"""An engine a step at a time: what goes out as events, what it refuses, and what a cancellation or a failure costs."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -12,20 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.errors import FramesieveError, InvalidRequest, Overloaded, PeerContract, PromptTooLong, Unavailable
+from common.errors import InvalidRequest, Overloaded, PeerContract, PromptTooLong
 from services.generation.answers import MediaItem
 from services.generation.request import Event, Failed, Finished, FinishReason, PrefillStarted, Tokens
 from services.generation.sampler import SamplingParams
-from services.generation.windows import Packed, Window
+from services.generation.windows import Window
 from tests.oracle import Item, Text
-from tests.tiny import BLOCK_TOKENS, Asked, Models, TinyEngine, load_models
-from tests.unit.engine_questions import ABOUT_VIDEO, KEPT, PROMPT, VIDEO
+from tests.tiny import BLOCK_TOKENS, Models, TinyEngine
+from tests.unit.engine_questions import ABOUT_VIDEO, KEPT, PROMPT, VIDEO, greedy_answer
 
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    torch.set_num_threads(1)
-    return load_models("qwen2_5_vl", tmp_path_factory.mktemp("tiny"))
+pytest_plugins = ["tests.unit.engine_fixtures"]
 
 
 @pytest.fixture
@@ -36,20 +30,6 @@ def tiny(models: Models) -> Iterator[TinyEngine]:
     engine.drain()
     engine.engine.check_integrity()
     assert engine.engine.stats().blocks_used == 0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.002)
-
-
-def greedy_answer(models: Models, parts: Sequence[Text | Item], new_tokens: int) -> list[int]:
-    engine = TinyEngine(models.engine)
-    asked = engine.ask("alone", parts, SamplingParams(new_tokens))
-    engine.drain()
-    return asked.answer
 
 
 # --- events ---------------------------------------------------------------------------------------------------------
@@ -146,13 +126,56 @@ def test_a_seeded_draw_does_not_depend_on_neighbours_or_preemption(models: Model
     assert [asked.answer for asked in every] == [expected.answer] * 3
 
 
+# --- devices --------------------------------------------------------------------------------------------------------
+
+
+def test_delivered_embeddings_are_sent_to_the_device_and_an_answers_last_rows_stay_on_the_host(
+    tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tiny.ask("a", ABOUT_VIDEO, SamplingParams(5))
+
+    def send(tensor: Tensor, device: torch.device) -> Tensor:
+        assert device == tiny.model.device
+        return tensor.to("meta")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("services.generation.engine.tensor_to_device", send)
+        tiny.deliver(asked, 0, VIDEO, KEPT)
+        tiny.engine._take_commands()
+    [embeds], [answer] = asked.request.embeds, asked.request.answers
+    assert embeds is not None
+    assert embeds.is_meta
+    assert answer
+    assert answer.last_rows.is_cpu
+    tiny.engine.cancel(asked.request)
+
+
+def test_last_rows_are_sent_to_the_device_with_the_step_that_reads_them(
+    tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tiny.ask("a", ABOUT_VIDEO, SamplingParams(5))
+    tiny.deliver(first, 0, VIDEO, KEPT)
+    tiny.drain()
+    sent: list[torch.Size] = []
+
+    def send(tensor: Tensor, device: torch.device) -> Tensor:
+        sent.append(tensor.shape)
+        return tensor.to(device)
+
+    monkeypatch.setattr("services.generation.runner.tensor_to_device", send)
+    again = tiny.ask("b", [*ABOUT_VIDEO[:2], Text((20, 21))], SamplingParams(5))
+    tiny.drain()
+    assert again.spared == (0,)
+    assert again.finished
+    assert sent == [(1, 1, 64)]  # 3 tokens of text and 6 of media: two blocks are known, one row stands behind them
+
+
 # --- limits ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_sequence_that_can_never_fit_is_refused(models: Models) -> None:
     tiny = TinyEngine(models.engine, blocks=3)
     tokens = 3 * BLOCK_TOKENS
-    assert tiny.engine.capacity_tokens == tokens
     fits = tokens + 1 - len(PROMPT[0].ids)  # the last token of an answer needs no room
     with pytest.raises(PromptTooLong, match=f"need room for {tokens + 1} tokens, the cache holds {tokens}"):
         tiny.ask("a", PROMPT, SamplingParams(fits + 1))
@@ -245,6 +268,29 @@ def test_a_failing_forward_fails_the_requests_of_its_step_and_no_other(
     assert tiny.ask("c", PROMPT, SamplingParams(1))
 
 
+@pytest.mark.parametrize("where", ["run", "deliver"])
+def test_a_device_without_memory_is_a_full_one(tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """It costs the requests of its step, or the one whose media came, and no other."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    asked = tiny.ask("a", ABOUT_VIDEO, SamplingParams(5))
+    with monkeypatch.context() as patched:
+        if where == "run":
+            patched.setattr(tiny.runner, "run", full)
+        else:
+            patched.setattr("services.generation.engine.tensor_to_device", full)
+            tiny.deliver(asked, 0, VIDEO, KEPT)
+        tiny.drain()
+    assert asked.failed
+    assert isinstance(asked.failed.error, Overloaded)
+    assert "GiB" not in str(asked.failed.error)
+    later = tiny.ask("b", PROMPT, SamplingParams(2))
+    tiny.drain()
+    assert later.finished
+
+
 def test_a_listener_that_fails_loses_its_answer_and_nobody_elses(tiny: TinyEngine) -> None:
     asked, neighbour = tiny.ask("a", PROMPT, SamplingParams(30)), tiny.ask("b", PROMPT, SamplingParams(3))
 
@@ -270,171 +316,3 @@ def test_a_poisoned_neighbour_changes_nothing(models: Models, tiny: TinyEngine) 
         for n, asked in enumerate(every):
             assert asked.answer == greedy_answer(models, [Text((10, 11, 12, 13, 14)[: n + 2])], 9)
     assert all(torch.isfinite(torch.stack(tiny.runner.logits[str(n)])).all() for n in range(3))
-
-
-# --- the thread -----------------------------------------------------------------------------------------------------
-
-
-def test_many_threads_are_answered_by_one(models: Models) -> None:
-    tiny = TinyEngine(models.engine, blocks=24, chunk_tokens=16, max_running=3)
-    tiny.engine.start()
-    answers: dict[int, Asked] = {}
-
-    def client(number: int) -> None:
-        parts = ABOUT_VIDEO if number % 2 else PROMPT
-        asked = tiny.ask(str(number), parts, SamplingParams(6))
-        answers[number] = asked
-        if number % 2:
-            time.sleep(0.01 * (number % 5))
-            tiny.deliver(asked, 0, VIDEO, KEPT)
-        until(lambda: bool(asked.finished))
-
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    until(lambda: tiny.engine.stats().blocks_used == 0)
-    tiny.engine.stop()
-    text_answer = greedy_answer(models, PROMPT, 6)
-    for number, asked in answers.items():
-        if number % 2 == 0:
-            assert asked.answer == text_answer
-        else:
-            assert asked.answer == answers[1].answer
-
-
-def test_the_thread_sleeps_while_there_is_nothing_to_run(models: Models) -> None:
-    tiny = TinyEngine(models.engine)
-    tiny.engine.start()
-    waits = tiny.ask("waits", ABOUT_VIDEO, SamplingParams(1))
-    until(lambda: tiny.engine.stats().totals.steps == 1)
-    before = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - before < 0.1
-    assert tiny.engine.stats().totals.steps == 1
-    assert tiny.engine.stats().awaiting_media == 1
-    tiny.deliver(waits, 0, VIDEO, KEPT)
-    until(lambda: bool(waits.finished))
-    tiny.engine.stop()
-
-
-def test_stopping_fails_what_is_left_and_refuses_what_comes(models: Models) -> None:
-    ended = threading.Event()
-    tiny = TinyEngine(models.engine, on_end=ended.set)
-    tiny.engine.start()
-    waits = tiny.ask("waits", ABOUT_VIDEO, SamplingParams(1))
-    tiny.engine.stop()
-    assert not ended.is_set()
-    assert waits.failed
-    assert isinstance(waits.failed.error, Unavailable)
-    assert waits.failed.error.stage == "generation"
-    with pytest.raises(Unavailable, match="has ended"):
-        tiny.ask("late", PROMPT, SamplingParams(1))
-
-
-def test_a_bug_in_a_command_fails_its_request_and_the_thread_lives_on(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny = TinyEngine(models.engine)
-    tiny.engine.start()
-    asked = tiny.ask("a", ABOUT_VIDEO, SamplingParams(1))
-
-    def broken(media_index: int, kept: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(asked.request.rope, "deliver", broken)
-    tiny.deliver(asked, 0, VIDEO, KEPT)
-    until(lambda: bool(asked.failed))
-    assert asked.failed
-    assert type(asked.failed.error) is FramesieveError
-    after = tiny.ask("b", PROMPT, SamplingParams(1))
-    until(lambda: bool(after.finished))
-    tiny.engine.stop()
-
-
-def test_a_bug_that_ends_the_thread_leaves_nobody_waiting(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = threading.Event()
-    tiny = TinyEngine(models.engine, on_end=ended.set)
-    waits = tiny.ask("waits for media", ABOUT_VIDEO, SamplingParams(1))
-    tiny.drain()
-
-    def broken(windows: Sequence[Window], began_ns: int) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(tiny.engine, "_publish", broken)
-    queued = tiny.ask("queued", PROMPT, SamplingParams(4))
-    tiny.engine.start()
-    until(lambda: not tiny.engine.alive)
-    for asked in (waits, queued):
-        until(lambda asked=asked: bool(asked.failed))  # type: ignore[misc]
-        assert asked.failed
-        assert isinstance(asked.failed.error, Unavailable)
-    with pytest.raises(Unavailable):
-        tiny.ask("late", PROMPT, SamplingParams(1))
-    assert ended.wait(20)
-
-
-def test_a_device_that_is_lost_ends_the_thread(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = TinyEngine(models.engine)
-    tiny.engine.start()
-    waits = tiny.ask("waits for media", ABOUT_VIDEO, SamplingParams(1))
-    until(lambda: tiny.engine.stats().awaiting_media == 1)
-    assert tiny.engine.alive
-
-    def broken(windows: Sequence[Window]) -> None:
-        raise torch.AcceleratorError("an illegal memory access was encountered")
-
-    monkeypatch.setattr(tiny.runner, "run", broken)
-    running = tiny.ask("runs", PROMPT, SamplingParams(1))
-    for asked in (waits, running):
-        until(lambda asked=asked: bool(asked.failed))  # type: ignore[misc]
-        assert asked.failed
-        assert isinstance(asked.failed.error, Unavailable)
-    until(lambda: not tiny.engine.alive)
-
-
-def test_a_rank_that_is_lost_ends_the_thread(models: Models) -> None:
-    class Gone:
-        def tell(self, packed: Packed, features: Tensor | None) -> None:
-            raise BrokenPipeError
-
-    ended = threading.Event()
-    tiny = TinyEngine(models.engine, on_end=ended.set, followers=Gone())
-    tiny.engine.start()
-    assert not ended.is_set()
-    asked = tiny.ask("a", PROMPT, SamplingParams(1))
-    until(lambda: bool(asked.failed))
-    assert asked.failed
-    assert isinstance(asked.failed.error, Unavailable)
-    assert ended.wait(20)
-    assert not tiny.engine.alive
-
-
-def test_nobody_waits_for_a_step_that_is_given_up(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the device waits for another rank, which will never answer."""
-    tiny, begun, go_on = TinyEngine(models.engine), threading.Event(), threading.Event()
-    run = tiny.runner.run
-
-    def stuck(windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
-        begun.set()
-        assert go_on.wait(20)
-        return run(windows)
-
-    monkeypatch.setattr(tiny.runner, "run", stuck)
-    tiny.engine.start()
-    asked = tiny.ask("a", PROMPT, SamplingParams(4))
-    assert begun.wait(20)
-    tiny.engine.give_up()
-    tiny.engine.give_up()
-    assert not tiny.engine.alive
-    (failed,) = asked.events[-1:]
-    assert isinstance(failed, Failed)
-    assert isinstance(failed.error, Unavailable)
-    assert failed.error.stage == "generation"
-    with pytest.raises(Unavailable):
-        tiny.ask("late", PROMPT, SamplingParams(1))
-    go_on.set()
-    tiny.engine.stop()
-    assert asked.events[-1] is failed
-    assert sum(isinstance(event, Failed) for event in asked.events) == 1

@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic_ns
 
-import pytest
-import torch
-
 from services.generation.sampler import SamplingParams
 from services.generation.stats import Step
 from tests.oracle import Text
-from tests.tiny import Models, TinyEngine, load_models
+from tests.tiny import Models, TinyEngine
 from tests.unit.engine_questions import ABOUT_VIDEO, KEPT, PROMPT, VIDEO
 
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    torch.set_num_threads(1)
-    return load_models("qwen2_5_vl", tmp_path_factory.mktemp("tiny"))
+pytest_plugins = ["tests.unit.engine_fixtures"]
 
 
 def timed(act: Callable[[], object]) -> tuple[int, int]:
@@ -84,4 +77,4 @@ def test_steps_add_up_to_what_the_engine_counts(models: Models) -> None:
     assert sum(step.guesses for step in steps) == stats.totals.guesses > 0
     assert sum(step.right_guesses for step in steps) == stats.totals.right_guesses
     assert sum(step.prompt_tokens + step.answer_tokens for step in steps) == stats.totals.tokens
-    assert len(steps) == stats.totals.steps
+    assert len(steps) == len(tiny.runner.steps)

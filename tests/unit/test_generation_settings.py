@@ -72,11 +72,6 @@ def test_a_device_that_is_not_there_refuses_to_start(tmp_path: Path, tiny_checkp
     assert "--device cuda:77 cannot be used" in said
 
 
-def test_adapters_and_several_processes_refuse_to_start() -> None:
-    with pytest.raises(StartupError, match="--adapters need --tensor-parallel 1, got 2"):
-        GenerationSettings.load(["--adapters", "a=/models/a", "--tensor-parallel", "2"])
-
-
 def test_adapters_are_told_by_flag_or_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = (AdapterFolder("traffic", Path("/models/a=b")), AdapterFolder("Sports-2.1", Path("loras/sports")))
     said = "traffic=/models/a=b, Sports-2.1=loras/sports"

@@ -1,91 +1,18 @@
-"""The pruned prompt is gathered item by item, and its size and delta are known before any item arrives."""
+"""What a request says of its answer, and which statuses it may take."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from common.errors import PeerContract
-from common.plan import MAX_POSITION, Grid, MediaPlan, Modality, PromptPlan, Run
-from services.generation.request import RopeState, Span, Status
+from common.plan import MAX_POSITION
+from services.generation.request import Status
+from services.generation.rope import RopeState
 from services.generation.sampler import SamplingParams
-from tests.oracle import Item, Text, expected_sequence
-from tests.tiny import PAD_ID, make_plan, make_request
-
-
-def video(t: int, h: int, w: int, rate: float = 0.5, stand_alone: bool = False) -> Item:
-    texts = tuple(Text(tuple(range(50, 51 + i))) for i in range(t + 1)) if stand_alone else ()
-    return Item(t, h, w, Fraction(3, 2), np.zeros((t * h * w, 1), np.float32), rate, texts=texts)
-
-
-@given(st.data())
-def test_gathering_in_any_order_gives_the_sequence_of_the_formulas(data: st.DataObject) -> None:
-    parts: list[Text | Item] = []
-    kept: list[list[int]] = []
-    before: list[int] = []  # each item's first token
-    for number in range(data.draw(st.integers(0, 4))):
-        if data.draw(st.booleans()):
-            parts.append(Text(tuple(range(10, 10 + data.draw(st.integers(1, 5))))))
-        else:
-            sides = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)))
-            rate, stand_alone = data.draw(st.sampled_from((0.0, 0.5, 0.9))), data.draw(st.booleans())
-            parts.append(video(*sides, rate, stand_alone))
-            before.append(len(expected_sequence([*parts[:-1], *parts[-1].texts[:1]], kept, PAD_ID).ids))
-            order = np.random.default_rng(number).permutation(parts[-1].tokens)
-            kept.append(sorted(order[: parts[-1].kept_count].tolist()))
-    parts.append(Text((7,)))
-    expected = expected_sequence(parts, kept, PAD_ID)
-    state = RopeState(make_plan(parts), [len(each) for each in kept])
-    assert state.tokens == len(expected.ids)
-    assert state.delta == expected.delta
-    arrived: set[int] = set()
-    for index in data.draw(st.permutations(range(len(kept)))):
-        first_missing = min(set(range(len(kept))) - arrived)
-        assert state.ready == before[first_missing]
-        assert state.ids[: state.ready].tolist() == expected.ids[: state.ready]
-        state.deliver(index, np.array(kept[index], np.int32), 1 + index)
-        arrived.add(index)
-    assert state.complete
-    assert state.ids.tolist() == expected.ids
-    assert state.positions.T.tolist() == [list(place) for place in expected.positions]
-
-
-def test_text_between_the_runs_of_one_item_stays_where_it_is() -> None:
-    """Three slices of two tokens, a token of text before each; the middle slice loses both its tokens."""
-    item = MediaPlan(
-        Modality.VIDEO, Grid(3, 1, 2), (Run(1, 2), Run(4, 2), Run(7, 2)), 3, 28, 56, Fraction(1), (), bytes(32)
-    )
-    places = np.tile(np.arange(10, dtype=np.int32), (3, 1))
-    ids = np.array([50, 0, 0, 51, 0, 0, 52, 0, 0, 53], np.int32)
-    state = RopeState(PromptPlan(ids, places, (item,), 0, bytes(32)), [3])
-    assert state.ready == 1
-    state.deliver(0, np.array([0, 1, 5], np.int32), 9)
-    assert state.ids.tolist() == [50, 0, 0, 51, 52, 0, 53]
-    assert state.positions[0].tolist() == [0, 1, 2, 3, 6, 8, 9]
-    assert state.spans == [Span(1, 2, 0, 0), Span(5, 1, 0, 2)]
-    assert state.delta == 10 - 7
-
-
-@pytest.mark.parametrize("kept", [[0, 1, 2], [0, 1, 2, 2], [1, 0, 2, 3], [-1, 0, 1, 2], [0, 1, 2, 8], [[0, 1], [2, 3]]])
-def test_kept_tokens_that_the_plan_does_not_allow_are_refused(kept: list[int]) -> None:
-    state = RopeState(make_plan([video(2, 2, 2)]), [4])
-    with pytest.raises(PeerContract, match="must keep 4 tokens"):
-        state.deliver(0, np.array(kept, np.int32), 9)
-    state.deliver(0, np.array([0, 1, 2, 7], np.int32), 9)
-    assert state.complete
-
-
-def test_an_item_is_delivered_once_and_only_if_it_exists() -> None:
-    state = RopeState(make_plan([video(1, 1, 2), Text((5,))]), [2])
-    state.deliver(0, None, 9)
-    for index in (0, 1, -1):
-        with pytest.raises(PeerContract, match="does not exist or was delivered twice"):
-            state.deliver(index, None, 9)
+from tests.oracle import Text
+from tests.tiny import make_plan, make_request
 
 
 def test_an_answer_behind_the_last_position_is_known_by_positions_that_did_not_wrap() -> None:

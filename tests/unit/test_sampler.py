@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -256,6 +258,29 @@ def test_the_likeliest_are_in_order_and_of_equals_the_lower_id(
             [logprobs[token] for token in order[:each]], abs=1e-5
         )
         assert chosen.logprob == pytest.approx(logprobs[chosen.token_id], abs=1e-5)
+
+
+class NothingPageable(TorchFunctionMode):
+    """Fails what has CUDA's host wait until the device has read it: lists as indices, and copies that wait."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.__name__, kwargs or {}
+        if name in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(each, list) for each in index), f"{name} by a list"
+        assert name not in ("tensor", "as_tensor"), "a tensor of a list"
+        assert name != "to" or kwargs.get("non_blocking"), "a copy that waits"
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_nothing_is_read_from_memory_that_the_host_would_wait_with(top_p: float) -> None:
+    drawn = replace(DRAWN, top_p=top_p, top_k=5, min_p=0.1, repetition_penalty=1.2, presence_penalty=0.3)
+    asked = [GREEDY, replace(drawn, logprobs=True, top_logprobs=3), replace(GREEDY, frequency_penalty=0.5), drawn]
+    states = [state_of(each, [0, 1]) for each in asked]
+    for step in range(2):
+        with NothingPageable():
+            sample(logits_of(step, len(states)), states)
 
 
 def test_more_of_the_likeliest_than_there_are_tokens_are_all_of_them() -> None:

@@ -46,6 +46,21 @@ def test_media_are_neither_found_again_nor_guessed() -> None:
     assert guess(request, 3) == ()
 
 
+def test_a_prompt_is_masked_once_for_all_answers_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make_request("a", [Text((5, 6, 7, 5, 6))], SamplingParams(9)).request
+    assert guess(first, 2) == (7, 5)
+
+    def again(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(np, "where", again)
+    assert guess(first, 2) == (7, 5)
+    follower = make_request("b", [Text((5, 6, 7, 5, 6))], SamplingParams(9)).request
+    follower.share_prompt(first)
+    follower.output_ids = [7]
+    assert guess(follower, 1) == (5,)
+
+
 @pytest.fixture(scope="module")
 def models(family: str, tmp_path_factory: pytest.TempPathFactory) -> Models:
     return load_models(family, tmp_path_factory.mktemp(family))

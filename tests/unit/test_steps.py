@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.generation.parallel.steps import from_bytes, to_bytes
-from services.generation.windows import Context, Packed
+from services.generation.windows import AdaptedRows, Context, Packed
 
 NUMBERS = st.integers(0, 2**40)
 ARRAYS = st.lists(NUMBERS, max_size=5).map(lambda each: np.array(each, np.int64))
@@ -18,6 +18,7 @@ def packed(draw: st.DrawFn) -> Packed:
     tokens = draw(st.integers(1, 9))
     row = st.lists(NUMBERS, min_size=tokens, max_size=tokens)
     contexts = st.builds(Context, NUMBERS, NUMBERS, st.lists(NUMBERS, max_size=4))
+    adapted = st.builds(AdaptedRows, st.binary(min_size=32, max_size=32), NUMBERS, NUMBERS)
     return Packed(
         contexts=tuple(draw(st.lists(contexts, min_size=1, max_size=4))),
         singles=draw(NUMBERS),
@@ -26,13 +27,14 @@ def packed(draw: st.DrawFn) -> Packed:
         slots=np.array(draw(row)),
         media_rows=draw(ARRAYS),
         last_rows=draw(ARRAYS),
+        adapted=tuple(draw(st.lists(adapted, max_size=3))),
     )
 
 
 @given(packed())
 def test_what_arrives_is_what_was_packed(sent: Packed) -> None:
     found = from_bytes(to_bytes(sent))
-    assert (found.contexts, found.singles) == (sent.contexts, sent.singles)
+    assert (found.contexts, found.singles, found.adapted) == (sent.contexts, sent.singles, sent.adapted)
     for name in ("ids", "positions", "slots", "media_rows", "last_rows"):
         array = getattr(found, name)
         assert np.array_equal(array, getattr(sent, name))

@@ -191,6 +191,21 @@ def test_a_signal_ends_a_service_whose_ranks_have_yet_to_meet(tmp_path: Path) ->
     assert ended_by_a_signal(f"from services.generation.parallel.group import Group\nGroup({arguments})", tmp_path) == 7
 
 
+def test_what_met_may_be_forgotten_after_its_end_whatever_was_opened_meanwhile() -> None:
+    """torch's store writes to the file once more, which by then was another's."""
+    program = """
+import gc, socket, torch
+from services.generation.parallel.leading import Leading
+leading = Leading(2, (), torch.device("cpu"), "tests.parallel_rank")
+leading.close()
+opened = [socket.socketpair() for _ in range(20)]
+del leading
+gc.collect()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_a_rank_that_cannot_start_ends_the_service_that_waits_for_it_and_leaves_nothing(tmp_path: Path) -> None:
     program = """
 import torch

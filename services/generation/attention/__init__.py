@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import structlog
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -56,6 +57,10 @@ class PagedCache(Protocol):
 
 def make_cache(sizes: CacheSizes, like: Tensor) -> PagedCache:
     """The cache that suits the device and the type of `like`."""
+    if like.device.type == "cuda":
+        # torch's first choice on Hopper, and it makes a plan for every new size, for up to half a second: contexts have
+        # another size with every step.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     kernel = find_kernel(sizes, like)
     log.info("attention", cache="varlen" if kernel else "sdpa", kernel=kernel and kernel.name, device=str(like.device))
     return VarlenCache(sizes, like, kernel.attend) if kernel else SdpaCache(sizes, like)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def main() -> None:
     except StartupError as error:
         log.error("cannot start", error=str(error))
         sys.exit(ExitStatus.CANNOT_START)
+    os._exit(ExitStatus.FINISHED)  # see Group.leave
 
 
 def follow(orders: Orders, runner: Runner, group: Group) -> None:

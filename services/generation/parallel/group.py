@@ -51,6 +51,11 @@ class Group:
         dist.broadcast(tensor, src=0)
         return tensor
 
+    def total(self, tensor: Tensor) -> Tensor:
+        """What the ranks bring, added up; written over what each brought."""
+        dist.all_reduce(tensor)
+        return tensor
+
     def least(self, number: int) -> int:
         """The smallest of what the ranks bring."""
         found = torch.tensor(number, dtype=torch.int64, device=self.device)
@@ -58,7 +63,16 @@ class Group:
         return int(found)
 
     def leave(self) -> None:
-        dist.destroy_process_group()
+        """Gives the group up, but for NCCL's: that waits for the other ranks, and for graphs that hold a part of it.
+
+        A process that has one ends by os._exit.
+        """
+        if self.device.type != "cuda":
+            dist.destroy_process_group()
+
+    def agree(self, number: int) -> bool:
+        """Whether all ranks bring the same."""
+        return self.least(number) == -self.least(-number)
 
 
 def _join(backend: str, meeting: Path, rank: int, ranks: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 import structlog
 import torch
@@ -31,8 +30,7 @@ class Leading:
         """
         self.lost: str | None = None
         self._on_lost: Callable[[], None] | None = None
-        self._ends = ExitStack()
-        meeting = self._ends.enter_context(meeting_place())
+        meeting = meeting_place()
         facts = {"arguments": list(arguments), "meeting": str(meeting)}
         self.ranks = Ranks(module, count, facts, self._note)
         self.group = Group(0, count, meeting, device)
@@ -53,7 +51,6 @@ class Leading:
         self.ranks.close()
         if in_step and self.lost is None:
             self.group.leave()
-        self._ends.close()
 
     def _note(self, lost: str) -> None:
         self.lost = lost

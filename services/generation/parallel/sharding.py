@@ -97,6 +97,14 @@ def shard(module: nn.Module, plan: Mapping[str, str], group: Group) -> dict[str,
     return shards
 
 
+def part(whole: Tensor, axis: int, group: Group) -> Tensor:
+    """This rank's part of what belongs to a weight that is shared out along an axis: the last have less, or none."""
+    length = whole.shape[axis]
+    most = -(-length // group.ranks)
+    start = min(group.rank * most, length)
+    return whole.narrow(axis, start, min(most, length - start)).clone()
+
+
 def layers_plan(text: Any, plan: Mapping[str, str] | None, ranks: int) -> dict[str, str]:
     """A plan for every layer of a text model, of one that has * in their numbers' place.
 

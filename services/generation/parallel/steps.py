@@ -9,16 +9,16 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from services.generation.windows import Context, Packed
+from services.generation.windows import AdaptedRows, Context, Packed
 
 # The kinds whose counts come first: `singles`, and the parts.
-_PARTS = 9
+_PARTS = 12
 _HEAD = 1 + _PARTS
+_DIGEST = 4  # numbers of an adapter's
 
 
 def to_bytes(packed: Packed) -> bytes:
-    assert not packed.adapted, "settings allow adapters in one process alone"
-    contexts = packed.contexts
+    contexts, adapted = packed.contexts, packed.adapted
     parts = [
         packed.ids,
         packed.positions.ravel(),
@@ -29,6 +29,9 @@ def to_bytes(packed: Packed) -> bytes:
         np.array([each.end for each in contexts], np.int64),
         np.array([len(each.blocks) for each in contexts], np.int64),
         np.fromiter(chain.from_iterable(each.blocks for each in contexts), np.int64),
+        np.array([each.start for each in adapted], np.int64),
+        np.array([each.end for each in adapted], np.int64),
+        np.frombuffer(b"".join(each.digest for each in adapted), np.int64),
     ]
     assert len(parts) == _PARTS
     head = np.array([packed.singles, *(part.size for part in parts)], np.int64)
@@ -38,7 +41,7 @@ def to_bytes(packed: Packed) -> bytes:
 def from_bytes(data: bytes) -> Packed:
     numbers = np.frombuffer(data, np.int64)
     singles, *sizes = numbers[:_HEAD].tolist()
-    ids, positions, slots, media_rows, last_rows, starts, ends, counts, blocks = (
+    ids, positions, slots, media_rows, last_rows, starts, ends, counts, blocks, firsts, lasts, digests = (
         # Copied: torch wants arrays that may be written to.
         numbers[_HEAD + end - size : _HEAD + end].copy()
         for size, end in zip(sizes, accumulate(sizes), strict=True)
@@ -53,4 +56,8 @@ def from_bytes(data: bytes) -> Packed:
         slots=slots,
         media_rows=media_rows,
         last_rows=last_rows,
+        adapted=tuple(
+            AdaptedRows(digest.tobytes(), start, end)
+            for start, end, digest in zip(firsts.tolist(), lasts.tolist(), digests.reshape(-1, _DIGEST), strict=True)
+        ),
     )
