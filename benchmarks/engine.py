@@ -16,6 +16,7 @@ from benchmarks.engine_models import Model, models
 from benchmarks.engine_services import through_services
 from benchmarks.report import Beginning, options, report
 from benchmarks.table import Row
+from common.logs import configure_logging
 
 MEASUREMENTS: Mapping[str, Callable[[Model, int], list[Row]]] = {
     "throughput": throughput,
@@ -31,6 +32,7 @@ def main() -> None:
     parser = options(__doc__, MEASUREMENTS, rounds=3, least_rounds=1)
     parser.add_argument("--model", choices=["demo", "random"], action="append", help="on this one; may be repeated")
     args = parser.parse_args()
+    configure_logging("benchmarks", "auto", "warning")  # to stderr
     beginning = Beginning.of("engine")
     rows: list[Row] = []
     with models() as found:

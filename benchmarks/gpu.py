@@ -20,6 +20,7 @@ from benchmarks.gpu_run import Run
 from benchmarks.gpu_services import first_token
 from benchmarks.report import Beginning, options, report
 from benchmarks.table import Row
+from common.logs import configure_logging
 
 MEASUREMENTS: Mapping[str, Callable[[Run], list[Row]]] = {
     "graphs": graphs,
@@ -41,6 +42,7 @@ def main() -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("torch finds no CUDA device on this machine; --target tiny --device cpu tries the benchmark itself")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    configure_logging("benchmarks", "auto", "warning")  # to stderr
     beginning = Beginning.of("gpu")
     target, rows = TARGETS[args.target], []
     with written(target, device, dtype) as folder:

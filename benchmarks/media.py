@@ -21,6 +21,7 @@ from benchmarks.media_tensors import tensors
 from benchmarks.media_throughput import throughput
 from benchmarks.report import Beginning, options, report
 from benchmarks.table import Row
+from common.logs import configure_logging
 
 MEASUREMENTS: Mapping[str, Callable[[int], list[Row]]] = {
     "tensors": tensors,
@@ -37,6 +38,7 @@ MEASUREMENTS: Mapping[str, Callable[[int], list[Row]]] = {
 
 def main() -> None:
     args = options(__doc__, MEASUREMENTS, rounds=7, least_rounds=5).parse_args()
+    configure_logging("benchmarks", "auto", "warning")  # to stderr
     beginning = Beginning.of("media")
     rows: list[Row] = []
     for name in args.only or MEASUREMENTS:

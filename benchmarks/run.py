@@ -24,6 +24,7 @@ from client.client import FramesieveClient
 from client.launcher import LocalStack
 from client.prompt import Video
 from common.checkpoint import DEMO_MODEL
+from common.logs import configure_logging
 from common.retention import Pruning
 from demo.scenes import encode, random_scene
 
@@ -127,6 +128,7 @@ async def main() -> None:
     parser.add_argument("--requests", type=int, default=24, help="of each throughput run")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     args = parser.parse_args()
+    configure_logging("benchmarks", "auto", "warning")  # to stderr
     print(f"`python -m benchmarks.run{''.join(f' {each}' for each in sys.argv[1:])}`")
     print(f"{datetime.datetime.now(datetime.UTC).date()}, {machine()}\n")
     async with LocalStack(args.model, flags=FLAGS) as stack, FramesieveClient(stack.address) as client:

@@ -58,13 +58,13 @@ def _read(address: str) -> Samples:
         try:
             connection.request("GET", "/metrics")
             answer = connection.getresponse()
-            text = answer.read().decode()
+            body = answer.read()
         finally:
             connection.close()
     except (OSError, http.client.HTTPException) as error:
         raise Unavailable(f"no metrics at {address}: {error}", "metrics") from error
     try:
-        families = list(text_string_to_metric_families(text)) if answer.status == http.client.OK else []
+        families = list(text_string_to_metric_families(body.decode())) if answer.status == http.client.OK else []
     except ValueError as error:
         raise InvalidRequest(f"--metrics: {address} exposes no Prometheus text: {error}") from error
     samples = {(each.name, frozenset(each.labels.items())): each.value for one in families for each in one.samples}

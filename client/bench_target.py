@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from client.client import DEFAULT_ADDRESS
-from client.launcher import LocalStack
-from client.signals import SIGTERM_STATUS, unwind_on_sigterm
+from client.launcher import LocalStack, listens
+from client.signals import unwind_on_signals
 from client.terminal import stderr
-
-_LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +25,11 @@ class Target:
 @contextlib.contextmanager
 def served(server: str | None, start: bool, model: Path | None, metrics: Sequence[str]) -> Iterator[Target]:
     """Services are there until the context is left; what was started is stopped then. Raises StartupError."""
-    if server is not None or not (start or model is not None or not _listens()):
+    if server is not None or not (start or model is not None or not listens(DEFAULT_ADDRESS)):
         address = server or DEFAULT_ADDRESS
         yield Target(address, address, tuple(metrics))
         return
-    unwind_on_sigterm(SIGTERM_STATUS)
+    unwind_on_signals()
     stack = LocalStack(model)
     with stderr.status("starting three services …"):
         stack.start()
@@ -41,11 +38,3 @@ def served(server: str | None, start: bool, model: Path | None, metrics: Sequenc
         yield Target(stack.address, told, tuple(f"127.0.0.1:{port}" for port in stack.metrics_ports.values()))
     finally:
         stack.stop()
-
-
-def _listens() -> bool:
-    """Whether anything listens where `framesieve serve` does."""
-    host, _, port = DEFAULT_ADDRESS.rpartition(":")
-    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), _LOOK_S):
-        return True
-    return False

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,7 +40,7 @@ from client.contact_sheet import contact_sheet
 from client.inspection import Inspection, inspect
 from client.launcher import SERVICES, Endpoint, LocalStack
 from client.prompt import file_name
-from client.signals import SIGTERM_STATUS, DrainOnSignals, unwind_on_sigterm
+from client.signals import DrainOnSignals, unwind_on_signals
 from client.terminal import errors_told, stderr
 from common.errors import StartupError
 from common.exit_status import ExitStatus, at_once
@@ -52,6 +54,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def _print_any_name() -> None:
+    """As stderr does: a file's name need not be text."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @app.command()
@@ -72,7 +81,7 @@ def serve(
     Other settings of the services are read from their FRAMESIEVE_… environment variables, but for FRAMESIEVE_DRAIN_S:
     each service gets 30 seconds to finish. Exit status: 0 if all requests finished, 3 if some were cut off, 2 if a
     service could not start, 1 if one ended by itself later, 130 or 143 after a second Ctrl-C or SIGTERM, or one before
-    all were ready.
+    all were ready. Closing the terminal lets them finish, too, unless nohup started this: then they go on.
 
     Example: framesieve serve --model ~/models/Qwen2.5-VL-3B-Instruct --media-root ~/videos
     """
@@ -138,7 +147,7 @@ def inspect_media(
         if preprocessing is not None and encoder is not None:
             seen = asyncio.run(inspect(preprocessing, encoder, part, pruning, **access))
         else:
-            unwind_on_sigterm(SIGTERM_STATUS)
+            unwind_on_signals()
             started = LocalStack(model, services=("preprocessing", "encoder"))
             with stderr.status("starting two services, looking, stopping them …"), started as stack:
                 addresses = stack.addresses["preprocessing"], stack.addresses["encoder"]

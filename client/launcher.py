@@ -27,7 +27,7 @@ from typing import Self
 
 import grpc
 
-from common.credentials import NO_CREDENTIALS
+from common.credentials import Credentials, is_unix
 from common.errors import StartupError
 from common.exit_status import ExitStatus
 from common.probe import is_serving, own_credentials
@@ -36,6 +36,7 @@ SERVICES = ("preprocessing", "encoder", "generation")
 READY_TIMEOUT_S = 180.0
 POLL_S = 0.1
 PROBE_S = 1.0
+LOOK_S = 1.0
 LOG_TAIL_LINES = 20
 KILL_AFTER_DRAIN_S = 5.0
 STDERR = 2
@@ -62,7 +63,8 @@ class LocalStack:
     flags: more command-line flags, by service.
     show_logs: services write to this process's stderr; else to files that `log` reads and that go with the stack.
     drain_s: how long running requests get to finish when the stack stops, service by service.
-    Raises StartupError, with the end of the log, when a service ends or is not ready in time.
+    Raises StartupError where something listens already, and, with the end of the log, when a service ends or is not
+    ready in time.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class LocalStack:
         self._drain_s = drain_s
         self._ready_timeout_s = ready_timeout_s
         self._endpoints: dict[str, Endpoint] = {}
-        self._credentials = NO_CREDENTIALS
+        self._credentials: dict[str, Credentials] = {}
         self._cleanup = contextlib.ExitStack()
         self._folder = Path()
         # No threading.Event: a signal's handler that sets it may wait for what it has interrupted.
@@ -119,13 +121,24 @@ class LocalStack:
         try:
             self._folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="framesieve-")))
             self._endpoints = dict(self._given or _own_endpoints(self._folder))
-            self._credentials = own_credentials(os.environ)
+            for service in self._services:
+                self._prepare(service)
             for service in self._services:
                 self.processes[service] = self._spawn(service)
             self._wait_until_ready()
         except BaseException:
             self.kill()
             raise
+
+    def _prepare(self, service: str) -> None:
+        """Raises StartupError where somebody else would answer in the service's place, as ready as it should be."""
+        address = self._endpoints[service].address
+        if listens(address):
+            flag = "--listen" if service == "generation" else f"--{service}-listen"
+            raise StartupError(
+                f"something listens at {address} already, where {service} should: end it, or choose another {flag}"
+            )
+        self._credentials[service] = own_credentials(address, os.environ)
 
     def _spawn(self, service: str) -> subprocess.Popen[bytes]:
         endpoint = self._endpoints[service]
@@ -171,7 +184,7 @@ class LocalStack:
 
     def _is_serving(self, service: str) -> bool:
         try:
-            return is_serving(self._endpoints[service].address, self._credentials, PROBE_S)
+            return is_serving(self._endpoints[service].address, self._credentials[service], PROBE_S)
         except grpc.RpcError:
             return False
 
@@ -231,20 +244,23 @@ class LocalStack:
 
     def kill(self) -> None:
         """Ends whatever still runs, at once, with any children that it has."""
+        self._kill_groups()
         for process in self.processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self._cleanup.close()
 
     def kill_unwaited(self) -> None:
         """`kill` for the handler of a signal, which may have interrupted whoever waits; this process must end then."""
+        self._kill_groups()
+        with contextlib.suppress(OSError):
+            self._cleanup.close()
+
+    def _kill_groups(self) -> None:
+        """Of processes that were not waited for: the number of one that was may be somebody else's by now."""
         for process in self.processes.values():
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):
-            self._cleanup.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -277,6 +293,21 @@ class LocalStack:
         traceback: TracebackType | None,
     ) -> None:
         await asyncio.to_thread(self.stop)
+
+
+def listens(address: str) -> bool:
+    """Whether anybody takes connections there; nobody does at what is no address, nor at a file left by a socket."""
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        if is_unix(address):
+            kind, _, path = address.partition(":")
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(LOOK_S)
+                connection.connect(f"\0{path}" if kind == "unix-abstract" else path)
+                return True
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host.strip("[]"), int(port)), LOOK_S):
+            return True
+    return False
 
 
 def _own_endpoints(folder: Path) -> dict[str, Endpoint]:

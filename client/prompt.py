@@ -22,7 +22,13 @@ from common.errors import InvalidRequest
 from common.plan import Grid
 from common.retention import Pruning
 
-IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
+# Of what preprocessing reads as still pictures, but for .apng and .avifs, which move.
+IMAGE_SUFFIXES = frozenset(
+    {
+        *(".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"),
+        *(".pbm", ".pfm", ".pgm", ".pnm", ".ppm"),
+    }
+)
 
 _EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
 _SOURCES = ("path", "data", "server_path", "url", "embeds")

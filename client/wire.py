@@ -6,12 +6,15 @@ Files are read here, so `generate_request` blocks on the disk: call it in a thre
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message as ProtobufMessage
 
 from client.prompt import Embeds, Image, Message, Part, StrPath, Text, Video
 from common.errors import InvalidRequest
@@ -30,6 +33,15 @@ _DTYPES = {
     "bfloat16": tensor_pb2.DTYPE_BFLOAT16,
     "float32": tensor_pb2.DTYPE_FLOAT32,
 }
+_HELD = {
+    FieldDescriptor.CPPTYPE_INT32: "a 32-bit integer",
+    FieldDescriptor.CPPTYPE_INT64: "a 64-bit integer",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a 64-bit float",
+    FieldDescriptor.CPPTYPE_FLOAT: "a 32-bit float",
+    FieldDescriptor.CPPTYPE_STRING: "text in Unicode",
+}
+
+M = TypeVar("M", bound=ProtobufMessage)
 
 
 class Options(TypedDict, total=False):
@@ -73,20 +85,23 @@ class Options(TypedDict, total=False):
 def generate_request(messages: Sequence[Message], options: Options) -> generation_pb2.GenerateRequest:
     """The request, with the files on this machine read into it.
 
-    Raises InvalidRequest for more than 16 MiB of inline media, embeddings counted in, and OSError for a file that
-    cannot be read.
+    Raises InvalidRequest for more than 16 MiB of inline media, embeddings counted in, and for what no request can hold;
+    OSError for a file that cannot be read.
     """
     stop = options.get("stop") or ()
     if isinstance(stop, str):
         raise InvalidRequest(f"stop must be a sequence of strings, got the string {stop!r}")
-    return generation_pb2.GenerateRequest(
+    return _message(
+        generation_pb2.GenerateRequest,
         prompt=prompt_message(messages),
-        pruning=prompt_pb2.Pruning(
+        pruning=_message(
+            prompt_pb2.Pruning,
             rate=options.get("pruning_rate") or 0.0,
             method=options.get("pruning_method") or "",
             seed=options.get("pruning_seed"),
         ),
-        sampling=generation_pb2.Sampling(
+        sampling=_message(
+            generation_pb2.Sampling,
             max_new_tokens=options.get("max_new_tokens"),
             temperature=options.get("temperature"),
             top_p=options.get("top_p"),
@@ -145,11 +160,13 @@ class _InlineRoom:
 def _part(part: Part, room: _InlineRoom) -> prompt_pb2.Part:
     match part:
         case Text():
-            return prompt_pb2.Part(text=part.text)
+            return _message(prompt_pb2.Part, text=part.text)
         case Image():
-            return prompt_pb2.Part(image=_media(part, prompt_pb2.FrameSampling(max_pixels=part.max_pixels), room))
+            sampling = _message(prompt_pb2.FrameSampling, max_pixels=part.max_pixels)
+            return prompt_pb2.Part(image=_media(part, sampling, room))
         case Video():
-            sampling = prompt_pb2.FrameSampling(
+            sampling = _message(
+                prompt_pb2.FrameSampling,
                 fps=part.fps,
                 min_frames=part.min_frames,
                 max_frames=part.max_frames,
@@ -167,10 +184,10 @@ def _media(part: Image | Video, sampling: prompt_pb2.FrameSampling, room: _Inlin
     if part.embeds is not None:
         return prompt_pb2.Media(embeds=_embeds(part.embeds, room))
     if part.server_path is not None:
-        return prompt_pb2.Media(path=part.server_path, frame_sampling=sampling)
+        return _message(prompt_pb2.Media, path=part.server_path, frame_sampling=sampling)
     if part.url is not None:
         room.take_file(len(part.url), f"{type(part).__name__}.url")  # a data: URI may be long
-        return prompt_pb2.Media(url=part.url, frame_sampling=sampling)
+        return _message(prompt_pb2.Media, url=part.url, frame_sampling=sampling)
     if part.path is not None:
         return prompt_pb2.Media(data=room.read(part.path), frame_sampling=sampling)
     data = part.data or b""
@@ -185,9 +202,13 @@ def _embeds(embeds: Embeds, room: _InlineRoom) -> prompt_pb2.MediaEmbeds:
     if isinstance(values, np.ndarray):
         values = values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
     step = embeds.seconds_per_slice
-    return prompt_pb2.MediaEmbeds(
-        tensor=tensor_pb2.Tensor(
-            dtype=_DTYPES[embeds.array_dtype], shape=shape if len(shape) == 3 else (1, *shape), data=values
+    return _message(
+        prompt_pb2.MediaEmbeds,
+        tensor=_message(
+            tensor_pb2.Tensor,
+            dtype=_DTYPES[embeds.array_dtype],
+            shape=shape if len(shape) == 3 else (1, *shape),
+            data=values,
         ),
         grid=grid_message(embeds.grid),
         seconds_per_grid=None if step is None else _rational(step),
@@ -206,4 +227,19 @@ def _rational(seconds: Fraction | float) -> prompt_pb2.Rational:
 
 
 def pruning_message(pruning: Pruning) -> prompt_pb2.Pruning:
-    return prompt_pb2.Pruning(rate=pruning.rate, method=pruning.method, seed=pruning.seed)
+    return _message(prompt_pb2.Pruning, rate=pruning.rate, method=pruning.method, seed=pruning.seed)
+
+
+def _message(kind: type[M], **fields: Any) -> M:
+    """Raises InvalidRequest that names the first field which cannot hold its value: protobuf names none."""
+    try:
+        return kind(**fields)
+    except (ValueError, OverflowError):
+        for name, value in fields.items():
+            try:
+                kind(**{name: value})
+            except (ValueError, OverflowError) as error:
+                held = _HELD[kind.DESCRIPTOR.fields_by_name[name].cpp_type]
+                told = f"{kind.DESCRIPTOR.name}.{name} must be {held}, got {reprlib.repr(value)}"
+                raise InvalidRequest(told) from error
+        raise

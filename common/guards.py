@@ -6,7 +6,6 @@ The parts are `common.certificates`, `common.authentication`, `common.budgets` a
 from __future__ import annotations
 
 import ssl
-from typing import Any
 
 import grpc
 import structlog
@@ -66,16 +65,19 @@ def listen(server: grpc.aio.Server, settings: ServiceSettings) -> str:
     return "mutual" if settings.tls_client_ca is not None else "server"
 
 
-def metrics_tls(settings: ServiceSettings) -> dict[str, Any]:
-    """Keyword arguments of prometheus_client's server."""
-    if not settings.metrics_tls:
-        return {}
-    return {
-        "certfile": settings.tls_cert,
-        "keyfile": settings.tls_key,
-        "client_cafile": settings.tls_client_ca,
-        "client_auth_required": settings.tls_client_ca is not None,
-    }
+def metrics_tls(settings: ServiceSettings) -> ssl.SSLContext | None:
+    """None where /metrics is told in plain text. Raises StartupError for files that cannot be used."""
+    if not settings.metrics_tls or settings.tls_cert is None or settings.tls_key is None:
+        return None
+    # `listen` has not looked at them where it listens on a unix socket.
+    read_pair(settings.tls_cert, settings.tls_key, ssl.Purpose.SERVER_AUTH)
+    if settings.tls_client_ca is not None:
+        read_authorities("--tls-client-ca", settings.tls_client_ca)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=settings.tls_client_ca)
+    context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    if settings.tls_client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def upstream_credentials(settings: UpstreamSettings) -> Credentials:

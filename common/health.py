@@ -7,16 +7,13 @@ request is small and watchers are counted. It does not know what makes a service
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from common.budgets import client_of
+from common.open_streams import Context, OpenStreams, small
 
 NAME = "grpc.health.v1.Health"
 
@@ -26,7 +23,6 @@ MAX_REQUEST_BYTES = 256
 MAX_WATCHERS = 4096
 MAX_WATCHERS_PER_CLIENT = 1024
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Answer: TypeAlias = "health_pb2.HealthCheckResponse"
 
 
@@ -37,12 +33,12 @@ class Health:
         self._names = frozenset(names)
         self._status = health_pb2.HealthCheckResponse.NOT_SERVING
         self._changed = asyncio.Event()
-        self._watchers: Counter[str] = Counter()
+        self._watchers = OpenStreams("watch")
 
     @property
     def watchers(self) -> int:
         """How many watch, all clients together."""
-        return self._watchers.total()
+        return self._watchers.count
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serves it there. Requests come as bytes: one that is too large is not even parsed."""
@@ -64,46 +60,21 @@ class Health:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return health_pb2.HealthCheckResponse(status=self._status)
 
-    async def _watch(self, request: bytes, context: Context) -> AsyncIterator[Answer]:
+    async def _watch(self, request: bytes, context: Context) -> None:
         """As the protocol has it, a name that is not known is answered so, and the call goes on."""
         known = await _name_of(request, context) in self._names
-        client = client_of(context)
-        if self.watchers >= MAX_WATCHERS or self._watchers[client] >= MAX_WATCHERS_PER_CLIENT:
-            limits = f"at most {MAX_WATCHERS} may, of one client {MAX_WATCHERS_PER_CLIENT}"
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{self.watchers} watch, of {client} {self._watchers[client]}: {limits}",
-            )
-        with self._watching(client):
+        async with self._watchers.one_more(context, MAX_WATCHERS, MAX_WATCHERS_PER_CLIENT):
             told = None
             while True:
                 changed = self._changed
                 status = self._status if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
                 if status != told:
                     told = status
-                    yield health_pb2.HealthCheckResponse(status=status)
+                    await context.write(health_pb2.HealthCheckResponse(status=status))
                 else:
                     await changed.wait()
 
-    @contextmanager
-    def _watching(self, client: str) -> Iterator[None]:
-        self._watchers[client] += 1
-        try:
-            yield
-        finally:
-            self._watchers[client] -= 1
-            if not self._watchers[client]:
-                del self._watchers[client]
-
 
 async def _name_of(request: bytes, context: Context) -> str:
-    if len(request) > MAX_REQUEST_BYTES:
-        await context.abort(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            f"the request has {len(request)} bytes, one that asks for health may have {MAX_REQUEST_BYTES}",
-        )
-    try:
-        return str(health_pb2.HealthCheckRequest.FromString(request).service)
-    except DecodeError:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no HealthCheckRequest")
-        raise
+    asked = await small(request, health_pb2.HealthCheckRequest, MAX_REQUEST_BYTES, "asks for health", context)
+    return str(asked.service)

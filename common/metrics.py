@@ -11,9 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics, start_http_server
+from prometheus_client import Counter, Gauge, Histogram
 
 from common.checkpoint import Checkpoint
 from common.errors import FramesieveError
@@ -78,16 +77,6 @@ def busy(stage: str) -> Iterator[None]:
 def age_seconds(since_ns: int | None) -> float:
     """How long something has waited that began at a moment of the monotonic clock; 0 where nothing waits."""
     return 0.0 if since_ns is None else (time.monotonic_ns() - since_ns) * 1e-9
-
-
-def serve_metrics(port: int, host: str, **tls: Any) -> None:
-    """Serves /metrics from threads of its own. tls: as prometheus_client's server takes it."""
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # as many series again, which no query reads
-    if port:
-        server, _ = start_http_server(port, host, **tls)
-        if tls:
-            # Else who connects and says nothing keeps the thread that accepts from everybody else.
-            server.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]  # left out of typeshed
 
 
 def _errors(error: type[FramesieveError]) -> Iterator[type[FramesieveError]]:

@@ -32,7 +32,9 @@ def parsed(handler: Any, parse: Parse) -> Behaviour:
         if request is None:
             await asyncio.sleep(_CANCELLED_S)
             raise InvalidRequest("the call ended without its request")
-        async with aclosing(handler.unary_stream(request, context)) as responses:
+        answering = handler.unary_stream(request, context)
+        del request
+        async with aclosing(answering) as responses:
             async for response in responses:
                 yield response
 

@@ -2,8 +2,9 @@
 
 python -m common.probe 127.0.0.1:50053
 
-By TLS where FRAMESIEVE_UPSTREAM_TLS_CA names the authorities of the service's certificate, which must name the address;
-FRAMESIEVE_TLS_CERT and FRAMESIEVE_TLS_KEY are shown if it asks: a service's own environment will do. No token is asked.
+It reads the service's own environment: where that sets FRAMESIEVE_TLS_CERT, the listener speaks TLS, but for a unix
+socket. It is then asked by TLS and shown that certificate if it wants one; FRAMESIEVE_UPSTREAM_TLS_CA names the
+authorities of what it shows, which must name the address. No token is asked.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.certificates import read_authorities, read_pair
 from common.channels import NO_PROXY
-from common.credentials import NO_CREDENTIALS, Credentials
+from common.credentials import NO_CREDENTIALS, Credentials, is_unix
 from common.errors import StartupError
 
 TIMEOUT_S = 3.0
 
 
-def own_credentials(environment: Mapping[str, str]) -> Credentials:
-    """What services with this environment trust and show.
+def own_credentials(address: str, environment: Mapping[str, str]) -> Credentials:
+    """How a service with this environment is asked for its health, at the address that it listens on.
 
-    Raises StartupError for files that cannot be used, and where they speak TLS and nothing says whom to trust.
+    Raises StartupError for files that cannot be used, and where it speaks TLS and nothing says whom to trust.
     """
     authorities, cert, key = (
         environment.get(f"FRAMESIEVE_{name}") for name in ("UPSTREAM_TLS_CA", "TLS_CERT", "TLS_KEY")
     )
-    if cert and not authorities:
-        raise StartupError(f"FRAMESIEVE_TLS_CERT {cert} needs FRAMESIEVE_UPSTREAM_TLS_CA, to ask for health by TLS")
-    if not authorities:
+    if not cert or is_unix(address):
         return NO_CREDENTIALS
-    pair = read_pair(Path(cert), Path(key), ssl.Purpose.SERVER_AUTH) if cert and key else None
+    if not authorities:
+        raise StartupError(f"FRAMESIEVE_TLS_CERT {cert} needs FRAMESIEVE_UPSTREAM_TLS_CA, to ask for health by TLS")
+    pair = read_pair(Path(cert), Path(key), ssl.Purpose.SERVER_AUTH) if key else None
     return Credentials(read_authorities("--upstream-tls-ca", Path(authorities)), pair)
 
 
@@ -53,7 +54,7 @@ def is_serving(address: str, credentials: Credentials, timeout_s: float) -> bool
 def main() -> int:
     address = sys.argv[1]
     try:
-        return 0 if is_serving(address, own_credentials(os.environ), TIMEOUT_S) else 1
+        return 0 if is_serving(address, own_credentials(address, os.environ), TIMEOUT_S) else 1
     except (StartupError, grpc.RpcError) as error:
         print(f"{address} does not answer: {error}", file=sys.stderr)
         return 1

@@ -19,9 +19,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -168,14 +168,13 @@ class _Rank:
         return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
 
 
-@contextmanager
-def meeting_place() -> Iterator[Path]:
-    """An empty file by which ranks find each other. It is in memory, and gone with this process however that ends."""
-    handle = os.memfd_create("framesieve-ranks")
-    try:
-        yield Path(f"/proc/{os.getpid()}/fd/{handle}")
-    finally:
-        os.close(handle)
+def meeting_place() -> Path:
+    """An empty file by which ranks find each other. It is in memory, and gone with this process however that ends.
+
+    Not before: torch writes to it once more when what met there is collected, whenever that is, and ends the process
+    where its descriptor has become another's by then.
+    """
+    return Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('framesieve-ranks')}")
 
 
 def heeding_signals(wait: Callable[[], T]) -> T:

@@ -12,17 +12,21 @@ from typing import Any, NoReturn
 
 import grpc
 import structlog
-from grpc_reflection.v1alpha import reflection
 
 from common.budgets import ClientBudgets
 from common.credentials import is_unix
 from common.errors import StartupError
 from common.exit_status import ExitStatus, at_once
+from common.exposition import serve_metrics
 from common.guards import guarded_server, listen, metrics_tls
-from common.health import NAME, Health
+from common.health import NAME as HEALTH
+from common.health import Health
 from common.interceptors import RequestInterceptor, stage_of
 from common.malloc import keep_freed_memory
-from common.metrics import SERVING, serve_metrics
+from common.metrics import SERVING
+from common.open_files import allow_open_files
+from common.reflection import NAME as REFLECTION
+from common.reflection import Reflection
 from common.settings import ServiceSettings
 from common.tracing import open_tracer
 
@@ -39,6 +43,7 @@ def run(main: Callable[[], Coroutine[Any, Any, ExitStatus]]) -> NoReturn:
     Until `serve` takes signals for requests to drain, and once it does, a signal ends the process at once.
     """
     keep_freed_memory()
+    allow_open_files()
     _end_on_signals()
     try:
         status = asyncio.run(main())
@@ -72,13 +77,13 @@ async def serve(
     requests = RequestInterceptor(budgets, tracer)
     server = guarded_server(settings, requests)
     register(server)
-    health = Health(("", service, NAME))
+    health = Health(("", service, HEALTH))
     health.add_to(server)
     if settings.reflection:
-        reflection.enable_server_reflection((service, NAME, reflection.SERVICE_NAME), server)
+        Reflection((service, HEALTH, REFLECTION)).add_to(server)
     try:
         tls = listen(server, settings)
-        serve_metrics(settings.metrics_port, _metrics_host(settings.listen), **metrics_tls(settings))
+        serve_metrics(settings.metrics_port, _metrics_host(settings.listen), metrics_tls(settings))
     except (RuntimeError, OSError) as error:
         raise StartupError(
             f"cannot listen on --listen {settings.listen} and --metrics-port {settings.metrics_port}: {error}"

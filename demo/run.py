@@ -17,7 +17,7 @@ from rich.table import Table
 
 from client import Accepted, Delta, Finished, FramesieveClient, Timings, Usage, Video
 from client.launcher import LocalStack
-from client.signals import SIGTERM_STATUS, unwind_on_sigterm
+from client.signals import unwind_on_signals
 from common.checkpoint import DEMO_MODEL
 from common.errors import FramesieveError, StartupError
 from demo.example import CLIP, QUESTIONS
@@ -48,7 +48,7 @@ class Row:
 def main(model: Path = DEMO_MODEL) -> int:
     """Runs the demo and returns its exit status."""
     console = Console(highlight=False)
-    unwind_on_sigterm(SIGTERM_STATUS)
+    unwind_on_signals()
     try:
         console.print("[dim]starting preprocessing, the encoder and generation …[/]")
         with LocalStack(model) as stack:

@@ -3,6 +3,7 @@ transformers' own text model over the gathered sequence."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -34,7 +35,8 @@ MIXES = (
 
 @dataclass(frozen=True)
 class Question:
-    """kept_seed: of the choice that the encoder makes where its method leaves one. answers: all but one are drawn.
+    """kept_seed: of the choice that the encoder makes where its method leaves one, the same for equal items: an answer
+    about one is read for the other. answers: all but one are drawn.
 
     adapter: by name, of those that the engine has loaded.
     """
@@ -51,7 +53,7 @@ class Question:
 
     @property
     def kept(self) -> list[list[int]]:
-        return [kept_tokens(item, self.kept_seed + number) for number, item in enumerate(self.items)]
+        return [kept_tokens(item, self.kept_seed + zlib.crc32(item.embeds.tobytes())) for item in self.items]
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,7 +1,8 @@
 """Rank 1 of the tests of tensor parallel: one process for all of them, which is told which model to hold.
 
 `python -m tests.parallel_rank DESCRIPTOR`, as the service starts its own. Each folder that it is told is a checkpoint,
-whose steps it computes until it is told an empty one. Its one argument is the kind of its device, the CPU if absent.
+with adapters in its folder `adapters`, whose steps it computes until it is told an empty one. Its one argument is the
+kind of its device, the CPU if absent.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from common.checkpoint import Checkpoint
 from common.ranks import Orders
+from services.generation.adapter_files import AdapterFolder, load_adapters
 from services.generation.families import load_language_model
 from services.generation.parallel.follower import follow
 from services.generation.parallel.group import Group
@@ -23,6 +25,10 @@ MODULE = "tests.parallel_rank"
 MOST_BLOCKS = 64  # of any engine that rank 0 has
 
 
+def adapters_of(checkpoint: Path) -> list[AdapterFolder]:
+    return [AdapterFolder(path.name, path) for path in sorted(checkpoint.glob("adapters/*"))]
+
+
 def main() -> None:
     orders = Orders(int(sys.argv[1]))
     kinds: list[str] = orders.facts["arguments"]
@@ -30,7 +36,9 @@ def main() -> None:
     torch.set_num_threads(1)
     group = Group(orders.facts["rank"], orders.facts["ranks"], Path(orders.facts["meeting"]), device)
     while folder := orders.receive():
-        model = load_language_model(Checkpoint(Path(folder.decode())), torch.float32, device, group)
+        checkpoint = Path(folder.decode())
+        model = load_language_model(Checkpoint(checkpoint), torch.float32, device, group)
+        load_adapters(adapters_of(checkpoint), model, group)
         follow(orders, Runner(model, MOST_BLOCKS, BLOCK_TOKENS), group)
 
 

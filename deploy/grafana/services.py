@@ -11,18 +11,23 @@ def preprocessing() -> list[Panel]:
     return [
         lines(
             "Jobs",
-            "Media that worker processes have, or that wait for one, by pool: read for the plan, decode for frames.",
+            "Media that worker processes have, or that wait for one, by pool: read for the plan, decode for frames; "
+            "and prompts that wait for a thread to plan them.",
             "none",
             {
+                "plan waiting": f"sum({of(f'{prefix}_planning_waiting')})",
                 "{{pool}} busy": total("pool", of(f"{prefix}_workers_busy")),
                 "{{pool}} waiting": total("pool", of(f"{prefix}_queue_jobs")),
             },
         ),
         lines(
             "Wait for a worker",
-            "For how long the first in a pool's queue has waited.",
+            "For how long the first in a pool's queue has waited, or the first prompt for a thread to plan it.",
             "s",
-            {"{{pool}}": oldest("pool", of(f"{prefix}_queue_oldest_seconds"))},
+            {
+                "plan": f"max({of(f'{prefix}_planning_oldest_seconds')})",
+                "{{pool}}": oldest("pool", of(f"{prefix}_queue_oldest_seconds")),
+            },
             Limit(5, ("FramesieveDecodeQueueOld",)),
         ),
         lines(

@@ -11,13 +11,13 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from common.budgets import ClientBudgets
 from common.guards import guarded_server, listen
 from common.health import Health
 from common.interceptors import RequestInterceptor
+from common.reflection import Reflection
 from common.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 from tests.integration.fleet import free_port
@@ -62,7 +62,8 @@ class GuardedService:
         self.health = Health(("", "framesieve.v1.EncoderService"))
         self.health.add_to(self.server)
         self.health.tell(True)
-        reflection.enable_server_reflection(("framesieve.v1.EncoderService",), self.server)
+        self.reflection = Reflection(("framesieve.v1.EncoderService",))
+        self.reflection.add_to(self.server)
 
     async def start(self) -> None:
         listen(self.server, self._settings)

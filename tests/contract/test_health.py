@@ -95,6 +95,19 @@ async def test_a_watcher_that_does_not_read_keeps_nobody_from_being_told_or_from
             await process.wait()
 
 
+async def test_a_watcher_that_does_not_read_and_leaves_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with guarded(f"unix:{tmp_path}/s", Echo()) as service:
+        stranger = await watch_without_reading(tmp_path / "s")
+        await watchers(service, 1)
+        await asyncio.sleep(0.1)  # in which it is told
+        stranger.close()
+        await watchers(service, 0)
+        await asyncio.sleep(0.1)
+    assert caplog.records == []
+
+
 async def test_names_that_are_not_known_are_told_so_and_long_ones_are_not_kept(tmp_path: Path) -> None:
     async with (
         guarded(f"unix:{tmp_path}/s", Echo()) as service,

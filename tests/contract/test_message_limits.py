@@ -6,6 +6,7 @@ import asyncio
 import re
 import struct
 import sys
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,35 @@ async def test_nothing_holds_the_bytes_of_a_request_that_has_been_read(tmp_path:
             assert await refusal(call(iter([]), timeout=TIMEOUT_S).read()) == told
     await server.stop(None)
     assert held == [sys.getrefcount(received[0])]  # `received` itself, and the call that counts
+
+
+async def test_nothing_holds_an_only_request_that_its_method_has_let_go_of(tmp_path: Path) -> None:
+    """Its media are parts of it."""
+
+    class Large: ...
+
+    left: list[Large | None] = []
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[bytes]:
+        seen = weakref.ref(request)
+        del request
+        left.append(seen())
+        yield b""
+
+    server = grpc.aio.server(interceptors=[RequestInterceptor()])
+    handler = grpc.unary_stream_rpc_method_handler(
+        answer, request_deserializer=lambda _: Large(), response_serializer=bytes
+    )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("framesieve.v1.GenerationService", {"Generate": handler}),)
+    )
+    server.add_insecure_port(f"unix:{tmp_path}/s")
+    await server.start()
+    async with open_channel(f"unix:{tmp_path}/s") as channel:
+        call = channel.unary_stream("/framesieve.v1.GenerationService/Generate")(b"x", timeout=TIMEOUT_S)
+        assert await call.read() == b""
+    await server.stop(None)
+    assert left == [None]
 
 
 # --- connections, as they are promised ----------------------------------------------------------------------------

@@ -13,12 +13,13 @@ from typing import Any
 import grpc
 import pytest
 import structlog
+from cryptography.hazmat.primitives import serialization
 
 from client.access import Access, credentials_of
 from common.channels import open_channel
 from common.errors import StartupError
+from common.exposition import serve_metrics
 from common.guards import metrics_tls
-from common.metrics import serve_metrics
 from common.probe import is_serving, own_credentials
 from common.settings import ServiceSettings
 from tests.certificates import Authority, Issued
@@ -219,12 +220,51 @@ async def test_the_probe_asks_by_tls_with_the_service_s_own_environment(
         "FRAMESIEVE_TLS_CERT": str(own.cert),
         "FRAMESIEVE_TLS_KEY": str(own.key),
     }
-    assert await asyncio.to_thread(is_serving, mutual.address, own_credentials(environment), 10)
+    own = own_credentials(mutual.address, environment)
+    assert await asyncio.to_thread(is_serving, mutual.address, own, 10)
     with pytest.raises(grpc.RpcError):
-        await asyncio.to_thread(is_serving, mutual.address, own_credentials({}), 10)
+        await asyncio.to_thread(is_serving, mutual.address, own_credentials(mutual.address, {}), 10)
     del environment["FRAMESIEVE_UPSTREAM_TLS_CA"]
     with pytest.raises(StartupError, match="needs FRAMESIEVE_UPSTREAM_TLS_CA"):
-        own_credentials(environment)
+        own_credentials(mutual.address, environment)
+
+
+@pytest.mark.parametrize("listens", ["tcp", "unix"])
+async def test_the_probe_asks_in_plain_text_where_the_service_is_called_so_whatever_it_does_upstream(
+    echo: Echo, authority: Authority, own: Issued, tmp_path: Path, listens: str
+) -> None:
+    environment, settings = {"FRAMESIEVE_UPSTREAM_TLS_CA": str(authority.path)}, {}
+    if listens == "unix":  # with a certificate to show upstream
+        settings = {"tls_cert": own.cert, "tls_key": own.key}
+        environment |= {f"FRAMESIEVE_{name.upper()}": str(path) for name, path in settings.items()}
+    address = f"unix:{tmp_path}/socket" if listens == "unix" else tcp_address()
+    async with guarded(address, echo, **settings):
+        assert await asyncio.to_thread(is_serving, address, own_credentials(address, environment), 10)
+
+
+@pytest.mark.parametrize("listen", ["unix:/nowhere", "127.0.0.1:1"])
+def test_metrics_refuse_files_that_cannot_be_used_by_their_flags_and_ask_for_no_password(
+    authority: Authority, own: Issued, tmp_path: Path, listen: str
+) -> None:
+    def refused(told: str, **files: Path) -> None:
+        settings = ServiceSettings(listen=listen, metrics_port=1, metrics_tls=True, **files)
+        with pytest.raises(StartupError, match=told):
+            metrics_tls(settings)
+
+    locked = tmp_path / "locked.pem"
+    key = serialization.load_pem_private_key(own.key.read_bytes(), None)
+    locked.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"secret"),
+        )
+    )
+    refused(f"--tls-cert {own.cert} cannot be used with --tls-key {locked}", tls_cert=own.cert, tls_key=locked)
+    refused("--tls-key .*nowhere cannot be read", tls_cert=own.cert, tls_key=tmp_path / "nowhere")
+    refused(
+        r"--tls-client-ca .* must hold certificates in PEM", tls_cert=own.cert, tls_key=own.key, tls_client_ca=own.key
+    )
 
 
 async def test_metrics_are_guarded_by_the_same_tls(own: Issued, authority: Authority) -> None:
@@ -237,7 +277,7 @@ async def test_metrics_are_guarded_by_the_same_tls(own: Issued, authority: Autho
         tls_client_ca=authority.path,
         metrics_tls=True,
     )
-    serve_metrics(settings.metrics_port, host, **metrics_tls(settings))
+    serve_metrics(settings.metrics_port, host, metrics_tls(settings))
 
     def scrape(trusting: ssl.SSLContext) -> str:
         with urllib.request.urlopen(f"https://{host}:{port}/metrics", context=trusting, timeout=10) as answer:

@@ -178,6 +178,7 @@ class Fleet:
 
 HELD = {
     "preprocessing": (
+        "framesieve_preprocessing_planning_jobs",
         "framesieve_preprocessing_jobs",
         "framesieve_preprocessing_inflight_used_bytes",
         "framesieve_preprocessing_workers_busy",

@@ -91,6 +91,13 @@ def asked_about(client: FramesieveClient, video: Video) -> Asked:
     return Asked(client.stream(video, "What moves?", max_new_tokens=4, ignore_eos=True))
 
 
+def quick(client: FramesieveClient, seed: int, timeout_s: float = 60) -> Asked:
+    """A question whose clip nobody knows, and is pruned."""
+    return Asked(
+        client.stream(short_clip(seed), "What moves?", pruning_rate=0.5, max_new_tokens=2, timeout_s=timeout_s)
+    )
+
+
 async def is_answered_soon(client: FramesieveClient) -> None:
     """Channels notice within a second that somebody is there again."""
     for attempt in range(6):

@@ -45,11 +45,11 @@ INCIDENTS: dict[str, tuple[str, ...]] = {
     "sparse tensors": (f"{HERE}::test_a_tensor_that_is_not_all_there_is_refused_before_anything_is_made",),
     "a wrong hidden size": (
         f"{HERE}::test_embeddings_of_another_width_are_refused_by_shape",
-        "contract/test_generation_media.py::test_what_does_not_fit_the_plan_breaks_off_and_frees_the_room",
+        "contract/test_generation_media_contract.py::test_what_does_not_fit_the_plan_breaks_off_and_frees_the_room",
     ),
     "metadata from a lying peer": (
         "contract/test_lying_peers.py::test_metadata_of_a_lying_encoder_breaks_the_contract",
-        "unit/test_wire.py::test_a_plan_that_contradicts_itself_is_a_broken_contract",
+        "unit/test_wire_contract.py::test_a_plan_that_contradicts_itself_is_a_broken_contract",
         "contract/test_forged_peers.py::test_a_status_survives_the_details_that_are_forged_beside_it",
     ),
     "a hash collision of 30×100 and 100×30": (f"{HERE}::test_the_same_bytes_of_another_shape_are_other_content",),

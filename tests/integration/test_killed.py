@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from client.client import FramesieveClient
 from common.errors import Unavailable
 from tests.integration.fleet import Fleet, at_rest, children, runs, until
-from tests.integration.load import SOON_S, Load, is_answered_soon, short_clip
+from tests.integration.load import SOON_S, Asked, Load, is_answered_soon, short_clip
+from tests.integration.pruning import held_in_pruning
 
 FRAMES = ("fetching", "reading", "decoding and encoding", "waiting for room")
 MEDIA = (*FRAMES, "in transfer")
@@ -62,3 +64,54 @@ async def test_whoever_needs_a_killed_service_is_told_its_name_and_nobody_else_n
     await asyncio.to_thread(fleet.start, victim)
     await is_answered_soon(client)
     await at_rest(fleet.first, within_s=SOON_S)
+
+
+# --- while an item is pruned --------------------------------------------------------------------------------------
+
+
+async def is_told(asked: Asked, name: str) -> None:
+    await asyncio.wait_for(asked.task, SOON_S)
+    assert isinstance(asked.failed, Unavailable)
+    assert asked.failed.stage == name
+
+
+async def test_preprocessing_is_needed_no_more(fleet: Fleet, client: FramesieveClient, tmp_path: Path) -> None:
+    async with held_in_pruning(fleet, client, tmp_path, seed=21) as held:
+        fleet.preprocessing[0].kill()
+        await asyncio.sleep(SOON_S)
+        assert not held.asked.task.done()
+        await held.others_go_on()
+        held.release()
+        await asyncio.wait_for(held.asked.task, 30)
+        assert held.asked.tokens == 2
+        await at_rest((held.encoder, fleet.generation), within_s=SOON_S)
+
+
+async def test_another_encoder_does_what_a_killed_one_did(
+    fleet: Fleet, client: FramesieveClient, tmp_path: Path
+) -> None:
+    async with held_in_pruning(fleet, client, tmp_path, seed=22) as held:
+        held.encoder.kill()
+        await asyncio.wait_for(held.asked.task, 30)
+        assert held.asked.tokens == 2
+        await held.others_go_on()
+        await at_rest(fleet.first, within_s=SOON_S)
+
+
+async def test_the_last_encoder_is_named(fleet: Fleet, client: FramesieveClient, tmp_path: Path) -> None:
+    async with held_in_pruning(fleet, client, tmp_path, seed=23) as held:
+        fleet.encoder[0].kill()
+        held.encoder.kill()
+        await is_told(held.asked, "encoder")
+        await held.others_go_on()
+        await at_rest((fleet.preprocessing[0], fleet.generation), within_s=SOON_S)
+
+
+async def test_generation_is_named_and_leaves_nothing(fleet: Fleet, client: FramesieveClient, tmp_path: Path) -> None:
+    async with held_in_pruning(fleet, client, tmp_path, seed=24) as held:
+        fleet.generation.kill()
+        await is_told(held.asked, "generation")
+        await is_told(held.beside, "generation")
+        await until(lambda: held.encoder.metric("framesieve_requests_total", code="CANCELLED") == 1, within_s=SOON_S)
+        held.release()
+        await at_rest((fleet.preprocessing[0], fleet.encoder[0], held.encoder), within_s=SOON_S)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -25,8 +26,10 @@ from tests.integration.load import (
     in_transfer,
     long_clip,
     long_text,
+    quick,
     short_clip,
 )
+from tests.integration.pruning import held_in_pruning
 
 
 @pytest.fixture
@@ -80,10 +83,21 @@ async def test_while_the_last_slices_are_encoded(fleet: Fleet, client: Framesiev
         await until(lambda: encoder.metric("framesieve_encoder_queue_slices"))
 
 
+async def test_while_an_item_is_pruned(fleet: Fleet, client: FramesieveClient, tmp_path: Path) -> None:
+    """The call is over at once, though what prunes is not interrupted: until that is done it holds the item."""
+    async with held_in_pruning(fleet, client, tmp_path, seed=14) as held:
+        await held.others_go_on()
+        async with leaving(fleet, held.asked):
+            pass
+        await until(lambda: held.encoder.metric("framesieve_requests_total", code="CANCELLED") == 1, within_s=SOON_S)
+        held.release()
+        await at_rest([held.encoder], within_s=SOON_S)
+
+
 async def test_while_half_of_an_item_is_transferred(fleet: Fleet, client: FramesieveClient) -> None:
     held = partial(fleet.generation.metric, "framesieve_generation_media_buffer_used_bytes")
     async with halfway(fleet.encoder[1].address, fleet.encoder[0].address) as replica:
-        asked = await in_transfer(client, replica, seed=11)
+        asked = await in_transfer(client, replica, seed=13)
         async with leaving(fleet, asked):
             assert held() > 0
         await until(lambda: not replica.calls, within_s=SOON_S)
@@ -116,14 +130,7 @@ async def test_a_deadline_that_passes_is_as_good_as_leaving(
 
 
 # --- at any moment ------------------------------------------------------------------------------------------------
-# Planning, pruning and transfer take milliseconds: nothing holds a request there but chance.
-
-
-def quick(client: FramesieveClient, seed: int, timeout_s: float = 60) -> Asked:
-    """A question whose clip nobody knows, and is pruned."""
-    return Asked(
-        client.stream(short_clip(seed), "What moves?", pruning_rate=0.5, max_new_tokens=2, timeout_s=timeout_s)
-    )
+# Planning and transfer take milliseconds.
 
 
 async def undisturbed(client: FramesieveClient, seed: int) -> tuple[float, float, float]:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,10 +36,13 @@ run(main)
 
 
 @pytest.fixture
-def halves(stack: LocalStack, checkpoint: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Service]:
+def halves(
+    stack: LocalStack, adapted: Iterable[Path], checkpoint: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Service]:
     """A generation of two ranks, behind the stack's preprocessing and encoder. Its parameter is its program."""
     upstream = [flag for name in ("preprocessing", "encoder") for flag in (f"--{name}", stack.addresses[name])]
     flags = ("--tensor-parallel", "2", "--threads", "1", "--drain-s", "10", *upstream)
+    flags += ("--adapters", ",".join(f"{folder.name}={folder}" for folder in adapted))
     service = Service("generation", checkpoint, tmp_path, flags, program=getattr(request, "param", None))
     service.start()
     try:
@@ -62,16 +65,25 @@ def runs(pid: int) -> bool:
     return False
 
 
-async def test_two_ranks_answer_what_one_does_and_end_together(stack: LocalStack, halves: Service) -> None:
+async def test_two_ranks_answer_what_one_does_and_end_together(
+    stack: LocalStack, adapted: Iterable[Path], halves: Service
+) -> None:
     clips = [media.clip(16, fps=4, seed=seed) for seed in (50, 51)]
-    rates = (0.0, 0.75, 0.5)
+    rates, adapters = (0.0, 0.75, 0.5), (None, *(folder.name for folder in adapted))
 
     async def answers(address: str) -> list[tuple[int, ...]]:
         async with FramesieveClient(address) as client:
             asked = [
-                client.ask(Video(data=clip), "What moves?", pruning_rate=rate, max_new_tokens=12, ignore_eos=True)
+                client.ask(
+                    Video(data=clip),
+                    "What moves?",
+                    pruning_rate=rate,
+                    max_new_tokens=12,
+                    ignore_eos=True,
+                    adapter=adapter,
+                )
                 for clip in clips
-                for rate in rates
+                for rate, adapter in zip(rates, adapters, strict=True)
             ]
             return [answer.token_ids for answer in await asyncio.gather(*asked)]
 

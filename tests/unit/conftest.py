@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
@@ -53,12 +54,17 @@ def framesieve() -> Callable[..., Result]:
 
 
 @pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder where the stand-ins write what they were told and in which order they stopped."""
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder where the stand-ins write what they were told and in which order they stopped.
+
+    What is started there heeds SIGHUP, even where the tests themselves are run by nohup.
+    """
     (tmp_path / "services").mkdir()
     (tmp_path / "services" / "__init__.py").touch()
     for name in ("preprocessing", "encoder", "generation"):
         (tmp_path / "services" / f"{name}.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("RECORD", str(tmp_path))
-    return tmp_path
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield tmp_path
+    signal.signal(signal.SIGHUP, before)

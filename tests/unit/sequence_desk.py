@@ -81,7 +81,7 @@ class Desk:
             follower = asked.request.add_follower(str(number), SamplingParams(new_tokens), WholeWords(), own.append)
             asked.others.append(Asked(follower, own))
             ITEMS_OF[follower] = contents
-        if asked.request.max_tokens > self.engine.capacity_tokens:
+        if asked.request.max_tokens > self.engine.stats().blocks_total * BLOCK_TOKENS:
             return
         self.engine.submit(asked.request)
         asked.spared = tuple(set(range(len(contents))) - set(asked.request.wanted_media))

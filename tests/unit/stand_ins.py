@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 STAND_IN = """
-import argparse, os, pathlib, signal, sys, threading, time
+import argparse, os, pathlib, signal, sys, time
 from concurrent import futures
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -29,18 +29,19 @@ if arguments.refuse_to_start:
 if arguments.never_ready:
     time.sleep(60)
 
+stopping = False
+
+def on_term(*_):  # sets a variable: whoever waits for an Event holds its lock, and so would this
+    global stopping
+    stopping = not arguments.ignore_sigterm
+
+signal.signal(signal.SIGTERM, on_term)
 server = grpc.server(futures.ThreadPoolExecutor(2))
 health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
 server.add_insecure_port(arguments.listen)
 server.start()
-stopping = threading.Event()
-
-def on_term(*_):
-    if not arguments.ignore_sigterm:
-        stopping.set()
-
-signal.signal(signal.SIGTERM, on_term)
-while not stopping.wait(0.02):
+while not stopping:
+    time.sleep(0.02)
     if arguments.end_by_itself and (record / "end").exists():
         sys.exit(1)
 with (record / "stopped").open("a") as file:

@@ -91,12 +91,13 @@ async def test_metrics_of_something_else_are_refused() -> None:
     thread.join()
 
 
-async def test_what_is_no_prometheus_text_is_refused() -> None:
+@pytest.mark.parametrize("body", [b"<html>not {these}</html>", b"\xff\xfe"])
+async def test_what_is_no_prometheus_text_is_refused(body: bytes) -> None:
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b"<html>not {these}</html>")
+            self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
             pass
@@ -104,8 +105,10 @@ async def test_what_is_no_prometheus_text_is_refused() -> None:
     server = HTTPServer(("127.0.0.1", 0), Page)
     thread = Thread(target=server.serve_forever)
     thread.start()
-    with pytest.raises(InvalidRequest, match="exposes no Prometheus text"):
-        await read_metrics([f"127.0.0.1:{server.server_port}"])
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    try:
+        with pytest.raises(InvalidRequest, match="exposes no Prometheus text"):
+            await read_metrics([f"127.0.0.1:{server.server_port}"])
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

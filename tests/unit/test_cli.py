@@ -100,6 +100,22 @@ def test_where_nothing_listens_the_error_says_how_to_start_it(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--top-k", str(2**40)], "Sampling.top_k must be a 32-bit integer, got 1099511627776"),
+        (["--max-frames", str(2**33)], "FrameSampling.max_frames must be a 32-bit integer, got 8589934592"),
+        (["--stop", "\udcff"], r"Sampling.stop must be text in Unicode, got ['\udcff']"),
+    ],
+)
+def test_what_no_request_can_hold_is_refused_in_one_line(
+    framesieve: Callable[..., Result], address: str, clip: str, flags: list[str], told: str
+) -> None:
+    result = framesieve("ask", clip, "What moves?", *flags, "--server", address)
+    assert result.exit_code == 1
+    assert result.stderr == f"INVALID_REQUEST: {told}\n"
+
+
 def test_a_missing_file_is_named(framesieve: Callable[..., Result], address: str, tmp_path: Path) -> None:
     result = framesieve("ask", str(tmp_path / "no.mp4"), "?", "--server", address)
     assert (result.exit_code, result.stderr) == (1, f"FILE: {tmp_path}/no.mp4: No such file or directory\n")

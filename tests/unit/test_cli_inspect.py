@@ -64,6 +64,25 @@ def test_inspect_counts_by_slice_for_machines(
     assert told["repaired_frames"] == 2
 
 
+def test_inspect_refuses_what_no_request_can_hold(
+    framesieve: Callable[..., Result], address: str, clip: str, tmp_path: Path
+) -> None:
+    places = ["--preprocessing", address, "--encoder", address, "-o", str(tmp_path / "kept.png")]
+    result = framesieve("inspect", clip, "--max-frames", str(2**33), *places)
+    assert result.exit_code == 1
+    assert result.stderr == "INVALID_REQUEST: FrameSampling.max_frames must be a 32-bit integer, got 8589934592\n"
+
+
+def test_inspect_names_a_picture_whose_name_is_no_text(
+    framesieve: Callable[..., Result], address: str, clip: str, tmp_path: Path
+) -> None:
+    output = tmp_path / "kept\udcff.png"
+    result = framesieve("inspect", clip, "--preprocessing", address, "--encoder", address, "-o", str(output))
+    assert result.exit_code == 0
+    assert r"kept\udcff.png: 4 of 8 tokens kept" in result.stdout
+    assert output.exists()
+
+
 def test_inspect_understands_that_an_absent_kept_is_everything(
     framesieve: Callable[..., Result], services: FakeServices, address: str, clip: str, tmp_path: Path
 ) -> None:

@@ -1,116 +1,20 @@
-"""The client against a hand-written generation service on a unix socket."""
+"""What the client sends of a question, and what it makes of the answer."""
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import grpc
+import PIL.Image
 import pytest
 
-from client import (
-    Accepted,
-    Delta,
-    Finished,
-    FinishReason,
-    FramesieveClient,
-    Image,
-    Message,
-    Progress,
-    Pruning,
-    Text,
-    Video,
-)
-from common import errors
+from client import Accepted, Delta, Finished, FinishReason, Image, Message, Progress, Pruning, Text, Video
+from client.prompt import IMAGE_SUFFIXES
 from common.channels import REQUEST_ID_KEY
-from common.interceptors import RequestInterceptor
-from framesieve.v1 import encoder_pb2, generation_pb2, generation_pb2_grpc, prompt_pb2
-
-MIB = 2**20
-Behaviour = Callable[[generation_pb2.GenerateRequest, Any], AsyncIterator[generation_pb2.GenerateResponse]]
-
-
-class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
-    """Answers every question in the way a test says, and remembers what it was asked."""
-
-    def __init__(self, behaviour: Behaviour) -> None:
-        self.behaviour = behaviour
-        self.requests: list[generation_pb2.GenerateRequest] = []
-        self.metadata: dict[str, Any] = {}
-        self.cancelled = asyncio.Event()
-
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        self.requests.append(request)
-        self.metadata = dict(context.invocation_metadata())
-        try:
-            async for response in self.behaviour(request, context):
-                yield response
-        except (asyncio.CancelledError, GeneratorExit):  # the latter where gRPC is still writing the last response
-            self.cancelled.set()
-            raise
-
-
-USAGE = generation_pb2.Usage(
-    prompt_tokens_full=100,
-    prompt_tokens=30,
-    media=[
-        generation_pb2.MediaUsage(
-            modality=prompt_pb2.MODALITY_VIDEO,
-            grid=prompt_pb2.Grid(t=4, h=5, w=4),
-            kept_tokens=20,
-            repaired_frames=1,
-            first_slice_only=True,
-        )
-    ],
-)
-
-
-async def moving_ball(request: generation_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
-    yield generation_pb2.GenerateResponse(accepted=generation_pb2.Accepted(request_id="r1", usage=USAGE))
-    yield generation_pb2.GenerateResponse(
-        progress=encoder_pb2.MediaProgress(media_index=0, decoded_slices=4, encoded_slices=3)
-    )
-    for text, token, logprob in (("A ", 5, -0.5), ("ball", 6, -0.25)):
-        yield generation_pb2.GenerateResponse(
-            delta=generation_pb2.Delta(text=text, token_ids=[token], logprobs=[logprob])
-        )
-    usage = generation_pb2.Usage()
-    usage.CopyFrom(USAGE)
-    usage.completion_tokens = 2
-    timings = generation_pb2.Timings(time_to_first_token_s=0.75, plan_s=0.25, decode_s=0.5, generate_s=0.5)
-    yield generation_pb2.GenerateResponse(
-        finished=generation_pb2.Finished(reason=generation_pb2.FINISH_REASON_STOP, usage=usage, timings=timings)
-    )
-
-
-@asynccontextmanager
-async def served(tmp_path: Path, behaviour: Behaviour) -> AsyncIterator[tuple[FramesieveClient, FakeGeneration]]:
-    fake = FakeGeneration(behaviour)
-    address = f"unix:{tmp_path}/generation.sock"
-    server = grpc.aio.server(
-        interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", 20 * MIB)]
-    )
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(fake, server)
-    server.add_insecure_port(address)
-    await server.start()
-    try:
-        async with FramesieveClient(address) as client:
-            yield client, fake
-    finally:
-        await server.stop(0)
-
-
-def refusing(error: errors.FramesieveError) -> Behaviour:
-    async def refuse(request: Any, context: Any) -> AsyncIterator[Any]:
-        raise error
-        yield
-
-    return refuse
+from framesieve.v1 import generation_pb2, prompt_pb2
+from services.preprocessing import pictures
+from tests.unit.generation_stand_in import moving_ball, served
 
 
 async def test_the_answer_is_its_deltas_joined_with_usage_and_timings(tmp_path: Path) -> None:
@@ -190,6 +94,12 @@ async def test_what_starts_as_a_url_is_one_and_its_suffix_or_type_decides(
     assert getattr(part, kind).url == location
 
 
+def test_all_that_preprocessing_reads_as_a_picture_is_sent_as_one_unless_it_moves() -> None:
+    registered = PIL.Image.registered_extensions()
+    read = {suffix for suffix, format_ in registered.items() if format_ in pictures._FORMATS}
+    assert read - {".apng", ".avifs"} == IMAGE_SUFFIXES
+
+
 async def test_a_path_that_only_looks_like_a_url_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "http:").mkdir()
     (tmp_path / "http:" / "clip.mp4").write_bytes(b"clip")
@@ -249,109 +159,6 @@ async def test_a_request_id_that_no_metadata_can_carry_is_left_for_the_service_t
         await client.ask(None, "?", request_id="naïve\n")
     assert fake.requests[0].request_id == "naïve\n"
     assert REQUEST_ID_KEY not in fake.metadata
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        errors.InvalidRequest("pruning.rate must be below 1, got 1.5"),
-        errors.PromptTooLong("the prompt has 9000 tokens, 4096 fit"),
-        errors.MediaDamaged("12 of 40 frames cannot be decoded"),
-        errors.MediaForbidden("../secret lies outside --media-root"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-async def test_a_refusal_is_the_leaf_that_the_service_raised_in_its_own_words(
-    tmp_path: Path, error: errors.FramesieveError
-) -> None:
-    async with served(tmp_path, refusing(error)) as (client, _):
-        with pytest.raises(type(error)) as raised:
-            await client.ask(None, "?")
-    assert type(raised.value) is type(error)
-    assert str(raised.value) == str(error)
-
-
-async def test_an_overloaded_service_says_when_to_try_again(tmp_path: Path) -> None:
-    async with served(tmp_path, refusing(errors.Overloaded("the queue is full", retry_after_s=2.5))) as (client, _):
-        with pytest.raises(errors.Overloaded) as raised:
-            await client.ask(None, "?")
-    assert raised.value.retry_after_s == 2.5
-
-
-async def test_a_gone_stage_is_named(tmp_path: Path) -> None:
-    async with served(tmp_path, refusing(errors.Unavailable("the encoder is gone", "encoder"))) as (client, _):
-        with pytest.raises(errors.Unavailable) as raised:
-            await client.ask(None, "?")
-    assert raised.value.stage == "encoder"
-
-
-async def test_nobody_listening_is_unavailable(tmp_path: Path) -> None:
-    async with FramesieveClient(f"unix:{tmp_path}/nobody.sock") as client:
-        with pytest.raises(errors.Unavailable) as raised:
-            await client.ask(None, "?")
-    assert raised.value.stage == "generation"
-
-
-async def hanging(request: Any, context: Any) -> AsyncIterator[Any]:
-    yield generation_pb2.GenerateResponse(accepted=generation_pb2.Accepted(request_id="r1", usage=USAGE))
-    await asyncio.sleep(60)
-
-
-async def test_a_deadline_ends_the_call(tmp_path: Path) -> None:
-    async with served(tmp_path, hanging) as (client, _):
-        with pytest.raises(errors.DeadlinePassed):
-            await client.ask(None, "?", timeout_s=0.2)
-
-
-async def test_leaving_the_loop_cancels_the_request(tmp_path: Path) -> None:
-    async with served(tmp_path, hanging) as (client, fake):
-        async for event in client.stream(None, "?"):
-            assert isinstance(event, Accepted)
-            break
-        await asyncio.wait_for(fake.cancelled.wait(), 5)
-
-
-async def test_a_stream_that_ends_early_is_no_answer(tmp_path: Path) -> None:
-    async def half(request: Any, context: Any) -> AsyncIterator[Any]:
-        yield generation_pb2.GenerateResponse(delta=generation_pb2.Delta(text="A "))
-
-    async with served(tmp_path, half) as (client, _):
-        with pytest.raises(errors.PeerContract, match="ended before its answer did"):
-            await client.ask(None, "?")
-
-
-async def test_an_unknown_event_breaks_the_contract(tmp_path: Path) -> None:
-    async def nothing(request: Any, context: Any) -> AsyncIterator[Any]:
-        yield generation_pb2.GenerateResponse()
-
-    async with served(tmp_path, nothing) as (client, _):
-        with pytest.raises(errors.PeerContract):
-            await client.ask(None, "?")
-
-
-async def test_sixteen_mebibytes_of_files_go_through_and_a_byte_more_is_refused_unsent(tmp_path: Path) -> None:
-    full, more = tmp_path / "full.mp4", tmp_path / "more.mp4"
-    full.write_bytes(bytes(16 * MIB))
-    more.write_bytes(b"1")
-    async with served(tmp_path, moving_ball) as (client, fake):
-        await client.ask(full, "?")
-        with pytest.raises(errors.InvalidRequest, match="server_path="):
-            await client.ask([full, more], "?")
-        with pytest.raises(errors.InvalidRequest, match=r"Video\.url has 16\.0 MiB, a prompt carries at most 16 MiB"):
-            await client.ask("data:," + "x" * 16 * MIB, "?")
-    assert len(fake.requests) == 1
-
-
-async def test_a_file_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
-    async with served(tmp_path, moving_ball) as (client, _):
-        with pytest.raises(FileNotFoundError):
-            await client.ask(tmp_path / "no.mp4", "?")
-
-
-@pytest.mark.parametrize("sources", [{}, {"data": b"x", "server_path": "a"}, {"url": "http://a/", "path": "a"}])
-def test_media_has_exactly_one_source(sources: dict[str, Any]) -> None:
-    with pytest.raises(errors.InvalidRequest, match="exactly one of path, data, server_path, url and embeds"):
-        Video(**sources)
 
 
 def test_the_client_needs_no_torch() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from client import Choice, Delta, Finished, FinishReason
+from client import Choice, Delta, Finished, FinishReason, Image, Video
+from client.prompt import Embeds, user_turn
+from client.wire import prompt_message
 from common import errors
+from common.errors import InvalidRequest
+from common.plan import Grid
 from framesieve.v1.generation_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -23,7 +28,7 @@ from framesieve.v1.generation_pb2 import (
 )
 from framesieve.v1.generation_pb2 import Delta as DeltaMessage
 from framesieve.v1.generation_pb2 import Finished as FinishedMessage
-from tests.unit.test_client import moving_ball, served
+from tests.unit.generation_stand_in import moving_ball, served
 
 OPTIONS: dict[str, Any] = {
     "max_new_tokens": 60,
@@ -87,6 +92,46 @@ async def test_every_option_reaches_the_wire(tmp_path: Path) -> None:
         assert fake.requests[0].sampling == Sampling(**OPTIONS)
         await client.ask(None, "?", **dict.fromkeys(OPTIONS))
         assert fake.requests[1].sampling == Sampling()
+
+
+@pytest.mark.parametrize(
+    ("question", "options", "told"),
+    [
+        ("?", {"top_k": 2**40}, "Sampling.top_k must be a 32-bit integer, got 1099511627776"),
+        ("?", {"seed": 2**70}, "Sampling.seed must be a 64-bit integer, got 1180591620717411303424"),
+        (
+            "?",
+            {"stop_token_ids": [1, 2**40]},
+            "Sampling.stop_token_ids must be a 32-bit integer, got [1, 1099511627776]",
+        ),
+        ("?", {"temperature": 10**400}, "Sampling.temperature must be a 64-bit float, got 1000"),
+        ("?", {"stop": ["\udcff"]}, r"Sampling.stop must be text in Unicode, got ['\udcff']"),
+        ("?", {"adapter": "\udcff"}, r"GenerateRequest.adapter must be text in Unicode, got '\udcff'"),
+        ("What\udcff", {}, r"Part.text must be text in Unicode, got 'What\udcff'"),
+    ],
+)
+async def test_what_no_request_can_hold_is_refused_by_name_and_unsent(
+    tmp_path: Path, question: str, options: Any, told: str
+) -> None:
+    async with served(tmp_path, moving_ball) as (client, fake):
+        with pytest.raises(InvalidRequest, match=re.escape(told)):
+            await client.ask(None, question, **options)
+        assert not fake.requests
+
+
+@pytest.mark.parametrize(
+    ("media", "told"),
+    [
+        (Video(data=b"", max_frames=2**33), "FrameSampling.max_frames must be a 32-bit integer, got 8589934592"),
+        (Image(data=b"", max_pixels=2**70), "FrameSampling.max_pixels must be a 64-bit integer"),
+        (Video(url="http://a.test/\udcff"), "Media.url must be text in Unicode"),
+        (Video(server_path="\udcff"), "Media.path must be text in Unicode"),
+        (Video(embeds=Embeds(b"", Grid(1, 1, 1), dtype="float32", shape=(2**70, 1))), "Tensor.shape must be a 64-bit"),
+    ],
+)
+async def test_media_that_no_request_can_hold_are_refused_by_name(media: Image | Video, told: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(told)):
+        prompt_message([user_turn(media, "?")])
 
 
 async def test_an_adapter_reaches_the_wire_where_one_is_named(tmp_path: Path) -> None:

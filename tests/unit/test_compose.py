@@ -1,4 +1,4 @@
-"""The compose file that guards every hop: what it sets is what the services know, and whole."""
+"""The compose files beside docker-compose.yml: what they set is what the services know, and whole."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ SETTINGS = {"preprocessing": PreprocessingSettings, "encoder": EncoderSettings, 
 OF_THE_PROBE = {"upstream_tls_ca"}
 
 
-def guarded(service: str) -> dict[str, Any]:
-    """What the file adds to a service that docker-compose.yml has."""
-    plain, added = (
-        yaml.safe_load((ROOT / name).read_text())["services"][service]
-        for name in ("docker-compose.yml", "deploy/compose.guarded.yml")
-    )
+def added_by(name: str) -> dict[str, dict[str, Any]]:
+    """What the file adds to services that docker-compose.yml has."""
+    plain, added = (yaml.safe_load((ROOT / each).read_text())["services"] for each in ("docker-compose.yml", name))
     assert added.keys() <= plain.keys()
     return dict(added)
+
+
+def guarded(service: str) -> dict[str, Any]:
+    plain = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"][service]
+    added = added_by("deploy/compose.guarded.yml")[service]
+    assert added.keys() <= plain.keys()
+    return added
 
 
 @pytest.mark.parametrize("service", SETTINGS)
@@ -58,7 +62,7 @@ def test_its_healthcheck_asks_by_the_name_in_its_certificate(service: str, tmp_p
     issued = authority.issue("localhost")
     files = {"ca.pem": authority.path, "cert.pem": issued.cert, "key.pem": issued.key}
     environment = {name: str(files.get(Path(str(value)).name, value)) for name, value in told["environment"].items()}
-    assert own_credentials(environment).for_channel("localhost:1") is not None
+    assert own_credentials("localhost:1", environment).for_channel("localhost:1") is not None
 
 
 def test_its_secrets_belong_to_the_containers_user_before_the_containers_start() -> None:
@@ -68,3 +72,35 @@ def test_its_secrets_belong_to_the_containers_user_before_the_containers_start()
     assert {given[0]} == users
     assert set(given[1].split()) == {f"secrets/{service}" for service in SETTINGS}
     assert text.index("sudo chown") < text.index("-f deploy/compose.guarded.yml up")
+
+
+def test_the_encoder_and_generation_have_a_gpu_each_and_time_to_start_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = added_by("deploy/compose.gpu.yml")
+    assert set(added) == {"encoder", "generation"}
+    for service, told in added.items():
+        assert set(told) == {"environment", "deploy", "healthcheck"}
+        assert told["healthcheck"] == {"start_period": "600s"}
+        assert told["deploy"]["resources"]["reservations"]["devices"] == [
+            {
+                "driver": "nvidia",
+                "device_ids": [f"${{FRAMESIEVE_{service.upper()}_GPU:-0}}"],
+                "capabilities": ["gpu"],
+            }
+        ]
+        for name, value in told["environment"].items():
+            monkeypatch.setenv(name, value)
+        settings = SETTINGS[service].load([])
+        assert isinstance(settings, (EncoderSettings, GenerationSettings))
+        assert settings.device == "cuda"
+
+
+def test_without_that_file_nothing_asks_for_a_gpu() -> None:
+    plain = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    for service in SETTINGS:
+        assert "deploy" not in plain[service]
+        assert "FRAMESIEVE_DEVICE" not in plain[service]["environment"]
+
+
+def test_the_documents_name_the_files_as_they_are() -> None:
+    for document, name in (("docs/gpus.md", "gpu"), ("README.md", "gpu"), ("docs/security.md", "guarded")):
+        assert f"docker compose -f docker-compose.yml -f deploy/compose.{name}.yml up" in (ROOT / document).read_text()

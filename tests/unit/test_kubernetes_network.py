@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from services.preprocessing.fetch import addresses
 from tests.unit.kustomization import Manifest, build
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
@@ -142,6 +144,15 @@ def test_urls_open_the_public_internet_to_preprocessing_alone(tmp_path: Path) ->
     }
     assert opened == {*public, ("preprocessing", "dns", 53)}
     assert edges(build(overlay)) >= CHAIN
+
+
+def test_the_public_internet_is_what_the_service_takes_for_it() -> None:
+    (policy,) = yaml.safe_load_all((FOLDER / "components" / "urls" / "network.yaml").read_text())
+    told = {each["ipBlock"]["cidr"]: each["ipBlock"]["except"] for each in policy["spec"]["egress"][0]["to"]}
+    assert told == {
+        "0.0.0.0/0": [str(each) for each in addresses._SPECIAL_V4],
+        str(addresses._ASSIGNED_V6): [str(each) for each in addresses._SPECIAL_V6],
+    }
 
 
 @pytest.mark.parametrize(

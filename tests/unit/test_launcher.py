@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from client.launcher import Endpoint, LocalStack
+from client.launcher import SERVICES, Endpoint, LocalStack
 from common.errors import StartupError
 from tests.unit.stand_ins import stopped
 
@@ -55,6 +56,44 @@ def test_services_listen_where_they_are_told_to(record: Path) -> None:
     with LocalStack(endpoints=endpoints) as stack:
         assert stack.address == f"unix:{record}/generation.sock"
         assert "'model': None" in (record / "generation.arguments").read_text()
+
+
+def listening(folder: Path, kind: str) -> tuple[socket.socket, str]:
+    """Somebody who takes connections, and their address."""
+    listener = socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET)
+    listener.bind(f"{folder}/taken.sock" if kind == "unix" else ("127.0.0.1", 0))
+    listener.listen()
+    return listener, f"unix:{folder}/taken.sock" if kind == "unix" else f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize(("service", "flag"), [("encoder", "--encoder-listen"), ("generation", "--listen")])
+def test_nothing_is_started_where_somebody_listens_already_who_would_answer_for_a_service(
+    record: Path, kind: str, service: str, flag: str
+) -> None:
+    listener, address = listening(record, kind)
+    endpoints = {name: Endpoint(f"unix:{record}/{name}.sock", metrics_port=0) for name in SERVICES}
+    stack = LocalStack(endpoints={**endpoints, service: Endpoint(address, metrics_port=0)})
+    with listener, pytest.raises(StartupError, match=f"something listens at {address} already, .*{service}.* {flag}$"):
+        stack.start()
+    assert not stack.processes
+
+
+def test_a_socket_s_file_that_nobody_listens_at_is_in_nobodys_way(record: Path) -> None:
+    listener, address = listening(record, "unix")
+    listener.close()
+    endpoints = {"preprocessing": Endpoint(address, metrics_port=0)}
+    with LocalStack(services=("preprocessing",), endpoints=endpoints) as stack:
+        assert stack.ended() is None
+
+
+def test_sockets_of_a_stack_s_own_need_no_authority_where_a_client_s_certificate_is_set(
+    record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FRAMESIEVE_TLS_CERT", str(record / "cert.pem"))
+    monkeypatch.setenv("FRAMESIEVE_TLS_KEY", str(record / "key.pem"))
+    with LocalStack(services=("preprocessing",)) as stack:
+        assert stack.ended() is None
 
 
 def test_a_stack_of_the_first_two_services_starts_no_third(record: Path) -> None:
@@ -102,6 +141,23 @@ def test_a_service_that_dies_is_noticed_and_the_rest_stop_in_order(record: Path)
     assert stopped(record) == ["generation", "preprocessing"]
 
 
+def test_a_process_that_was_waited_for_is_not_killed_by_its_number(
+    record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+
+    def kill(group: int, number: int) -> None:
+        killed.append(group)
+        os.kill(group, number)
+
+    with LocalStack() as stack:
+        stack.processes["encoder"].kill()
+        stack.processes["encoder"].wait()
+        monkeypatch.setattr(os, "killpg", kill)
+        stack.end_at_once()
+    assert killed == [stack.processes[name].pid for name in ("preprocessing", "generation")]
+
+
 def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(
     record: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,22 +169,26 @@ def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(
     assert stopped(record) == ["encoder", "preprocessing"]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
-def test_a_parent_that_is_told_to_go_takes_its_services_with_it(
-    record: Path, number: signal.Signals, status: int
-) -> None:
-    code = """
-from client.launcher import LocalStack
-from client.signals import unwind_on_sigterm
-unwind_on_sigterm(143)
+UNWIND = """
+import sys
+from client import launcher
+from client.signals import unwind_on_signals
+launcher.KILL_AFTER_DRAIN_S = 3
+unwind_on_signals()
 try:
-    with LocalStack() as stack:
+    with launcher.LocalStack(flags={"generation": sys.argv[1:]}, drain_s=0) as stack:
         print("ready", flush=True)
         stack.watch()
 except KeyboardInterrupt:
     raise SystemExit(1) from None
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 1), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_parent_that_is_told_to_go_takes_its_services_with_it(
+    record: Path, number: signal.Signals, status: int
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", UNWIND], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"ready\n"
         parent.send_signal(number)
@@ -150,7 +210,7 @@ raise SystemExit(stack.exit_status)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(("flags", "status"), [([], 0), (["--cut-off"], 3)])
 def test_the_first_signal_drains_in_order_and_the_status_says_whether_all_was_finished(
     record: Path, number: signal.Signals, flags: list[str], status: int
@@ -174,3 +234,42 @@ def test_the_second_signal_ends_all_services_at_once(record: Path, number: signa
         parent.send_signal(number)
         assert parent.wait(10) == 128 + number
     assert stopped(record) == []
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
+def test_hang_ups_after_the_first_signal_cut_nothing_off(record: Path, first: signal.Signals) -> None:
+    command = [sys.executable, "-c", SERVE, "--ignore-sigterm"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        parent.send_signal(first)
+        assert parent.stdout.readline() == b"draining\n"
+        parent.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            parent.wait(0.5)
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(10) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("code", [SERVE, UNWIND], ids=["drains", "unwinds"])
+def test_what_nohup_starts_outlives_a_hang_up(record: Path, code: str) -> None:
+    with subprocess.Popen(["nohup", sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        parent.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            parent.wait(0.5)
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(10) in (0, 128 + signal.SIGTERM)
+    assert stopped(record) == ["generation", "encoder", "preprocessing"]
+
+
+def test_a_second_hang_up_cuts_no_service_off(record: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", UNWIND, "--ignore-sigterm"], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        parent.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        parent.send_signal(signal.SIGHUP)
+        assert parent.wait(20) == 128 + signal.SIGHUP
+    assert stopped(record) == ["encoder", "preprocessing"]

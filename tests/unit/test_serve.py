@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,17 +20,19 @@ from tests.unit.stand_ins import stopped
 
 
 @contextmanager
-def served(record: Path, more: str = "") -> Iterator[subprocess.Popen[str]]:
-    """`framesieve serve` over stand-ins with these flags."""
+def served(
+    record: Path, more: str = "", before: Sequence[str] = (), stdin: int | None = None, stderr: int = subprocess.PIPE
+) -> Iterator[subprocess.Popen[str]]:
+    """`framesieve serve` over stand-ins with these flags. before: what starts it."""
     code = "from client.cli import app; app()"
     listens = (
         flag
         for name in ("preprocessing-", "encoder-", "")
         for flag in (f"--{name}listen", f"unix:{record}/{name}socket")
     )
-    command = [sys.executable, "-c", code, "serve", "--metrics-port", "0", *listens]
+    command = [*before, sys.executable, "-c", code, "serve", "--metrics-port", "0", *listens]
     environment = {**os.environ, "MORE": more}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(command, stdin=stdin, stderr=stderr, text=True, env=environment) as process:
         try:
             yield process
         finally:
@@ -51,7 +54,20 @@ def test_serve_over_a_service_that_cannot_start_ends_with_2(record: Path) -> Non
     assert "ended with status 2" in told
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_serve_at_the_same_addresses_ends_with_2_and_the_first_goes_on(record: Path) -> None:
+    with served(record) as first:
+        read_until(first, "framesieve answers at")
+        with served(record) as second:
+            _, told = second.communicate(timeout=20)
+        assert second.returncode == ExitStatus.CANNOT_START
+        assert f"unix:{record}/preprocessing-socket" in told
+        assert "--preprocessing-listen" in told
+        assert "framesieve answers at" not in told
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(10) == ExitStatus.FINISHED
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_serve_by_its_number_before_it_is_ready(record: Path, number: signal.Signals) -> None:
     with served(record, "--never-ready") as process:
         while len(list(record.glob("*.arguments"))) < len(SERVICES):
@@ -66,6 +82,18 @@ def test_serve_ends_with_0_once_it_was_ready_and_is_told_to_stop(record: Path) -
     with served(record) as process:
         read_until(process, "framesieve answers at")
         process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == ExitStatus.FINISHED
+    assert stopped(record) == ["generation", "encoder", "preprocessing"]
+
+
+def test_no_service_outlives_a_terminal_that_is_closed(record: Path) -> None:
+    terminal, inside = pty.openpty()
+    with served(record, before=("setsid", "--ctty"), stdin=inside, stderr=inside) as process:
+        os.close(inside)
+        told = b""
+        while not (b"framesieve ask" in told and told.endswith(b"\n")):
+            told += os.read(terminal, 4096)
+        os.close(terminal)
         assert process.wait(10) == ExitStatus.FINISHED
     assert stopped(record) == ["generation", "encoder", "preprocessing"]
 

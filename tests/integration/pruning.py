@@ -1,0 +1,73 @@
+"""An encoder that stands still when it prunes, so that a request can be held in a stage of milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from client.client import FramesieveClient
+from tests.integration.fleet import Fleet, Service, until
+from tests.integration.load import Asked, endless, quick, short_clip
+
+_STANDS_STILL = """
+import signal
+from threading import Event
+from common.server import run
+from services.encoder import items
+from services.encoder.__main__ import main
+keep_tokens, released = items.keep_tokens, Event()
+def held(*args):
+    print("stands still", flush=True)
+    released.wait()
+    return keep_tokens(*args)
+items.keep_tokens = held
+signal.signal(signal.SIGUSR1, lambda *_: released.set())
+run(main)
+"""
+
+
+@dataclass
+class Pruning:
+    """The encoder that stands still, the request that it holds until it is released, and one answered beside it."""
+
+    encoder: Service
+    asked: Asked
+    beside: Asked
+
+    async def others_go_on(self) -> None:
+        """They did until now, and have left then."""
+        tokens = self.beside.tokens
+        await until(lambda: self.beside.tokens > tokens)
+        assert self.beside.failed is None
+        await self.beside.leave()
+
+    def release(self) -> None:
+        self.encoder.tell(signal.SIGUSR1)
+
+
+@asynccontextmanager
+async def held_in_pruning(fleet: Fleet, client: FramesieveClient, folder: Path, seed: int) -> AsyncIterator[Pruning]:
+    """The first request that comes to an encoder in the place of the fleet's second. Others are answered."""
+    first, second = fleet.encoder
+    encoder = Service("encoder", first.model, folder, first.flags, second.address, program=_STANDS_STILL)
+    encoder.start()
+    try:
+        await asyncio.to_thread(encoder.ready)
+        for number in count(100 * seed + 1):
+            asked = quick(client, number)
+            await until(lambda asked=asked: "stands still" in encoder.log() or asked.task.done())  # type: ignore[misc]
+            if not asked.task.done():
+                break
+            assert asked.failed is None
+        beside = endless(client, short_clip(100 * seed))
+        await until(lambda: beside.tokens)
+        yield Pruning(encoder, asked, beside)
+        await asked.leave()
+        await beside.leave()
+    finally:
+        encoder.close()
