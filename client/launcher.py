@@ -30,6 +30,7 @@ import grpc
 from common.credentials import Credentials, is_unix
 from common.errors import StartupError
 from common.exit_status import ExitStatus
+from common.ports import free_port
 from common.probe import is_serving, own_credentials
 
 SERVICES = ("preprocessing", "encoder", "generation")
@@ -311,17 +312,10 @@ def listens(address: str) -> bool:
 
 
 def _own_endpoints(folder: Path) -> dict[str, Endpoint]:
-    return {name: Endpoint(f"unix:{folder}/{name}.sock", _free_port()) for name in SERVICES}
+    return {name: Endpoint(f"unix:{folder}/{name}.sock", free_port()) for name in SERVICES}
 
 
 def _environment() -> dict[str, str]:
     """This process's own, with the code that it runs from within the children's reach, installed or not."""
     path = filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parent.parent)))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -17,10 +17,10 @@ from common.budgets import ClientBudgets
 from common.guards import guarded_server, listen
 from common.health import Health
 from common.interceptors import RequestInterceptor
+from common.ports import free_port
 from common.reflection import Reflection
 from common.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
-from tests.integration.fleet import free_port
 
 METHOD = "/framesieve.v1.EncoderService/Encode"
 TIMEOUT_S = 20

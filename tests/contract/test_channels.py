@@ -18,6 +18,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from common.channels import ATTEMPTS, open_channel, upstream_errors
 from common.errors import StartupError, Unavailable
+from common.ports import free_port
 from common.probe import NO_CREDENTIALS, is_serving
 from framesieve.v1 import encoder_pb2_grpc
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
@@ -94,11 +95,6 @@ async def ask_both(channel: grpc.aio.Channel, one: Replica, other: Replica) -> N
     one.calls = other.calls = 0
 
 
-def free_ports() -> tuple[int, int]:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        return one.getsockname()[1], other.getsockname()[1]
-
-
 @pytest.fixture
 def sockets(tmp_path: Path) -> tuple[str, str]:
     return f"unix:{tmp_path}/a", f"unix:{tmp_path}/b"
@@ -106,7 +102,7 @@ def sockets(tmp_path: Path) -> tuple[str, str]:
 
 @pytest.mark.parametrize("how", ["unix:{a},unix:{b}", "{c},{d}", "ipv4:{c},{d}"])
 async def test_calls_go_to_replicas_in_turn(tmp_path: Path, how: str) -> None:
-    c, d = (f"127.0.0.1:{port}" for port in free_ports())
+    c, d = (f"127.0.0.1:{free_port()}" for _ in range(2))
     a, b = tmp_path / "a", tmp_path / "b"
     one, other = (Replica(f"unix:{a}"), Replica(f"unix:{b}")) if "unix" in how else (Replica(c), Replica(d))
     async with running(one, other), open_channel(how.format(a=a, b=b, c=c, d=d)) as channel:
@@ -118,7 +114,7 @@ async def test_calls_go_to_replicas_in_turn(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["localhost:{port}", "dns:///localhost:{port}"])
 async def test_a_name_stands_for_all_its_addresses(how: str) -> None:
-    port, _ = free_ports()
+    port = free_port()
     replica = Replica(f"127.0.0.1:{port}")
     async with running(replica), open_channel(how.format(port=port)) as channel:
         await ask(channel)
@@ -145,7 +141,7 @@ class Names(asyncio.DatagramProtocol):
 
 
 async def test_one_name_with_two_addresses_stands_for_two_replicas_in_turn() -> None:
-    port, _ = free_ports()
+    port = free_port()
     one, other = Replica(f"127.0.0.1:{port}"), Replica(f"127.0.0.2:{port}")
     loop = asyncio.get_running_loop()
     names, _ = await loop.create_datagram_endpoint(lambda: Names("127.0.0.1", "127.0.0.2"), local_addr=("127.0.0.1", 0))
@@ -165,7 +161,7 @@ async def test_one_name_with_two_addresses_stands_for_two_replicas_in_turn() -> 
 
 
 async def test_what_the_environment_says_of_proxies_is_not_for_our_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    port, _ = free_ports()
+    port = free_port()
     replica = Replica(f"127.0.0.1:{port}")
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         proxy.setblocking(False)

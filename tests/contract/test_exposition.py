@@ -15,9 +15,9 @@ import pytest
 
 from common import exposition
 from common.guards import metrics_tls
+from common.ports import free_port
 from common.settings import ServiceSettings
 from tests.certificates import Authority
-from tests.integration.fleet import free_port
 from tests.unit.fetching import open_files
 
 # The port, and what a client trusts there.

@@ -22,10 +22,10 @@ from prometheus_client import REGISTRY
 from common import errors
 from common.channels import error_from_status, open_channel, upstream_errors
 from common.exit_status import ExitStatus
+from common.ports import free_port
 from common.server import serve
 from common.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, tensor_pb2
-from tests.integration.fleet import free_port
 
 SERVICE = "framesieve.v1.EncoderService"
 FAILURES: dict[int, Exception] = {

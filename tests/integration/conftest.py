@@ -15,12 +15,13 @@ import pytest
 
 from client.client import FramesieveClient
 from client.launcher import LocalStack
+from common.ports import free_port
 from demo.checkpoint import TINY, write_checkpoint
 from tests import media
 from tests.adapters import write_adapter
 from tests.collector import Collector, collecting
 from tests.families import load_reference
-from tests.integration.fleet import Fleet, Service, free_port, metric_in
+from tests.integration.fleet import Fleet, Service, metric_in
 from tests.integration.load import is_answered_soon
 
 KV_CACHE_TOKENS = 2048

@@ -9,7 +9,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 import grpc
 
 from common.credentials import NO_CREDENTIALS
+from common.ports import free_port
 from common.probe import is_serving
 
 ROOT = Path(__file__).parents[2]
@@ -39,12 +39,6 @@ def children(process: int) -> set[int]:
 def runs(process: int) -> bool:
     status = Path(f"/proc/{process}/stat")
     return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

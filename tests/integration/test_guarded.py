@@ -27,11 +27,11 @@ from client.launcher import SERVICES, Endpoint, LocalStack
 from client.prompt import Video
 from common import errors
 from common.channels import open_channel
+from common.ports import free_port
 from common.retention import Pruning
 from tests import media
 from tests.certificates import Authority
 from tests.integration.conftest import settles
-from tests.integration.fleet import free_port
 from tests.integration.guarded_stack import (
     MALLORY,
     MAX_BYTES,
