@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
 
 import grpc
 
-from common.channels import read_from, upstream_errors
+from common.channels import read_from, upstream_errors, write_on
 from common.errors import PeerContract
 from common.moments import moment_ns
 from common.plan import Grid, MediaPlan, Modality, PromptPlan
@@ -89,7 +89,8 @@ class FrameStream:
         `fetched_ns` then says when media that came by URL had been fetched, on this host's monotonic clock.
         """
         modalities = modalities_of(prompt)
-        await self._write(PreprocessRequest(prompt=prompt))
+        with upstream_errors(STAGE):
+            await self._call.write(PreprocessRequest(prompt=prompt))
         receiver = PlanReceiver()
         while (message := await self._read()) is not None:
             if not message.HasField("plan"):
@@ -105,12 +106,12 @@ class FrameStream:
     async def select(self, media_index: int, item: MediaPlan) -> None:
         """Asks for one item's frames; the caller has room for all that they will become."""
         self._due.append((media_index, item))
-        await self._write(PreprocessRequest(select=prompt_pb2.Select(media_index=media_index)))
+        await write_on(self._call, PreprocessRequest(select=prompt_pb2.Select(media_index=media_index)))
 
     async def all_selected(self) -> None:
         """Nothing more will be selected: the stream ends after what is due."""
         self._all_selected = True
-        with _ended_call():
+        with suppress(asyncio.InvalidStateError):  # it has ended; reading tells how
             await self._call.done_writing()
 
     async def slices(self) -> AsyncGenerator[FrameSlice, None]:
@@ -163,12 +164,3 @@ class FrameStream:
     async def _read(self) -> PreprocessResponse | None:
         message: PreprocessResponse | None = await read_from(self._call, STAGE)
         return message
-
-    async def _write(self, request: PreprocessRequest) -> None:
-        with _ended_call(), upstream_errors(STAGE):
-            await self._call.write(request)
-
-
-def _ended_call() -> AbstractContextManager[None]:
-    """A call that has ended refuses to be written to; reading tells how it ended."""
-    return suppress(asyncio.InvalidStateError)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from time import monotonic_ns
 from typing import Any, TypeAlias
 
 import grpc
 import structlog
 
-from common.channels import read_from
+from common.channels import read_from, write_on
 from common.errors import DeadlinePassed, PeerContract, Unavailable
 from common.moments import moment_ns
 from common.plan import PromptPlan
@@ -93,6 +94,7 @@ class Upstream:
 
     def cancel(self) -> None:
         self._call.cancel()
+        self._saying.cancel()
         self._selected.cancel()
 
     def _begin(self) -> None:
@@ -100,7 +102,8 @@ class Upstream:
         self._attempt += 1
         self._answered = False
         self._selected: Selected = asyncio.get_running_loop().create_future()
-        self._call = self._method(self._requests(self._selected), timeout=timeout, metadata=self._metadata)
+        self._call = self._method(timeout=timeout, metadata=self._metadata)
+        self._saying = asyncio.create_task(_say(self._call, self._requests(self._selected)))
 
     async def _begin_anew(self, lost: Unavailable) -> None:
         """Only what had answered: before, gRPC has tried it again already."""
@@ -125,3 +128,12 @@ class Upstream:
                 self.fetched_ns = moment_ns(response.fetched_ago_s, monotonic_ns())
             if plan := receiver.add(response.plan):
                 return plan
+
+
+async def _say(call: Any, requests: AsyncIterator[Any]) -> None:
+    """Writes all that a call says. Where it ends before, reading tells how."""
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        await call.write(await anext(requests))
+        async for request in requests:  # the first of which follows an answer
+            await write_on(call, request)
+        await call.done_writing()

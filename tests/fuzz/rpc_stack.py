@@ -12,7 +12,7 @@ import re
 import tempfile
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -137,8 +137,9 @@ async def _bending(name: str, address: str, upstream: str) -> AsyncIterator[None
         async def behaviour(requests: Any, context: Any) -> AsyncIterator[bytes]:
             request_id = str(dict(context.invocation_metadata())[REQUEST_ID_KEY])
             call = channel.stream_stream(PATHS[name])(
-                requests, timeout=context.time_remaining(), metadata=((REQUEST_ID_KEY, request_id),)
+                timeout=context.time_remaining(), metadata=((REQUEST_ID_KEY, request_id),)
             )
+            passing = asyncio.create_task(_pass_on(requests, call))
             try:
                 bends = request_id.startswith(f"fuzz-{name}-")
                 async for answer in _bent(call, name, random.Random(request_id)) if bends else call:
@@ -146,10 +147,20 @@ async def _bending(name: str, address: str, upstream: str) -> AsyncIterator[None
             except grpc.aio.AioRpcError as error:
                 await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata()))
             finally:
+                passing.cancel()
                 call.cancel()
 
         async with speaking(address, PATHS[name], behaviour, options):
             yield
+
+
+async def _pass_on(requests: AsyncIterator[bytes], call: Any) -> None:
+    """As `common.channels.write_on`: without a loss of the status that the call ends with."""
+    with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError):
+        await call.wait_for_connection()
+        async for request in requests:
+            await call._cython_call.send_serialized_message(request)
+        await call.done_writing()
 
 
 async def _bent(answers: AsyncIterator[bytes], name: str, random_: random.Random) -> AsyncIterator[bytes]:
