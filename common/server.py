@@ -69,8 +69,8 @@ async def serve(
     register: adds the servicer to the server.
     well: whether the service can do its work; health says so, however many requests it still answers.
     broken: set where it never can again: it drains as if told to stop.
-    Returns FAILED if it was broken, CUT_OFF if requests outlasted the grace. Raises StartupError if the address cannot
-    be listened on as the settings say.
+    Returns FAILED if it was broken, CUT_OFF if requests outlasted the grace. Raises StartupError if the address, or the
+    port of metrics, cannot be listened on as the settings say.
     """
     tracer = open_tracer(stage_of(service))
     budgets = ClientBudgets(settings.max_requests_per_client, settings.max_bytes_per_client)
@@ -83,11 +83,12 @@ async def serve(
         Reflection((service, HEALTH, REFLECTION)).add_to(server)
     try:
         tls = listen(server, settings)
-        serve_metrics(settings.metrics_port, _metrics_host(settings.listen), metrics_tls(settings))
     except (RuntimeError, OSError) as error:
-        raise StartupError(
-            f"cannot listen on --listen {settings.listen} and --metrics-port {settings.metrics_port}: {error}"
-        ) from error
+        raise StartupError(f"cannot listen on --listen {settings.listen}: {error}") from error
+    try:
+        serve_metrics(settings.metrics_port, _metrics_host(settings.listen), metrics_tls(settings))
+    except OSError as error:
+        raise StartupError(f"cannot tell metrics on --metrics-port {settings.metrics_port}: {error}") from error
 
     stopping = _first_signal()
     await server.start()

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
+from socket import create_server
 from typing import Any
 
 import grpc
@@ -251,5 +252,13 @@ async def test_beside_a_unix_socket_metrics_are_told_on_loopback_alone(tmp_path:
 
 async def test_an_address_that_cannot_be_listened_on_refuses_to_start() -> None:
     blocked = ServiceSettings(listen="256.0.0.1:1", metrics_port=0)
-    with pytest.raises(errors.StartupError, match=r"256\.0\.0\.1"):
+    with pytest.raises(errors.StartupError, match=r"^cannot listen on --listen 256\.0\.0\.1:1: "):
         await serve(SERVICE, blocked, lambda s: None, lambda: True)
+
+
+async def test_a_port_of_metrics_that_is_taken_refuses_to_start_by_its_name(tmp_path: Path) -> None:
+    with create_server(("127.0.0.1", free_port())) as taken:
+        port = taken.getsockname()[1]
+        blocked = ServiceSettings(listen=f"unix:{tmp_path}/s", metrics_port=port)
+        with pytest.raises(errors.StartupError, match=f"^cannot tell metrics on --metrics-port {port}: .*in use"):
+            await serve(SERVICE, blocked, lambda s: None, lambda: True)
