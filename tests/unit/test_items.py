@@ -1,13 +1,14 @@
-"""Unpruned embeddings being made, and gathered: room first, little ahead of the tower, nothing held once closed."""
+"""One request's item: pruned by one mask, refused where it can never fit, told of a tower that ended; no room is left.
+
+How its embeddings are made is `test_encoding.py`'s.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -16,100 +17,30 @@ import torch
 from torch import Tensor
 
 from common.errors import MediaRejected, Unavailable
-from common.plan import Grid, MediaPlan, Modality, Run
+from common.plan import Grid, MediaPlan, Modality
 from common.retention import Pruning
 from common.room import Room
-from common.tensors import DType, TensorBuffer
+from common.tensors import DType
 from services.encoder import items
 from services.encoder.batcher import Batcher
 from services.encoder.cache import EmbedsCache, Entry
-from services.encoder.cost import TowerSizes
-from services.encoder.encoding import Encoding, FrameSlice
 from services.encoder.items import Embeds, Item
-from services.encoder.patches import PatchShape
 from services.encoder.pruning import keep_tokens
 from services.encoder.readback import Readback
-from services.encoder.tower import Tower
-
-GRID = Grid(6, 2, 2)
-LEVELS, WIDTH = 2, 8
-SIZE_BYTES = LEVELS * GRID.tokens * WIDTH * 4
-TIMEOUT_S = 10
-
-
-class GatedTower:
-    """Encodes a slice of value v as rows of v (and 100 + v on level 1), one forward each time the gate is opened."""
-
-    def __init__(self) -> None:
-        self.started = threading.Semaphore(0)
-        self.gate = threading.Semaphore(0)
-        self.encoded: list[int] = []
-
-    def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        self.started.release()
-        assert self.gate.acquire(timeout=TIMEOUT_S)
-        self.encoded += [int(frames[0, 0, 0, 0]) for frames in slices]
-        if 99 in self.encoded:
-            raise RuntimeError("the tower fell")
-        levels = torch.tensor([0.0, 100.0])[:, None, None]
-        ramp = torch.linspace(0, 1, WIDTH)
-        return [(float(frames[0, 0, 0, 0]) * ramp + levels).expand(-1, GRID.slice_tokens, -1) for frames in slices]
-
-
-TOWER = Tower(
-    forward=lambda patches, grids: patches,
-    patches=PatchShape(patch_px=1, merge=1, temporal_patch=1),
-    embed_dim=WIDTH,
-    embed_levels=LEVELS - 1,
-    dtype=torch.float32,
-    device=torch.device("cpu"),
-    sizes=TowerSizes(hidden=1, patch_weights=1, token_weights=0, full_layers=0),
-)
-VIDEO = MediaPlan(
-    modality=Modality.VIDEO,
-    grid=GRID,
-    runs=(Run(0, GRID.tokens),),
-    frames=6,
-    frame_height_px=2,
-    frame_width_px=2,
-    seconds_per_grid=Fraction(1),
-    timestamps_s=(),
-    content_hash=bytes(32),
+from tests.unit.gated_tower import (
+    GRID,
+    LEVELS,
+    SIZE_BYTES,
+    TIMEOUT_S,
+    TOWER,
+    VIDEO,
+    WIDTH,
+    GatedTower,
+    encode_all,
+    slice_of,
 )
 
-
-@pytest.fixture
-def gated() -> GatedTower:
-    return GatedTower()
-
-
-@pytest.fixture
-def batcher(gated: GatedTower) -> Iterator[Batcher]:
-    """Takes one slice a forward."""
-    batcher = Batcher(gated.encode, budget_tokens=GRID.slice_tokens)
-    yield batcher
-    for _ in range(100):
-        gated.gate.release()
-    batcher.close()
-
-
-def encoding_in(room: Room, batcher: Batcher) -> Encoding:
-    return Encoding(VIDEO, TOWER, batcher, room)
-
-
-def slice_of(value: int, index: int, repaired_frames: int = 0) -> FrameSlice:
-    buffer = TensorBuffer(DType.UINT8, (1, 2, 2, 3))
-    buffer.add(DType.UINT8, (1, 2, 2, 3), 0, bytes([value] * 12))
-    return FrameSlice(0, index, buffer, repaired_frames, decoded_ns=0, resized_ns=0)
-
-
-async def encode_all(encoding: Encoding, gated: GatedTower, values: Sequence[int]) -> None:
-    for _ in values:
-        gated.gate.release()
-    for index, value in enumerate(values):
-        await encoding.add(slice_of(value, index))
-    while not encoding.complete and not encoding.failure:
-        await asyncio.wait_for(encoding.changed(), TIMEOUT_S)
+pytest_plugins = ["tests.unit.gated_tower_fixtures"]
 
 
 class OneStream:
@@ -257,93 +188,6 @@ async def test_who_is_refused_is_told_which_fields_what_they_came_to_and_the_lim
     )
 
 
-async def test_room_for_all_of_it_is_held_until_it_is_closed(batcher: Batcher) -> None:
-    room = Room(SIZE_BYTES + 10)
-    encoding = encoding_in(room, batcher)
-    await encoding.reserve()
-    await encoding.reserve()
-    assert room.held_bytes == SIZE_BYTES
-    encoding.close()
-    encoding.close()
-    assert room.held_bytes == 0
-
-
-async def test_a_slow_tower_holds_the_decoder_back(batcher: Batcher, gated: GatedTower) -> None:
-    encoding = encoding_in(Room(SIZE_BYTES), batcher)
-    await encoding.reserve()
-    for index in (0, 1):
-        await encoding.add(slice_of(1 + index, index))
-    third = asyncio.create_task(encoding.add(slice_of(3, 2)))
-    await asyncio.sleep(0.05)
-    assert not third.done()
-    gated.gate.release()
-    await asyncio.wait_for(third, TIMEOUT_S)
-    encoding.close()
-
-
-async def test_what_waits_for_a_slow_tower_gives_up_once_it_is_closed(batcher: Batcher, gated: GatedTower) -> None:
-    encoding = encoding_in(Room(SIZE_BYTES), batcher)
-    await encoding.reserve()
-    for index in (0, 1):
-        await encoding.add(slice_of(1 + index, index))
-    assert await asyncio.to_thread(gated.started.acquire, timeout=TIMEOUT_S)
-    third = asyncio.create_task(encoding.add(slice_of(3, 2)))
-    await asyncio.sleep(0)
-    encoding.close()
-    await asyncio.wait_for(third, TIMEOUT_S)
-    gated.gate.release()
-    await asyncio.to_thread(batcher.close)
-    assert gated.encoded == [1]  # which was running already
-
-
-async def test_a_stream_that_begins_anew_is_passed_over_up_to_what_is_there(
-    batcher: Batcher, gated: GatedTower
-) -> None:
-    encoding = encoding_in(Room(SIZE_BYTES), batcher)
-    await encoding.reserve()
-    for index in (0, 1):
-        await encoding.add(slice_of(1 + index, index, repaired_frames=1))
-    counts = (encoding.decoded_slices, encoding.repaired_frames)
-    assert counts == (2, 2)
-    for _ in range(6):
-        gated.gate.release()
-    for index in range(6):
-        await encoding.add(slice_of(11 + index, index, repaired_frames=1))
-    while not encoding.complete:
-        await asyncio.wait_for(encoding.changed(), TIMEOUT_S)
-    assert gated.encoded == [1, 2, 13, 14, 15, 16]
-    assert encoding.repaired_frames == 6
-    encoding.close()
-
-
-async def test_a_closed_items_slices_leave_the_queue(batcher: Batcher, gated: GatedTower) -> None:
-    room = Room(2 * SIZE_BYTES)
-    first, second = encoding_in(room, batcher), encoding_in(room, batcher)
-    await first.reserve()
-    await second.reserve()
-    for index in (0, 1):
-        await first.add(slice_of(1 + index, index))
-    await second.add(slice_of(7, 0))
-    assert await asyncio.to_thread(gated.started.acquire, timeout=TIMEOUT_S)
-    first.close()
-    await asyncio.sleep(0)
-    for _ in range(3):
-        gated.gate.release()
-    await asyncio.wait_for(second.changed(), TIMEOUT_S)
-    assert second.encoded_slices == 1
-    assert gated.encoded == [1, 7]  # 1 was running already
-    second.close()
-
-
-async def test_a_failing_tower_fails_the_item(batcher: Batcher, gated: GatedTower) -> None:
-    encoding = encoding_in(Room(SIZE_BYTES), batcher)
-    await encoding.reserve()
-    await encode_all(encoding, gated, [1, 99])
-    assert isinstance(encoding.failure, RuntimeError)
-    assert not encoding.complete
-    encoding.close()
-
-
 class OneSliceAtATime(OneStream):
     """Brings its item's slices when it is told to."""
 
@@ -385,23 +229,3 @@ async def test_who_shares_an_item_is_told_that_the_tower_ended_before_its_last_s
     for item in (leader, sharer, late):
         item.close()
     assert (cache.room.held_bytes, outputs.held_bytes) == (0, 0)
-
-
-async def test_room_for_a_buffer_that_cannot_be_had_is_given_back(
-    batcher: Batcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room = Room(SIZE_BYTES)
-    encoding = encoding_in(room, batcher)
-
-    def out_of_memory(*_: object, **__: object) -> Tensor:
-        raise torch.OutOfMemoryError("none is left")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "empty", out_of_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            await encoding.reserve()
-    assert room.held_bytes == 0
-    await asyncio.wait_for(encoding.reserve(), TIMEOUT_S)  # by another who waits for it
-    assert room.held_bytes == SIZE_BYTES
-    encoding.close()
-    assert room.held_bytes == 0
