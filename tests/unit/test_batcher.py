@@ -1,9 +1,11 @@
-"""The batcher: what is there, in order, up to the budget; a failure or a cancelled slice touches nobody else."""
+"""The batcher: what is there, in order, up to the budget; a failure or a cancelled slice touches nobody else.
+
+How it ends is `test_batcher_end.py`'s.
+"""
 
 from __future__ import annotations
 
 import gc
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,38 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.errors import Unavailable
 from services.encoder.batcher import Batcher, Forward
 from services.encoder.budgets import Packing, Size
-
-TIMEOUT_S = 10
-
-
-class StoppedTower:
-    """A tower that runs when it is let, and remembers which slices came together; each slice's value is its name.
-
-    made: what each forward that lacked memory had made by then.
-    """
-
-    def __init__(self) -> None:
-        self.forwards: list[list[int]] = []
-        self.made: list[weakref.ref[Tensor]] = []
-        self.started = threading.Semaphore(0)
-        self.go = threading.Semaphore(0)
-
-    def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        self.forwards.append([int(frames[0]) for frames in slices])
-        self.started.release()
-        assert self.go.acquire(timeout=TIMEOUT_S)
-        if any(int(frames[0]) == 13 for frames in slices):
-            raise RuntimeError("unlucky")
-        if any(int(frames[0]) == 14 for frames in slices):
-            raise torch.AcceleratorError("an illegal memory access was encountered")
-        if any(int(frames[0]) == 16 or (int(frames[0]) == 15 and len(slices) > 1) for frames in slices):
-            made = torch.zeros(3)
-            self.made.append(weakref.ref(made))
-            raise torch.OutOfMemoryError("none is left")
-        return [torch.full((1, int(frames[1]), 2), float(frames[0])) for frames in slices]
+from tests.unit.stopped_tower import TIMEOUT_S, StoppedTower, run_all
 
 
 @pytest.fixture
@@ -71,11 +44,6 @@ def submit(tower: StoppedTower) -> Iterator[Callable[[int, int], tuple[Future[Fo
 
 
 Submit = Callable[[int, int], tuple[Future[Forward], Tensor]]
-
-
-def run_all(tower: StoppedTower) -> None:
-    for _ in range(20):
-        tower.go.release()
 
 
 def test_slices_are_packed_in_their_order_up_to_the_budget(tower: StoppedTower, submit: Submit) -> None:
@@ -207,27 +175,6 @@ def test_nothing_that_a_forward_without_memory_had_made_is_held(tower: StoppedTo
         gc.enable()
 
 
-def test_a_tower_that_is_given_up_while_slices_are_run_alone_leaves_nobody_waiting(tower: StoppedTower) -> None:
-    batcher = Batcher(tower.encode, budget_tokens=10)
-    busy, first, running, last = (
-        batcher.submit(torch.tensor([name, tokens]), torch.zeros(1, tokens, 2))
-        for name, tokens in ((0, 10), (15, 3), (1, 3), (2, 3))
-    )
-    for each in (busy, first):
-        for _ in range(1 if each is busy else 2):
-            tower.go.release()
-        each.result(TIMEOUT_S)
-    for _ in range(4):
-        assert tower.started.acquire(timeout=TIMEOUT_S)
-    batcher.give_up(Unavailable("rank 3 is gone", "encoder"))
-    for failed in (running, last):
-        with pytest.raises(Unavailable, match="rank 3 is gone"):
-            failed.result(TIMEOUT_S)
-    run_all(tower)
-    batcher.close()
-    assert first.exception() is None
-
-
 def test_forwards_run_on_the_device_of_their_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread begins with the first device as its own, whatever the service's is."""
     current: list[Tensor] = []
@@ -251,44 +198,6 @@ def test_forwards_run_on_the_device_of_their_targets(monkeypatch: pytest.MonkeyP
     assert found[0] is target
 
 
-def test_a_device_that_is_lost_ends_the_thread_and_leaves_nobody_waiting() -> None:
-    tower = StoppedTower()
-    batcher = Batcher(tower.encode, budget_tokens=10)
-    lost, queued = (batcher.submit(torch.tensor([name, 10]), torch.zeros(1, 10, 2)) for name in (14, 1))
-    assert batcher.alive
-    tower.go.release()
-    for failed in (lost, queued):
-        with pytest.raises(Unavailable, match="ended"):
-            failed.result(TIMEOUT_S)
-    assert not batcher.alive
-    with pytest.raises(Unavailable, match="ended"):
-        batcher.submit(torch.tensor([2, 10]), torch.zeros(1, 10, 2))
-    batcher.close()
-
-
-@pytest.mark.parametrize("returns", [True, False])
-def test_a_tower_that_is_given_up_leaves_nobody_waiting_whether_it_ever_returns(returns: bool) -> None:
-    tower = StoppedTower()
-    batcher = Batcher(tower.encode, budget_tokens=10)
-    running = batcher.submit(torch.tensor([0, 10]), torch.zeros(1, 10, 2))
-    assert tower.started.acquire(timeout=TIMEOUT_S)
-    queued = batcher.submit(torch.tensor([1, 10]), torch.zeros(1, 10, 2))
-    if returns:
-        tower.go.release()
-        running.result(TIMEOUT_S)
-        assert tower.started.acquire(timeout=TIMEOUT_S)
-    batcher.give_up(Unavailable("rank 3 is gone", "encoder"))
-    for failed in (queued,) if returns else (running, queued):
-        with pytest.raises(Unavailable, match="rank 3 is gone"):
-            failed.result(TIMEOUT_S)
-    assert not batcher.alive
-    with pytest.raises(Unavailable, match="rank 3 is gone"):
-        batcher.submit(torch.tensor([2, 10]), torch.zeros(1, 10, 2))
-    run_all(tower)
-    batcher.close()
-    assert tower.forwards == ([[0], [1]] if returns else [[0]])
-
-
 def test_an_idle_batcher_holds_nothing_of_what_it_encoded(tower: StoppedTower, submit: Submit) -> None:
     encoded, target = submit(1, 3)
     run_all(tower)
@@ -299,38 +208,6 @@ def test_an_idle_batcher_holds_nothing_of_what_it_encoded(tower: StoppedTower, s
     while held() is not None and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert held() is None
-
-
-def test_closing_cancels_what_is_queued_and_waits_for_the_running_forward() -> None:
-    tower = StoppedTower()
-    batcher = Batcher(tower.encode, budget_tokens=10)
-    running = batcher.submit(torch.tensor([1, 10]), torch.zeros(1, 10, 2))
-    assert tower.started.acquire(timeout=TIMEOUT_S)
-    queued = batcher.submit(torch.tensor([2, 10]), torch.zeros(1, 10, 2))
-    closing = threading.Thread(target=batcher.close)
-    closing.start()
-    with pytest.raises(CancelledError):
-        queued.result(TIMEOUT_S)
-    assert closing.is_alive()
-    tower.go.release()
-    closing.join(TIMEOUT_S)
-    assert not closing.is_alive()
-    assert running.done()
-    assert tower.forwards == [[1]]
-
-
-def test_a_slice_that_comes_right_before_the_end_is_cancelled(tower: StoppedTower) -> None:
-    """Before the thread, which waits for one, has noticed either."""
-    batcher = Batcher(tower.encode, budget_tokens=10)
-    run_all(tower)
-    batcher.submit(torch.tensor([0, 10]), torch.zeros(1, 10, 2)).result(TIMEOUT_S)
-    with batcher._changed:
-        late = batcher.submit(torch.tensor([1, 10]), torch.zeros(1, 10, 2))
-        batcher._closing = True
-    batcher.close()
-    with pytest.raises(CancelledError):
-        late.result(TIMEOUT_S)
-    assert tower.forwards == [[0]]
 
 
 def test_those_that_wait_are_told_and_since_when_the_first_of_them(tower: StoppedTower) -> None:
