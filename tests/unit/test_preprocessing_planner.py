@@ -1,30 +1,29 @@
-"""A plan is what transformers' processor would make of the same media, and nothing is decoded for it."""
+"""A plan's grids and frames are those of transformers' processor for the same media, and nothing is decoded for it.
+
+Where the tokens stand is `test_preprocessing_positions.py`'s.
+"""
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from fractions import Fraction
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from common import plan
 from common.checkpoint import Checkpoint
 from common.errors import InvalidRequest, MediaRejected, PromptTooLong
-from common.plan import Grid, Modality, PromptPlan
+from common.plan import Grid, Modality
 from services.preprocessing import decode, planner
-from services.preprocessing.planner import Conversation, MediaRequest, PlannedPrompt, Planner
+from services.preprocessing.planner import MediaRequest, Planner
 from services.preprocessing.sampling import FrameSampling
 from services.preprocessing.sources import path_source
-from services.preprocessing.tokens import Turn
 from tests.families import FAMILIES
+from tests.unit.planner_asks import image, picture, planned, video
 from tests.unit.preprocessing_media import (
     HEIGHT_PX,
     WIDTH_PX,
@@ -34,26 +33,6 @@ from tests.unit.preprocessing_media import (
     transformers_smart_resize,
     transformers_video_size,
 )
-
-
-def picture(height: int, width: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (width, height), "green").save(file, "PNG")
-    return file.getvalue()
-
-
-def video(data: bytes, **wish: Any) -> MediaRequest:
-    return MediaRequest("video", Modality.VIDEO, data, FrameSampling(**wish))
-
-
-def image(data: bytes, **wish: Any) -> MediaRequest:
-    return MediaRequest("image", Modality.IMAGE, data, FrameSampling(**wish))
-
-
-def planned(planner: Planner, *parts: str | MediaRequest) -> PlannedPrompt:
-    media = tuple(part for part in parts if isinstance(part, MediaRequest))
-    turn = Turn("user", tuple(part.modality if isinstance(part, MediaRequest) else part for part in parts))
-    return planner.plan(Conversation((turn,), media))
 
 
 @pytest.fixture(scope="module")
@@ -117,83 +96,6 @@ def test_no_frame_has_more_pixels_than_were_wished_for(
     assert (item.frame_height_px % token_px, item.frame_width_px % token_px) == (0, 0)
 
 
-def test_positions_follow_the_formula_from_the_time_base_on(tiny_checkpoint: Path) -> None:
-    plan = planned(Planner(Checkpoint(tiny_checkpoint), None), "look", video(clip(120, rate=24)), "so?").plan
-    (item,) = plan.media
-    (run,) = item.runs
-    # 120 frames at 24 a second are 5 s: 10 frames sampled, 5 slices, 1 s each, 2 tokens a second.
-    assert (item.seconds_per_grid, item.grid.t) == (Fraction(1), 5)
-    start = run.offset
-    expected = [
-        (start + 2 * i, start + j, start + k) for i in range(5) for j in range(item.grid.h) for k in range(item.grid.w)
-    ]
-    assert plan.positions[:, run.offset : run.end].T.tolist() == [list(each) for each in expected]
-    after = max(map(max, expected)) + 1
-    text = plan.tokens - run.end
-    assert plan.positions[:, run.end :].tolist() == [list(range(after, after + text))] * 3
-    assert plan.positions[:, : run.offset].tolist() == [list(range(run.offset))] * 3
-
-
-def rope_index(family: str, checkpoint: Path, plan: PromptPlan) -> list[list[int]]:
-    """transformers' positions [3, N] of a plan's ids and grids."""
-    model_class = FAMILIES[family].model
-    config = model_class.config_class.from_pretrained(checkpoint)
-    vision = config.vision_config
-    inner = vars(import_module(model_class.__module__))[
-        model_class.__name__.replace("ForConditionalGeneration", "Model")
-    ]
-    model = inner.__new__(inner)
-    torch.nn.Module.__init__(model)
-    model.config = config
-    types = torch.zeros(1, plan.tokens, dtype=torch.long)
-    for item in plan.media:
-        for run in item.runs:
-            types[0, run.offset : run.end] = 2 if item.modality is Modality.VIDEO else 1
-
-    def grids(modality: Modality) -> torch.Tensor | None:
-        side = vision.spatial_merge_size
-        found = [
-            (item.grid.t, item.grid.h * side, item.grid.w * side) for item in plan.media if item.modality is modality
-        ]
-        return torch.tensor(found) if found else None
-
-    videos = [item for item in plan.media if item.modality is Modality.VIDEO]
-    positions, _ = model.get_rope_index(
-        torch.zeros_like(types),
-        mm_token_type_ids=types,
-        image_grid_thw=grids(Modality.IMAGE),
-        video_grid_thw=grids(Modality.VIDEO),
-        second_per_grid_ts=torch.tensor([float(item.seconds_per_grid or 0) for item in videos]) if videos else None,
-    )
-    found: list[list[int]] = positions[:, 0].tolist()
-    return found
-
-
-def test_positions_are_those_of_transformers(family: str, tiny: Planner, family_checkpoint: Path) -> None:
-    png, brief = picture(90, 60), clip(8, rate=8)
-    mixes: list[tuple[str | MediaRequest, ...]] = [
-        (image(png), video(brief, fps=8.0), "what?"),
-        ("so " * 300, video(clip(1)), video(brief), "and", image(png)),
-        tuple(image(picture(30 + 20 * side, 200)) for side in range(20)),
-    ]
-    if FAMILIES[family].slices_stand_alone:  # elsewhere transformers leaves the formula once time leaves the frame
-        mixes += [
-            (video(clip(77, rate=Fraction(24000, 1001))), "and", image(png), video(clip(5), fps=30.0), "?"),
-            (video(clip(200), fps=12.0), video(clip(300, rate=10))),
-        ]
-    for parts in mixes:
-        plan = planned(tiny, *parts).plan
-        assert plan.positions.tolist() == rope_index(family, family_checkpoint, plan)
-
-
-def test_a_videos_runs_are_its_slices_where_those_stand_alone_and_else_one(family: str, tiny: Planner) -> None:
-    one, other = planned(tiny, video(clip(60)), image(picture(90, 60))).plan.media
-    alone = FAMILIES[family].slices_stand_alone
-    expected = [one.grid.slice_tokens] * one.grid.t if alone else [one.grid.tokens]
-    assert [run.length for run in one.runs] == expected
-    assert [run.length for run in other.runs] == [other.grid.tokens]
-
-
 def test_the_frames_that_are_sent_are_those_that_were_planned(family: str, tiny: Planner) -> None:
     result = planned(tiny, video(clip(110, rate=30), max_pixels=64 * 64))
     expected = transformers_indices(110, 30.0, 2.0, 4, 768, family)
@@ -214,12 +116,6 @@ def test_planning_decodes_nothing(tiny: Planner, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(decode._Frames, "_decode", decoded)
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", decoded)
     planned(tiny, video(clip(30)), image(picture(60, 90)))
-
-
-def test_text_alone_has_a_plan(tiny: Planner) -> None:
-    plan = planned(tiny, "hello").plan
-    assert plan.media == ()
-    assert plan.positions.tolist() == [list(range(plan.tokens))] * 3
 
 
 def test_the_same_look_at_the_same_bytes_has_the_same_hash_and_any_other_another(tiny: Planner) -> None:
