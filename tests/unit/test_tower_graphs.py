@@ -1,7 +1,6 @@
 """Forwards of the tower are replayed as graphs, which compute what transformers' own class computes without.
 
-No CUDA here: what is captured is computed again at every replay, over buffers in which nothing old can be used, and
-attention follows its formula.
+No CUDA here: see `tower_recorder.py`. What decides whether to replay is measured in `test_tower_graphs_measured.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import structlog
@@ -21,71 +19,21 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoint
 from services.encoder.budgets import Eager, Size, fitting
-from services.encoder.families import load_tower, vision_model
-from services.encoder.forward import ModelForward
-from services.encoder.graphs import Captured, TowerGraphs, with_graphs
+from services.encoder.families import load_tower
+from services.encoder.graphs import Captured, with_graphs
 from services.encoder.tower import Tower
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
-from tests.unit.test_graphs import NoWaiting
 from tests.unit.test_tower import levels_of, pixel_values, processor_of
-from tests.unit.varlen_formula import attend_by_formula
+from tests.unit.tower_recorder import CPU, STALE_BYTE, Recorder, load_packed
 
-CPU = torch.device("cpu")
 MOST_TOKENS = 160
-STALE_BYTE, FAR_AWAY = 255, 2**30
 
 Expect = Callable[[Sequence[Tensor]], list[Tensor]]
-
-
-class Recorder:
-    """In place of CUDA: capturing computes nothing that lasts, and replaying computes again what was captured.
-
-    Before each replay all that it reads must have been written since the last one. eager_s: what a forward without a
-    graph is measured to take, where a replay takes 1 s.
-    """
-
-    def __init__(self, eager_s: float = 1.0) -> None:
-        self._eager_s = eager_s
-        self.captured: list[int] = []
-        self.replayed: list[int] = []
-
-    def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
-        self.captured.append(len(inputs[0]))
-        with NoWaiting(), patch.object(Tensor, "tolist", side_effect=AssertionError("the host would wait")):
-            output = compute().fill_(torch.nan)
-
-        def replay() -> None:
-            assert not any((each == stale(each)).any() or each.isnan().any() for each in inputs)
-            self.replayed.append(len(inputs[0]))
-            output.copy_(compute())
-            for each in inputs:
-                each.fill_(stale(each))
-
-        for each in inputs:
-            each.fill_(stale(each))
-        return Captured(replay, output)
-
-    def measure_s(self, run: Callable[[], object]) -> float:
-        replays = len(self.replayed)
-        run()
-        return 1.0 if len(self.replayed) > replays else self._eager_s
-
-
-def stale(buffer: Tensor) -> float:
-    if buffer.is_floating_point():
-        return torch.nan
-    return STALE_BYTE if buffer.dtype == torch.uint8 else FAR_AWAY
 
 
 @pytest.fixture(scope="module")
 def shape(family: str) -> FamilyUnderTest:
     return FAMILIES[family]
-
-
-def load_packed(checkpoint: Path) -> Tower:
-    """A tower whose attention is called once a layer, as on CUDA."""
-    with patch.object(vision_model, "find_attention", return_value=attend_by_formula):
-        return load_tower(Checkpoint(checkpoint), "float32", CPU)
 
 
 @pytest.fixture(scope="module")
@@ -272,56 +220,3 @@ def test_attention_that_asks_the_host_has_no_graphs(family_checkpoint: Path, sha
     graphed = Graphed(with_graphs(tower, MOST_TOKENS, recorder), recorder)
     assert not recorder.captured
     encode_without(graphed, random_slices([(3, 3)], shape), Eager.NONE_CAPTURED)
-
-
-# --- measuring --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("most_tokens", [1, 2, 5, 40, 64, 100])
-def test_every_budget_is_measured_however_small(tiny_checkpoint: Path, most_tokens: int) -> None:
-    recorder = Recorder(eager_s=3.0)
-    forward = with_graphs(load_packed(tiny_checkpoint), most_tokens, recorder).forward
-    assert isinstance(forward, TowerGraphs)
-    assert [each.budget.tokens for each in forward.measured] == sorted({min(64, most_tokens), most_tokens})
-    assert {(each.replay_s, each.eager_s) for each in forward.measured} == {(1.0, 3.0)}
-    assert len(set(recorder.replayed)) == len(forward.measured)
-
-
-def test_what_is_measured_is_the_middle_of_several_runs_that_are_not_the_first(tiny_checkpoint: Path) -> None:
-    """Of a graph as of a forward without: the first run of each sets things up, and now and then one is held up."""
-
-    class HeldUp(Recorder):
-        def __init__(self) -> None:
-            super().__init__()
-            self.runs = 0
-
-        def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
-            captured = super().capture(inputs, compute)
-
-            def replay() -> None:
-                self.runs += 1
-                captured.replay()
-
-            return Captured(replay, captured.output)
-
-        def measure_s(self, run: Callable[[], object]) -> float:
-            assert self.runs  # once before
-            taken = super().measure_s(run)
-            return 60.0 if self.runs in (2, 5) else taken
-
-    forward = with_graphs(load_packed(tiny_checkpoint), 64, HeldUp()).forward
-    assert isinstance(forward, TowerGraphs)
-    assert [each.replay_s for each in forward.measured] == [1.0]
-
-
-@pytest.mark.parametrize(("most_tokens", "measured"), [(160, [1, 2, 2]), (1024, [1, 2, 4, 8, 16])])
-def test_a_budget_is_measured_with_as_many_small_squares_as_fill_it(
-    tiny_checkpoint: Path, most_tokens: int, measured: list[int]
-) -> None:
-    """8 tokens a side; without a graph the same is measured."""
-    tower, sides = load_packed(tiny_checkpoint), []
-    assert isinstance(tower.forward, ModelForward)
-    with patch.object(ModelForward, "__call__", lambda _, patches, given: sides.append(given)):
-        with_graphs(tower, most_tokens, Recorder())
-    merge = FAMILIES["qwen2_5_vl"].merge
-    assert sides[:: len(sides) // len(measured)] == [[(8 * merge, 8 * merge)] * count for count in measured]
