@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -75,7 +75,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         behaviour = self._budgets.limited(parsed(handler, parse))
         # As a stream, whatever the method is: of a single request, gRPC holds the bytes until the call ends.
         return grpc.stream_stream_rpc_method_handler(
-            guarded(self._drained(behaviour, stage_of(service)), method, self._tracer),
+            _written(guarded(self._drained(behaviour, stage_of(service)), method, self._tracer)),
             response_serializer=_serialize_weighed(handler.response_serializer, name),
         )
 
@@ -110,6 +110,20 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
                     self._idle.set()
 
         return drained
+
+
+def _written(behaviour: Behaviour) -> Callable[[Any, Any], Coroutine[Any, Any, None]]:
+    """Writes what is yielded: who leaves without reading is cancelled like others, where gRPC would log a traceback."""
+
+    async def written(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        async with aclosing(behaviour(requests, context)) as responses:
+            async for response in responses:
+                try:
+                    await context.write(response)
+                except grpc.aio.InternalError as error:
+                    raise asyncio.CancelledError from error
+
+    return written
 
 
 def _parse_weighed(parse: Any, method: str) -> Callable[[bytes], Any]:

@@ -27,6 +27,7 @@ from common.ports import free_port
 from common.server import serve
 from common.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, tensor_pb2
+from tests.contract.loopback import eventually
 
 SERVICE = "framesieve.v1.EncoderService"
 FAILURES: dict[int, Exception] = {
@@ -42,7 +43,9 @@ FAILURES: dict[int, Exception] = {
 }
 FLOOD = 100
 UNAVAILABLE = ("framesieve_requests_total", {"method": "Encode", "code": "UNAVAILABLE"})
+RUNNING = ("framesieve_requests_running", {"method": "Encode"})
 MIB = bytes(2**20)
+SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1000), ("grpc.http2.bdp_probe", 0)]
 LEAVES = [errors.InvalidRequest, errors.MediaDamaged, errors.MediaForbidden, errors.Overloaded, errors.Unavailable]
 
 
@@ -200,6 +203,35 @@ async def test_a_caller_that_does_not_read_keeps_nobody_from_stopping(tmp_path: 
         await asyncio.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(task, 10) is ExitStatus.CUT_OFF
+
+
+@pytest.mark.parametrize("how", ["cancelled", "disconnected", "past its deadline"])
+async def test_who_leaves_without_reading_is_cancelled_like_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    code = "DEADLINE_EXCEEDED" if how == "past its deadline" else "CANCELLED"
+    before = ended_with(code)
+    async with serving(tmp_path) as (own, _):
+        async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s", SMALL_WINDOW) as channel:
+            timeout = 1 if how == "past its deadline" else None
+            unread = [ask(channel, FLOOD, timeout=timeout) for _ in range(4)]
+            await eventually(lambda: REGISTRY.get_sample_value(*RUNNING) == 4)
+            await asyncio.sleep(0.5)  # in which the window fills
+            if how == "cancelled":
+                for each in unread:
+                    each.cancel()
+            if how == "past its deadline":
+                await asyncio.wait([asyncio.create_task(each.code()) for each in unread])
+        await eventually(lambda: REGISTRY.get_sample_value(*RUNNING) == 0)
+        await asyncio.sleep(0.1)  # in which gRPC would log
+        assert caplog.records == []
+        assert ended_with(code) == before + 4
+        with refused():
+            await ask(own, 1).read()
+
+
+def ended_with(code: str) -> float:
+    return REGISTRY.get_sample_value("framesieve_requests_total", {"method": "Encode", "code": code}) or 0
 
 
 async def test_only_the_neighbour_of_what_is_gone_tries_again(tmp_path: Path) -> None:
