@@ -55,11 +55,13 @@ def test_what_is_no_video_is_rejected(data: bytes, why: str) -> None:
         index_of(data)
 
 
-def test_a_playlist_reaches_no_other_file(tmp_path: Path) -> None:
+def test_a_playlist_reaches_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "secret.ts").write_bytes(clip(30, container="mpegts"))
     playlists = [
         f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\nfile://{tmp_path}/secret.ts\n#EXT-X-ENDLIST\n",
         f"ffconcat version 1.0\nfile {tmp_path}/secret.ts\n",
+        "ffconcat version 1.0\nfile secret.ts\n",
     ]
     for playlist in playlists:
         with pytest.raises(MediaRejected):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from torch import Tensor
 
 from services.encoder.forward import ModelForward
-from services.encoder.graphs import Captured, TowerGraphs, with_graphs
+from services.encoder.graphs import TowerGraphs, with_graphs
 from tests.families import FAMILIES
 from tests.unit.tower_recorder import Recorder, load_packed
 
@@ -29,27 +28,16 @@ def test_what_is_measured_is_the_middle_of_several_runs_that_are_not_the_first(t
     """Of a graph as of a forward without: the first run of each sets things up, and now and then one is held up."""
 
     class HeldUp(Recorder):
-        def __init__(self) -> None:
-            super().__init__()
-            self.runs = 0
-
-        def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
-            captured = super().capture(inputs, compute)
-
-            def replay() -> None:
-                self.runs += 1
-                captured.replay()
-
-            return Captured(replay, captured.output)
-
         def measure_s(self, run: Callable[[], object]) -> float:
-            assert self.runs  # once before
             taken = super().measure_s(run)
-            return 60.0 if self.runs in (2, 5) else taken
+            runs = len(self.replayed) if taken == 1.0 else without.call_count
+            assert runs > 1
+            return 60.0 if runs in (2, 5) else taken
 
-    forward = with_graphs(load_packed(tiny_checkpoint), 64, HeldUp()).forward
+    with patch.object(ModelForward, "__call__", autospec=True, side_effect=ModelForward.__call__) as without:
+        forward = with_graphs(load_packed(tiny_checkpoint), 64, HeldUp(eager_s=3.0)).forward
     assert isinstance(forward, TowerGraphs)
-    assert [each.replay_s for each in forward.measured] == [1.0]
+    assert [(each.replay_s, each.eager_s) for each in forward.measured] == [(1.0, 3.0)]
 
 
 @pytest.mark.parametrize(("most_tokens", "measured"), [(160, [1, 2, 2]), (1024, [1, 2, 4, 8, 16])])
