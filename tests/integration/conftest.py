@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from tests import media
 from tests.adapters import write_adapter
 from tests.collector import Collector, collecting
 from tests.families import load_reference
-from tests.integration.fleet import Fleet, Service, metric_in
+from tests.integration.fleet import READ_S, Fleet, Service, metric_in
 from tests.integration.load import is_answered_soon
+from tests.unit.awake import awake
 
 KV_CACHE_TOKENS = 2048
 DECODE_MEMORY_BYTES = 192 * 2**20
@@ -155,19 +156,25 @@ def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int
             each.close()
 
 
-async def settles(read: Callable[[], float], target: float, within_s: float = 5) -> bool:
+async def settles(read: Callable[[], object], target: object, within_s: float = 20) -> bool:
     """Whether what is read becomes `target` in time: gauges follow a step behind."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if await asyncio.to_thread(read) == target:
-            return True
-        await asyncio.sleep(0.05)
-    return False
+    with awake() as passed_s:
+        while await asyncio.to_thread(read) != target:
+            if passed_s() > within_s:
+                return False
+            await asyncio.sleep(0.05)
+    return True
+
+
+async def idle(stack: LocalStack) -> None:
+    """Returns once no request runs: what the last of them came to is counted after its caller has heard."""
+    for service in stack.metrics_ports:
+        assert await settles(partial(metric, stack, service, "framesieve_requests_running"), 0)
 
 
 def metric(stack: LocalStack, service: str, name: str, **labels: str) -> float:
     """As `metric_in`, of a service of the stack."""
     url = f"http://127.0.0.1:{stack.metrics_ports[service]}/metrics"
-    with urllib.request.urlopen(url, timeout=5) as answer:
+    with urllib.request.urlopen(url, timeout=READ_S) as answer:
         text = answer.read().decode()
     return metric_in(text, name, **labels)

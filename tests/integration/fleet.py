@@ -23,9 +23,11 @@ import grpc
 from common.credentials import NO_CREDENTIALS
 from common.ports import free_port
 from common.probe import is_serving
+from tests.unit.awake import awake
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0
+READ_S = 30.0
 
 
 def children(process: int) -> set[int]:
@@ -37,8 +39,11 @@ def children(process: int) -> set[int]:
 
 
 def runs(process: int) -> bool:
-    status = Path(f"/proc/{process}/stat")
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it went since the file was opened
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 @dataclass
@@ -116,12 +121,12 @@ class Service:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry `labels`."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=READ_S) as answer:
             return metric_in(answer.read().decode(), name, **labels)
 
     def in_use(self) -> dict[str, float]:
         """What requests hold here, by the names of the gauges that are not at rest."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=READ_S) as answer:
             text = answer.read().decode()
         held = {name: metric_in(text, name) for name in ("framesieve_requests_running", *HELD[self.name])}
         return {name: value for name, value in held.items() if value}
@@ -202,18 +207,18 @@ def metric_in(text: str, name: str, **labels: str) -> float:
     return total
 
 
-async def until(condition: Callable[[], object], within_s: float = 30) -> float:
-    """Seconds until the condition, which may take its time, holds."""
-    start = time.monotonic()
-    while not await asyncio.to_thread(condition):
-        assert time.monotonic() < start + within_s, "it never happened"
-        await asyncio.sleep(0.02)
-    return time.monotonic() - start
+async def until(condition: Callable[[], object], within_s: float = 30) -> None:
+    """Returns once the condition, which may take its time, holds."""
+    with awake() as passed_s:
+        while not await asyncio.to_thread(condition):
+            assert passed_s() < within_s, "it never happened"
+            await asyncio.sleep(0.02)
 
 
 async def at_rest(services: Iterable[Service], within_s: float) -> None:
     """Returns once nobody holds anything; fails with what is still held after that time."""
-    deadline = time.monotonic() + within_s
-    while held := {each.name: used for each in services if (used := await asyncio.to_thread(each.in_use))}:
-        assert time.monotonic() < deadline, held
-        await asyncio.sleep(0.05)
+    each_time = tuple(services)
+    with awake() as passed_s:
+        while held := {each.name: used for each in each_time if (used := await asyncio.to_thread(each.in_use))}:
+            assert passed_s() < within_s, held
+            await asyncio.sleep(0.05)

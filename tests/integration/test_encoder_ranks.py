@@ -20,7 +20,8 @@ from common.errors import Unavailable
 from common.exit_status import ExitStatus
 from tests import media
 from tests.integration.fleet import Fleet, Service, children, runs, until
-from tests.integration.load import SOON_S, long_clip, short_clip
+from tests.integration.load import long_clip, short_clip
+from tests.unit.awake import SOON_S, within
 
 TOLERANCE = 1e-5
 ENDED = "the tower of the encoder has ended: rank 1 of 2 was ended by signal 9"
@@ -92,9 +93,9 @@ async def test_a_rank_that_is_killed_ends_the_service_and_callers_are_told(encod
     await until(lambda: encoder.metric("framesieve_encoder_batch_slices_count") > 2)
     os.kill(rank, signal.SIGKILL)
     with pytest.raises(Unavailable, match=ENDED) as told:
-        await asyncio.wait_for(asked, SOON_S)
+        await within(SOON_S, asked)
     assert told.value.stage == "encoder"
-    assert await asyncio.wait_for(health, SOON_S) == HEALTH.NOT_SERVING
+    assert await within(SOON_S, health) == HEALTH.NOT_SERVING
     assert await asyncio.to_thread(encoder.ended) == ExitStatus.FAILED
     assert "rank 1 of 2 was ended by signal 9" in encoder.log()
     assert "by a bug" not in encoder.log()

@@ -31,7 +31,8 @@ from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from tests import media
 from tests.integration.conftest import DRAIN_S, HASTY_DRAIN_S
 from tests.integration.fleet import Fleet, Service, at_rest, children, runs, stopped_workers, until
-from tests.integration.load import SOON_S, Load, asked_about, short_clip
+from tests.integration.load import Load, asked_about, short_clip
+from tests.unit.awake import SOON_S, within
 
 ENDLESS = ("in transfer", "fetching", "generating")
 
@@ -184,9 +185,9 @@ async def test_a_replica_passes_new_requests_on_to_the_other_which_is_alone_and_
             second.tell(signal.SIGTERM)
             await until(lambda: not second.serving(), within_s=SOON_S)
             late = asked_about(client, short_clip(3012))
-            await asyncio.wait_for(late.task, SOON_S)
+            await within(SOON_S, late.task)
             for asked in held:
-                await asyncio.wait_for(asked.task, HASTY_DRAIN_S + SOON_S)
+                await within(HASTY_DRAIN_S + SOON_S, asked.task)
                 assert asked.ended_s - told_s >= HASTY_DRAIN_S
             for asked in (late, *held):
                 assert isinstance(asked.failed, errors.Unavailable)
@@ -204,7 +205,7 @@ async def test_a_generation_that_is_told_to_stop_finishes_what_it_can_and_tells_
         told_s = time.monotonic()
         fleet.generation.tell(signal.SIGTERM)
         for asked in load.asked.values():
-            await asyncio.wait_for(asked.task, DRAIN_S + SOON_S)
+            await within(DRAIN_S + SOON_S, asked.task)
         for stage, asked in load.asked.items():
             if asked.failed is None:
                 assert stage not in ENDLESS
