@@ -7,7 +7,7 @@ import gc
 import os
 import resource
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,16 @@ def no_descriptor_left() -> Iterator[None]:
 
 def open_memories() -> int:
     """How many descriptors of sealed memory this process has open."""
-    links = [each.readlink() for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    return sum(link.name.startswith("memfd:framesieve") for link in links)
+    return sum(path.name.startswith("memfd:framesieve") for path in open_paths())
+
+
+def open_paths() -> list[Path]:
+    """What this process has open, while other threads open and close."""
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            found.append(each.readlink())
+    return found
 
 
 def children() -> set[int]:
@@ -90,8 +98,11 @@ def _runs_isolated(command: Path) -> bool:
 
 def runs(pid: int) -> bool:
     """Whether the process runs: whoever adopted it may not have buried it yet."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it went since the file was opened
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from services.preprocessing import servicer
 from services.preprocessing.slices import PlannedMedia, PlannedVideo
+from services.preprocessing.workers import crew
 from services.preprocessing.workers.jobs import Job, VideoSlices, slices_job
 from services.preprocessing.workers.limits import Limits
 from services.preprocessing.workers.pool import Pool
@@ -30,6 +31,12 @@ async def nothing_is_left() -> AsyncIterator[None]:
     yield
     assert children() == processes
     assert open_descriptors() <= descriptors  # what earlier tests forgot may go meanwhile
+
+
+@pytest.fixture
+def no_stop_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps workers that others' work on this machine keeps from stopping at once."""
+    monkeypatch.setattr(crew, "_STOP_S", 20.0)
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from tests.unit.pool_media import LIMITS, numbers_of, planned
 from tests.unit.preprocessing_media import clip, without_packets
 
 pytest_plugins = ["tests.unit.preprocessing_fixtures"]
+pytestmark = pytest.mark.usefixtures("no_stop_is_late")
 MUTATIONS = 2000
 
 

@@ -17,7 +17,7 @@ from tests.unit.pool_asks import SOURCE
 from tests.unit.preprocessing_media import clip
 
 pytest_plugins = ["tests.unit.preprocessing_fixtures"]
-pytestmark = pytest.mark.usefixtures("nothing_is_left")
+pytestmark = pytest.mark.usefixtures("nothing_is_left", "no_stop_is_late")
 
 
 async def test_nothing_is_read_for_a_request_that_has_left(pool_of: Callable[..., Pool]) -> None:
