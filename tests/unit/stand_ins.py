@@ -9,9 +9,6 @@ from pathlib import Path
 
 STAND_IN = """
 import argparse, os, pathlib, signal, sys, time
-from concurrent import futures
-import grpc
-from grpc_health.v1 import health, health_pb2_grpc
 
 parser = argparse.ArgumentParser()
 for name in ("listen", "metrics-port", "drain-s", "model", "media-root", "preprocessing", "encoder", "extra"):
@@ -28,6 +25,10 @@ if arguments.refuse_to_start:
     sys.exit(2)
 if arguments.never_ready:
     time.sleep(60)
+
+from concurrent import futures  # from here on, for they take their time
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
 
 stopping = False
 

@@ -26,13 +26,17 @@ from framesieve.v1 import generation_pb2, generation_pb2_grpc
 
 
 class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
-    """Answers with three tokens in two messages; refuses the text "refuse", never answers the text "hang"."""
+    """Answers with three tokens in two messages; refuses the text "refuse", never answers the text "hang".
+
+    crowd: all but the first `uncrowded` are answered once so many have run at once.
+    """
 
     def __init__(self) -> None:
+        self.crowd, self.uncrowded = 1, 0
         self.asked: list[Any] = []
         self.running = 0
         self.most_running = 0
-        self.lock = threading.Lock()
+        self.lock = threading.Condition()
         self.hung = threading.Event()
 
     def Generate(self, request: Any, context: Any) -> Iterator[Any]:
@@ -41,6 +45,9 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
             self.asked.append(request)
             self.running += 1
             self.most_running = max(self.most_running, self.running)
+            self.lock.notify_all()
+            if len(self.asked) > self.uncrowded:
+                self.lock.wait_for(lambda: self.most_running >= self.crowd, 20)
         gone = threading.Event()
         context.add_callback(gone.set)
         if text == "refuse":
@@ -95,6 +102,7 @@ def workload(folder: Path, *lines: dict[str, Any]) -> str:
 
 
 def test_a_closed_loop_reports_what_it_saw(bench: Callable[..., Result], service: FakeGeneration) -> None:
+    service.crowd, service.uncrowded = 3, 2
     result = bench("--clients", "3", "--requests", "12", "--warmup", "2", "--json", "--records")
     assert (result.exit_code, result.stderr) == (0, "")
     told = json.loads(result.stdout)
@@ -132,6 +140,7 @@ def test_clips_come_again_where_that_is_wanted(bench: Callable[..., Result], ser
 
 
 def test_arrivals_do_not_wait_for_answers(bench: Callable[..., Result], service: FakeGeneration) -> None:
+    service.crowd = 5
     told = json.loads(bench("--rate", "400", "--requests", "40", "--warmup", "0", "--json").stdout)
     assert service.most_running > 4
     assert told["all"]["answered"] == 40
@@ -188,7 +197,7 @@ def test_ctrl_c_ends_early_and_still_reports(service: FakeGeneration, address: s
         assert service.hung.wait(20)
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        told = json.loads(process.communicate(timeout=10)[0])
+        told = json.loads(process.communicate(timeout=60)[0])
         assert process.returncode == 130
     assert told["interrupted"]
     assert (told["all"]["answered"], told["abandoned"]) == (len(service.asked) - 1, 1)
