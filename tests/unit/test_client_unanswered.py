@@ -80,7 +80,7 @@ async def test_leaving_the_loop_cancels_the_request(tmp_path: Path) -> None:
         async for event in client.stream(None, "?"):
             assert isinstance(event, Accepted)
             break
-        await asyncio.wait_for(fake.cancelled.wait(), 5)
+        await asyncio.wait_for(fake.cancelled.wait(), 20)
 
 
 async def test_a_stream_that_ends_early_is_no_answer(tmp_path: Path) -> None:

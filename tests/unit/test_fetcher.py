@@ -94,7 +94,7 @@ async def test_a_length_above_the_limit_is_refused_before_the_body_is_sent(lengt
         start = time.perf_counter()
         with pytest.raises(MediaRejected, match=f"more than the {len(BODY) - 1} bytes"):
             await fetched(server, max_bytes=len(BODY) - 1)
-        assert time.perf_counter() - start < 10
+        assert time.perf_counter() - start < 30
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ async def test_a_server_that_drips_is_left_when_the_time_is_up(start: bytes, pie
     async with serving(drip) as server:
         with pytest.raises(MediaRejected, match=r"^video\.url (took longer than the 0\.4 s|could not be fetched)"):
             await fetched(server, total_s=0.4)
-        assert time.perf_counter() - start_s < 5
+        assert time.perf_counter() - start_s < 20
     await asyncio.sleep(0)  # in which asyncio closes what the server aborted
     assert open_files() <= before
 

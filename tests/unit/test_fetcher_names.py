@@ -6,10 +6,11 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import pytest
 
-from common.errors import MediaRejected
+from common.errors import MediaRejected, Overloaded
 from services.preprocessing.fetch.fetcher import AT_ONCE, Fetcher
 from services.preprocessing.fetch.names import Names
 from tests.unit.loopback import Resolver, ok, policy, redirect, serving
@@ -49,7 +50,7 @@ async def test_the_system_is_asked_for_all_addresses_of_a_name(servers: NameServ
 
 async def test_names_whose_servers_are_silent_keep_no_other_waiting(servers: NameServers) -> None:
     async with serving(ok()) as server:
-        fetcher = Fetcher(policy(server.port))
+        fetcher = Fetcher(policy(server.port, look_up_s=TIMEOUT_S))
         dead = [asyncio.create_task(fetcher.fetch("video", "http://dead.test/")) for _ in range(AT_ONCE - 1)]
         async with asyncio.timeout(TIMEOUT_S):
             while servers.waiting < len(dead):
@@ -59,6 +60,26 @@ async def test_names_whose_servers_are_silent_keep_no_other_waiting(servers: Nam
     for each in dead:
         each.cancel()
     await asyncio.gather(*dead, return_exceptions=True)
+
+
+async def test_look_ups_that_nobody_waits_for_any_more_are_nobody_elses_fault(servers: NameServers) -> None:
+    names = Names(3)
+    left = [asyncio.create_task(names.look_up("dead.test")) for _ in range(3)]
+    async with asyncio.timeout(TIMEOUT_S):
+        while servers.waiting < len(left):
+            await asyncio.sleep(0.01)
+        for each in left:
+            each.cancel()
+        await asyncio.wait(left)
+        with pytest.raises(Overloaded, match="name cannot be looked up now: 3 others are"):
+            await names.look_up("clip.test")
+        servers.answers.set()
+        while True:
+            with suppress(Overloaded):
+                assert await names.look_up("clip.test") == ["127.0.0.1"]
+                break
+            await asyncio.sleep(0.01)
+    assert await asyncio.gather(*(names.look_up("clip.test") for _ in range(3))) == [["127.0.0.1"]] * 3
 
 
 async def test_a_look_up_that_takes_too_long_names_the_host_and_the_limit(servers: NameServers) -> None:

@@ -16,6 +16,7 @@ from common.interceptors import RequestInterceptor
 from common.metrics import age_seconds, begin
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse, MediaProgress
+from tests.contract.loopback import eventually
 
 OURS = {error.reason for error in vars(errors).values() if isinstance(error, type) and hasattr(error, "reason")}
 
@@ -89,6 +90,7 @@ async def test_a_refusal_is_counted_once_by_its_reason(
     before = value("requests_total", **labels, code=code) or 0, value("refusals_total", **labels, reason=reason) or 0
     with pytest.raises(grpc.aio.AioRpcError):
         _ = [answer async for answer in stub.Encode(iter([EncodeRequest()]))]
+    await eventually(lambda: (value("requests_total", **labels, code=code) or 0) > before[0])  # its caller hears first
     assert value("requests_total", **labels, code=code) == before[0] + 1
     assert value("refusals_total", **labels, reason=reason) == before[1] + 1
 

@@ -49,7 +49,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> None:
 
 def test_serve_over_a_service_that_cannot_start_ends_with_2(record: Path) -> None:
     with served(record, "--refuse-to-start") as process:
-        _, told = process.communicate(timeout=20)
+        _, told = process.communicate(timeout=60)
     assert process.returncode == ExitStatus.CANNOT_START
     assert "ended with status 2" in told
 
@@ -58,13 +58,13 @@ def test_a_second_serve_at_the_same_addresses_ends_with_2_and_the_first_goes_on(
     with served(record) as first:
         read_until(first, "framesieve answers at")
         with served(record) as second:
-            _, told = second.communicate(timeout=20)
+            _, told = second.communicate(timeout=60)
         assert second.returncode == ExitStatus.CANNOT_START
         assert f"unix:{record}/preprocessing-socket" in told
         assert "--preprocessing-listen" in told
         assert "framesieve answers at" not in told
         first.send_signal(signal.SIGTERM)
-        assert first.wait(10) == ExitStatus.FINISHED
+        assert first.wait(30) == ExitStatus.FINISHED
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -74,7 +74,7 @@ def test_a_signal_ends_serve_by_its_number_before_it_is_ready(record: Path, numb
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(number)
-        assert process.wait(10) == 128 + number
+        assert process.wait(30) == 128 + number
     assert stopped(record) == []
 
 
@@ -82,7 +82,7 @@ def test_serve_ends_with_0_once_it_was_ready_and_is_told_to_stop(record: Path) -
     with served(record) as process:
         read_until(process, "framesieve answers at")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == ExitStatus.FINISHED
+        assert process.wait(30) == ExitStatus.FINISHED
     assert stopped(record) == ["generation", "encoder", "preprocessing"]
 
 
@@ -94,7 +94,7 @@ def test_no_service_outlives_a_terminal_that_is_closed(record: Path) -> None:
         while not (b"framesieve ask" in told and told.endswith(b"\n")):
             told += os.read(terminal, 4096)
         os.close(terminal)
-        assert process.wait(10) == ExitStatus.FINISHED
+        assert process.wait(30) == ExitStatus.FINISHED
     assert stopped(record) == ["generation", "encoder", "preprocessing"]
 
 
@@ -102,4 +102,4 @@ def test_serve_ends_with_1_where_a_service_ends_by_itself(record: Path) -> None:
     with served(record, "--end-by-itself") as process:
         read_until(process, "framesieve answers at")
         (record / "end").touch()
-        assert process.wait(10) == ExitStatus.FAILED
+        assert process.wait(30) == ExitStatus.FAILED
