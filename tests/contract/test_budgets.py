@@ -91,7 +91,7 @@ async def test_a_refusal_says_when_to_come_again(tmp_path: Path) -> None:
 async def test_what_a_request_held_is_free_however_it_ends(tmp_path: Path, end: str) -> None:
     limits = {"max_requests_per_client": 1, "max_bytes_per_client": MIB}
     async with service(tmp_path, **limits) as (running, channel), open_channel(running.address) as caller:
-        call = await running_call(caller, prompt(MIB), timeout=0.3 if end == "deadline" else TIMEOUT_S)
+        call = await running_call(caller, prompt(MIB), timeout=2 if end == "deadline" else TIMEOUT_S)
         assert (await refusal(ask(channel)))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
         match end:
             case "finished":

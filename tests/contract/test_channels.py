@@ -95,6 +95,20 @@ async def ask_both(channel: grpc.aio.Channel, one: Replica, other: Replica) -> N
     one.calls = other.calls = 0
 
 
+async def ask_until_alone(channel: grpc.aio.Channel, replica: Replica) -> None:
+    """Asks until two calls in a row have come to this one of two: news of health takes its time."""
+
+    async def alone() -> None:
+        while True:
+            before = replica.calls
+            await ask(channel)
+            await ask(channel)
+            if replica.calls == before + 2:
+                return
+
+    await asyncio.wait_for(alone(), 20)
+
+
 @pytest.fixture
 def sockets(tmp_path: Path) -> tuple[str, str]:
     return f"unix:{tmp_path}/a", f"unix:{tmp_path}/b"
@@ -152,7 +166,7 @@ async def test_one_name_with_two_addresses_stands_for_two_replicas_in_turn() -> 
             await ask(channel)
         assert (one.calls, other.calls) == (CALLS / 2, CALLS / 2)
         await one.says("NOT_SERVING")
-        await asyncio.sleep(0.2)
+        await ask_until_alone(channel, other)
         one.calls = other.calls = 0
         for _ in range(CALLS):
             await ask(channel)
@@ -169,8 +183,8 @@ async def test_what_the_environment_says_of_proxies_is_not_for_our_calls(monkeyp
         for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy", "grpc_proxy", "https_proxy"):
             monkeypatch.delenv(name, raising=False)
         async with running(replica), open_channel(replica.address) as channel:
-            await asyncio.wait_for(ask(channel), 5)
-            assert await asyncio.to_thread(is_serving, replica.address, NO_CREDENTIALS, 5)
+            await asyncio.wait_for(ask(channel), 20)
+            assert await asyncio.to_thread(is_serving, replica.address, NO_CREDENTIALS, 20)
         with pytest.raises(BlockingIOError):
             proxy.accept()
 
@@ -186,7 +200,8 @@ async def test_a_replica_that_is_not_well_gets_no_calls_until_it_is(sockets: tup
     async with running(one, other), open_channel(",".join(sockets)) as channel:
         await ask_both(channel, one, other)
         await one.says("NOT_SERVING")
-        await asyncio.sleep(0.2)
+        await ask_until_alone(channel, other)
+        one.calls = other.calls = 0
         for _ in range(CALLS):
             await ask(channel)
         assert (one.calls, other.calls) == (0, CALLS)

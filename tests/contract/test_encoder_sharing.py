@@ -51,7 +51,7 @@ async def test_requests_at_once_share_one_pass_and_are_all_told_how_far_it_is(st
     await check_idle(stack)
 
 
-@pytest.mark.parametrize("timeout_s", [TIMEOUT_S, 0.5])
+@pytest.mark.parametrize("timeout_s", [TIMEOUT_S, 2])
 async def test_a_pass_goes_on_for_the_others_when_whoever_began_it_leaves(stack: Stack, timeout_s: float) -> None:
     began = await stalled(stack, VIDEO, timeout_s=timeout_s)
     other = asyncio.create_task(encode(stack, first_request([VIDEO], 0.5), SELECT_ALL))

@@ -69,9 +69,9 @@ def ends(connection: socket.socket) -> None:
 def test_whoever_does_not_ask_is_given_up(
     served: Served, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], said: bytes
 ) -> None:
-    monkeypatch.setattr(exposition, "REQUEST_S", 0.3)
     threads, files = threading.active_count(), open_files()
-    with ExitStack() as connections:
+    with monkeypatch.context() as hasty, ExitStack() as connections:
+        hasty.setattr(exposition, "REQUEST_S", 0.3)
         silent = [
             connections.enter_context(socket.create_connection((HOST, served[0]), timeout=TIMEOUT_S)) for _ in range(8)
         ]
@@ -90,9 +90,9 @@ def test_whoever_does_not_ask_is_given_up(
 def test_whoever_asks_a_byte_at_a_time_is_given_up_as_well(
     served: Served, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(exposition, "REQUEST_S", 0.5)
     deadline = time.monotonic() + TIMEOUT_S
-    with socket.create_connection((HOST, served[0]), timeout=TIMEOUT_S) as slow:
+    with monkeypatch.context() as hasty, socket.create_connection((HOST, served[0]), timeout=TIMEOUT_S) as slow:
+        hasty.setattr(exposition, "REQUEST_S", 0.5)
         slow.sendall(LONG_HELLO if served[1] else b"GET /")
         with suppress(ConnectionError):
             while time.monotonic() < deadline:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+import time
 import weakref
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -22,6 +25,7 @@ from framesieve.v1 import generation_pb2, prompt_pb2
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
 from services.generation.answers import MediaItem
 from services.generation.request import Request
+from services.generation.windows import Window
 from tests.contract.generation_peers import (
     embeds_messages,
     eventually,
@@ -204,6 +208,13 @@ async def test_a_client_that_disappears_while_its_answer_streams_leaves_nothing(
     gc.disable()  # what is freed must not wait for the garbage collector
     try:
         async with service_of(tmp_path, tiny_checkpoint) as service:
+            run = service.engine._runner.run
+
+            def slowly(windows: Sequence[Window]) -> Any:  # so that it cannot be over before the caller leaves
+                time.sleep(0.02)
+                return run(windows)
+
+            service.engine._runner.run = slowly  # type: ignore[method-assign]
             call = service.ask_text(sampling=Sampling(max_new_tokens=200))
             while not (await call.read()).HasField("delta"):
                 pass
@@ -219,7 +230,7 @@ async def test_a_deadline_that_passes_leaves_nothing(tmp_path: Path, tiny_checkp
     async with service_of(tmp_path, tiny_checkpoint, hold=asyncio.Event()) as service:
         request = GenerateRequest(prompt=prompt_message(service.encoder.plan), pruning=HALF)
         with pytest.raises(grpc.aio.AioRpcError) as info:
-            await answers(service.stub.Generate(request, timeout=0.3))
+            await answers(service.stub.Generate(request, timeout=2))
         assert info.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await eventually(lambda: service.idle() and service.encoder.cancelled == 1)
 

@@ -33,6 +33,7 @@ from tests.contract.media_client import (
     ask,
     items,
 )
+from tests.unit.awake import SOON_S, within
 
 LOST = errors.Unavailable("the encoder is draining", "encoder")
 TO_THE_VIDEO, TO_THE_IMAGE = 3, 6  # messages of `items`: one of three pieces, and all but the image's
@@ -114,9 +115,8 @@ async def test_what_was_not_delivered_is_asked_for_again_and_nothing_else(
 async def test_a_call_is_begun_three_times_at_most_and_the_caller_told_within_a_second(tmp_path: Path) -> None:
     encoder = Losing(PLAN, items(), losses=[0] * 9)
     async with client_of(tmp_path, encoder) as (client, _):
-        async with asyncio.timeout(1):
-            with pytest.raises(errors.Unavailable, match="the encoder is draining"):
-                await ask(client)
+        with pytest.raises(errors.Unavailable, match="the encoder is draining"):
+            await within(SOON_S, ask(client))
         assert encoder.calls == 3
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from time import monotonic_ns
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,9 @@ async def test_a_moment_that_cannot_have_been_breaks_the_contract(tmp_path: Path
 @pytest.mark.parametrize("plan", [PLAN, TEXT], ids=["from the encoder", "from preprocessing"])
 async def test_the_plan_says_when_media_had_been_fetched(tmp_path: Path, plan: PromptPlan) -> None:
     async def stages(fetched_ago_s: float | None) -> Mapping[Stage, int]:
-        clock = StageClock()
+        """Of a request that began a second ago, which is longer than anything here takes."""
+        began_ns = iter([monotonic_ns() - SECOND])
+        clock = StageClock(lambda: next(began_ns, None) or monotonic_ns())
         peers = Encoder(plan, fetched_ago_s=fetched_ago_s), Preprocessing(plan, fetched_ago_s)
         async with serving(f"unix:{tmp_path}/peers", *peers) as channel:
             client = MediaClient(channel, channel, MODEL, Room(2**16))

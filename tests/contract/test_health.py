@@ -16,6 +16,7 @@ from common import health
 from common.channels import open_channel
 from common.exit_status import ExitStatus
 from tests.contract.guarded_service import TIMEOUT_S, Echo, GuardedService, ask, guarded, refusal
+from tests.contract.loopback import logged
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS = 0, 1, 4
@@ -105,7 +106,7 @@ async def test_a_watcher_that_does_not_read_and_leaves_is_no_error(
         stranger.close()
         await watchers(service, 0)
         await asyncio.sleep(0.1)
-    assert caplog.records == []
+    assert logged(caplog) == []
 
 
 async def test_names_that_are_not_known_are_told_so_and_long_ones_are_not_kept(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from common import reflection
 from tests.contract.guarded_service import TIMEOUT_S, Echo, GuardedService, guarded, refusal
+from tests.contract.loopback import logged
 
 LIST = ServerReflectionRequest(list_services="")
 FILE = ServerReflectionRequest(file_containing_symbol="framesieve.v1.EncoderService")
@@ -115,4 +116,4 @@ async def test_whoever_reads_nothing_and_leaves_is_no_error(
             await streams(service, 0)
     await streams(service, 0)
     await asyncio.sleep(0.1)
-    assert caplog.records == []
+    assert logged(caplog) == []
