@@ -217,8 +217,8 @@ async def until(condition: Callable[[], object], within_s: float = 30) -> None:
 
 async def at_rest(services: Iterable[Service], within_s: float) -> None:
     """Returns once nobody holds anything; fails with what is still held after that time."""
-    each_time = tuple(services)
+    services = tuple(services)
     with awake() as passed_s:
-        while held := {each.name: used for each in each_time if (used := await asyncio.to_thread(each.in_use))}:
+        while held := {each.name: used for each in services if (used := await asyncio.to_thread(each.in_use))}:
             assert passed_s() < within_s, held
             await asyncio.sleep(0.05)
