@@ -23,7 +23,7 @@ from common.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 
 METHOD = "/framesieve.v1.EncoderService/Encode"
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 ALICE, BOB = "alice-0123456789abcdef", "bob-fedcba9876543210"
 
 
