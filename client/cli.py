@@ -81,7 +81,8 @@ def serve(
     Other settings of the services are read from their FRAMESIEVE_… environment variables, but for FRAMESIEVE_DRAIN_S:
     each service gets 30 seconds to finish. Exit status: 0 if all requests finished, 3 if some were cut off, 2 if a
     service could not start, 1 if one ended by itself later, 130 or 143 after a second Ctrl-C or SIGTERM, or one before
-    all were ready. Closing the terminal lets them finish, too, unless nohup started this: then they go on.
+    all were ready (129 for a closed terminal). Closing the terminal later lets them finish, too, unless nohup started
+    this: then they go on.
 
     Example: framesieve serve --model ~/models/Qwen2.5-VL-3B-Instruct --media-root ~/videos
     """

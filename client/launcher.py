@@ -244,7 +244,7 @@ class LocalStack:
             self.kill()
 
     def kill(self) -> None:
-        """Ends whatever still runs, at once, with any children that it has."""
+        """Ends whatever still runs, at once, with its children. Those of a service that has ended end by themselves."""
         self._kill_groups()
         for process in self.processes.values():
             process.wait()

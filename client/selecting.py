@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Any
 
-from common.channels import check_size, write_on
+from common.channels import check_size, end_writing, write_to
 from framesieve.v1 import prompt_pb2
 
 EVERYTHING = prompt_pb2.Select(all=True)
@@ -19,12 +17,11 @@ async def answers(call: Any, prompt: Any, select: Any) -> AsyncIterator[Any]:
     Raises InvalidRequest, and writes nothing, for a prompt that is larger than any service takes.
     """
     check_size(prompt)
-    await call.write(prompt)
+    await write_to(call, prompt)
     selected = False
     async for response in call:
         if not selected:
             selected = True
-            await write_on(call, select)
-            with suppress(asyncio.InvalidStateError):  # it has ended; reading tells how
-                await call.done_writing()
+            await write_to(call, select)
+            await end_writing(call)
         yield response

@@ -76,9 +76,6 @@ _SERVICE_CONFIG = {
     "retryThrottling": {"maxTokens": 400, "tokenRatio": 0.1},
 }
 
-# grpc.aio's words where a call ends while `write` writes to it. The status that ended it is lost.
-_ENDED_WHILE_WRITTEN_TO = "Internal error from Core"
-
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_send_message_length", MAX_RECEIVE_BYTES),
@@ -164,21 +161,27 @@ def upstream_errors(stage: str) -> Iterator[None]:
 
 
 def check_size(request: Message) -> None:
-    """For what is written to a call, which gRPC ends without its reason: raises InvalidRequest for more than listeners
-    take.
-    """
+    """Raises InvalidRequest for more than listeners take."""
     size_bytes = request.ByteSize()
     if size_bytes > MAX_RECEIVE_BYTES:
         raise InvalidRequest(f"the request has {size_bytes} bytes, at most {MAX_RECEIVE_BYTES} are allowed")
 
 
-async def write_on(call: Any, request: Message) -> None:
-    """Writes to a call that has answered already; nothing where it has ended since, as reading tells.
+async def write_to(call: Any, request: Message) -> None:
+    """Writes to a call, one request at a time; nothing where the call has ended, as reading tells.
 
-    Past grpc.aio's own `write`, which puts INTERNAL in the place of the status that such a call has ended with.
+    Past grpc.aio's own `write`, which puts INTERNAL in the place of the status that such a call has ended with. After
+    one that was cancelled, nothing more may be written.
     """
-    with suppress(grpc.aio.InternalError):
+    with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError):
+        await call.wait_for_connection()
         await call._cython_call.send_serialized_message(request.SerializeToString())
+
+
+async def end_writing(call: Any) -> None:
+    """Nothing more is written to the call; nothing where it has ended, as reading tells."""
+    with suppress(grpc.aio.InternalError):
+        await call.done_writing()
 
 
 async def read_from(call: Any, stage: str) -> Any:
@@ -208,8 +211,7 @@ def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveErro
                 return PeerContract(f"{stage} sent more at once than any message may have: {message}")
             return InvalidRequest(f"a request may have at most {MAX_RECEIVE_BYTES} bytes: {message}")
         return Overloaded(message, min(max(0, retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9), 60) or 1.0)
-    gone = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-    if gone or message == _ENDED_WHILE_WRITTEN_TO:
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         if info.reason == Unavailable.reason:
             return Unavailable(message, info.metadata.get("stage", stage))
         return _noted(Unavailable(f"{stage} cannot be reached", stage), message)

@@ -5,17 +5,15 @@ It turns messages into a plan and whole temporal slices; whatever the plan did n
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
 
 import grpc
 
-from common.channels import read_from, upstream_errors, write_on
+from common.channels import end_writing, read_from, write_to
 from common.errors import PeerContract
 from common.moments import moment_ns
 from common.plan import Grid, MediaPlan, Modality, PromptPlan
@@ -89,8 +87,7 @@ class FrameStream:
         `fetched_ns` then says when media that came by URL had been fetched, on this host's monotonic clock.
         """
         modalities = modalities_of(prompt)
-        with upstream_errors(STAGE):
-            await self._call.write(PreprocessRequest(prompt=prompt))
+        await write_to(self._call, PreprocessRequest(prompt=prompt))
         receiver = PlanReceiver()
         while (message := await self._read()) is not None:
             if not message.HasField("plan"):
@@ -106,13 +103,12 @@ class FrameStream:
     async def select(self, media_index: int, item: MediaPlan) -> None:
         """Asks for one item's frames; the caller has room for all that they will become."""
         self._due.append((media_index, item))
-        await write_on(self._call, PreprocessRequest(select=prompt_pb2.Select(media_index=media_index)))
+        await write_to(self._call, PreprocessRequest(select=prompt_pb2.Select(media_index=media_index)))
 
     async def all_selected(self) -> None:
         """Nothing more will be selected: the stream ends after what is due."""
         self._all_selected = True
-        with suppress(asyncio.InvalidStateError):  # it has ended; reading tells how
-            await self._call.done_writing()
+        await end_writing(self._call)
 
     async def slices(self) -> AsyncGenerator[FrameSlice, None]:
         """Every slice of every selected item, until the stream ends as it should."""

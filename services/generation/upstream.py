@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
 from time import monotonic_ns
 from typing import Any, TypeAlias
 
 import grpc
 import structlog
 
-from common.channels import read_from, write_on
+from common.channels import end_writing, read_from, write_to
 from common.errors import DeadlinePassed, PeerContract, Unavailable
 from common.moments import moment_ns
 from common.plan import PromptPlan
@@ -132,8 +131,6 @@ class Upstream:
 
 async def _say(call: Any, requests: AsyncIterator[Any]) -> None:
     """Writes all that a call says. Where it ends before, reading tells how."""
-    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        await call.write(await anext(requests))
-        async for request in requests:  # the first of which follows an answer
-            await write_on(call, request)
-        await call.done_writing()
+    async for request in requests:
+        await write_to(call, request)
+    await end_writing(call)

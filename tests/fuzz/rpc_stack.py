@@ -155,7 +155,7 @@ async def _bending(name: str, address: str, upstream: str) -> AsyncIterator[None
 
 
 async def _pass_on(requests: AsyncIterator[bytes], call: Any) -> None:
-    """As `common.channels.write_on`: without a loss of the status that the call ends with."""
+    """As `common.channels.write_to`: without a loss of the status that the call ends with."""
     with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError):
         await call.wait_for_connection()
         async for request in requests:
