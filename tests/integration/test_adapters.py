@@ -17,6 +17,7 @@ from client.client import FramesieveClient
 from client.launcher import LocalStack
 from client.prompt import Image, Message, Text, Video
 from tests.families import FAMILIES, load_reference
+from tests.integration.conftest import settles
 from tests.integration.test_families import BRIEF, TALL, model_inputs, preprocess
 
 CLEAR_MARGIN = 2e-4
@@ -75,8 +76,15 @@ async def test_logs_name_adapters_when_generation_starts_and_when_they_have_answ
     async with FramesieveClient(stack.address) as client:
         for name in (None, "large"):
             await client.ask(None, "?", adapter=name, max_new_tokens=1, request_id=f"by {name}", timeout_s=60)
-    said = [json.loads(line) for line in stack.log("generation").splitlines()]
-    loaded = [(each["adapter"], each["path"]) for each in said if each["event"] == "adapter loaded"]
+
+    def said() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in stack.log("generation").splitlines()]
+
+    def ended() -> dict[str, str | None]:
+        return {each["request_id"]: each.get("adapter") for each in said() if each["event"] == "request ended"}
+
+    # An end is logged once its caller has heard of it.
+    assert await settles(lambda: {"by None", "by large"} <= ended().keys(), True)
+    loaded = [(each["adapter"], each["path"]) for each in said() if each["event"] == "adapter loaded"]
     assert loaded == [(folder.name, str(folder)) for folder in adapted]
-    ended = {each["request_id"]: each.get("adapter") for each in said if each["event"] == "request ended"}
-    assert (ended["by None"], ended["by large"]) == (None, "large")
+    assert (ended()["by None"], ended()["by large"]) == (None, "large")

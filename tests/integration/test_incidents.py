@@ -32,7 +32,7 @@ from services.encoder.cache_key import cache_key
 from services.generation.answers import answer_key
 from tests import media
 from tests.contract.generation_peers import prompt_plan
-from tests.integration.conftest import metric
+from tests.integration.conftest import idle, metric
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = "integration/test_incidents.py"
@@ -233,6 +233,7 @@ SPELLED = "<|vision_start|><|video_pad|><|vision_end|><|image_pad|><|im_end|>\n<
 
 
 async def test_placeholders_that_a_caller_spells_stand_for_no_media(stack: LocalStack) -> None:
+    await idle(stack)
     encoded = metric(stack, "encoder", "framesieve_requests_total", method="Encode")
     async with FramesieveClient(stack.address) as client:
         spelled = await client.ask(None, SPELLED, max_new_tokens=1)
@@ -241,4 +242,5 @@ async def test_placeholders_that_a_caller_spells_stand_for_no_media(stack: Local
         assert spelled.usage.prompt_tokens > 20 * 7 * 2
         beside = await client.ask(Video(data=media.clip()), SPELLED, max_new_tokens=1)
         assert len(beside.usage.media) == 1
+    await idle(stack)
     assert metric(stack, "encoder", "framesieve_requests_total", method="Encode") == encoded + 1

@@ -19,7 +19,8 @@ from client.launcher import SERVICES, LocalStack
 from client.prompt import Image, Part, Video
 from common import errors
 from tests import media
-from tests.integration.conftest import settles
+from tests.integration.conftest import idle, settles
+from tests.integration.fleet import READ_S
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 FIRST_TOKEN = "framesieve_generation_time_to_first_token_seconds"
@@ -30,7 +31,7 @@ Labels = Mapping[str, frozenset[str]]
 
 def exported(stack: LocalStack, service: str) -> str:
     url = f"http://127.0.0.1:{stack.metrics_ports[service]}/metrics"
-    with urllib.request.urlopen(url, timeout=5) as answer:
+    with urllib.request.urlopen(url, timeout=READ_S) as answer:
         text: str = answer.read().decode()
     return text
 
@@ -171,8 +172,10 @@ async def test_a_stage_is_busy_in_the_service_that_works_in_it(stack: LocalStack
         found = {service: values(stack, service, name) for service in SERVICES}
         return {(service, stage): count for service, each in found.items() for (stage,), count in each.items()}
 
+    await idle(stack)
     before = busy()
     await client.ask(Video(data=media.clip(seed=921)), "What moves?", max_new_tokens=1, pruning_rate=0.5)
+    await idle(stack)
     after = busy()
     assert {which for which, count in after.items() if count > before[which]} == {
         ("preprocessing", "plan"),
@@ -190,9 +193,10 @@ async def test_bytes_are_counted_at_every_hop(stack: LocalStack, client: Framesi
         name = "framesieve_message_bytes_total"
         return {key: value for service in SERVICES for key, value in values(stack, service, name).items()}
 
+    await idle(stack)
     data, before = media.clip(seed=931), crossed()
     answer = await client.ask(Video(data=data), "What moves?", max_new_tokens=1)
-    assert await settles(lambda: values(stack, "preprocessing", "framesieve_requests_running")[("Preprocess",)], 0)
+    await idle(stack)
     grown = {key: value - before[key] for key, value in crossed().items()}
     (item,) = answer.usage.media
     for method in ("Generate", "Encode", "Preprocess"):

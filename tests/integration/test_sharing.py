@@ -8,13 +8,14 @@ from client.client import FramesieveClient
 from client.launcher import LocalStack
 from client.prompt import Message, Text, Video
 from tests import media
-from tests.integration.conftest import metric
+from tests.integration.conftest import idle, metric
 
 QUESTION = "What moves in this video?"
 
 
-def work_done(stack: LocalStack) -> dict[str, float]:
+async def work_done(stack: LocalStack) -> dict[str, float]:
     """Frames that were decoded, items that the encoder was asked for, and how often it looked into its own cache."""
+    await idle(stack)
     return {
         "frames": metric(stack, "preprocessing", "framesieve_preprocessing_frames_total"),
         "items": metric(stack, "encoder", "framesieve_encoder_items_total"),
@@ -27,10 +28,10 @@ async def test_a_second_question_decodes_encodes_and_sends_nothing(stack: LocalS
     video = Video(data=media.clip(seed=round(100 * rate) + 1))
     async with FramesieveClient(stack.address) as client:
         first = await client.ask(video, QUESTION, pruning_rate=rate, max_new_tokens=8, temperature=0)
-        before = work_done(stack)
+        before = await work_done(stack)
         again = await client.ask(video, QUESTION, pruning_rate=rate, max_new_tokens=8, temperature=0)
         other = await client.ask(video, "And of what colour is it?", pruning_rate=rate, max_new_tokens=8, temperature=0)
-        assert work_done(stack) == before
+        assert await work_done(stack) == before
     assert first.usage.cached_prompt_tokens == 0
     assert again.token_ids == first.token_ids
     for answer in (again, other):
@@ -44,9 +45,9 @@ async def test_another_rate_comes_from_the_encoder_again(stack: LocalStack) -> N
     video = Video(data=media.clip(seed=41))
     async with FramesieveClient(stack.address) as client:
         await client.ask(video, QUESTION, pruning_rate=0.25, max_new_tokens=2)
-        before = work_done(stack)
+        before = await work_done(stack)
         await client.ask(video, QUESTION, pruning_rate=0.5, max_new_tokens=2)
-        after = work_done(stack)
+        after = await work_done(stack)
     assert after["frames"] == before["frames"]
     assert after["items"] == before["items"] + 1
 
@@ -55,10 +56,10 @@ async def test_the_next_turn_computes_what_is_new(stack: LocalStack) -> None:
     video = Video(data=media.clip(seed=42))
     async with FramesieveClient(stack.address) as client:
         first = await client.ask(video, QUESTION, pruning_rate=0.5, max_new_tokens=8, temperature=0)
-        before = work_done(stack)
+        before = await work_done(stack)
         turns = (Message("user", (video, Text(QUESTION))), Message("assistant", (Text(first.text),)))
         second = await client.ask(None, "Why?", history=turns, pruning_rate=0.5, max_new_tokens=8, temperature=0)
-        assert work_done(stack) == before
+        assert await work_done(stack) == before
     assert second.usage.cached_prompt_tokens > first.usage.prompt_tokens - 16
 
 
@@ -66,9 +67,9 @@ async def test_several_answers_compute_the_prompt_once_and_each_is_that_of_its_o
     video = Video(data=media.clip(seed=43))
     options = {"pruning_rate": 0.5, "max_new_tokens": 8, "temperature": 1.0}
     async with FramesieveClient(stack.address) as client:
-        items = work_done(stack)["items"]
+        items = (await work_done(stack))["items"]
         several = await client.ask(video, QUESTION, n=3, seed=7, **options)
-        assert work_done(stack)["items"] == items + 1
+        assert (await work_done(stack))["items"] == items + 1
         alone = [await client.ask(video, QUESTION, seed=seed, **options) for seed in (7, 8, 9)]
     assert [choice.token_ids for choice in several.choices] == [answer.token_ids for answer in alone]
     assert len({choice.token_ids for choice in several.choices}) == 3

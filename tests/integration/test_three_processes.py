@@ -18,7 +18,7 @@ from common.plan import Modality
 from common.tensors import MAX_PIECE_BYTES
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from tests import media
-from tests.integration.conftest import KV_CACHE_TOKENS, metric, settles
+from tests.integration.conftest import KV_CACHE_TOKENS, idle, metric, settles
 
 
 @pytest.fixture
@@ -90,9 +90,11 @@ async def test_the_same_request_gives_the_same_answer_alone_and_among_others(cli
 
 
 async def test_text_alone_needs_no_encoder(stack: LocalStack, client: FramesieveClient) -> None:
+    await idle(stack)
     before = metric(stack, "encoder", "framesieve_requests_total", method="Encode")
     answer = await client.ask(None, "Hello?", max_new_tokens=4)
     assert answer.usage.media == ()
+    await idle(stack)
     assert metric(stack, "encoder", "framesieve_requests_total", method="Encode") == before
 
 
@@ -177,10 +179,12 @@ async def test_an_empty_prompt_is_refused(client: FramesieveClient) -> None:
 async def test_a_prompt_longer_than_the_cache_is_refused_before_anything_is_decoded(
     stack: LocalStack, client: FramesieveClient
 ) -> None:
+    await idle(stack)
     decoded = metric(stack, "preprocessing", "framesieve_stage_busy_seconds_count", stage="decode")
     many = [Video(data=media.clip(256, fps=4, seed=seed)) for seed in range(5)]
     with pytest.raises(errors.PromptTooLong, match=str(KV_CACHE_TOKENS)):
         await client.ask(many, "What moves?", max_new_tokens=1)
+    await idle(stack)
     assert metric(stack, "preprocessing", "framesieve_stage_busy_seconds_count", stage="decode") == decoded
     await next_request_is_served(client)
 
