@@ -55,7 +55,7 @@ async def test_a_file_above_the_limit_is_refused_at_once_however_large(service: 
     message = prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=[video])
     service.ready()
     async with grpc.aio.insecure_channel(service.address) as channel:
-        call = preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess(timeout=10)
+        call = preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess(timeout=60)
         await call.write(preprocessing_pb2.PreprocessRequest(prompt=prompt_pb2.Prompt(messages=[message])))
         told = rf"\]\.video has {LARGE_BYTES} bytes, at most {LEAST_LARGE_BYTES} are allowed"
         with pytest.raises(errors.MediaRejected, match=told), upstream_errors("preprocessing"):

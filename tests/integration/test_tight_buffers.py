@@ -109,7 +109,7 @@ async def test_two_hundred_at_once_are_answered_or_refused(client: FramesieveCli
 
 async def refuses_new_requests(stack: LocalStack) -> None:
     """Once health says so; who asks all the same is told why."""
-    assert await settles(lambda: is_serving(stack.address, NO_CREDENTIALS, timeout_s=5), False)
+    assert await settles(lambda: is_serving(stack.address, NO_CREDENTIALS, timeout_s=30), False)
     async with grpc.aio.insecure_channel(stack.address) as channel:
         call = GenerationServiceStub(channel).Generate(GenerateRequest(), timeout=20)
         with pytest.raises(errors.Unavailable, match=r"^generation is draining$"), upstream_errors("a proxy"):

@@ -18,7 +18,7 @@ from client.launcher import LocalStack
 from client.prompt import Image, Video
 from common import errors
 from tests import media
-from tests.integration.conftest import FETCH_MAX_BYTES, metric, settles
+from tests.integration.conftest import FETCH_MAX_BYTES, idle, metric, settles
 from tests.unit.loopback import Server, fetched_files, head, ok, redirect, serving
 
 CLIP = media.clip(16, fps=4)
@@ -83,6 +83,7 @@ async def test_a_domain_that_is_opened_opens_nothing_under_another_name(
 async def test_an_answer_by_url_is_the_answer_by_bytes(
     strict: LocalStack, client: FramesieveClient, fetch_port: int
 ) -> None:
+    await idle(strict)
     before = metric(strict, "preprocessing", "framesieve_stage_busy_seconds_count", stage="fetch")
     async with serving(ok(CLIP), port=fetch_port) as server:
         fetched = await asked(client, by_url(fetch_port))
@@ -158,7 +159,8 @@ async def test_a_client_that_leaves_during_a_slow_download_ends_it(
             await asyncio.sleep(0.01)
 
     async with serving(drip, port=fetch_port) as server:
-        timeout_s = 2.0 if leaves == "by its deadline" else 60.0
+        # Long enough that the download has begun, however busy the machine is.
+        timeout_s = 5.0 if leaves == "by its deadline" else 60.0
         asking = asyncio.create_task(client.ask(by_url(fetch_port), "What moves?", timeout_s=timeout_s))
         assert await settles(partial(_connections, server), 1)
         assert await settles(partial(open_files, strict), 1)
