@@ -52,7 +52,7 @@ def watching(
 
 
 async def ask_everything(address: str) -> None:
-    clip = Video(data=media.clip(seed=1))
+    clip = Video(data=media.clip(seed=951))  # which no test before has had encoded
     async with FramesieveClient(address) as client:
         await asyncio.gather(
             client.ask(clip, "What moves?", max_new_tokens=24, pruning_rate=0.5),
@@ -76,6 +76,15 @@ def left(queries: Mapping[str, str], finds: Callable[[str], bool]) -> dict[str, 
         if remaining:
             time.sleep(0.2)
     return remaining
+
+
+def found(watching: Prometheus, expression: str) -> list[Any]:
+    """The series of an expression once there are any: of a service that was scraped too late there are none."""
+    deadline = time.monotonic() + WITHIN_S
+    while not (series := watching.query(expression)):
+        assert time.monotonic() < deadline, expression
+        time.sleep(0.2)
+    return series
 
 
 def filled_in(expression: str) -> str:
@@ -112,7 +121,7 @@ def test_the_stages_stack_up_to_the_mean_time_to_first_token(watching: Prometheu
     totals, replaced = re.subn(r"\brate\((\w+(?:{[^}]*})?)\[2m\]\)", r"\1", height)
     assert replaced == 2 * len(panel["targets"])
     first_token = "framesieve_generation_time_to_first_token_seconds"
-    (ratio,) = watching.query(f"({totals}) / (sum({first_token}_sum) / sum({first_token}_count))")
+    (ratio,) = found(watching, f"({totals}) / (sum({first_token}_sum) / sum({first_token}_count))")
     assert float(ratio["value"][1]) == pytest.approx(1, abs=1e-3)
 
 
@@ -142,4 +151,6 @@ def test_services_that_are_well_raise_nothing_and_a_replica_that_is_gone_an_aler
     instance = f"127.0.0.1:{replica.metrics_ports['preprocessing']}"
     raised = f'ALERTS{{alertname="FramesieveReplicaDown", job="preprocessing", instance="{instance}"}}'
     assert not left({"gone": raised}, lambda expression: bool(watching.query(expression)))
-    assert watching.query('ALERTS{alertname="FramesieveServiceDown"}') == []
+    # Whom a busy machine kept from being scraped in time is up again with the next scrape.
+    others = 'ALERTS{alertname="FramesieveServiceDown"}'
+    assert not left({"raised": others}, lambda expression: not watching.query(expression))
