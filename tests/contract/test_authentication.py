@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from client.encoding import encode
 from client.prompt import Video
 from common.channels import error_from_status, open_channel, passed_on, upstream_errors
 from common.credentials import Credentials
-from common.errors import PeerContract, StartupError, Unauthenticated, Unavailable
+from common.errors import PeerContract, StartupError, Unauthenticated
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 from tests.contract.guarded_service import (
     ALICE,
@@ -160,13 +159,9 @@ async def test_the_client_names_a_refused_token_for_what_it_is(channel: grpc.aio
 
 
 async def test_a_refusal_that_comes_while_a_client_still_writes_keeps_its_status(service: GuardedService) -> None:
-    """But for a few of a hundred, which gRPC loses: with everything written at once it would be a quarter."""
-    refusals: Counter[type[Exception]] = Counter()
     for _ in range(40):
-        with pytest.raises((Unauthenticated, Unavailable)) as info:
+        with pytest.raises(Unauthenticated):
             await encode(service.address, Video(data=b"no clip"))
-        refusals[info.type] += 1
-    assert refusals[Unauthenticated] >= 36
 
 
 @pytest.mark.parametrize(

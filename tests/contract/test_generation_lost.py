@@ -21,6 +21,7 @@ from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from services.generation.answers import MediaItem
 from services.generation.arrivals import Progress
 from services.generation.media import MediaClient
+from tests.awake import SOON_S, within
 from tests.contract.generation_peers import Context, Encoder, eventually, prompt_plan, serving
 from tests.contract.media_client import (
     FINGERPRINT,
@@ -33,7 +34,6 @@ from tests.contract.media_client import (
     ask,
     items,
 )
-from tests.unit.awake import SOON_S, within
 
 LOST = errors.Unavailable("the encoder is draining", "encoder")
 TO_THE_VIDEO, TO_THE_IMAGE = 3, 6  # messages of `items`: one of three pieces, and all but the image's

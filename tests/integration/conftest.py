@@ -19,11 +19,11 @@ from common.ports import free_port
 from demo.checkpoint import TINY, write_checkpoint
 from tests import media
 from tests.adapters import write_adapter
+from tests.awake import awake
 from tests.collector import Collector, collecting
 from tests.families import load_reference
 from tests.integration.fleet import READ_S, Fleet, Service, metric_in
 from tests.integration.load import is_answered_soon
-from tests.unit.awake import awake
 
 KV_CACHE_TOKENS = 2048
 DECODE_MEMORY_BYTES = 192 * 2**20

@@ -23,7 +23,7 @@ import grpc
 from common.credentials import NO_CREDENTIALS
 from common.ports import free_port
 from common.probe import is_serving
-from tests.unit.awake import awake
+from tests.awake import awake
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0

@@ -15,9 +15,9 @@ from client.client import FramesieveClient
 from client.prompt import Video
 from common.errors import FramesieveError
 from tests import media
+from tests.awake import SOON_S, awake
 from tests.integration.fleet import Fleet, stopped_workers, until
 from tests.integration.halfway import Halfway, halfway
-from tests.unit.awake import SOON_S, awake
 from tests.unit.loopback import Server, head, serving
 
 LONG_SLICES, SHORT_SLICES = 128, 8

@@ -19,9 +19,9 @@ from client.prompt import Image
 from common.errors import Unavailable
 from common.exit_status import ExitStatus
 from tests import media
+from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, Service, children, runs, until
 from tests.integration.load import long_clip, short_clip
-from tests.unit.awake import SOON_S, within
 
 TOLERANCE = 1e-5
 ENDED = "the tower of the encoder has ended: rank 1 of 2 was ended by signal 9"

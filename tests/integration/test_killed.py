@@ -10,10 +10,10 @@ import pytest
 
 from client.client import FramesieveClient
 from common.errors import Unavailable
+from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, at_rest, children, runs, until
 from tests.integration.load import Asked, Load, is_answered_soon, short_clip
 from tests.integration.pruning import held_in_pruning
-from tests.unit.awake import SOON_S, within
 
 FRAMES = ("fetching", "reading", "decoding and encoding", "waiting for room")
 MEDIA = (*FRAMES, "in transfer")

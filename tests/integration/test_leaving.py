@@ -14,6 +14,7 @@ import pytest
 
 from client.client import FramesieveClient
 from common.errors import DeadlinePassed
+from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, at_rest, stopped_workers, until
 from tests.integration.halfway import halfway
 from tests.integration.load import (
@@ -29,7 +30,6 @@ from tests.integration.load import (
     short_clip,
 )
 from tests.integration.pruning import held_in_pruning
-from tests.unit.awake import SOON_S, within
 
 
 @pytest.fixture

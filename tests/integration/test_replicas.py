@@ -8,9 +8,9 @@ from itertools import count
 
 from client.client import FramesieveClient
 from common.errors import FramesieveError
+from tests.awake import SOON_S
 from tests.integration.fleet import Fleet, Service, at_rest, until
 from tests.integration.load import short_clip
-from tests.unit.awake import SOON_S
 
 AT_ONCE = 4
 

@@ -29,10 +29,10 @@ from common.channels import upstream_errors
 from common.exit_status import ExitStatus
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from tests import media
+from tests.awake import SOON_S, within
 from tests.integration.conftest import DRAIN_S, HASTY_DRAIN_S
 from tests.integration.fleet import Fleet, Service, at_rest, children, runs, stopped_workers, until
 from tests.integration.load import Load, asked_about, short_clip
-from tests.unit.awake import SOON_S, within
 
 ENDLESS = ("in transfer", "fetching", "generating")
 

@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 from framesieve.v1 import prompt_pb2
 from services.preprocessing.planner import Planner
 from services.preprocessing.workers.process import Fault
-from tests.unit.awake import SOON_S, awake
+from tests.awake import SOON_S, awake
 from tests.unit.loopback import fetched_files, head, ok
 from tests.unit.loopback import serving as web_server
 from tests.unit.pool_asks import open_memories, open_paths, runs

@@ -26,7 +26,7 @@ from services.preprocessing.tokens import Turn
 from services.preprocessing.workers.jobs import IndexVideo, VideoSlices
 from services.preprocessing.workers.limits import Limits
 from services.preprocessing.workers.pool import Pool
-from tests.unit.awake import awake
+from tests.awake import awake
 from tests.unit.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, number_of, transformers_indices
 
 MIB = 2**20

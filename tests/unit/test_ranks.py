@@ -16,7 +16,7 @@ import pytest
 
 from common import ranks as rank_processes
 from common.ranks import Ranks
-from tests.unit.awake import awake
+from tests.awake import awake
 
 STAND_IN = "tests.unit.rank_stand_in"
 

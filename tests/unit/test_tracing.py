@@ -186,7 +186,7 @@ def test_a_collector_that_is_gone_keeps_nobody_waiting() -> None:
 import os
 os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:1"
 from common.tracing import open_tracer
-from tests.unit.awake import awake
+from tests.awake import awake
 tracer = open_tracer("encoder")
 tracer.begin("{METHOD}", {{}}).end("OK", None, {{}})
 with awake() as passed_s:
