@@ -189,6 +189,8 @@ async def check_served(stack: Stack) -> None:
     stack.preprocessing.bend_plan = FakePreprocessing.bend_plan
     stack.preprocessing.bend_frames = FakePreprocessing.bend_frames
     stack.preprocessing.fail = None
+    # What was refused before may not have ended in preprocessing yet.
+    await eventually(lambda: not REGISTRY.get_sample_value("framesieve_requests_running", {"method": "Preprocess"}))
     selected = len(stack.preprocessing.selected)
     unseen = video(1000 + len(stack.preprocessing.prompts))
     received = embeds_in(await encode(stack, first_request([unseen]), SELECT_ALL))
