@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: .venv/.installed framesieve/.generated  ## Make .venv with everything and generate the protos' code
+setup: .venv/.installed framesieve/v1/.generated  ## Make .venv with everything and generate the protos' code
 
 # torch first and pinned. Where pip's build for this platform carries CUDA (gigabytes) and that is not wanted, point
 # PIP_EXTRA_INDEX_URL at PyTorch's own CPU index. With a GPU: make setup TORCH=torch
@@ -23,9 +23,9 @@ TORCH ?= torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-protos: framesieve/.generated  ## Generate Python code from protos/
+protos: framesieve/v1/.generated  ## Generate Python code from protos/
 
-framesieve/.generated: $(PROTOS) .venv/.installed
+framesieve/v1/.generated: $(PROTOS) .venv/.installed
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 	@touch $@
 
@@ -85,4 +85,4 @@ down:  ## Stop the containers
 	docker compose --profile dashboard down
 
 clean:  ## Remove what was generated
-	rm -rf .venv framesieve .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	rm -rf .venv framesieve/v1 .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

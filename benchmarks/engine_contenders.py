@@ -19,16 +19,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from benchmarks.engine_models import GRID, Question
 from benchmarks.timing import Timed
 from common.checkpoint import Checkpoint
-from common.malloc import keep_freed_memory
-from services.generation.answers import MediaItem
-from services.generation.blocks import BlockAllocator
-from services.generation.detokenise import Detokeniser, load_tokenizer
-from services.generation.engine import Engine
+from common.process import keep_freed_memory
+from services.generation.engine.engine import Engine
 from services.generation.families import load_language_model
-from services.generation.graphs import CudaCapture
-from services.generation.request import Event, Failed, Finished, Request, Tokens
-from services.generation.runner import Runner
-from services.generation.sampler import SamplingParams
+from services.generation.kv_cache.blocks import BlockAllocator
+from services.generation.model.graphs import CudaCapture
+from services.generation.model.runner import Runner
+from services.generation.request.encoded_media import MediaItem
+from services.generation.request.request import Event, Failed, Finished, Request, Tokens
+from services.generation.sampling.detokenizer import Detokeniser, load_tokenizer
+from services.generation.sampling.sampler import SamplingParams
 
 NEW_TOKENS = 64
 BLOCK_TOKENS, BLOCKS = 16, 2048  # as many as the service has by default

@@ -14,10 +14,10 @@ from benchmarks.engine_models import Model
 from benchmarks.media_clips import RATE, another_file, clip
 from benchmarks.peer import Peer
 from benchmarks.table import Row, Timings
-from client.answer import Delta
-from client.client import FramesieveClient
-from client.launcher import LocalStack
-from client.prompt import Video
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.answer import Delta
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Video
 
 NEW_TOKENS = 64
 SECONDS, HEIGHT_PX, WIDTH_PX, KEYFRAME_EVERY = 16, 360, 640, 60

@@ -20,7 +20,7 @@ from benchmarks.gpu_run import Run
 from benchmarks.gpu_services import first_token
 from benchmarks.report import Beginning, options, report
 from benchmarks.table import Row
-from common.logs import configure_logging
+from common.telemetry.logs import configure_logging
 
 MEASUREMENTS: Mapping[str, Callable[[Run], list[Row]]] = {
     "graphs": graphs,

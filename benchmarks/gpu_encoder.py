@@ -12,13 +12,13 @@ from benchmarks import gpu_device
 from benchmarks.gpu_run import Run
 from benchmarks.table import Row
 from common.checkpoint import Checkpoint
-from common.plan import Grid
-from common.retention import Pruning
+from common.contract.plan import Grid
+from common.contract.retention import Pruning
 from services.encoder.families import load_tower
-from services.encoder.graphs import with_graphs
-from services.encoder.pruning import keep_tokens
+from services.encoder.pruning.methods import keep_tokens
 from services.encoder.settings import EncoderSettings
-from services.encoder.tower import Tower
+from services.encoder.tower.graphs import with_graphs
+from services.encoder.tower.tower import Tower
 
 RATE = 0.75
 BATCH_TOKENS: int = EncoderSettings.model_fields["batch_tokens"].default

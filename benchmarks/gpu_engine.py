@@ -15,7 +15,7 @@ from benchmarks.gpu_run import Run
 from benchmarks.operations import prefill_operations
 from benchmarks.table import Row, Timings
 from common.checkpoint import Checkpoint
-from common.plan import Grid
+from common.contract.plan import Grid
 
 RATES = (0.0, 0.75)
 CLIENTS = (1, 2, 4, 8, 16, 32)

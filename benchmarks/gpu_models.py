@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from common.plan import Grid
+from common.contract.plan import Grid
 from demo.checkpoint import TINY, Shape, make_config, make_tokenizer, randomise, save_checkpoint
 
 

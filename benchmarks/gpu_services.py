@@ -8,9 +8,9 @@ import sys
 from benchmarks.gpu_run import Run
 from benchmarks.media_clips import another_file, clip
 from benchmarks.table import Row, Timings
-from client.client import FramesieveClient
-from client.launcher import LocalStack
-from client.prompt import Video
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Video
 
 FRAMES, CLIP_FPS, SAMPLED_FPS = 120, 30, 2
 HEIGHT_PX, WIDTH_PX, KEYFRAME_EVERY = 360, 640, 60

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
-
-from client.prompt import Video, user_turn
-from client.wire import prompt_message
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
+
+from framesieve.client.prompt import Video, user_turn
+from framesieve.client.wire import prompt_message
 
 
 async def responses(channel: grpc.aio.Channel, video: Video) -> AsyncIterator[PreprocessResponse]:

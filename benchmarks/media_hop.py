@@ -18,15 +18,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse
+from framesieve.v1.tensor_pb2 import TensorChunk
 
 from benchmarks.media_processes import cpu_s
 from benchmarks.table import Row, Timings
 from common.channels import open_channel
-from common.malloc import keep_freed_memory
-from common.tensors import PIECE_BYTES, DType, pieces
-from common.wire import add_chunk, buffer_for, fill_chunk, tensor_chunks
-from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse
-from framesieve.v1.tensor_pb2 import TensorChunk
+from common.contract.tensors import PIECE_BYTES, DType, pieces
+from common.contract.wire import add_chunk, buffer_for, fill_chunk, tensor_chunks
+from common.process import keep_freed_memory
 
 SERVICE = "benchmarks.Hop"
 DTYPE, SHAPE = DType.FLOAT32, (1, 4096, 4096)

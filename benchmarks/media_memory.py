@@ -21,10 +21,10 @@ from PIL import Image as Picture
 from benchmarks.media_clips import RATE, another_file, clip
 from benchmarks.media_processes import resident_bytes
 from benchmarks.table import Row
-from client.client import FramesieveClient
-from client.launcher import SERVICES, LocalStack
-from client.prompt import Image, PartLike, Video
 from demo.scenes import encode, random_scene
+from framesieve.cli.launcher import SERVICES, LocalStack
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Image, PartLike, Video
 
 REQUESTS, WARM_UP, AT_ONCE = 200, 50, 4
 SETTLING_S = 0.1  # a worker gives memory back once it has told that it is done

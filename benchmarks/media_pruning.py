@@ -12,11 +12,11 @@ import torch
 from benchmarks.media_clips import pictures
 from benchmarks.table import Row, Timings
 from common.checkpoint import DEMO_MODEL, Checkpoint
-from common.plan import Grid
-from common.retention import Pruning
+from common.contract.plan import Grid
+from common.contract.retention import Pruning
 from services.encoder.families import load_tower
-from services.encoder.pruning import keep_tokens
-from services.encoder.tower import Tower
+from services.encoder.pruning.methods import keep_tokens
+from services.encoder.tower.tower import Tower
 
 # The demo's clips become the first; the second is two minutes of 448×448.
 GRIDS = (Grid(16, 4, 4), Grid(60, 16, 16))

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from benchmarks.media_clips import RATE, another_path, clip
 from benchmarks.table import Row, Timings
-from client.answer import Delta, Finished
-from client.client import FramesieveClient
-from client.launcher import LocalStack
-from client.prompt import Video
 from demo.scenes import encode, random_scene
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.answer import Delta, Finished
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Video
 
 LARGE_PX = 224 * 224
 FIRST_SEED = 10_100_000

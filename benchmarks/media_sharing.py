@@ -6,10 +6,10 @@ import asyncio
 import time
 
 from benchmarks.table import Row, Timings
-from client.encoding import encode as encode_media
-from client.launcher import LocalStack
-from client.prompt import Video
 from demo.scenes import encode, random_scene
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.encoding import encode as encode_media
+from framesieve.client.prompt import Video
 
 VIDEOS = 8
 FIRST_SEED = 9_100_000

@@ -23,14 +23,14 @@ from benchmarks.media_clips import RATE, another_path, clip
 from benchmarks.media_frames import read_frames
 from benchmarks.media_processes import cpu_s
 from benchmarks.table import Row, Timings
-from client.launcher import LocalStack
-from client.prompt import Video
 from common.channels import open_channel
 from common.checkpoint import DEMO_MODEL, Checkpoint
-from common.plan import Modality
+from common.contract.plan import Modality
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.prompt import Video
 from services.preprocessing.planner import Conversation, MediaRequest, Planner
-from services.preprocessing.sampling import FrameSampling
-from services.preprocessing.tokens import Turn
+from services.preprocessing.prompt.tokens import Turn
+from services.preprocessing.video.sampling import FrameSampling
 
 VIDEOS = 4
 FRAMES, MAX_PX = 16, 768 * 28 * 28

@@ -17,23 +17,23 @@ from torch import Tensor
 
 from benchmarks.timing import Timed
 from common.checkpoint import Checkpoint
-from common.plan import MediaPlan, Modality
-from common.retention import Pruning, retained_count
+from common.contract.plan import MediaPlan, Modality
+from common.contract.retention import Pruning, retained_count
 from services.encoder.families import load_tower
-from services.encoder.pruning import keep_tokens
-from services.generation.answers import MediaItem
-from services.generation.blocks import BlockAllocator
-from services.generation.detokenise import Detokeniser, load_tokenizer
-from services.generation.engine import Engine
+from services.encoder.pruning.methods import keep_tokens
+from services.generation.engine.engine import Engine
 from services.generation.families import load_language_model
-from services.generation.generation_config import sampling_defaults
-from services.generation.request import Event, Failed, Finished, Request, Tokens
-from services.generation.runner import Runner
-from services.generation.sampling import SamplingRequest
+from services.generation.kv_cache.blocks import BlockAllocator
+from services.generation.model.runner import Runner
+from services.generation.request.encoded_media import MediaItem
+from services.generation.request.request import Event, Failed, Finished, Request, Tokens
+from services.generation.sampling.defaults import sampling_defaults
+from services.generation.sampling.detokenizer import Detokeniser, load_tokenizer
+from services.generation.sampling.params import SamplingRequest
 from services.preprocessing.planner import Conversation, MediaRequest, Planner
-from services.preprocessing.sampling import FrameSampling
-from services.preprocessing.slices import PlannedMedia
-from services.preprocessing.tokens import Turn
+from services.preprocessing.prompt.tokens import Turn
+from services.preprocessing.video.sampling import FrameSampling
+from services.preprocessing.video.slices import PlannedMedia
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS, BLOCKS = 16, 2048

@@ -19,14 +19,14 @@ from benchmarks.media_clips import another_file
 from benchmarks.one_process import OneProcess
 from benchmarks.peer import Peer
 from benchmarks.timing import Summary, Timed, machine
-from client.answer import Delta, Finished
-from client.client import FramesieveClient
-from client.launcher import LocalStack
-from client.prompt import Video
 from common.checkpoint import DEMO_MODEL
-from common.logs import configure_logging
-from common.retention import Pruning
+from common.contract.retention import Pruning
+from common.telemetry.logs import configure_logging
 from demo.scenes import encode, random_scene
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.answer import Delta, Finished
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Video
 
 RATES = (0.0, 0.5, 0.75, 0.9)
 CLIENTS = (1, 8)

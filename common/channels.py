@@ -18,8 +18,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from common.credentials import NO_CREDENTIALS, Credentials
-from common.errors import (
+from common.contract.errors import (
     DeadlinePassed,
     FramesieveError,
     InvalidRequest,
@@ -33,7 +32,8 @@ from common.errors import (
     Unauthenticated,
     Unavailable,
 )
-from common.tracing import passed_on_trace
+from common.security.credentials import NO_CREDENTIALS, Credentials
+from common.telemetry.tracing import passed_on_trace
 
 REQUEST_ID_KEY = "x-request-id"
 DETAILS_KEY = "grpc-status-details-bin"

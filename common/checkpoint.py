@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from common.errors import StartupError
+from common.contract.errors import StartupError
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo" / "model"
 

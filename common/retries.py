@@ -11,7 +11,7 @@ import random
 from prometheus_client import Counter
 
 from common.channels import ATTEMPTS, BACKOFF_S
-from common.errors import Unavailable
+from common.contract.errors import Unavailable
 
 # In successes, of which one retry costs so many.
 COST = 10

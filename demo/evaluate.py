@@ -24,16 +24,16 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
-from client.client import FramesieveClient
-from client.launcher import LocalStack
-from client.prompt import Video
 from common.checkpoint import DEMO_MODEL
-from common.retention import EVS, METHODS, NONE, RANDOM, Pruning
+from common.contract.retention import EVS, METHODS, NONE, RANDOM, Pruning
 from demo.clips import EVALUATION_SEEDS, cached_clips
 from demo.exact_match import Counts, exact_match, share_right
 from demo.model import PromptWriter, use_uniform_windows
 from demo.questions import Question, questions_about
 from demo.scenes import encode, random_scene
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Video
 
 RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
 CLIPS_IN_FLIGHT = 4

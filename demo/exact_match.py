@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from common.plan import Grid
-from common.retention import Pruning
+from common.contract.plan import Grid
+from common.contract.retention import Pruning
 from demo.clips import SIDE_PX
 from demo.model import TIME_STEP, UNSUPERVISED, Prompt, PromptWriter, answer_logits, embed, prune
 from demo.questions import Question, questions_about

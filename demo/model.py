@@ -6,8 +6,8 @@ sees the media but no other question, and stands where it would stand alone:
     [<|im_start|>user video <|vision_end|>][question 1 answer 1][question 2 answer 2] ...
      prefix, pruned                         positions p …        positions p … again
 
-Positions come from `services.preprocessing.positions`, kept tokens from `services.encoder.pruning`. It knows nothing of
-scenes or of training.
+Positions come from `services.preprocessing.prompt.positions`, kept tokens from `services.encoder.pruning.methods`. It
+knows nothing of scenes or of training.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
-from common.plan import Grid
-from common.retention import Pruning
+from common.contract.plan import Grid
+from common.contract.retention import Pruning
 from demo.checkpoint import IMAGE_MEAN, IMAGE_STD, SAMPLE_FPS, TOKENS_PER_SECOND
-from services.encoder.pruning import keep_tokens
-from services.preprocessing.positions import GridSpan, TextSpan, positions_of
+from services.encoder.pruning.methods import keep_tokens
+from services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
 
 PATCH_PX = 14
 MERGE = 2

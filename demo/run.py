@@ -15,12 +15,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from client import Accepted, Delta, Finished, FramesieveClient, Timings, Usage, Video
-from client.launcher import LocalStack
-from client.signals import unwind_on_signals
 from common.checkpoint import DEMO_MODEL
-from common.errors import FramesieveError, StartupError
+from common.contract.errors import FramesieveError, StartupError
 from demo.example import CLIP, QUESTIONS
+from framesieve import Accepted, Delta, Finished, FramesieveClient, Timings, Usage, Video
+from framesieve.cli.launcher import LocalStack
+from framesieve.cli.signals import unwind_on_signals
 
 RATES = (0.0, 0.75)
 MAX_NEW_TOKENS = 48

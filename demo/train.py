@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
-from common.plan import Grid
-from common.retention import EVS, RANDOM, Pruning
+from common.contract.plan import Grid
+from common.contract.retention import EVS, RANDOM, Pruning
 from demo.checkpoint import DEMO, make_config, make_tokenizer, randomise, save_checkpoint
 from demo.clips import FRAMES, TRAINING_SEEDS, VALIDATION_SEEDS, cached_clips
 from demo.exact_match import exact_match, share_right

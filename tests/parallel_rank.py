@@ -14,11 +14,12 @@ import torch
 
 from common.checkpoint import Checkpoint
 from common.ranks import Orders
-from services.generation.adapter_files import AdapterFolder, load_adapters
 from services.generation.families import load_language_model
-from services.generation.parallel.follower import follow
+from services.generation.model.runner import Runner
 from services.generation.parallel.group import Group
-from services.generation.runner import Runner
+from services.generation.settings import AdapterFolder
+from services.generation.startup.adapter_files import load_adapters
+from services.generation.startup.rank import follow
 from tests.tiny import BLOCK_TOKENS
 
 MODULE = "tests.parallel_rank"

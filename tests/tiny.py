@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoint
-from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from services.generation.adapters import Adapter
-from services.generation.answers import MediaItem
-from services.generation.blocks import BlockAllocator
-from services.generation.engine import Engine
+from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from services.generation.engine.engine import Engine
+from services.generation.engine.stats import Step
 from services.generation.families import load_language_model
-from services.generation.families.language_model import LanguageModel
-from services.generation.request import Event, Failed, Finished, Request, Tokens
-from services.generation.runner import Followers, Runner
-from services.generation.sampler import SamplingParams
-from services.generation.stats import Step
-from services.generation.windows import Window
-from services.preprocessing.positions import GridSpan, TextSpan, positions_of
+from services.generation.kv_cache.blocks import BlockAllocator
+from services.generation.model.language_model import LanguageModel
+from services.generation.model.runner import Followers, Runner
+from services.generation.request.adapter import Adapter
+from services.generation.request.batch import Window
+from services.generation.request.encoded_media import MediaItem
+from services.generation.request.request import Event, Failed, Finished, Request, Tokens
+from services.generation.sampling.sampler import SamplingParams
+from services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
 from tests.oracle import Item, Text
 

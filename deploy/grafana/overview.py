@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from client.answer import STAGES
 from deploy.grafana.panels import Limit, Panel, bars, light, lines, stacked, switches
 from deploy.grafana.queries import INTERVAL, mean, of, percentile, rate, total
+from framesieve.client.answer import STAGES
 
 TTFT = "framesieve_generation_time_to_first_token_seconds"
 ITL = "framesieve_generation_inter_token_seconds"

@@ -6,23 +6,31 @@ import asyncio
 import os
 from functools import partial
 
+from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
+
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
-from common.credentials import Credentials
 from common.exit_status import ExitStatus
-from common.guards import upstream_credentials
-from common.logs import configure_logging
-from common.metrics import begin
 from common.room import Room
-from common.server import run, serve
-from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
-from services.encoder.batcher import Batcher
-from services.encoder.cache import EmbedsCache
-from services.encoder.metrics import watch
-from services.encoder.parallel.start import data_parallel
-from services.encoder.parallel.tower import DataParallelTower
-from services.encoder.servicer import SERVICE, EncoderServicer
+from common.security.credentials import Credentials
+from common.serving.guards import upstream_credentials
+from common.serving.server import run, serve
+from common.telemetry.logs import configure_logging
+from common.telemetry.metrics import age_seconds, begin
+from services.encoder.items.batcher import Batcher
+from services.encoder.items.cache import EmbedsCache
+from services.encoder.metrics import (
+    CACHE_BYTES,
+    CACHE_BYTES_USED,
+    CACHE_WAITERS,
+    QUEUE_OLDEST_SECONDS,
+    QUEUE_SLICES,
+    watch_room,
+)
+from services.encoder.rpc.servicer import SERVICE, EncoderServicer
 from services.encoder.settings import EncoderSettings
+from services.encoder.startup.data_parallel import data_parallel
+from services.encoder.tower.parallel.tower import DataParallelTower
 
 
 async def main() -> ExitStatus:
@@ -48,7 +56,7 @@ async def _serve(
     cache = EmbedsCache(tower, batcher, Room(settings.output_buffer_bytes), settings.cache_bytes)
     outputs = Room(settings.output_buffer_bytes)
     begin("encoder", "Encode", checkpoint, str(tower.dtype).removeprefix("torch."), str(tower.device))
-    watch(batcher, cache, outputs)
+    _watch(batcher, cache, outputs)
     try:
         async with open_channel(settings.preprocessing, credentials) as channel:
             servicer = EncoderServicer(checkpoint.fingerprint, cache, outputs, channel, credentials)
@@ -57,6 +65,17 @@ async def _serve(
     finally:
         if towers.loss.lost is None:
             batcher.close()
+
+
+def _watch(batcher: Batcher, cache: EmbedsCache, outputs: Room) -> None:
+    """Has the gauges ask these whenever they are read."""
+    QUEUE_SLICES.set_function(lambda: batcher.queued)
+    QUEUE_OLDEST_SECONDS.set_function(lambda: age_seconds(batcher.oldest_ns))
+    CACHE_BYTES.set(cache.size_bytes)
+    CACHE_BYTES_USED.set_function(lambda: cache.held_bytes)
+    CACHE_WAITERS.set_function(lambda: cache.waiters)
+    watch_room("encoding", cache.room)
+    watch_room("output", outputs)
 
 
 def _end(towers: DataParallelTower, batcher: Batcher, broken: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:

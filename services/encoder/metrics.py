@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from prometheus_client import Counter, Gauge, Histogram
 
-from common.metrics import STAGE_BUSY_SECONDS, age_seconds
-from common.plan import MediaPlan, Modality
-from common.retention import METHODS, Pruning, method_of
+from common.contract.plan import MediaPlan, Modality
+from common.contract.retention import METHODS, Pruning, method_of
 from common.room import Room
-from services.encoder.budgets import Eager
-
-if TYPE_CHECKING:  # both count here
-    from services.encoder.batcher import Batcher
-    from services.encoder.cache import EmbedsCache
+from common.telemetry.metrics import STAGE_BUSY_SECONDS, age_seconds
 
 _PREFIX = "framesieve_encoder_"
 
@@ -51,8 +44,6 @@ ROOM_OLDEST_SECONDS = Gauge(
 
 for _stage in ("encode", "prune"):
     STAGE_BUSY_SECONDS.labels(_stage)
-for _reason in Eager:
-    EAGER_FORWARDS.labels(_reason.value)
 for _modality in Modality:
     ITEMS.labels(_modality.value)
 for _method in METHODS:
@@ -70,18 +61,8 @@ def count_item(item: MediaPlan, pruning: Pruning, kept: int) -> None:
     TOKENS.labels(method, "after").inc(kept)
 
 
-def watch(batcher: Batcher, cache: EmbedsCache, outputs: Room) -> None:
-    """Has the gauges ask these whenever they are read."""
-    QUEUE_SLICES.set_function(lambda: batcher.queued)
-    QUEUE_OLDEST_SECONDS.set_function(lambda: age_seconds(batcher.oldest_ns))
-    CACHE_BYTES.set(cache.size_bytes)
-    CACHE_BYTES_USED.set_function(lambda: cache.held_bytes)
-    CACHE_WAITERS.set_function(lambda: cache.waiters)
-    for name, room in {"encoding": cache.room, "output": outputs}.items():
-        _watch_room(name, room)
-
-
-def _watch_room(name: str, room: Room) -> None:
+def watch_room(name: str, room: Room) -> None:
+    """Has the gauges of a room ask it whenever they are read."""
     ROOM_BYTES.labels(name).set(room.size_bytes)
     ROOM_BYTES_USED.labels(name).set_function(lambda: room.held_bytes)
     ROOM_WAITING.labels(name).set_function(lambda: room.waiting)

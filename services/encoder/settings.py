@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from common.settings import UpstreamSettings
+from common.serving.settings import UpstreamSettings
 
 
 class EncoderSettings(UpstreamSettings):

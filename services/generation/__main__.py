@@ -10,30 +10,30 @@ from contextlib import ExitStack
 from functools import partial
 
 import torch
+from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
 from common.exit_status import ExitStatus
-from common.guards import upstream_credentials
-from common.logs import configure_logging
-from common.metrics import begin
 from common.room import Room
-from common.server import run, serve
-from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
-from services.generation.arrivals import ModelInput
-from services.generation.blocks import BlockAllocator
-from services.generation.build import BLOCK_TOKENS, build, device_of
-from services.generation.detokenise import load_tokenizer
-from services.generation.engine import Engine
+from common.serving.guards import upstream_credentials
+from common.serving.server import run, serve
+from common.telemetry.logs import configure_logging
+from common.telemetry.metrics import begin
+from services.generation.engine.engine import Engine
 from services.generation.families import check_ranks
-from services.generation.families.language_model import LanguageModel
-from services.generation.generation_config import sampling_defaults
-from services.generation.media import MediaClient
-from services.generation.metrics import count_step, watch
+from services.generation.kv_cache.blocks import BlockAllocator
+from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.leading import Leading
-from services.generation.prompt_limit import PromptLimit
-from services.generation.servicer import SERVICE, GenerationServicer
+from services.generation.rpc.arrivals import ModelInput
+from services.generation.rpc.media import MediaClient
+from services.generation.rpc.metrics import count_step, watch
+from services.generation.rpc.prompt_limit import PromptLimit
+from services.generation.rpc.servicer import SERVICE, GenerationServicer
+from services.generation.sampling.defaults import sampling_defaults
+from services.generation.sampling.detokenizer import load_tokenizer
 from services.generation.settings import GenerationSettings
+from services.generation.startup.build import BLOCK_TOKENS, build, device_of
 
 
 async def main() -> ExitStatus:

@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PlainValidator, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from common.settings import UpstreamSettings
-from services.generation.adapter_files import AdapterFolder
+from common.contract.errors import StartupError
+from common.serving.settings import UpstreamSettings
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """An adapter's name and where it is. Raises ValueError for a name with other characters than A-Z a-z 0-9 . _ -"""
+
+    name: str
+    path: Path
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"{self.name!r} is no adapter's name, which begins with a letter or a digit, with at most 63 more or "
+                f". _ - behind it"
+            )
+
+    @classmethod
+    def parse(cls, text: object) -> Self:
+        """NAME=DIR. Raises ValueError for anything else."""
+        name, equals, path = str(text).partition("=")
+        if not (equals and path):
+            raise ValueError("an adapter must be NAME=DIR")
+        return cls(name, Path(path))
+
+    def refusal(self, why: str) -> StartupError:
+        return StartupError(f"--adapters {self.name}={self.path}: {why}")
 
 
 class GenerationSettings(UpstreamSettings):

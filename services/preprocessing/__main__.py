@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from functools import partial
 
-from common.checkpoint import Checkpoint
-from common.errors import StartupError
-from common.exit_status import ExitStatus
-from common.logs import configure_logging
-from common.metrics import begin
-from common.server import run, serve
 from framesieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer_to_server
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
+from common.exit_status import ExitStatus
+from common.serving.server import run, serve
+from common.telemetry.logs import configure_logging
+from common.telemetry.metrics import begin
 from services.preprocessing.fetch.fetcher import Fetcher
-from services.preprocessing.metrics import count_replaced, watch
 from services.preprocessing.planner import Planner
-from services.preprocessing.servicer import SERVICE, PreprocessingServicer
+from services.preprocessing.rpc.metrics import count_replaced, watch
+from services.preprocessing.rpc.servicer import SERVICE, PreprocessingServicer
+from services.preprocessing.rpc.threads import Threads
 from services.preprocessing.settings import PreprocessingSettings
-from services.preprocessing.threads import Threads
 from services.preprocessing.workers.pool import Pool, started
 
 # What they do takes milliseconds mostly; the second is for when the first has a long prompt to check.

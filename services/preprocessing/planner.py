@@ -16,19 +16,19 @@ from functools import partial
 from pathlib import Path
 
 from common.checkpoint import Checkpoint
-from common.errors import InvalidRequest, MediaRejected, PromptTooLong
-from common.plan import MAX_FRAME_SIDE_PX, MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan
-from services.preprocessing.embeds import Embeds
+from common.contract.errors import InvalidRequest, MediaRejected, PromptTooLong
+from common.contract.plan import MAX_FRAME_SIDE_PX, MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan
 from services.preprocessing.families import Family, load_family
-from services.preprocessing.layout import lay_out
-from services.preprocessing.packets import PacketIndex, read_packets
-from services.preprocessing.pictures import Picture, read_picture
-from services.preprocessing.resize import shrink_to
-from services.preprocessing.sampling import FrameSampling, sample
-from services.preprocessing.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
-from services.preprocessing.sources import Source, bytes_source, path_source
-from services.preprocessing.timing import TimeBase
-from services.preprocessing.tokens import LARGE_TEXT_CHARS, ChatTokens, Turn
+from services.preprocessing.prompt.embeds import Embeds
+from services.preprocessing.prompt.layout import lay_out
+from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, ChatTokens, Turn
+from services.preprocessing.sources.source import Source, bytes_source, path_source
+from services.preprocessing.video.packets import PacketIndex, read_packets
+from services.preprocessing.video.pictures import Picture, read_picture
+from services.preprocessing.video.resize import shrink_to
+from services.preprocessing.video.sampling import FrameSampling, sample
+from services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
+from services.preprocessing.video.timing import TimeBase
 
 
 @dataclass(frozen=True, slots=True)

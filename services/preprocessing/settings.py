@@ -9,10 +9,10 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PlainValidator, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from common.errors import StartupError
-from common.settings import ServiceSettings
+from common.contract.errors import StartupError
+from common.serving.settings import ServiceSettings
 from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
-from services.preprocessing.timing import MAX_LENGTH_S
+from services.preprocessing.video.timing import MAX_LENGTH_S
 from services.preprocessing.workers.limits import Limits
 
 # Six hours at 48 frames a second, or one at 240.

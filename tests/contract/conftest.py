@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.encoder.tower import Tower
+from services.encoder.tower.tower import Tower
 from tests.contract.encoder_service import Stack, running, tower_of
 from tests.contract.guarded_service import ALICE, BOB
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import grpc
 import numpy as np
-from numpy.typing import NDArray
-
-from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.tensors import DType
-from common.wire import named_media, plan_messages, tensor_chunks
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
-from services.encoder.patches import PatchShape
+from numpy.typing import NDArray
+
+from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from common.contract.tensors import DType
+from common.contract.wire import named_media, plan_messages, tensor_chunks
+from services.encoder.tower.patches import PatchShape
 from tests.contract.loopback import TIMEOUT_S
 
 FINGERPRINT = b"f" * 32

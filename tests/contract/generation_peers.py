@@ -10,13 +10,13 @@ from typing import Any
 
 import grpc
 import numpy as np
-from numpy.typing import NDArray
-
-from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.wire import grid_message, plan_messages
 from framesieve.v1 import encoder_pb2_grpc, preprocessing_pb2_grpc, prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeRequest, EncodeResponse, MediaProgress
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
+from numpy.typing import NDArray
+
+from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from common.contract.wire import grid_message, plan_messages
 from tests.contract.loopback import eventually as eventually
 from tests.contract.loopback import serving as serving
 

@@ -12,26 +12,26 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
-
-from common.checkpoint import Checkpoint
-from common.plan import Grid, Modality, PromptPlan
-from common.room import Room
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, Sampling
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
-from services.generation.arrivals import ModelInput
-from services.generation.blocks import BlockAllocator
-from services.generation.detokenise import load_tokenizer
-from services.generation.engine import Engine
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from common.checkpoint import Checkpoint
+from common.contract.plan import Grid, Modality, PromptPlan
+from common.room import Room
+from services.generation.engine.engine import Engine
 from services.generation.families import load_language_model
-from services.generation.generation_config import SamplingDefaults
-from services.generation.media import MediaClient
-from services.generation.prompt_limit import PromptLimit
-from services.generation.runner import Runner
-from services.generation.servicer import GenerationServicer
+from services.generation.kv_cache.blocks import BlockAllocator
+from services.generation.model.runner import Runner
+from services.generation.rpc.arrivals import ModelInput
+from services.generation.rpc.media import MediaClient
+from services.generation.rpc.prompt_limit import PromptLimit
+from services.generation.rpc.servicer import GenerationServicer
+from services.generation.sampling.defaults import SamplingDefaults
+from services.generation.sampling.detokenizer import load_tokenizer
 from tests.contract.generation_peers import (
     Encoder,
     Preprocessing,

@@ -9,18 +9,18 @@ from typing import Any
 
 import grpc
 import pytest
+from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from common.budgets import ClientBudgets
-from common.guards import guarded_server, listen
-from common.health import Health
-from common.interceptors import RequestInterceptor
 from common.ports import free_port
-from common.reflection import Reflection
-from common.settings import ServiceSettings
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
+from common.security.quotas import ClientBudgets
+from common.serving.guards import guarded_server, listen
+from common.serving.health import Health
+from common.serving.interceptors import RequestInterceptor
+from common.serving.reflection import Reflection
+from common.serving.settings import ServiceSettings
 
 METHOD = "/framesieve.v1.EncoderService/Encode"
 TIMEOUT_S = 60

@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc
 import pytest
+from framesieve.v1 import encoder_pb2_grpc, generation_pb2_grpc, preprocessing_pb2_grpc
 
 from common.channels import MAX_RECEIVE_BYTES, open_channel
-from common.interceptors import RequestInterceptor
-from framesieve.v1 import encoder_pb2_grpc, generation_pb2_grpc, preprocessing_pb2_grpc
+from common.serving.interceptors import RequestInterceptor
 
 TIMEOUT_S = 60
 _POLLER = "PollerCompletionQueue._handle_events"

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from common.plan import Grid, Modality, PromptPlan
-from common.room import Room
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
-from services.generation.answers import MediaItem
-from services.generation.arrivals import ModelInput, Progress
-from services.generation.media import MediaClient, MediaSession
-from services.generation.timing import StageClock
+
+from common.contract.plan import Grid, Modality, PromptPlan
+from common.room import Room
+from services.generation.request.encoded_media import MediaItem
+from services.generation.rpc.arrivals import ModelInput, Progress
+from services.generation.rpc.media import MediaClient, MediaSession
+from services.generation.rpc.timing import StageClock
 from tests.contract.generation_peers import embeds_messages, progress_message, prompt_message, prompt_plan, serving
 
 FINGERPRINT = bytes(range(32))

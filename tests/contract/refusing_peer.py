@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from common.channels import DETAILS_KEY, status_details
-from common.errors import Overloaded
+from common.contract.errors import Overloaded
 from tests.contract.loopback import speaking
 
 REFUSAL = Overloaded("alice has 2 requests running, 2 are allowed", retry_after_s=2.5)

@@ -8,17 +8,17 @@ from typing import Any
 
 import grpc
 import pytest
+from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import REGISTRY
 
-from client.access import Access, credentials_of
-from client.encoding import encode
-from client.prompt import Video
 from common.channels import error_from_status, open_channel, passed_on, upstream_errors
-from common.credentials import Credentials
-from common.errors import PeerContract, StartupError, Unauthenticated
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
+from common.contract.errors import PeerContract, StartupError, Unauthenticated
+from common.security.credentials import Credentials
+from framesieve.client.credentials import Access, credentials_of
+from framesieve.client.encoding import encode
+from framesieve.client.prompt import Video
 from tests.contract.guarded_service import (
     ALICE,
     BOB,

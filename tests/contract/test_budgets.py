@@ -10,12 +10,12 @@ from typing import Any
 
 import grpc
 import pytest
+from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 from grpc_status import rpc_status
 
-from client.access import Access, credentials_of
 from common.channels import error_from_status, open_channel
-from common.errors import Overloaded
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
+from common.contract.errors import Overloaded
+from framesieve.client.credentials import Access, credentials_of
 from tests.certificates import Authority
 from tests.contract.guarded_service import (
     ALICE,

@@ -13,15 +13,15 @@ from typing import Any
 
 import grpc
 import pytest
+from framesieve.v1 import encoder_pb2_grpc
+from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from common.channels import ATTEMPTS, open_channel, upstream_errors
-from common.errors import StartupError, Unavailable
+from common.contract.errors import StartupError, Unavailable
 from common.ports import free_port
-from common.probe import NO_CREDENTIALS, is_serving
-from framesieve.v1 import encoder_pb2_grpc
-from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
+from common.serving.probe import NO_CREDENTIALS, is_serving
 from tests.contract.loopback import MAX_RECEIVE_BYTES
 
 CALLS = 10

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-from common import errors
-from common.plan import Grid, Modality
-from common.retention import Pruning
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeRequest
-from services.encoder.pruning import keep_tokens
-from services.encoder.tower import Tower
+
+from common.contract import errors
+from common.contract.plan import Grid, Modality
+from common.contract.retention import Pruning
+from services.encoder.pruning.methods import keep_tokens
+from services.encoder.tower.tower import Tower
 from tests.contract.encoder_peers import GRID, IMAGE, VIDEO, Media
 from tests.contract.encoder_service import (
     SELECT_ALL,

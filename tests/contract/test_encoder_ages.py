@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import pytest
-
-from common import errors
-from common.plan import Modality
-from common.wire import grid_message
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse, StageAges
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
-from services.encoder.tower import Tower
+
+from common.contract import errors
+from common.contract.plan import Modality
+from common.contract.wire import grid_message
+from services.encoder.tower.tower import Tower
 from tests.contract.encoder_peers import GRID, VIDEO, Media, video
 from tests.contract.encoder_service import SELECT_ALL, Stack, check_served, encode, first_request
 from tests.contract.loopback import TIMEOUT_S

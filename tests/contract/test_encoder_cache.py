@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-from common.plan import Grid
-from common.retention import Pruning
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
-from services.encoder.pruning import keep_tokens
-from services.encoder.tower import Tower
+
+from common.contract.plan import Grid
+from common.contract.retention import Pruning
+from services.encoder.pruning.methods import keep_tokens
+from services.encoder.tower.tower import Tower
 from tests.contract.encoder_peers import GRID, IMAGE, VIDEO, video
 from tests.contract.encoder_service import (
     SELECT_ALL,

@@ -7,20 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from common import errors
-from common.channels import open_channel
-from common.plan import PromptPlan
-from common.room import Room
-from common.tensors import DType
-from demo.checkpoint import TINY
 from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessResponse
-from services.encoder.batcher import Batcher
-from services.encoder.cache import EmbedsCache
-from services.encoder.patches import PatchShape
-from services.encoder.servicer import EncoderServicer
-from services.encoder.tower import Tower
+
+from common.channels import open_channel
+from common.contract import errors
+from common.contract.plan import PromptPlan
+from common.contract.tensors import DType
+from common.room import Room
+from demo.checkpoint import TINY
+from services.encoder.items.batcher import Batcher
+from services.encoder.items.cache import EmbedsCache
+from services.encoder.rpc.servicer import EncoderServicer
+from services.encoder.tower.patches import PatchShape
+from services.encoder.tower.tower import Tower
 from tests.contract.encoder_peers import IMAGE, VIDEO, frames_of, other_item, plan_of, slice_messages
 from tests.contract.encoder_service import SELECT_ALL, Stack, check_served, encode, first_request, read_all, select
 from tests.contract.loopback import TIMEOUT_S, serving

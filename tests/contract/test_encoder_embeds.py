@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from framesieve.v1 import prompt_pb2, tensor_pb2
 from torch import Tensor
 
-from common import errors
-from common.plan import Grid, Modality, PromptPlan
-from common.prompt_limits import MAX_INLINE_BYTES
-from common.wire import grid_message
-from framesieve.v1 import prompt_pb2, tensor_pb2
-from services.encoder import servicer
-from services.encoder.messages import take_embeds
-from services.encoder.tower import Tower
+from common.contract import errors
+from common.contract.limits import MAX_INLINE_BYTES
+from common.contract.plan import Grid, Modality, PromptPlan
+from common.contract.wire import grid_message
+from services.encoder.rpc import servicer
+from services.encoder.rpc.messages import take_embeds
+from services.encoder.tower.tower import Tower
 from tests.contract.encoder_peers import GRID, IMAGE, VIDEO, Media, other_item
 from tests.contract.encoder_service import (
     SELECT_ALL,

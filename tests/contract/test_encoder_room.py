@@ -14,10 +14,10 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from common import errors
-from common.plan import Grid
-from services.encoder import items
-from services.encoder.tower import Tower
+from common.contract import errors
+from common.contract.plan import Grid
+from services.encoder.items import item as items
+from services.encoder.tower.tower import Tower
 from tests.contract.encoder_peers import VIDEO, Media, video
 from tests.contract.encoder_service import (
     SELECT_ALL,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from common import errors
-from common.plan import Grid
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
-from services.encoder.tower import Tower
+
+from common.contract import errors
+from common.contract.plan import Grid
+from services.encoder.tower.tower import Tower
 from tests.contract.encoder_peers import GRID, VIDEO, FakePreprocessing, Media, video
 from tests.contract.encoder_service import (
     SELECT_ALL,

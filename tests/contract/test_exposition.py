@@ -13,10 +13,10 @@ from typing import TypeAlias
 
 import pytest
 
-from common import exposition
-from common.guards import metrics_tls
 from common.ports import free_port
-from common.settings import ServiceSettings
+from common.serving import exposition
+from common.serving.guards import metrics_tls
+from common.serving.settings import ServiceSettings
 from tests.certificates import Authority
 from tests.unit.fetching import open_files
 

@@ -14,20 +14,20 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf import any_pb2, duration_pb2
-from google.rpc import error_details_pb2, status_pb2
-
-from common import errors
-from common.channels import DETAILS_KEY, MAX_RECEIVE_BYTES, error_from_status, open_channel
-from common.errors import FramesieveError
-from common.room import Room
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
-from services.encoder.batcher import Batcher
-from services.encoder.cache import EmbedsCache
-from services.encoder.servicer import EncoderServicer
-from services.encoder.tower import Tower
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from common.channels import DETAILS_KEY, MAX_RECEIVE_BYTES, error_from_status, open_channel
+from common.contract import errors
+from common.contract.errors import FramesieveError
+from common.room import Room
+from services.encoder.items.batcher import Batcher
+from services.encoder.items.cache import EmbedsCache
+from services.encoder.rpc.servicer import EncoderServicer
+from services.encoder.tower.tower import Tower
 from tests.contract.encoder_peers import FINGERPRINT, VIDEO
 from tests.contract.encoder_service import SELECT_ALL, first_request
 from tests.contract.generation_service import service_of

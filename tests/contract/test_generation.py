@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 import structlog
 import torch
-
-from common.channels import REQUEST_ID_KEY
-from common.errors import MediaDamaged
 from framesieve.v1 import generation_pb2, prompt_pb2
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
-from services.generation.answers import MediaItem
-from services.generation.request import Request
-from services.generation.windows import Window
+
+from common.channels import REQUEST_ID_KEY
+from common.contract.errors import MediaDamaged
+from services.generation.request.batch import Window
+from services.generation.request.encoded_media import MediaItem
+from services.generation.request.request import Request
 from tests.contract.generation_peers import (
     embeds_messages,
     eventually,

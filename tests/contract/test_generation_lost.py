@@ -10,17 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from prometheus_client import REGISTRY
 
-from common import errors
-from common.plan import PromptPlan
+from common.contract import errors
+from common.contract.plan import PromptPlan
+from common.contract.wire import plan_messages
 from common.retries import COST
 from common.room import Room
-from common.wire import plan_messages
-from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
-from services.generation.answers import MediaItem
-from services.generation.arrivals import Progress
-from services.generation.media import MediaClient
+from services.generation.request.encoded_media import MediaItem
+from services.generation.rpc.arrivals import Progress
+from services.generation.rpc.media import MediaClient
 from tests.awake import SOON_S, within
 from tests.contract.generation_peers import Context, Encoder, eventually, prompt_plan, serving
 from tests.contract.media_client import (

@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-from common import errors
-from common.channels import open_channel
-from common.room import Room
 from framesieve.v1 import tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
-from services.generation.answers import MediaItem
-from services.generation.arrivals import Progress
-from services.generation.media import MediaClient
-from services.generation.timing import StageClock
+
+from common.channels import open_channel
+from common.contract import errors
+from common.room import Room
+from services.generation.request.encoded_media import MediaItem
+from services.generation.rpc.arrivals import Progress
+from services.generation.rpc.media import MediaClient
+from services.generation.rpc.timing import StageClock
 from tests.contract.generation_peers import (
     Encoder,
     Preprocessing,

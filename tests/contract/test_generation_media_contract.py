@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from common import errors
-from common.plan import Grid, Modality, PromptPlan
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
-from services.generation.timing import StageClock
+
+from common.contract import errors
+from common.contract.plan import Grid, Modality, PromptPlan
+from services.generation.rpc.timing import StageClock
 from tests.contract.generation_peers import Encoder, embeds_messages, progress_message, prompt_message, prompt_plan
 from tests.contract.media_client import (
     FINGERPRINT,

@@ -6,11 +6,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from framesieve.v1.generation_pb2 import Sampling
 from prometheus_client import REGISTRY
 
-from framesieve.v1.generation_pb2 import Sampling
-from services.generation.metrics import watch
-from services.generation.timing import Stage
+from services.generation.rpc.metrics import watch
+from services.generation.rpc.timing import Stage
 from tests.contract.generation_service import LIMIT, ROOM_BYTES, VIDEO, answers, refused, service_of
 from tests.contract.loopback import eventually
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 import pytest
-
 from framesieve.v1 import generation_pb2
 from framesieve.v1.generation_pb2 import Sampling
-from services.generation.detokenise import load_tokenizer
+
+from services.generation.sampling.detokenizer import load_tokenizer
 from tests.contract.generation_peers import eventually
 from tests.contract.generation_service import answers, refused, service_of, token_ids
 

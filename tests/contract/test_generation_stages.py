@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from common import errors
-from common.plan import PromptPlan
-from common.room import Room
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
-from services.generation.media import MediaClient
-from services.generation.timing import Stage, StageClock
+
+from common.contract import errors
+from common.contract.plan import PromptPlan
+from common.room import Room
+from services.generation.rpc.media import MediaClient
+from services.generation.rpc.timing import Stage, StageClock
 from tests.contract.generation_peers import (
     Encoder,
     Preprocessing,

@@ -12,9 +12,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common import health
 from common.channels import open_channel
 from common.exit_status import ExitStatus
+from common.serving import health
 from tests.contract.guarded_service import TIMEOUT_S, Echo, GuardedService, ask, guarded, refusal
 from tests.contract.loopback import logged
 
@@ -33,8 +33,8 @@ WATCH = {
 SERVICE = """
 import asyncio
 from common.exit_status import ExitStatus
-from common.server import run, serve
-from common.settings import ServiceSettings
+from common.serving.server import run, serve
+from common.serving.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2_grpc
 from tests.contract.guarded_service import Echo
 

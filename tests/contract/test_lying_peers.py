@@ -12,15 +12,15 @@ from typing import Any
 
 import grpc
 import numpy as np
-
-from common.channels import open_channel
-from common.checkpoint import Checkpoint
-from common.plan import PromptPlan
-from common.wire import plan_messages
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.generation_pb2 import Sampling
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessResponse
+
+from common.channels import open_channel
+from common.checkpoint import Checkpoint
+from common.contract.plan import PromptPlan
+from common.contract.wire import plan_messages
 from tests.contract.generation_peers import embeds_messages, prompt_plan
 from tests.contract.generation_service import (
     HIDDEN,

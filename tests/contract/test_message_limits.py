@@ -13,12 +13,13 @@ from typing import Any
 
 import grpc
 import pytest
-
-from common import channels, guards
-from common.channels import MAX_ANSWER_BYTES, MAX_RECEIVE_BYTES, open_channel, read_from
-from common.errors import InvalidRequest, PeerContract
-from common.interceptors import RequestInterceptor
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2, tensor_pb2
+
+from common import channels
+from common.channels import MAX_ANSWER_BYTES, MAX_RECEIVE_BYTES, open_channel, read_from
+from common.contract.errors import InvalidRequest, PeerContract
+from common.serving import guards
+from common.serving.interceptors import RequestInterceptor
 from tests.contract.guarded_service import METHOD, TIMEOUT_S, Echo, ask, guarded, refusal, select, tcp_address
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -9,21 +9,21 @@ from typing import Any
 
 import grpc
 import pytest
-
-from common import errors
-from common.channels import error_from_status, open_channel
-from common.checkpoint import Checkpoint
-from common.prompt_limits import MAX_INLINE_BYTES, MAX_PARTS, MAX_TEXT_BYTES
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
-from services.encoder.tower import Tower
+
+from common.channels import error_from_status, open_channel
+from common.checkpoint import Checkpoint
+from common.contract import errors
+from common.contract.limits import MAX_INLINE_BYTES, MAX_PARTS, MAX_TEXT_BYTES
+from services.encoder.tower.tower import Tower
 from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.fetch.policy import FetchPolicy
 from services.preprocessing.planner import Planner
-from services.preprocessing.servicer import PreprocessingServicer
-from services.preprocessing.threads import Threads
+from services.preprocessing.rpc.servicer import PreprocessingServicer
+from services.preprocessing.rpc.threads import Threads
 from services.preprocessing.workers.limits import Limits
 from services.preprocessing.workers.pool import Pool
 from tests.contract.encoder_service import running

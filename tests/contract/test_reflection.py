@@ -13,7 +13,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
-from common import reflection
+from common.serving import reflection
 from tests.contract.guarded_service import TIMEOUT_S, Echo, GuardedService, guarded, refusal
 from tests.contract.loopback import logged
 

@@ -14,19 +14,19 @@ from typing import Any
 
 import grpc
 import pytest
+from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, tensor_pb2
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from prometheus_client import REGISTRY
 
-from common import errors
 from common.channels import error_from_status, open_channel, upstream_errors
+from common.contract import errors
 from common.exit_status import ExitStatus
 from common.ports import free_port
-from common.server import serve
-from common.settings import ServiceSettings
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, tensor_pb2
+from common.serving.server import serve
+from common.serving.settings import ServiceSettings
 from tests.contract.loopback import TIMEOUT_S, eventually, logged
 
 SERVICE = "framesieve.v1.EncoderService"

@@ -15,13 +15,13 @@ import pytest
 import structlog
 from cryptography.hazmat.primitives import serialization
 
-from client.access import Access, credentials_of
 from common.channels import open_channel
-from common.errors import StartupError
-from common.exposition import serve_metrics
-from common.guards import metrics_tls
-from common.probe import is_serving, own_credentials
-from common.settings import ServiceSettings
+from common.contract.errors import StartupError
+from common.serving.exposition import serve_metrics
+from common.serving.guards import metrics_tls
+from common.serving.probe import is_serving, own_credentials
+from common.serving.settings import ServiceSettings
+from framesieve.client.credentials import Access, credentials_of
 from tests.certificates import Authority, Issued
 from tests.contract.guarded_service import Echo, GuardedService, ask, guarded, refusal, tcp_address, well
 

@@ -16,19 +16,19 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from framesieve.v1 import encoder_pb2_grpc, generation_pb2_grpc
+from framesieve.v1.generation_pb2 import GenerateRequest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import services.encoder.__main__ as encoder_process
 import services.generation.__main__ as generation_process
 from common.channels import upstream_errors
 from common.checkpoint import Checkpoint
-from common.errors import Unavailable
+from common.contract.errors import Unavailable
 from common.exit_status import ExitStatus
-from framesieve.v1 import encoder_pb2_grpc, generation_pb2_grpc
-from framesieve.v1.generation_pb2 import GenerateRequest
-from services.encoder.batcher import Batcher
-from services.encoder.tower import Tower
-from services.generation.runner import Runner
+from services.encoder.items.batcher import Batcher
+from services.encoder.tower.tower import Tower
+from services.generation.model.runner import Runner
 from tests.contract.encoder_peers import VIDEO, FakePreprocessing
 from tests.contract.encoder_service import SELECT_ALL, first_request
 from tests.contract.generation_peers import Preprocessing, prompt_message, prompt_plan

@@ -11,20 +11,20 @@ from typing import Any, TypeAlias
 
 import grpc
 import pytest
-
-from client.selecting import EVERYTHING, answers
-from common.channels import end_writing, open_channel, upstream_errors
-from common.errors import Overloaded
-from common.plan import PromptPlan
-from common.room import Room
-from common.wire import plan_messages
 from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
-from services.encoder.frames import Expectation, FrameStream
-from services.encoder.patches import PatchShape
-from services.generation.media import MediaClient
-from services.generation.timing import StageClock
+
+from common.channels import end_writing, open_channel, upstream_errors
+from common.contract.errors import Overloaded
+from common.contract.plan import PromptPlan
+from common.contract.wire import plan_messages
+from common.room import Room
+from framesieve.client.selecting import EVERYTHING, answers
+from services.encoder.items.preprocess_stream import Expectation, FrameStream
+from services.encoder.tower.patches import PatchShape
+from services.generation.rpc.media import MediaClient
+from services.generation.rpc.timing import StageClock
 from tests.contract.encoder_peers import FINGERPRINT, VIDEO, plan_of, prompt_of
 from tests.contract.generation_peers import prompt_message
 from tests.contract.loopback import TIMEOUT_S

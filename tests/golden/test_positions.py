@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from common.plan import Grid
-from services.preprocessing.positions import GridSpan, TextSpan, positions_of
+from common.contract.plan import Grid
+from services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
 
 
 # Two frames a slice: at f frames a second a slice lasts 2 / f seconds, and takes tokens_per_second · 2 / f positions.

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import Checkpoint
-from common.plan import Modality
+from common.contract.plan import Modality
 from services.preprocessing.planner import Conversation, MediaRequest, Planner
-from services.preprocessing.sampling import FrameSampling
-from services.preprocessing.tokens import Turn
+from services.preprocessing.prompt.tokens import Turn
+from services.preprocessing.video.sampling import FrameSampling
 from tests.families import FAMILIES
 from tests.unit.preprocessing_media import clip
 

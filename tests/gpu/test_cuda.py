@@ -12,11 +12,11 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoint
 from services.encoder.families import load_tower
-from services.generation.attention.sizes import CacheSizes
-from services.generation.attention.varlen import check_kernel, find_kernel
 from services.generation.families import load_language_model
-from services.generation.graphs import CudaCapture
-from services.generation.sampler import SamplingParams
+from services.generation.model.attention.sizes import CacheSizes
+from services.generation.model.attention.varlen import check_kernel, find_kernel
+from services.generation.model.graphs import CudaCapture
+from services.generation.sampling.sampler import SamplingParams
 from tests.families import FAMILIES
 from tests.gpu.capturing import can_capture
 from tests.oracle import Text, kept_tokens

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoint
-from services.generation.build import BLOCK_TOKENS, build
 from services.generation.families import load_language_model
-from services.generation.graphs import CudaCapture
+from services.generation.model.graphs import CudaCapture
+from services.generation.model.runner import Runner
 from services.generation.parallel.leading import Leading
-from services.generation.runner import Runner
-from services.generation.sampler import SamplingParams, SamplingState, sample
+from services.generation.request.batch import Packed
+from services.generation.sampling.sampler import SamplingParams, SamplingState, sample
 from services.generation.settings import GenerationSettings
-from services.generation.windows import Packed
+from services.generation.startup.build import BLOCK_TOKENS, build
 from tests import parallel_rank
 from tests.families import FAMILIES
 from tests.gpu.capturing import can_capture

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from common.checkpoint import Checkpoint
-from common.plan import Grid
-from common.retention import Pruning
+from common.contract.plan import Grid
+from common.contract.retention import Pruning
 from services.encoder.families import load_tower
-from services.encoder.pruning import Scores, keep_tokens
-from services.encoder.readback import Readback
+from services.encoder.pruning.methods import Scores, keep_tokens
+from services.encoder.tower.readback import Readback
 from tests.families import FAMILIES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

@@ -20,15 +20,15 @@ from prometheus_client import REGISTRY
 from torch import Tensor
 
 from common.checkpoint import Checkpoint
-from common.plan import Grid
-from common.retention import Pruning
-from services.encoder import graphs
-from services.encoder.attention import find_attention
-from services.encoder.batcher import Batcher
+from common.contract.plan import Grid
+from common.contract.retention import Pruning
 from services.encoder.families import load_tower
-from services.encoder.graphs import Captured, CudaDevice, TowerGraphs, with_graphs
-from services.encoder.pruning import keep_tokens
-from services.encoder.tower import Tower
+from services.encoder.items.batcher import Batcher
+from services.encoder.pruning.methods import keep_tokens
+from services.encoder.tower import graphs
+from services.encoder.tower.attention import find_attention
+from services.encoder.tower.graphs import Captured, CudaDevice, TowerGraphs, with_graphs
+from services.encoder.tower.tower import Tower
 from tests.families import FAMILIES, FamilyUnderTest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

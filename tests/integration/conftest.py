@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from client.client import FramesieveClient
-from client.launcher import LocalStack
 from common.ports import free_port
 from demo.checkpoint import TINY, write_checkpoint
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.client import FramesieveClient
 from tests import media
 from tests.adapters import write_adapter
 from tests.awake import awake

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import grpc
 
-from common.credentials import NO_CREDENTIALS
 from common.ports import free_port
-from common.probe import is_serving
+from common.security.credentials import NO_CREDENTIALS
+from common.serving.probe import is_serving
 from tests.awake import awake
 
 ROOT = Path(__file__).parents[2]

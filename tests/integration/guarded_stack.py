@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from client.access import Access
-from client.client import FramesieveClient
-from client.launcher import SERVICES, LocalStack
+from framesieve.cli.launcher import SERVICES, LocalStack
+from framesieve.client.client import FramesieveClient
+from framesieve.client.credentials import Access
 
 MAX_REQUESTS = 2
 MAX_BYTES = 2**20

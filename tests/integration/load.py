@@ -10,10 +10,10 @@ from functools import partial
 from itertools import count
 from typing import Self
 
-from client.answer import Delta, Event, Progress
-from client.client import FramesieveClient
-from client.prompt import Video
-from common.errors import FramesieveError
+from common.contract.errors import FramesieveError
+from framesieve.client.answer import Delta, Event, Progress
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Video
 from tests import media
 from tests.awake import SOON_S, awake
 from tests.integration.fleet import Fleet, stopped_workers, until

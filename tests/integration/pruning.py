@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from client.client import FramesieveClient
+from framesieve.client.client import FramesieveClient
 from tests.integration.fleet import Fleet, Service, until
 from tests.integration.load import Asked, endless, quick, short_clip
 
 _STANDS_STILL = """
 import signal
 from threading import Event
-from common.server import run
-from services.encoder import items
+from common.serving.server import run
+from services.encoder.items import item as items
 from services.encoder.__main__ import main
 keep_tokens, released = items.keep_tokens, Event()
 def held(*args):

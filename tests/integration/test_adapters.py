@@ -12,10 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from client.cli import app
-from client.client import FramesieveClient
-from client.launcher import LocalStack
-from client.prompt import Image, Message, Text, Video
+from framesieve.__main__ import app
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Image, Message, Text, Video
 from tests.families import FAMILIES, load_reference
 from tests.integration.conftest import settles
 from tests.integration.test_families import BRIEF, TALL, model_inputs, preprocess

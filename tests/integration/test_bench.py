@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from client.launcher import LocalStack
+from framesieve.cli.launcher import LocalStack
 from tests import media
 
 COMMAND = [sys.executable, "-c", "from client.cli import app; app()", "bench"]

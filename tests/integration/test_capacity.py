@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from client.launcher import LocalStack
+from framesieve.cli.launcher import LocalStack
 
 COMMAND = [sys.executable, "-c", "from client.cli import app; app()"]
 REQUESTS = 8

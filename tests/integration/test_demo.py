@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from client.client import FramesieveClient
-from client.launcher import LocalStack
-from client.prompt import Image, Message, Text, Video
 from demo.example import CLIP, QUESTIONS
 from demo.questions import Question
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Image, Message, Text, Video
 from tests import media
 from tests.integration.conftest import running
 

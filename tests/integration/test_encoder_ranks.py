@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from client.client import FramesieveClient
-from client.encoding import encode
-from client.prompt import Image
-from common.errors import Unavailable
+from common.contract.errors import Unavailable
 from common.exit_status import ExitStatus
+from framesieve.client.client import FramesieveClient
+from framesieve.client.encoding import encode
+from framesieve.client.prompt import Image
 from tests import media
 from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, Service, children, runs, until

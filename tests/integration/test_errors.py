@@ -12,11 +12,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from client.client import FramesieveClient
-from client.launcher import LocalStack
-from client.prompt import Image, Video
-from common import errors
 from common.channels import ERROR_DOMAIN, status_details, upstream_errors
+from common.contract import errors
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Image, Video
 from tests import media
 
 INSIDE = re.compile(

@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
-from client.client import FramesieveClient
-from client.encoding import encode
-from client.launcher import LocalStack
-from client.prompt import Image, Message, Text, Video
-from client.wire import prompt_message
-from common import errors
-from common.channels import open_channel
-from common.plan import Grid, MediaPlan, Modality, PromptPlan
-from common.retention import Pruning
-from common.wire import PlanReceiver
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.channels import open_channel
+from common.contract import errors
+from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan
+from common.contract.retention import Pruning
+from common.contract.wire import PlanReceiver
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.client import FramesieveClient
+from framesieve.client.encoding import encode
+from framesieve.client.prompt import Image, Message, Text, Video
+from framesieve.client.wire import prompt_message
 from tests import media
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
 from tests.integration.conftest import running

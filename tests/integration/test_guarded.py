@@ -17,18 +17,18 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 from typer.testing import CliRunner
 
-from client.access import credentials_of
-from client.answer import Accepted, Answer, Delta, Progress
-from client.cli import app
-from client.client import FramesieveClient
-from client.encoding import encode
-from client.inspection import inspect
-from client.launcher import SERVICES, Endpoint, LocalStack
-from client.prompt import Video
-from common import errors
 from common.channels import open_channel
+from common.contract import errors
+from common.contract.retention import Pruning
 from common.ports import free_port
-from common.retention import Pruning
+from framesieve.__main__ import app
+from framesieve.cli.inspection import inspect
+from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
+from framesieve.client.answer import Accepted, Answer, Delta, Progress
+from framesieve.client.client import FramesieveClient
+from framesieve.client.credentials import credentials_of
+from framesieve.client.encoding import encode
+from framesieve.client.prompt import Video
 from tests import media
 from tests.certificates import Authority
 from tests.integration.conftest import settles
@@ -255,8 +255,8 @@ def test_bench_and_inspect_show_it_as_well(guarded: Guarded, tmp_path: Path) -> 
 
 
 def test_the_probe_finds_a_service_well_by_tls_and_without_a_token(guarded: Guarded) -> None:
-    assert run(["common.probe", guarded.stack.address], **probing(guarded.secrets)).returncode == 0
-    assert run(["common.probe", guarded.stack.address]).returncode == 1
+    assert run(["common.serving.probe", guarded.stack.address], **probing(guarded.secrets)).returncode == 0
+    assert run(["common.serving.probe", guarded.stack.address]).returncode == 1
 
 
 async def test_logs_know_clients_by_name_and_hold_no_token(guarded: Guarded, alice: FramesieveClient) -> None:

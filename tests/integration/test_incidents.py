@@ -14,22 +14,22 @@ import grpc
 import numpy as np
 import pytest
 import torch
-
-from client.client import FramesieveClient
-from client.launcher import LocalStack
-from client.prompt import Video
-from common import errors
-from common.channels import error_from_status, open_channel
-from common.plan import Grid, Modality
-from common.retention import Pruning
-from demo.checkpoint import TINY
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeRequest
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
-from services.encoder.cache_key import cache_key
-from services.generation.answers import answer_key
+
+from common.channels import error_from_status, open_channel
+from common.contract import errors
+from common.contract.plan import Grid, Modality
+from common.contract.retention import Pruning
+from demo.checkpoint import TINY
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Video
+from services.encoder.items.cache_key import cache_key
+from services.generation.kv_cache.encoded_media import answer_key
 from tests import media
 from tests.contract.generation_peers import prompt_plan
 from tests.integration.conftest import idle, metric

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from client.client import FramesieveClient
-from common.errors import Unavailable
+from common.contract.errors import Unavailable
+from framesieve.client.client import FramesieveClient
 from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, at_rest, children, runs, until
 from tests.integration.load import Asked, Load, is_answered_soon, short_clip

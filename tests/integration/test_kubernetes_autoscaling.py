@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from client.bench_metrics import read_metrics
-from client.launcher import LocalStack
+from framesieve.bench.metrics import read_metrics
+from framesieve.cli.launcher import LocalStack
 from tests.unit.kustomization import Manifest, build
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from client.client import FramesieveClient
-from common.errors import DeadlinePassed
+from common.contract.errors import DeadlinePassed
+from framesieve.client.client import FramesieveClient
 from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, at_rest, stopped_workers, until
 from tests.integration.halfway import halfway

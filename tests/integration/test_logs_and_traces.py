@@ -9,13 +9,13 @@ from typing import Any
 
 import grpc
 import pytest
-
-from client.launcher import LocalStack
-from client.prompt import Video, user_turn
-from client.wire import Options, generate_request
-from common.channels import REQUEST_ID_KEY, open_channel
 from framesieve.v1 import generation_pb2
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+
+from common.channels import REQUEST_ID_KEY, open_channel
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.prompt import Video, user_turn
+from framesieve.client.wire import Options, generate_request
 from tests import media
 from tests.collector import Collector, Span
 from tests.integration.conftest import settles

@@ -13,11 +13,11 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from client.answer import STAGES, Answer, Delta
-from client.client import FramesieveClient
-from client.launcher import SERVICES, LocalStack
-from client.prompt import Image, Part, Video
-from common import errors
+from common.contract import errors
+from framesieve.cli.launcher import SERVICES, LocalStack
+from framesieve.client.answer import STAGES, Answer, Delta
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Image, Part, Video
 from tests import media
 from tests.integration.conftest import idle, settles
 from tests.integration.fleet import READ_S

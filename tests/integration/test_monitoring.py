@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from client.client import FramesieveClient
-from client.launcher import SERVICES, LocalStack
-from client.prompt import Image, Video
-from common import errors
+from common.contract import errors
 from deploy.grafana import dashboard
+from framesieve.cli.launcher import SERVICES, LocalStack
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Image, Video
 from tests import media
 from tests.integration.conftest import running
 from tests.integration.prometheus import Prometheus, scraping

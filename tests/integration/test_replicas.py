@@ -6,8 +6,8 @@ import asyncio
 from collections import Counter
 from itertools import count
 
-from client.client import FramesieveClient
-from common.errors import FramesieveError
+from common.contract.errors import FramesieveError
+from framesieve.client.client import FramesieveClient
 from tests.awake import SOON_S
 from tests.integration.fleet import Fleet, Service, at_rest, until
 from tests.integration.load import short_clip

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from client import Answer, FinishReason, FramesieveClient, Video
-from client.launcher import LocalStack
-from common import errors
+from common.contract import errors
+from framesieve import Answer, FinishReason, FramesieveClient, Video
+from framesieve.cli.launcher import LocalStack
 from tests import media
 
 TOKENS = 16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from client.client import FramesieveClient
-from client.launcher import LocalStack
-from client.prompt import Message, Text, Video
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Message, Text, Video
 from tests import media
 from tests.integration.conftest import idle, metric
 

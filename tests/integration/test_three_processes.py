@@ -7,16 +7,16 @@ import math
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-
-from client.answer import Accepted, Answer, Delta, Finished, FinishReason, Progress
-from client.client import FramesieveClient
-from client.launcher import LocalStack
-from client.prompt import Image, Message, Text, Video
-from common import errors
-from common.channels import open_channel
-from common.plan import Modality
-from common.tensors import MAX_PIECE_BYTES
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
+
+from common.channels import open_channel
+from common.contract import errors
+from common.contract.plan import Modality
+from common.contract.tensors import MAX_PIECE_BYTES
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.answer import Accepted, Answer, Delta, Finished, FinishReason, Progress
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Image, Message, Text, Video
 from tests import media
 from tests.integration.conftest import KV_CACHE_TOKENS, idle, metric, settles
 

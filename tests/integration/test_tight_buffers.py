@@ -11,18 +11,18 @@ from pathlib import Path
 
 import grpc
 import pytest
-
-from client.answer import Delta, Finished
-from client.client import FramesieveClient
-from client.launcher import LocalStack
-from client.prompt import Video
-from common import errors
-from common.channels import upstream_errors
-from common.credentials import NO_CREDENTIALS
-from common.probe import is_serving
-from demo.checkpoint import TINY
 from framesieve.v1.generation_pb2 import GenerateRequest
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+
+from common.channels import upstream_errors
+from common.contract import errors
+from common.security.credentials import NO_CREDENTIALS
+from common.serving.probe import is_serving
+from demo.checkpoint import TINY
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.answer import Delta, Finished
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Video
 from tests import media
 from tests.integration.conftest import metric, running, settles
 

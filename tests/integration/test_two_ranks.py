@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from client.client import FramesieveClient
-from client.launcher import LocalStack
-from client.prompt import Video
-from common.errors import Unavailable
+from common.contract.errors import Unavailable
 from common.exit_status import ExitStatus
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Video
 from tests import media
 from tests.integration.fleet import Service, runs, until
 from tests.integration.load import endless
@@ -24,7 +24,7 @@ from tests.integration.load import endless
 IMPATIENT = """
 from datetime import timedelta
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from common.server import run
+from common.serving.server import run
 from services.generation.__main__ import main
 from services.generation.parallel.group import Group
 from services.generation.parallel.leading import Leading

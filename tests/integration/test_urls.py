@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from client.answer import Answer, Usage
-from client.client import FramesieveClient
-from client.launcher import LocalStack
-from client.prompt import Image, Video
-from common import errors
+from common.contract import errors
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.answer import Answer, Usage
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Image, Video
 from tests import media
 from tests.integration.conftest import FETCH_MAX_BYTES, idle, metric, settles
 from tests.unit.loopback import Server, fetched_files, head, ok, redirect, serving

@@ -8,8 +8,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from random import Random
 
-from client.client import FramesieveClient
-from common.errors import Overloaded, Unavailable
+from common.contract.errors import Overloaded, Unavailable
+from framesieve.client.client import FramesieveClient
 from tests.soak.faults import Faults
 from tests.soak.ledger import Ledger
 from tests.soak.questions import Question, Questions

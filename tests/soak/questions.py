@@ -14,11 +14,11 @@ from random import Random
 import numpy as np
 from PIL import Image as Picture
 
-from client.bench_clips import stamped
-from client.prompt import Image, PartLike, Video
-from client.wire import Options
-from common.errors import FramesieveError, InvalidRequest, MediaForbidden
+from common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden
 from demo.scenes import encode, random_scene
+from framesieve.bench.clips import stamped
+from framesieve.client.prompt import Image, PartLike, Video
+from framesieve.client.wire import Options
 
 CLIPS = 6
 FIRST_SEED = 12_300_000

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from services.generation.adapter_files import AdapterFolder, load_adapters
+from services.generation.settings import AdapterFolder
+from services.generation.startup.adapter_files import load_adapters
 from tests.adapters import write_adapter
 from tests.tiny import load_models
 from tests.unit.adapted_models import CONFIGS, Adapted

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
-from services.generation.adapter_files import AdapterFolder, load_adapters
 from services.generation.families import load_language_model
-from services.generation.families.language_model import LanguageModel
+from services.generation.model.language_model import LanguageModel
+from services.generation.settings import AdapterFolder
+from services.generation.startup.adapter_files import load_adapters
 from tests.tiny import Models
 
 # Each of LoraConfig's fields that decide a result; "whole" were trained on the whole model, the others on its text.

@@ -9,12 +9,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-
-from common.channels import DETAILS_KEY, status_details
-from common.errors import MediaDamaged
-from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.tensors import DType
-from common.wire import int32_tensor, plan_messages, tensor_chunks
 from framesieve.v1 import (
     encoder_pb2,
     encoder_pb2_grpc,
@@ -24,6 +18,12 @@ from framesieve.v1 import (
     preprocessing_pb2_grpc,
     prompt_pb2,
 )
+
+from common.channels import DETAILS_KEY, status_details
+from common.contract.errors import MediaDamaged
+from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from common.contract.tensors import DType
+from common.contract.wire import int32_tensor, plan_messages, tensor_chunks
 
 FRAME_PX = 56
 GRID = Grid(t=2, h=2, w=2)

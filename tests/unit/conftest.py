@@ -9,14 +9,14 @@ from pathlib import Path
 
 import grpc
 import pytest
-from typer.testing import CliRunner, Result
-
-from client.cli import app
 from framesieve.v1 import (
     encoder_pb2_grpc,
     generation_pb2_grpc,
     preprocessing_pb2_grpc,
 )
+from typer.testing import CliRunner, Result
+
+from framesieve.__main__ import app
 from tests.unit.command_services import FakeServices
 from tests.unit.stand_ins import STAND_IN
 

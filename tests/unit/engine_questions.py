@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from services.generation.sampler import SamplingParams
+from services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import Models, TinyEngine
 

@@ -10,12 +10,12 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from common.plan import Grid, MediaPlan, Modality, Run
-from common.tensors import DType, TensorBuffer
-from services.encoder.cost import TowerSizes
-from services.encoder.encoding import Encoding, FrameSlice
-from services.encoder.patches import PatchShape
-from services.encoder.tower import Tower
+from common.contract.plan import Grid, MediaPlan, Modality, Run
+from common.contract.tensors import DType, TensorBuffer
+from services.encoder.items.encoding import Encoding, FrameSlice
+from services.encoder.tower.cost import TowerSizes
+from services.encoder.tower.patches import PatchShape
+from services.encoder.tower.tower import Tower
 
 GRID = Grid(6, 2, 2)
 LEVELS, WIDTH = 2, 8

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.encoder.batcher import Batcher
+from services.encoder.items.batcher import Batcher
 from tests.unit.gated_tower import GRID, GatedTower
 
 

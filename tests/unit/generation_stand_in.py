@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-
-from client import FramesieveClient
-from common.interceptors import RequestInterceptor
 from framesieve.v1 import encoder_pb2, generation_pb2, generation_pb2_grpc, prompt_pb2
+
+from common.serving.interceptors import RequestInterceptor
+from framesieve import FramesieveClient
 
 MIB = 2**20
 Behaviour = Callable[[generation_pb2.GenerateRequest, Any], AsyncIterator[generation_pb2.GenerateResponse]]

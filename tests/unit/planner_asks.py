@@ -7,10 +7,10 @@ from typing import Any
 
 from PIL import Image
 
-from common.plan import Modality
+from common.contract.plan import Modality
 from services.preprocessing.planner import Conversation, MediaRequest, PlannedPrompt, Planner
-from services.preprocessing.sampling import FrameSampling
-from services.preprocessing.tokens import Turn
+from services.preprocessing.prompt.tokens import Turn
+from services.preprocessing.video.sampling import FrameSampling
 
 
 def picture(height: int, width: int) -> bytes:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.preprocessing.resize import UInt8Array
-from services.preprocessing.sources import Source, bytes_source
+from services.preprocessing.sources.source import Source, bytes_source
+from services.preprocessing.video.resize import UInt8Array
 from services.preprocessing.workers.jobs import Order
 from services.preprocessing.workers.limits import Limits
 from services.preprocessing.workers.protocol import Facts

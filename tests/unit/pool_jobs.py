@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from services.preprocessing.memory import sealed
+from services.preprocessing.sources.memory import sealed
 from services.preprocessing.workers import worker
 from services.preprocessing.workers.worker import Answer, Task
 

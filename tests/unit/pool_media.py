@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.preprocessing.packets import PacketIndex
-from services.preprocessing.slices import PlannedVideo, Slice
-from services.preprocessing.sources import Source
+from services.preprocessing.sources.source import Source
+from services.preprocessing.video.packets import PacketIndex
+from services.preprocessing.video.slices import PlannedVideo, Slice
 from services.preprocessing.workers.limits import Limits
 from tests.unit.pool_asks import MIB
 from tests.unit.preprocessing_media import HEIGHT_PX, WIDTH_PX, number_of

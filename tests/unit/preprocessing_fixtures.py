@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.preprocessing import servicer
-from services.preprocessing.slices import PlannedMedia, PlannedVideo
+from services.preprocessing.rpc import servicer
+from services.preprocessing.video.slices import PlannedMedia, PlannedVideo
 from services.preprocessing.workers import crew
 from services.preprocessing.workers.jobs import Job, VideoSlices, slices_job
 from services.preprocessing.workers.limits import Limits

@@ -16,22 +16,22 @@ from unittest import mock
 import grpc
 import numpy as np
 import pytest
+from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from common.checkpoint import Checkpoint
-from common.interceptors import RequestInterceptor
-from common.plan import Modality, PromptPlan
-from common.tensors import DType, TensorBuffer
-from common.wire import PlanReceiver, add_chunk, buffer_for
-from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from common.contract.plan import Modality, PromptPlan
+from common.contract.tensors import DType, TensorBuffer
+from common.contract.wire import PlanReceiver, add_chunk, buffer_for
+from common.serving.interceptors import RequestInterceptor
 from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.fetch.policy import FetchPolicy
-from services.preprocessing.metrics import watch
 from services.preprocessing.planner import Planner
-from services.preprocessing.servicer import PreprocessingServicer
-from services.preprocessing.threads import Threads
+from services.preprocessing.rpc.metrics import watch
+from services.preprocessing.rpc.servicer import PreprocessingServicer
+from services.preprocessing.rpc.threads import Threads
 from services.preprocessing.workers.limits import Limits
 from services.preprocessing.workers.pool import Pool, started
 from services.preprocessing.workers.process import Fault

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.generation.adapters import Adapter
-from services.generation.engine import Engine
-from services.generation.request import Event, Request
-from services.generation.sampler import SamplingParams
-from services.generation.windows import Window
+from services.generation.engine.engine import Engine
+from services.generation.request.adapter import Adapter
+from services.generation.request.batch import Window
+from services.generation.request.request import Event, Request
+from services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Asked, WholeWords, make_request, media_item
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.errors import InvalidRequest, StartupError
-from services.generation.adapter_files import AdapterFolder, load_adapters
-from services.generation.families.language_model import LanguageModel
+from common.contract.errors import InvalidRequest, StartupError
+from services.generation.model.language_model import LanguageModel
+from services.generation.settings import AdapterFolder
+from services.generation.startup.adapter_files import load_adapters
 from tests.unit.adapted_models import CONFIGS, Adapted, engine_of, rewrite, spoiled
 
 pytest_plugins = ["tests.unit.adapted_fixtures"]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from services.generation.adapter_files import AdapterFolder
+from services.generation.settings import AdapterFolder
 from tests.law import Question, answer, assert_law, question
 from tests.oracle import Text, expected_logprobs, expected_sequence
 from tests.tiny import PAD_ID, TinyEngine, random_item

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from common.checkpoint import Checkpoint
-from services.generation.adapter_files import load_adapters
-from services.generation.adapters import AdaptedLinear
 from services.generation.families import load_language_model
+from services.generation.model.adapters import AdaptedLinear
 from services.generation.parallel.leading import Leading
+from services.generation.startup.adapter_files import load_adapters
 from tests import parallel_rank
 from tests.adapters import write_adapter
 from tests.law import Question, answer, assert_law
@@ -97,7 +97,8 @@ def test_ranks_that_have_read_different_adapters_refuse_to_start(tmp_path: Path)
 from pathlib import Path
 import torch
 from common.checkpoint import Checkpoint
-from services.generation.adapter_files import AdapterFolder, load_adapters
+from services.generation.startup.adapter_files import load_adapters
+from services.generation.settings import AdapterFolder
 from services.generation.families import load_language_model
 from services.generation.parallel.leading import Leading
 leading = Leading(2, (), torch.device("cpu"), "tests.parallel_rank")

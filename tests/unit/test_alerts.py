@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.metrics import FINE_SECONDS_BUCKETS, SECONDS_BUCKETS
-from common.settings import ServiceSettings
+from common.serving.settings import ServiceSettings
+from common.telemetry.metrics import FINE_SECONDS_BUCKETS, SECONDS_BUCKETS
 from services.encoder.settings import EncoderSettings
 from services.generation.settings import GenerationSettings
 from services.preprocessing.settings import PreprocessingSettings

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.encoder.parallel.assignment import assign
+from services.encoder.tower.parallel.assignment import assign
 
 COSTS = st.lists(st.integers(0, 1000) | st.sampled_from([7, 7, 100]), max_size=40)
 

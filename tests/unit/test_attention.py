@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from services.generation.attention import PagedCache, make_cache, paged_attention, sdpa
-from services.generation.attention.sdpa import SdpaCache
-from services.generation.attention.sizes import CacheSizes
-from services.generation.attention.varlen import VarlenCache, check_kernel, find_kernel
-from services.generation.windows import Context, Packed, slots_of
+from services.generation.model.attention import PagedCache, make_cache, paged_attention, sdpa
+from services.generation.model.attention.sdpa import SdpaCache
+from services.generation.model.attention.sizes import CacheSizes
+from services.generation.model.attention.varlen import VarlenCache, check_kernel, find_kernel
+from services.generation.request.batch import Context, Packed, slots_of
 
 BLOCK_TOKENS, BLOCKS = 4, 24
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.encoder.batcher import Batcher, Forward
-from services.encoder.budgets import Packing, Size
+from services.encoder.items.batcher import Batcher, Forward
+from services.encoder.tower.graph_buckets import Packing, Size
 from tests.unit.stopped_tower import TIMEOUT_S, StoppedTower, run_all
 
 

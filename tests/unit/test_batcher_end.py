@@ -8,8 +8,8 @@ from concurrent.futures import CancelledError
 import pytest
 import torch
 
-from common.errors import Unavailable
-from services.encoder.batcher import Batcher
+from common.contract.errors import Unavailable
+from services.encoder.items.batcher import Batcher
 from tests.unit.stopped_tower import TIMEOUT_S, StoppedTower, run_all
 
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import grpc
 import pytest
+from framesieve.v1 import generation_pb2, generation_pb2_grpc
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from client.cli import app
 from common.channels import DETAILS_KEY, status_details
-from common.errors import MediaRejected
-from framesieve.v1 import generation_pb2, generation_pb2_grpc
+from common.contract.errors import MediaRejected
+from framesieve.__main__ import app
 
 
 class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client.bench_load import Extent, closed_loop, open_loop, poisson_arrivals
+from framesieve.bench.load import Extent, closed_loop, open_loop, poisson_arrivals
 from tests.unit.instant_loop import run
 
 

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from client.answer import Accepted, Delta, Event, Finished, FinishReason, Timings, Usage
-from client.bench_measure import Record, timed
-from client.bench_workload import Question
-from client.client import FramesieveClient
-from client.wire import Options
-from common.errors import Overloaded
-from common.retention import Pruning
+from common.contract.errors import Overloaded
+from common.contract.retention import Pruning
+from framesieve.bench.measure import Record, timed
+from framesieve.bench.workload import Question
+from framesieve.client.answer import Accepted, Delta, Event, Finished, FinishReason, Timings, Usage
+from framesieve.client.client import FramesieveClient
+from framesieve.client.wire import Options
 from tests.unit.instant_loop import run
 
 USAGE = Usage(prompt_tokens_full=100, prompt_tokens=40, completion_tokens=3, media=())

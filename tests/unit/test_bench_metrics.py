@@ -10,8 +10,8 @@ from threading import Thread
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from client.bench_metrics import read_metrics, spent
-from common.errors import InvalidRequest, Unavailable
+from common.contract.errors import InvalidRequest, Unavailable
+from framesieve.bench.metrics import read_metrics, spent
 
 
 @dataclass

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from client.answer import Timings, Usage
-from client.bench_measure import Failure, Record, token_gaps
-from client.bench_plot import plot
-from client.bench_report import Distribution, Report, record_json, report_json
-from client.bench_table import table
-from common.retention import Pruning
+from common.contract.retention import Pruning
+from framesieve.bench.measure import Failure, Record, token_gaps
+from framesieve.bench.plot import plot
+from framesieve.bench.report import Distribution, Report, record_json, report_json
+from framesieve.bench.table import table
+from framesieve.client.answer import Timings, Usage
 
 PLAIN, PRUNED = Pruning(0.0), Pruning(0.75)
 TIMINGS = Timings(1.0, 0.0, 0.1, 0.2, 0.0, 0.1, 0.2, 0.0, 0.1, 0.1, 0.2, generate_s=0.5)

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client.bench_clips import FPS, KINDS, clips, draw, stamped
-from client.bench_workload import Entry, Workload, read_workload, synthesised
-from client.prompt import Image, Video
-from common.errors import InvalidRequest
-from common.retention import EVS, Pruning
+from common.contract.errors import InvalidRequest
+from common.contract.retention import EVS, Pruning
+from framesieve.bench.clips import FPS, KINDS, clips, draw, stamped
+from framesieve.bench.workload import Entry, Workload, read_workload, synthesised
+from framesieve.client.prompt import Image, Video
 
 PLAIN = Pruning(0.0)
 PRUNED = Pruning(0.75)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.blocks import ROOT, BlockAllocator
+from services.generation.kv_cache.blocks import BlockAllocator
+from services.generation.request.adapter import ROOT
 
 
 @given(total=st.integers(1, 30), actions=st.lists(st.tuples(st.booleans(), st.integers(0, 8)), max_size=60))

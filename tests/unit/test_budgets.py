@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.budgets import Charge, ClientBudgets
-from common.errors import InvalidRequest, Overloaded
+from common.contract.errors import InvalidRequest, Overloaded
+from common.security.quotas import Charge, ClientBudgets
 
 MAX_REQUESTS, MAX_BYTES = 2, 10
 CLIENTS = st.sampled_from(["alice", "bob"])

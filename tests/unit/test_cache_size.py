@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
-from common.errors import StartupError
-from services.generation.attention import sdpa
-from services.generation.build import BLOCK_TOKENS, build, fitting_tokens
-from services.generation.cache_size import Needs
+from common.contract.errors import StartupError
 from services.generation.families import load_language_model
-from services.generation.families.language_model import LanguageModel
-from services.generation.runner import Runner
+from services.generation.model.attention import sdpa
+from services.generation.model.language_model import LanguageModel
+from services.generation.model.runner import Runner
 from services.generation.settings import GenerationSettings
+from services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens
+from services.generation.startup.cache_size import Needs
 
 MIB, GIB = 2**20, 2**30
 BYTES = st.integers(0, 200 * GIB)
@@ -206,8 +206,8 @@ def test_what_is_loaded_and_captured_finds_its_device_the_current_one(
         assert current == [torch.device("cuda", 1)]
         raise StartupError("as far as a CPU goes")
 
-    monkeypatch.setattr("services.generation.build.device_of", lambda *_: torch.device("cuda", 1))
-    monkeypatch.setattr("services.generation.build.load_language_model", load)
+    monkeypatch.setattr("services.generation.startup.build.device_of", lambda *_: torch.device("cuda", 1))
+    monkeypatch.setattr("services.generation.startup.build.load_language_model", load)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     with pytest.raises(StartupError, match="as far as"):
         build(settings("--model", str(tiny_checkpoint)), Checkpoint(tiny_checkpoint))

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from client.capacity_plan import HOPS, Cost, Load, Plan, Request, plan
-from client.cli import app
+from framesieve.__main__ import app
+from framesieve.bench.capacity_plan import HOPS, Cost, Load, Plan, Request, plan
 
 COSTS = {
     "preprocessing": Cost({"fetch": 9.0, "plan": 0.1, "decode": 0.6, "resize": 0.1}, 4, 1.0, 3e6),

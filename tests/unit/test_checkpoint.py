@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import Checkpoint
-from common.errors import StartupError
+from common.contract.errors import StartupError
 
 
 @pytest.fixture

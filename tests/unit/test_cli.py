@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from common.errors import MediaDamaged
-from common.retention import METHODS
+from common.contract.errors import MediaDamaged
+from common.contract.retention import METHODS
 from tests.unit.command_services import FakeServices
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
-from typer.testing import Result
-
-from client.contact_sheet import contact_sheet
 from framesieve.v1 import (
     encoder_pb2,
 )
+from PIL import Image
+from typer.testing import Result
+
+from framesieve.cli.contact_sheet import contact_sheet
 from tests.unit.command_services import SLICES_APART, FakeServices
 
 
@@ -46,7 +46,7 @@ def test_inspect_names_a_url_without_its_query(
         captions.append(arguments[4])
         return contact_sheet(*arguments)
 
-    monkeypatch.setattr("client.cli.contact_sheet", drawn)
+    monkeypatch.setattr("framesieve.__main__.contact_sheet", drawn)
     places = ["--preprocessing", address, "--encoder", address, "-o", str(tmp_path / "kept.png")]
     for url in ("https://a.test/clips/a%20b.mp4?signature=secret", "data:video/mp4,secret"):
         assert framesieve("inspect", url, *places).exit_code == 0

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 
 import pytest
+from framesieve.v1 import generation_pb2
 from typer.testing import Result
 
-from framesieve.v1 import generation_pb2
 from tests.unit.command_services import FakeServices
 
 

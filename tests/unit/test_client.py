@@ -8,12 +8,12 @@ from pathlib import Path
 
 import PIL.Image
 import pytest
-
-from client import Accepted, Delta, Finished, FinishReason, Image, Message, Progress, Pruning, Text, Video
-from client.prompt import IMAGE_SUFFIXES
-from common.channels import REQUEST_ID_KEY
 from framesieve.v1 import generation_pb2, prompt_pb2
-from services.preprocessing import pictures
+
+from common.channels import REQUEST_ID_KEY
+from framesieve import Accepted, Delta, Finished, FinishReason, Image, Message, Progress, Pruning, Text, Video
+from framesieve.client.prompt import IMAGE_SUFFIXES
+from services.preprocessing.video import pictures
 from tests.unit.generation_stand_in import moving_ball, served
 
 

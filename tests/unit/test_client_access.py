@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import typer
 
-from client import FramesieveClient
-from client.access import Access, credentials_of
-from client.command_options import access_of
-from client.terminal import errors_told
-from common.certificates import read_pair
 from common.channels import open_channel
-from common.credentials import NO_CREDENTIALS
-from common.errors import StartupError, Unavailable
+from common.contract.errors import StartupError, Unavailable
+from common.security.certificates import read_pair
+from common.security.credentials import NO_CREDENTIALS
+from framesieve import FramesieveClient
+from framesieve.cli.options import access_of
+from framesieve.cli.terminal import errors_told
+from framesieve.client.credentials import Access, credentials_of
 from tests.certificates import Authority
 
 TOKEN = "alice-0123456789abcdef"

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from client import Embeds, Grid, Image, Message, Pruning, Text, Video
-from client.inspection import inspect
-from client.wire import prompt_message
-from common import errors
 from framesieve.v1 import prompt_pb2, tensor_pb2
+
+from common.contract import errors
+from framesieve import Embeds, Grid, Image, Message, Pruning, Text, Video
+from framesieve.cli.inspection import inspect
+from framesieve.client.wire import prompt_message
 
 MIB = 2**20
 GRID = Grid(1, 1, 2)

@@ -14,16 +14,16 @@ import grpc
 import numpy as np
 import pytest
 import torch
-
-from client import Encoded, Image, Message, Pruning, Text, Video, encode
-from client.wire import prompt_message
-from common import errors
-from common.interceptors import RequestInterceptor
-from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.retention import RANDOM, VIDCOM2
-from common.tensors import DType, TensorBuffer
-from common.wire import int32_tensor, plan_messages, tensor_chunks
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
+
+from common.contract import errors
+from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from common.contract.retention import RANDOM, VIDCOM2
+from common.contract.tensors import DType, TensorBuffer
+from common.contract.wire import int32_tensor, plan_messages, tensor_chunks
+from common.serving.interceptors import RequestInterceptor
+from framesieve import Encoded, Image, Message, Pruning, Text, Video, encode
+from framesieve.client.wire import prompt_message
 
 MIB = 2**20
 LEVELS, WIDTH = 3, 5

@@ -9,13 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from client import Choice, Delta, Finished, FinishReason, Image, Video
-from client.prompt import Embeds, user_turn
-from client.wire import prompt_message
-from common import errors
-from common.errors import InvalidRequest
-from common.plan import Grid
 from framesieve.v1.generation_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -28,6 +21,13 @@ from framesieve.v1.generation_pb2 import (
 )
 from framesieve.v1.generation_pb2 import Delta as DeltaMessage
 from framesieve.v1.generation_pb2 import Finished as FinishedMessage
+
+from common.contract import errors
+from common.contract.errors import InvalidRequest
+from common.contract.plan import Grid
+from framesieve import Choice, Delta, Finished, FinishReason, Image, Video
+from framesieve.client.prompt import Embeds, user_turn
+from framesieve.client.wire import prompt_message
 from tests.unit.generation_stand_in import moving_ball, served
 
 OPTIONS: dict[str, Any] = {

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from client import Accepted, FramesieveClient, Video
-from common import errors
 from framesieve.v1 import generation_pb2
+
+from common.contract import errors
+from framesieve import Accepted, FramesieveClient, Video
 from tests.unit.generation_stand_in import MIB, USAGE, Behaviour, moving_ball, served
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from av.video.reformatter import ColorRange, Colorspace
 
-from services.preprocessing.decode import decode_frames
-from services.preprocessing.packets import read_packets
-from services.preprocessing.sources import bytes_source
+from services.preprocessing.sources.source import bytes_source
+from services.preprocessing.video.decode import decode_frames
+from services.preprocessing.video.packets import read_packets
 
 COLOURS = [(255, 255, 255), (0, 0, 0), (220, 30, 40), (30, 200, 60), (40, 50, 230), (128, 128, 128), (250, 200, 20)]
 # Weights of red and blue in luma. Source: ITU-R BT.601 and BT.709.

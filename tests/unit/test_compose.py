@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common.probe import own_credentials
+from common.serving.probe import own_credentials
 from services.encoder.settings import EncoderSettings
 from services.generation.settings import GenerationSettings
 from services.preprocessing.settings import PreprocessingSettings

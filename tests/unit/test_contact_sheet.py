@@ -7,8 +7,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from client.contact_sheet import ACCENT, PAPER, TRACK, contact_sheet
-from common.plan import Grid
+from common.contract.plan import Grid
+from framesieve.cli.contact_sheet import ACCENT, PAPER, TRACK, contact_sheet
 
 RED = (200, 0, 0)
 

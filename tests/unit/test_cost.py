@@ -10,9 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.checkpoint import Checkpoint
-from services.encoder.cost import TowerSizes, slice_cost
 from services.encoder.families import load_tower
-from services.encoder.tower import Tower
+from services.encoder.tower.cost import TowerSizes, slice_cost
+from services.encoder.tower.tower import Tower
 from tests.families import FAMILIES
 
 

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.checkpoint import Checkpoint
-from common.errors import StartupError
-from services.encoder.budgets import Packing, Size
+from common.contract.errors import StartupError
 from services.encoder.families import load_tower
-from services.encoder.loading import device_of
-from services.encoder.parallel.assignment import assign
-from services.encoder.parallel.tower import DataParallelTower
 from services.encoder.settings import EncoderSettings
-from services.encoder.tower import Tower
+from services.encoder.startup.build import device_of
+from services.encoder.tower.graph_buckets import Packing, Size
+from services.encoder.tower.parallel.assignment import assign
+from services.encoder.tower.parallel.tower import DataParallelTower
+from services.encoder.tower.tower import Tower
 from tests.unit.thread_ranks import Made, Ranks, ThreadRanks, check_equal, slices_of
 
 pytest_plugins = ["tests.unit.thread_ranks_fixtures"]

@@ -20,11 +20,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.errors import Unavailable
+from common.contract.errors import Unavailable
 from common.exit_status import ExitStatus
-from services.encoder.parallel.exchange import Exchange
-from services.encoder.parallel.loss import Loss
-from services.encoder.tower import Tower
+from services.encoder.tower.parallel.exchange import Exchange
+from services.encoder.tower.parallel.rank_failure import Loss
+from services.encoder.tower.tower import Tower
 from tests.unit.meeting import ended_by_a_signal
 from tests.unit.thread_ranks import TIMEOUT_S, Killed, Ranks, check_equal, slices_of
 
@@ -130,7 +130,7 @@ def test_ranks_that_cannot_be_reached_are_ended_and_never_asked_again(
         return found
 
     monkeypatch.setattr(Exchange, "receive", lose)
-    monkeypatch.setattr("services.encoder.parallel.loss._KNOWN_S", 0.05)
+    monkeypatch.setattr("services.encoder.tower.parallel.rank_failure._KNOWN_S", 0.05)
     monkeypatch.setattr(others, "kill", lambda: others._loss.note("rank 1 of 2 was ended by signal 9"))
     for _ in range(2):
         with pytest.raises(Unavailable, match="has ended: rank 1 of 2 was ended by signal 9"):
@@ -149,8 +149,8 @@ def test_a_rank_that_stands_still_in_its_forward_is_ended(
         raise Killed
 
     others.towers[1].instead.append(stand_still)
-    monkeypatch.setattr("services.encoder.parallel.tower.TIMEOUT", timedelta(seconds=0.1))
-    monkeypatch.setattr("services.encoder.parallel.loss._KNOWN_S", 0.05)
+    monkeypatch.setattr("services.encoder.tower.parallel.tower.TIMEOUT", timedelta(seconds=0.1))
+    monkeypatch.setattr("services.encoder.tower.parallel.rank_failure._KNOWN_S", 0.05)
 
     def kill() -> None:
         killed.set()
@@ -180,4 +180,7 @@ def test_a_rank_that_ends_before_the_service_serves_ends_it_as_one_that_cannot_s
 
 def test_a_signal_ends_a_service_whose_ranks_have_yet_to_meet(tmp_path: Path) -> None:
     arguments = f"Path({str(tmp_path / 'meeting')!r}), 0, 2, torch.device('cpu')"
-    assert ended_by_a_signal(f"from services.encoder.parallel.exchange import join\njoin({arguments})", tmp_path) == 7
+    assert (
+        ended_by_a_signal(f"from services.encoder.tower.parallel.exchange import join\njoin({arguments})", tmp_path)
+        == 7
+    )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from common.errors import InvalidRequest
+from common.contract.errors import InvalidRequest
 from services.preprocessing.fetch.data_uri import decode_data_uri
 
 

@@ -15,12 +15,12 @@ import av
 import numpy as np
 import pytest
 
-from common.errors import MediaDamaged
-from services.preprocessing import decode
-from services.preprocessing.decode import DecodedFrame, decode_frames
-from services.preprocessing.packets import PacketIndex, read_packets
-from services.preprocessing.slices import PlannedVideo
-from services.preprocessing.sources import Source, bytes_source
+from common.contract.errors import MediaDamaged
+from services.preprocessing.sources.source import Source, bytes_source
+from services.preprocessing.video import decode
+from services.preprocessing.video.decode import DecodedFrame, decode_frames
+from services.preprocessing.video.packets import PacketIndex, read_packets
+from services.preprocessing.video.slices import PlannedVideo
 from tests.unit.preprocessing_media import clip, decoded_in_order, number_of, shifted, without_packets
 
 # Three B-frames in a row, a keyframe every 12 frames.

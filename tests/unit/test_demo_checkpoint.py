@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
-from common.plan import Grid
-from common.retention import Pruning
+from common.contract.plan import Grid
+from common.contract.retention import Pruning
 from demo.checkpoint import DEMO, TINY, Shape, make_config, make_tokenizer, randomise, write_checkpoint
 from demo.model import (
     TIME_STEP,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from common.errors import StartupError
-from services.generation.detokenise import WINDOW_TOKENS, Detokeniser, load_tokenizer
+from common.contract.errors import StartupError
+from services.generation.sampling.detokenizer import WINDOW_TOKENS, Detokeniser, load_tokenizer
 
 WORDS = ("😀", "👩‍👩‍👧", "é", "日本", "a", "b", " ", "\n", "\ufffd", "stop", "👍🏽")
 

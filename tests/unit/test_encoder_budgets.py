@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.encoder.budgets import (
+from services.encoder.tower.graph_buckets import (
     Eager,
     Measured,
     Size,

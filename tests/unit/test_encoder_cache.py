@@ -11,15 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.digest import tagged_digest
-from common.plan import Grid, MediaPlan, Modality, Run
+from common.contract.digest import tagged_digest
+from common.contract.plan import Grid, MediaPlan, Modality, Run
 from common.room import Room
-from services.encoder.batcher import Batcher
-from services.encoder.cache import EmbedsCache, Entry
-from services.encoder.cache_key import cache_key
-from services.encoder.cost import TowerSizes
-from services.encoder.patches import PatchShape
-from services.encoder.tower import Tower
+from services.encoder.items.batcher import Batcher
+from services.encoder.items.cache import EmbedsCache, Entry
+from services.encoder.items.cache_key import cache_key
+from services.encoder.tower.cost import TowerSizes
+from services.encoder.tower.patches import PatchShape
+from services.encoder.tower.tower import Tower
 
 VIDEO = MediaPlan(
     modality=Modality.VIDEO,

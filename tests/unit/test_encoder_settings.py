@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import StartupError
+from common.contract.errors import StartupError
 from services.encoder.settings import EncoderSettings
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from common.room import Room
-from services.encoder.batcher import Batcher
-from services.encoder.encoding import Encoding
+from services.encoder.items.batcher import Batcher
+from services.encoder.items.encoding import Encoding
 from tests.unit.gated_tower import SIZE_BYTES, TIMEOUT_S, TOWER, VIDEO, GatedTower, encode_all, slice_of
 
 pytest_plugins = ["tests.unit.gated_tower_fixtures"]

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.errors import InvalidRequest, Overloaded, PeerContract, PromptTooLong
-from services.generation.answers import MediaItem
-from services.generation.request import Event, Failed, Finished, FinishReason, PrefillStarted, Tokens
-from services.generation.sampler import SamplingParams
-from services.generation.windows import Window
+from common.contract.errors import InvalidRequest, Overloaded, PeerContract, PromptTooLong
+from services.generation.request.batch import Window
+from services.generation.request.encoded_media import MediaItem
+from services.generation.request.request import Event, Failed, Finished, FinishReason, PrefillStarted, Tokens
+from services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine
 from tests.unit.engine_questions import ABOUT_VIDEO, KEPT, PROMPT, VIDEO, greedy_answer
@@ -139,7 +139,7 @@ def test_delivered_embeddings_are_sent_to_the_device_and_an_answers_last_rows_st
         return tensor.to("meta")
 
     with monkeypatch.context() as patched:
-        patched.setattr("services.generation.engine.tensor_to_device", send)
+        patched.setattr("services.generation.engine.engine.tensor_to_device", send)
         tiny.deliver(asked, 0, VIDEO, KEPT)
         tiny.engine._take_commands()
     [embeds], [answer] = asked.request.embeds, asked.request.answers
@@ -162,7 +162,7 @@ def test_last_rows_are_sent_to_the_device_with_the_step_that_reads_them(
         sent.append(tensor.shape)
         return tensor.to(device)
 
-    monkeypatch.setattr("services.generation.runner.tensor_to_device", send)
+    monkeypatch.setattr("services.generation.model.runner.tensor_to_device", send)
     again = tiny.ask("b", [*ABOUT_VIDEO[:2], Text((20, 21))], SamplingParams(5))
     tiny.drain()
     assert again.spared == (0,)
@@ -280,7 +280,7 @@ def test_a_device_without_memory_is_a_full_one(tiny: TinyEngine, monkeypatch: py
         if where == "run":
             patched.setattr(tiny.runner, "run", full)
         else:
-            patched.setattr("services.generation.engine.tensor_to_device", full)
+            patched.setattr("services.generation.engine.engine.tensor_to_device", full)
             tiny.deliver(asked, 0, VIDEO, KEPT)
         tiny.drain()
     assert asked.failed

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic_ns
 
-from services.generation.sampler import SamplingParams
-from services.generation.stats import Step
+from services.generation.engine.stats import Step
+from services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Text
 from tests.tiny import Models, TinyEngine
 from tests.unit.engine_questions import ABOUT_VIDEO, KEPT, PROMPT, VIDEO

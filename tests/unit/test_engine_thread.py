@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.errors import FramesieveError, Unavailable
-from services.generation.request import Failed
-from services.generation.sampler import SamplingParams
-from services.generation.windows import Packed, Window
+from common.contract.errors import FramesieveError, Unavailable
+from services.generation.request.batch import Packed, Window
+from services.generation.request.request import Failed
+from services.generation.sampling.sampler import SamplingParams
 from tests.tiny import Asked, Models, TinyEngine
 from tests.unit.engine_questions import ABOUT_VIDEO, KEPT, PROMPT, VIDEO, greedy_answer
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.encoder.graphs import CudaDevice
-from services.generation.graphs import CudaCapture
+from services.encoder.tower.graphs import CudaDevice
+from services.generation.model.graphs import CudaCapture
 
 INPUTS = torch.zeros(3)
 WAITING_FAILS = 2  # as torch numbers its modes

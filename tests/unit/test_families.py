@@ -10,7 +10,7 @@ import services.encoder.families
 import services.generation.families
 import services.preprocessing.families
 from common.checkpoint import Checkpoint
-from common.errors import StartupError
+from common.contract.errors import StartupError
 from tests.families import FAMILIES
 
 REGISTRIES = (services.preprocessing.families, services.encoder.families, services.generation.families)

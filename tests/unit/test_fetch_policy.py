@@ -6,7 +6,7 @@ from ipaddress import ip_address
 
 import pytest
 
-from common.errors import MediaForbidden
+from common.contract.errors import MediaForbidden
 from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from services.preprocessing.fetch.urls import parse_host, parse_url
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import MediaRejected
+from common.contract.errors import MediaRejected
 from services.preprocessing.fetch.fetcher import Fetcher
 from tests.unit.fetching import fetched, forever, open_files
 from tests.unit.loopback import BODY, Resolver, head, ok, policy, redirect, serving

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from common.errors import MediaRejected, Overloaded
+from common.contract.errors import MediaRejected, Overloaded
 from services.preprocessing.fetch.fetcher import AT_ONCE, Fetcher
 from services.preprocessing.fetch.names import Names
 from tests.unit.loopback import Resolver, ok, policy, redirect, serving

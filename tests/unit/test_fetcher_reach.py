@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import FramesieveError, InvalidRequest, MediaForbidden, MediaRejected
+from common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden, MediaRejected
 from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from tests.unit.fetching import fetched

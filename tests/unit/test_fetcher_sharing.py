@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from common.errors import MediaRejected, Overloaded
+from common.contract.errors import MediaRejected, Overloaded
 from services.preprocessing.fetch.fetcher import AT_ONCE, Fetcher
 from tests.unit.fetching import fetched, fetcher_of, forever, open_files, url_of
 from tests.unit.loopback import BODY, Resolver, head, ok, policy, serving

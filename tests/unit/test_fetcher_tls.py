@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trustme
 
-from common.errors import MediaRejected
+from common.contract.errors import MediaRejected
 from services.preprocessing.fetch.fetcher import Fetcher
 from tests.unit.loopback import Behaviour, Resolver, Server, head, ok, policy, redirect, serving
 

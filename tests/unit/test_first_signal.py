@@ -8,7 +8,7 @@ import sys
 
 SERVICE = """
 import asyncio, time
-from common import server
+from common.serving import server
 from common.exit_status import ExitStatus
 
 async def main():

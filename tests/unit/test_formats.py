@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common.errors import MediaRejected
-from services.preprocessing.decode import DecodedFrame, decode_frames
-from services.preprocessing.packets import read_packets
-from services.preprocessing.sources import bytes_source
+from common.contract.errors import MediaRejected
+from services.preprocessing.sources.source import bytes_source
+from services.preprocessing.video.decode import DecodedFrame, decode_frames
+from services.preprocessing.video.packets import read_packets
 from tests.unit.preprocessing_media import clip, decoded_in_order, number_of, picture_of
 
 FRAMES = 40

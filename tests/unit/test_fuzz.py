@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.preprocessing.sources import bytes_source
+from services.preprocessing.sources.source import bytes_source
 from tests.fuzz.mutations import mutations, originals
 from tests.fuzz.run import decode, run_batch
 

@@ -10,8 +10,8 @@ import pytest
 from transformers import GenerationConfig
 
 from common.checkpoint import Checkpoint
-from common.errors import StartupError
-from services.generation.generation_config import HONOURED, NEUTRAL, SamplingDefaults, sampling_defaults
+from common.contract.errors import StartupError
+from services.generation.sampling.defaults import HONOURED, NEUTRAL, SamplingDefaults, sampling_defaults
 
 VOCABULARY = 151936
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import PromptTooLong
-from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.retention import EVS, VIDCOM2, Pruning
-from services.generation.prompt_limit import PromptLimit
+from common.contract.errors import PromptTooLong
+from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from common.contract.retention import EVS, VIDCOM2, Pruning
+from services.generation.rpc.prompt_limit import PromptLimit
 
 TEXT = 10
 TOKEN_SIDE_PX = 28

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from common.errors import StartupError
-from services.generation.adapter_files import AdapterFolder
-from services.generation.settings import GenerationSettings
+from common.contract.errors import StartupError
+from services.generation.settings import AdapterFolder, GenerationSettings
 
 
 def start(*arguments: str) -> tuple[int, str]:

@@ -18,9 +18,9 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from services.encoder import geometry
-from services.encoder.budgets import Size
-from services.encoder.geometry import Geometry, Side, TowerShape, lay_out, pad, size_of
+from services.encoder.tower import packing as geometry
+from services.encoder.tower.graph_buckets import Size
+from services.encoder.tower.packing import Geometry, Side, TowerShape, lay_out, pad, size_of
 
 PATCH_PX = 14
 merges = st.sampled_from([1, 2, 3])

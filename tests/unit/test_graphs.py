@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.generation import graphs
-from services.generation.attention.varlen import VarlenCache
-from services.generation.graphs import Captured, Shape, decode_shapes
-from services.generation.sampler import SamplingParams
+from services.generation.model import graphs
+from services.generation.model.attention.varlen import VarlenCache
+from services.generation.model.graphs import Captured, Shape, decode_shapes
+from services.generation.sampling.sampler import SamplingParams
 from tests.families import FAMILIES
 from tests.law import LOGPROB_TOLERANCE
 from tests.oracle import Item, Text, kept_tokens

@@ -9,10 +9,10 @@ from typing import Any, cast
 import grpc
 import structlog
 
-from common.budgets import ClientBudgets
 from common.channels import MAX_MESSAGE_BYTES
-from common.errors import InvalidRequest, PeerContract
-from common.interceptors import guarded
+from common.contract.errors import InvalidRequest, PeerContract
+from common.security.quotas import ClientBudgets
+from common.serving.interceptors import guarded
 
 METHOD = "/framesieve.v1.EncoderService/Encode"
 

@@ -16,17 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.errors import MediaRejected, Unavailable
-from common.plan import Grid, MediaPlan, Modality
-from common.retention import Pruning
+from common.contract.errors import MediaRejected, Unavailable
+from common.contract.plan import Grid, MediaPlan, Modality
+from common.contract.retention import Pruning
+from common.contract.tensors import DType
 from common.room import Room
-from common.tensors import DType
-from services.encoder import items
-from services.encoder.batcher import Batcher
-from services.encoder.cache import EmbedsCache, Entry
-from services.encoder.items import Embeds, Item
-from services.encoder.pruning import keep_tokens
-from services.encoder.readback import Readback
+from services.encoder.items import item as items
+from services.encoder.items.batcher import Batcher
+from services.encoder.items.cache import EmbedsCache, Entry
+from services.encoder.items.item import Embeds, Item
+from services.encoder.pruning.methods import keep_tokens
+from services.encoder.tower.readback import Readback
 from tests.unit.gated_tower import (
     GRID,
     LEVELS,

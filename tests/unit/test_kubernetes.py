@@ -14,9 +14,9 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-
-from common.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2, generation_pb2, preprocessing_pb2
+
+from common.serving.settings import ServiceSettings
 from services.encoder.settings import EncoderSettings
 from services.generation.settings import GenerationSettings
 from services.preprocessing.settings import PreprocessingSettings

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from client.launcher import SERVICES, Endpoint, LocalStack
-from common.errors import StartupError
+from common.contract.errors import StartupError
+from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
 from tests.unit.stand_ins import stopped
 
 
@@ -161,7 +161,7 @@ def test_a_process_that_was_waited_for_is_not_killed_by_its_number(
 def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(
     record: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("client.launcher.KILL_AFTER_DRAIN_S", 0.2)
+    monkeypatch.setattr("framesieve.cli.launcher.KILL_AFTER_DRAIN_S", 0.2)
     with LocalStack(flags={"generation": ["--ignore-sigterm"]}, drain_s=0.2) as stack:
         start = time.monotonic()
     assert 0.4 <= time.monotonic() - start < 15
@@ -171,8 +171,8 @@ def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(
 
 UNWIND = """
 import sys
-from client import launcher
-from client.signals import unwind_on_signals
+from framesieve import launcher
+from framesieve.cli.signals import unwind_on_signals
 launcher.KILL_AFTER_DRAIN_S = 3
 unwind_on_signals()
 try:
@@ -198,8 +198,8 @@ def test_a_parent_that_is_told_to_go_takes_its_services_with_it(
 
 SERVE = """
 import sys
-from client.launcher import LocalStack
-from client.signals import DrainOnSignals
+from framesieve.cli.launcher import LocalStack
+from framesieve.cli.signals import DrainOnSignals
 stack = LocalStack(flags={"generation": sys.argv[1:]}, drain_s=60)
 DrainOnSignals(stack)
 with stack:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from services.generation.sampler import SamplingParams
+from services.generation.sampling.sampler import SamplingParams
 from tests.law import Question, answer, assert_law, item, question, text
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine, load_models, random_item

@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import numpy as np
 
-from common.plan import Grid, Run
-from services.preprocessing.layout import GridTokens, lay_out
-from services.preprocessing.positions import GridSpan
+from common.contract.plan import Grid, Run
+from services.preprocessing.prompt.layout import GridTokens, lay_out
+from services.preprocessing.prompt.positions import GridSpan
 
 
 def ids(*values: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:

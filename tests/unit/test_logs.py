@@ -22,7 +22,7 @@ import structlog
 heard = logging.getLogger("a.library")
 heard.addHandler(logging.StreamHandler())
 heard.propagate = False
-from common.logs import configure_logging
+from common.telemetry.logs import configure_logging
 configure_logging("encoder", sys.argv[1], sys.argv[2])
 log = structlog.get_logger()
 """

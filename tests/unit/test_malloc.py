@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import resource, sys
 import numpy as np
-from common.malloc import keep_freed_memory
+from common.process import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 sizes = [8, 20, 31, 12]  # MiB

@@ -11,8 +11,8 @@ from benchmarks.media_clips import another_file, another_path, clip
 from benchmarks.media_memory import early_and_late
 from benchmarks.media_processes import cpu_s, resident_bytes, tree
 from benchmarks.table import Row, Timings, table
-from services.preprocessing.packets import read_packets
-from services.preprocessing.sources import bytes_source
+from services.preprocessing.sources.source import bytes_source
+from services.preprocessing.video.packets import read_packets
 
 # A child with a child of its own, which takes 64 MiB and a fifth of a second of processor time, says so, and waits.
 COSTLY = """

@@ -8,14 +8,14 @@ from typing import Any
 
 import grpc
 import pytest
-from prometheus_client import REGISTRY
-
-from common import errors
-from common.checkpoint import Checkpoint
-from common.interceptors import RequestInterceptor
-from common.metrics import age_seconds, begin
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse, MediaProgress
+from prometheus_client import REGISTRY
+
+from common.checkpoint import Checkpoint
+from common.contract import errors
+from common.serving.interceptors import RequestInterceptor
+from common.telemetry.metrics import age_seconds, begin
 from tests.contract.loopback import eventually
 
 OURS = {error.reason for error in vars(errors).values() if isinstance(error, type) and hasattr(error, "reason")}

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import PeerContract
-from common.moments import ago_s, moment_ns
+from common.contract.errors import PeerContract
+from common.telemetry.ages import ago_s, moment_ns
 
 
 @given(ago_ns=st.integers(0, 10**15), way_ns=st.integers(0, 10**9), apart_ns=st.integers(-(10**18), 10**18))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from services.preprocessing import packets
-from services.preprocessing.decode import decode_frames
-from services.preprocessing.packets import PacketIndex, read_packets
-from services.preprocessing.sources import bytes_source
+from services.preprocessing.sources.source import bytes_source
+from services.preprocessing.video import packets
+from services.preprocessing.video.decode import decode_frames
+from services.preprocessing.video.packets import PacketIndex, read_packets
 from tests.unit.preprocessing_media import clip, decoded_in_order, number_of
 
 # a, b, c, d of the matrices of EXIF's eight orientations, in units of 2^-16.

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from common.errors import MediaRejected
-from services.preprocessing import packets
-from services.preprocessing.packets import PacketIndex, read_packets
-from services.preprocessing.sampling import FrameRate
-from services.preprocessing.sources import bytes_source
+from common.contract.errors import MediaRejected
+from services.preprocessing.sources.source import bytes_source
+from services.preprocessing.video import packets
+from services.preprocessing.video.packets import PacketIndex, read_packets
+from services.preprocessing.video.sampling import FrameRate
 from tests.unit.preprocessing_media import clip, shifted, sound
 
 # Three B-frames in a row, a keyframe every 12 frames.

@@ -12,7 +12,7 @@ from time import monotonic_ns
 
 import pytest
 
-from common.errors import MediaRejected, StartupError
+from common.contract.errors import MediaRejected, StartupError
 from services.preprocessing.workers.pool import Pool, started
 from services.preprocessing.workers.process import Fault, WorkerProcess
 from tests.unit.pool_asks import LIMITS, MIB, children, counting, open_descriptors, open_memories, pieces_made, until

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from common.errors import FramesieveError, MediaRejected, Overloaded, PeerContract, StartupError, Unavailable
-from services.preprocessing.threads import Threads
+from common.contract.errors import FramesieveError, MediaRejected, Overloaded, PeerContract, StartupError, Unavailable
+from services.preprocessing.rpc.threads import Threads
 from services.preprocessing.workers.pool import Pool
 from services.preprocessing.workers.process import Fault
 from tests.unit.pool_asks import (

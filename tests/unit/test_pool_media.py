@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common.errors import InvalidRequest, MediaDamaged, MediaRejected
-from services.preprocessing.packets import read_packets
-from services.preprocessing.pictures import decode_picture, read_picture
-from services.preprocessing.resize import resize
-from services.preprocessing.slices import PlannedPicture, Slice
-from services.preprocessing.sources import bytes_source, path_source
+from common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected
+from services.preprocessing.sources.source import bytes_source, path_source
+from services.preprocessing.video.packets import read_packets
+from services.preprocessing.video.pictures import decode_picture, read_picture
+from services.preprocessing.video.resize import resize
+from services.preprocessing.video.slices import PlannedPicture, Slice
 from services.preprocessing.workers import process, protocol
 from services.preprocessing.workers.jobs import IndexPicture, IndexVideo, Order, PictureSlices, VideoSlices
 from services.preprocessing.workers.pool import Pool

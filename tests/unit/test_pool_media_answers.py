@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import PeerContract
-from services.preprocessing.packets import MAX_FRAME_PX, MAX_PACKETS, read_packets
-from services.preprocessing.resize import UInt8Array
-from services.preprocessing.sources import bytes_source
+from common.contract.errors import PeerContract
+from services.preprocessing.sources.source import bytes_source
+from services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, read_packets
+from services.preprocessing.video.resize import UInt8Array
 from services.preprocessing.workers.jobs import VideoSlices, index_facts, index_of
 from services.preprocessing.workers.protocol import Facts
 from tests.unit.pool_media import planned

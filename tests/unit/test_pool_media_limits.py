@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from common.errors import InvalidRequest, MediaRejected
-from services.preprocessing.packets import read_packets
-from services.preprocessing.slices import PlannedPicture, PlannedVideo
-from services.preprocessing.sources import bytes_source
+from common.contract.errors import InvalidRequest, MediaRejected
+from services.preprocessing.sources.source import bytes_source
+from services.preprocessing.video.packets import read_packets
+from services.preprocessing.video.slices import PlannedPicture, PlannedVideo
 from services.preprocessing.workers.jobs import IndexPicture, IndexVideo, PictureSlices, VideoSlices
 from services.preprocessing.workers.limits import Limits
 from services.preprocessing.workers.pool import Pool

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
-from common.errors import PromptTooLong
-from common.plan import MAX_POSITION, Grid
-from services.preprocessing.positions import GridSpan, TextSpan, positions_of
+from common.contract.errors import PromptTooLong
+from common.contract.plan import MAX_POSITION, Grid
+from services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
 
 MERGE = 2
 grids = st.builds(Grid, t=st.integers(1, 6), h=st.integers(1, 6), w=st.integers(1, 6))

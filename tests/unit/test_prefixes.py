@@ -11,10 +11,10 @@ import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from services.generation.adapters import Adapter
-from services.generation.blocks import BlockAllocator
-from services.generation.engine import Engine
-from services.generation.request import Failed, Finished
+from services.generation.engine.engine import Engine
+from services.generation.kv_cache.blocks import BlockAllocator
+from services.generation.request.adapter import Adapter
+from services.generation.request.request import Failed, Finished
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, media_item
 from tests.unit.sequence_desk import ITEMS_OF, Desk, SequenceRunner

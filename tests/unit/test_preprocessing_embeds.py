@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from framesieve.v1 import prompt_pb2, tensor_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from common.checkpoint import Checkpoint
-from common.errors import InvalidRequest
-from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.wire import PlanReceiver, plan_messages
-from framesieve.v1 import prompt_pb2, tensor_pb2
-from services.preprocessing.messages import MAX_EMBEDS_SLICES, conversation_of
+from common.contract.errors import InvalidRequest
+from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from common.contract.wire import PlanReceiver, plan_messages
 from services.preprocessing.planner import Planner
-from services.preprocessing.timing import MAX_LENGTH_S, TimeBase
+from services.preprocessing.rpc.messages import MAX_EMBEDS_SLICES, conversation_of
+from services.preprocessing.video.timing import MAX_LENGTH_S, TimeBase
 from tests.families import FAMILIES
 from tests.unit.preprocessing_media import clip, transformers_processor
 

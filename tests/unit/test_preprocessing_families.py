@@ -14,10 +14,10 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from common.checkpoint import Checkpoint
-from common.errors import MediaRejected, StartupError
+from common.contract.errors import MediaRejected, StartupError
 from services.preprocessing.families import load_family
-from services.preprocessing.resize import PixelBudget
-from services.preprocessing.sampling import FrameBounds, FrameSampling
+from services.preprocessing.video.resize import PixelBudget
+from services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from tests.families import FAMILIES
 from tests.unit.preprocessing_media import (
     transformers_indices,

@@ -25,10 +25,10 @@ from io import BytesIO
 from pathlib import Path
 from PIL import Image
 from common.checkpoint import Checkpoint
-from common.plan import Modality
+from common.contract.plan import Modality
 from services.preprocessing.planner import Conversation, MediaRequest, Planner
-from services.preprocessing.sampling import FrameSampling
-from services.preprocessing.tokens import Turn
+from services.preprocessing.video.sampling import FrameSampling
+from services.preprocessing.prompt.tokens import Turn
 file = BytesIO()
 Image.new("RGB", (64, 64), "red").save(file, "PNG")
 image = MediaRequest("image", Modality.IMAGE, file.getvalue(), FrameSampling())

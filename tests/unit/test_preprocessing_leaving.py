@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from framesieve.v1 import prompt_pb2
 from prometheus_client import REGISTRY
 
-from framesieve.v1 import prompt_pb2
 from services.preprocessing.planner import Planner
 from services.preprocessing.workers.process import Fault
 from tests.awake import SOON_S, awake

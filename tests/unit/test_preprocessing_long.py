@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from common.checkpoint import Checkpoint
-from common.errors import MediaRejected
-from common.plan import Modality
-from services.preprocessing import decode
-from services.preprocessing.packets import read_packets
+from common.contract.errors import MediaRejected
+from common.contract.plan import Modality
 from services.preprocessing.planner import Conversation, MediaRequest, PlannedPrompt, Planner
-from services.preprocessing.sampling import FrameSampling
-from services.preprocessing.slices import PlannedVideo
-from services.preprocessing.sources import Source, path_source
-from services.preprocessing.tokens import Turn
+from services.preprocessing.prompt.tokens import Turn
+from services.preprocessing.sources.source import Source, path_source
+from services.preprocessing.video import decode
+from services.preprocessing.video.packets import read_packets
+from services.preprocessing.video.sampling import FrameSampling
+from services.preprocessing.video.slices import PlannedVideo
 from services.preprocessing.workers.jobs import IndexVideo, VideoSlices
 from services.preprocessing.workers.limits import Limits
 from services.preprocessing.workers.pool import Pool

@@ -6,9 +6,9 @@ from time import monotonic_ns
 
 import numpy as np
 
-from common.plan import PromptPlan
-from services.preprocessing.messages import frames_responses, plan_responses
-from services.preprocessing.slices import Slice
+from common.contract.plan import PromptPlan
+from services.preprocessing.rpc.messages import frames_responses, plan_responses
+from services.preprocessing.video.slices import Slice
 
 TOKENS = 200_000
 

@@ -11,10 +11,10 @@ import pytest
 from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
-from common.errors import MediaDamaged, MediaRejected
-from services.preprocessing import packets
-from services.preprocessing.pictures import decode_picture, read_picture
-from services.preprocessing.sources import Source, bytes_source
+from common.contract.errors import MediaDamaged, MediaRejected
+from services.preprocessing.sources.source import Source, bytes_source
+from services.preprocessing.video import packets
+from services.preprocessing.video.pictures import decode_picture, read_picture
 
 ORIENTATION = 0x0112
 

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common import plan
 from common.checkpoint import Checkpoint
-from common.errors import InvalidRequest, MediaRejected, PromptTooLong
-from common.plan import Grid, Modality
-from services.preprocessing import decode, planner
+from common.contract import plan
+from common.contract.errors import InvalidRequest, MediaRejected, PromptTooLong
+from common.contract.plan import Grid, Modality
+from services.preprocessing import planner
 from services.preprocessing.planner import MediaRequest, Planner
-from services.preprocessing.sampling import FrameSampling
-from services.preprocessing.sources import path_source
+from services.preprocessing.sources.source import path_source
+from services.preprocessing.video import decode
+from services.preprocessing.video.sampling import FrameSampling
 from tests.families import FAMILIES
 from tests.unit.planner_asks import image, picture, planned, video
 from tests.unit.preprocessing_media import (

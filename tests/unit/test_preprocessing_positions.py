@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.checkpoint import Checkpoint
-from common.plan import Modality, PromptPlan
+from common.contract.plan import Modality, PromptPlan
 from services.preprocessing.planner import MediaRequest, Planner
 from tests.families import FAMILIES
 from tests.unit.planner_asks import image, picture, planned, video

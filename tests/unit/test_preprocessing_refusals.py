@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 import pytest
-
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+
 from tests.unit.loopback import fetched_files, head, ok
 from tests.unit.loopback import serving as web_server
 from tests.unit.preprocessing_media import clip, sound, without_packets

@@ -12,10 +12,10 @@ import av
 import grpc
 import numpy as np
 import pytest
+from framesieve.v1 import prompt_pb2
 from prometheus_client import REGISTRY
 
-from common.wire import PlanReceiver
-from framesieve.v1 import prompt_pb2
+from common.contract.wire import PlanReceiver
 from tests.unit.loopback import fetched_files, ok
 from tests.unit.loopback import serving as web_server
 from tests.unit.preprocessing_media import clip, transformers_indices, without_packets

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from common.errors import StartupError
+from common.contract.errors import StartupError
 from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from services.preprocessing.settings import PreprocessingSettings
 from services.preprocessing.workers.limits import Limits

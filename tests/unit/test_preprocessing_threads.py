@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from services.preprocessing.threads import Threads
+from services.preprocessing.rpc.threads import Threads
 
 
 async def test_what_a_function_returns_or_raises_reaches_its_caller() -> None:

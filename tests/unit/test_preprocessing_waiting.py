@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-from services.preprocessing.tokens import LARGE_TEXT_CHARS
+from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS
 from tests.unit.preprocessing_media import clip
 from tests.unit.preprocessing_service import plan_of, prompt_of, running_pools, serving, settled, stopped, text, video
 

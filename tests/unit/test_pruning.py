@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from numpy.typing import NDArray
 
-from common.plan import Grid
-from common.retention import METHODS, Pruning
-from services.encoder.evs import evs_scores
-from services.encoder.pruning import SCORES_BYTES, Scores, keep_tokens
+from common.contract.plan import Grid
+from common.contract.retention import METHODS, Pruning
+from services.encoder.pruning.evs import evs_scores
+from services.encoder.pruning.methods import SCORES_BYTES, Scores, keep_tokens
 from tests.unit.kept import RATES, check_kept, evs_count, videos
 
 # What float32 may be wrong by in 1 − cos over a few dozen values.

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.plan import Grid
-from common.retention import METHODS, Pruning
-from services.encoder import scores as scores_module
-from services.encoder.pruning import Scores, keep_tokens
-from services.encoder.readback import Readback
+from common.contract.plan import Grid
+from common.contract.retention import METHODS, Pruning
+from services.encoder.pruning import ranking as scores_module
+from services.encoder.pruning.methods import Scores, keep_tokens
+from services.encoder.tower.readback import Readback
 from tests.unit.kept import GRIDS, RATES, exact_count
 from tests.unit.test_graphs import NoWaiting
 

@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.checkpoint import Checkpoint
-from common.errors import StartupError
+from common.contract.errors import StartupError
 from services.encoder.families import load_tower
-from services.generation.adapter_files import AdapterFolder, load_adapters
 from services.generation.families import load_language_model
-from services.generation.families.language_model import LanguageModel
+from services.generation.model.language_model import LanguageModel
+from services.generation.settings import AdapterFolder
+from services.generation.startup.adapter_files import load_adapters
 from tests.adapters import write_adapter
 from tests.families import FAMILIES, load_reference
 from tests.law import Question, answer, assert_law

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import Unavailable
-from services.preprocessing.sources import path_source
+from common.contract.errors import Unavailable
+from services.preprocessing.sources.source import path_source
 from services.preprocessing.workers.pool import Pool
 from services.preprocessing.workers.process import Fault
 from services.preprocessing.workers.reading import Reading

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from common.plan import MAX_POSITION
-from services.generation.request import Status
-from services.generation.rope import RopeState
-from services.generation.sampler import SamplingParams
+from common.contract.plan import MAX_POSITION
+from services.generation.request.request import Status
+from services.generation.request.rope import RopeState
+from services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Text
 from tests.tiny import make_plan, make_request
 

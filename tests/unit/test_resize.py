@@ -13,8 +13,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from common.errors import MediaRejected
-from services.preprocessing.resize import PixelBudget, resize, shrink_to, smart_resize
+from common.contract.errors import MediaRejected
+from services.preprocessing.video.resize import PixelBudget, resize, shrink_to, smart_resize
 from tests.unit.preprocessing_media import transformers_smart_resize
 
 
@@ -118,7 +118,7 @@ def test_little_memory_is_enough_once_the_module_is_loaded() -> None:
     lines = (
         "import resource, numpy as np",
         "from pathlib import Path",
-        "from services.preprocessing.resize import resize",
+        "from services.preprocessing.video.resize import resize",
         "frame = np.zeros((720, 1280, 3), np.uint8)",
         "used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()",
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, used + 2**24))",

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvalidRequest
-from common.plan import Grid, Modality
-from common.retention import Pruning, method_of, retained_count
+from common.contract.errors import InvalidRequest
+from common.contract.plan import Grid, Modality
+from common.contract.retention import Pruning, method_of, retained_count
 
 GRIDS = st.builds(Grid, st.integers(1, 64), st.integers(1, 40), st.integers(1, 40))
 

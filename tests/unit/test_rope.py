@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import PeerContract
-from common.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from services.generation.rope import RopeState, Span
+from common.contract.errors import PeerContract
+from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from services.generation.request.rope import RopeState, Span
 from tests.oracle import Item, Text, expected_sequence
 from tests.tiny import PAD_ID, make_plan
 

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.checkpoint import Checkpoint
-from common.errors import StartupError
+from common.contract.errors import StartupError
 from services.generation.families import load_language_model
-from services.generation.families.language_model import LanguageModel
-from services.generation.sampler import SamplingParams
+from services.generation.model.language_model import LanguageModel
+from services.generation.sampling.sampler import SamplingParams
 from tests.families import FAMILIES, load_reference, write_qwen3_vl_moe
 from tests.oracle import Item, Text
 from tests.tiny import TinyEngine

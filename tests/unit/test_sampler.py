@@ -23,7 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from services.generation.sampler import Chosen, SamplingParams, SamplingState, sample, truncate
+from services.generation.sampling.sampler import Chosen, SamplingParams, SamplingState, sample, truncate
 
 VOCABULARY = 61
 GREEDY = SamplingParams(max_new_tokens=8)

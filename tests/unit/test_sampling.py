@@ -8,8 +8,8 @@ from fractions import Fraction
 
 import pytest
 
-from common.errors import InvalidRequest
-from services.preprocessing.sampling import FrameBounds, FrameRate, FrameSampling, FrameTimes, Sampled, sample
+from common.contract.errors import InvalidRequest
+from services.preprocessing.video.sampling import FrameBounds, FrameRate, FrameSampling, FrameTimes, Sampled, sample
 from tests.unit.preprocessing_media import transformers_indices
 
 BOUNDS = FrameBounds(fps=2.0, min_frames=4, max_frames=768, temporal_patch=2)

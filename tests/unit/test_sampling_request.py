@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 import pytest
-
-from common.errors import InvalidRequest
 from framesieve.v1.generation_pb2 import Sampling
-from services.generation.generation_config import SamplingDefaults
-from services.generation.messages import sampling_request
-from services.generation.sampling import SamplingRequest
+
+from common.contract.errors import InvalidRequest
+from services.generation.rpc.messages import sampling_request
+from services.generation.sampling.defaults import SamplingDefaults
+from services.generation.sampling.params import SamplingRequest
 
 VOCABULARY = 61
 NEUTRAL = SamplingDefaults(VOCABULARY)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.generation.blocks import BlockAllocator
-from services.generation.request import Request, Status
-from services.generation.sampler import SamplingParams
-from services.generation.scheduler import Scheduler
-from services.generation.windows import Window
+from services.generation.engine.scheduler import Scheduler
+from services.generation.kv_cache.blocks import BlockAllocator
+from services.generation.request.batch import Window
+from services.generation.request.request import Request, Status
+from services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, make_request
 

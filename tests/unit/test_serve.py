@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from client.launcher import SERVICES
 from common.exit_status import ExitStatus
+from framesieve.cli.launcher import SERVICES
 from tests.unit.stand_ins import stopped
 
 

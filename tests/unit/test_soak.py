@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import (
+from common.contract.errors import (
     DeadlinePassed,
     FramesieveError,
     InvalidRequest,

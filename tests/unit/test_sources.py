@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import MediaForbidden, MediaRejected, Overloaded, Unavailable
-from services.preprocessing.sources import bytes_source, path_source
+from common.contract.errors import MediaForbidden, MediaRejected, Overloaded, Unavailable
+from services.preprocessing.sources.source import bytes_source, path_source
 from tests.unit.pool_asks import no_descriptor_left, open_descriptors
 
 

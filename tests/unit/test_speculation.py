@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from services.generation.sampler import SamplingParams
-from services.generation.speculation import guess
+from services.generation.engine.speculation import guess
+from services.generation.sampling.sampler import SamplingParams
 from tests.families import FamilyUnderTest
 from tests.law import answer, assert_law, question
 from tests.oracle import Item, Text

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.generation.parallel.steps import from_bytes, to_bytes
-from services.generation.windows import AdaptedRows, Context, Packed
+from services.generation.request.adapter import AdaptedRows
+from services.generation.request.batch import Context, Packed
 
 NUMBERS = st.integers(0, 2**40)
 ARRAYS = st.lists(NUMBERS, max_size=5).map(lambda each: np.array(each, np.int64))

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from common.checkpoint import Checkpoint
-from common.errors import StartupError
+from common.contract.errors import StartupError
 from common.exit_status import ExitStatus
 from services.generation.families import check_ranks, load_language_model
-from services.generation.families.language_model import LanguageModel
+from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.leading import Leading
 from services.generation.parallel.sharding import check_sizes
 from tests import parallel_rank
@@ -174,7 +174,7 @@ def test_ranks_that_do_not_come_refuse_to_start(tmp_path: Path) -> None:
 from datetime import timedelta
 from pathlib import Path
 import torch
-from common.errors import StartupError
+from common.contract.errors import StartupError
 from services.generation.parallel import group
 group._TIMEOUT = timedelta(seconds=0.2)
 try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.timing import Stage, StageClock
+from services.generation.rpc.timing import Stage, StageClock
 
 marks = st.dictionaries(st.sampled_from([stage for stage in Stage if stage is not Stage.PREFILL]), st.integers(0, 50))
 

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from common.checkpoint import Checkpoint
-from common.errors import InvalidRequest, StartupError, Unavailable
-from common.plan import Grid, Modality
+from common.contract.errors import InvalidRequest, StartupError, Unavailable
+from common.contract.plan import Grid, Modality
 from services.preprocessing.families.qwen_vl import QwenVL
-from services.preprocessing.layout import Expansion, GridTokens
-from services.preprocessing.positions import GridSpan
-from services.preprocessing.tokens import ChatTokens, Turn
+from services.preprocessing.prompt.layout import Expansion, GridTokens
+from services.preprocessing.prompt.positions import GridSpan
+from services.preprocessing.prompt.tokens import ChatTokens, Turn
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|video_pad|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>"]
 PLACEHOLDERS = QwenVL.placeholders

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.checkpoint import Checkpoint
-from common.malloc import keep_freed_memory
+from common.process import keep_freed_memory
 from services.preprocessing.families.qwen_vl import QwenVL
-from services.preprocessing.tokens import ChatTokens, Turn
+from services.preprocessing.prompt.tokens import ChatTokens, Turn
 
 def resident_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20

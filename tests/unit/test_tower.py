@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.checkpoint import Checkpoint
-from common.errors import StartupError
-from services.encoder import tower as tower_module
+from common.contract.errors import StartupError
 from services.encoder.families import load_tower
-from services.encoder.patches import PatchShape, patchify, read_normalisation
-from services.encoder.tower import Tower, find_weights, read_weights
+from services.encoder.tower import tower as tower_module
+from services.encoder.tower.patches import PatchShape, patchify, read_normalisation
+from services.encoder.tower.tower import Tower, find_weights, read_weights
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
 
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoint
-from common.errors import StartupError
-from services.encoder import attention
-from services.encoder.attention import Attend, Wanted, check_kernel, find_attention, unsuitable
+from common.contract.errors import StartupError
 from services.encoder.families import load_tower
 from services.encoder.settings import EncoderSettings
+from services.encoder.tower import attention
+from services.encoder.tower.attention import Attend, Wanted, check_kernel, find_attention, unsuitable
 from tests.unit.varlen_formula import attend_by_formula
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -18,10 +18,10 @@ from prometheus_client import REGISTRY
 from torch import Tensor
 
 from common.checkpoint import Checkpoint
-from services.encoder.budgets import Eager, Size, fitting
 from services.encoder.families import load_tower
-from services.encoder.graphs import Captured, with_graphs
-from services.encoder.tower import Tower
+from services.encoder.tower.graph_buckets import Eager, Size, fitting
+from services.encoder.tower.graphs import Captured, with_graphs
+from services.encoder.tower.tower import Tower
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
 from tests.unit.test_tower import levels_of, pixel_values, processor_of
 from tests.unit.tower_recorder import CPU, STALE_BYTE, Recorder, load_packed

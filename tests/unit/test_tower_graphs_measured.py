@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
-from services.encoder.forward import ModelForward
-from services.encoder.graphs import TowerGraphs, with_graphs
+from services.encoder.tower.forward import ModelForward
+from services.encoder.tower.graphs import TowerGraphs, with_graphs
 from tests.families import FAMILIES
 from tests.unit.tower_recorder import Recorder, load_packed
 

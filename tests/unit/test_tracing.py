@@ -13,11 +13,11 @@ from time import monotonic_ns
 
 import pytest
 
-from common.errors import MediaRejected
-from common.otlp import OtlpTracer
-from common.tracing import Attributes, Metadata, RequestSpan, begin_request, passed_on_trace, record, span
-from services.generation.spans import record_stages
-from services.generation.timing import Stage, StageClock
+from common.contract.errors import MediaRejected
+from common.telemetry.otlp import OtlpTracer
+from common.telemetry.tracing import Attributes, Metadata, RequestSpan, begin_request, passed_on_trace, record, span
+from services.generation.rpc.spans import record_stages
+from services.generation.rpc.timing import Stage, StageClock
 from tests.collector import Span, collecting
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +158,7 @@ def test_opentelemetry_is_not_imported_where_nobody_collects_traces(service: str
     code = f"""
 import sys
 import services.{service}.__main__
-from common.tracing import open_tracer
+from common.telemetry.tracing import open_tracer
 assert open_tracer("{service}") is None
 print([name for name in sys.modules if name.startswith("opentelemetry")])
 """
@@ -169,8 +169,8 @@ def test_a_service_without_the_extra_says_what_is_missing_and_runs(monkeypatch: 
     code = """
 import sys
 sys.modules["opentelemetry"] = None
-from common.logs import configure_logging
-from common.tracing import open_tracer
+from common.telemetry.logs import configure_logging
+from common.telemetry.tracing import open_tracer
 configure_logging("encoder", "json", "info")
 print(open_tracer("encoder"))
 """
@@ -185,7 +185,7 @@ def test_a_collector_that_is_gone_keeps_nobody_waiting() -> None:
     told = output(f"""
 import os
 os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:1"
-from common.tracing import open_tracer
+from common.telemetry.tracing import open_tracer
 from tests.awake import awake
 tracer = open_tracer("encoder")
 tracer.begin("{METHOD}", {{}}).end("OK", None, {{}})

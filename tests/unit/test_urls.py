@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvalidRequest, MediaForbidden
+from common.contract.errors import InvalidRequest, MediaForbidden
 from services.preprocessing.fetch.urls import MAX_URL_CHARACTERS, parse_url
 
 

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from common.plan import Grid
-from common.retention import Pruning
-from services.encoder import scores, vidcom2
-from services.encoder.pruning import keep_tokens
+from common.contract.plan import Grid
+from common.contract.retention import Pruning
+from services.encoder.pruning import ranking as scores
+from services.encoder.pruning import vidcom2
+from services.encoder.pruning.methods import keep_tokens
 from tests.unit.kept import RATES, check_kept, exact_count, videos
 
 # What float32 may be wrong by in a sum of ten Gaussians of distances between unit vectors, and in a slice's mean of it.

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.adapters import Adapter
-from services.generation.sampler import SamplingParams
-from services.generation.windows import Window, pack, singles_first
+from services.generation.request.adapter import Adapter
+from services.generation.request.batch import Window, pack, singles_first
+from services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text, expected_sequence
 from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, make_request
 

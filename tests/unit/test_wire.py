@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from framesieve.v1 import prompt_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import wire
-from common.errors import InvalidRequest
-from common.plan import Grid
-from common.retention import Pruning
-from common.tensors import PIECE_BYTES
-from framesieve.v1 import prompt_pb2
+from common.contract import wire
+from common.contract.errors import InvalidRequest
+from common.contract.plan import Grid
+from common.contract.retention import Pruning
+from common.contract.tensors import PIECE_BYTES
 from tests.unit.wire_plans import plan_of, receive, video
 
 

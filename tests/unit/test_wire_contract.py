@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-
-from common import wire
-from common.errors import PeerContract
-from common.plan import MAX_PROMPT_TOKENS, Grid
 from framesieve.v1 import prompt_pb2, tensor_pb2
+
+from common.contract import wire
+from common.contract.errors import PeerContract
+from common.contract.plan import MAX_PROMPT_TOKENS, Grid
 from tests.unit.wire_plans import plan_of, receive, video
 
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import ranks
-from services.encoder.parallel.exchange import Exchange
-from services.encoder.parallel.loss import Loss
-from services.encoder.parallel.rank import run_shares
-from services.encoder.parallel.tower import DataParallelTower
-from services.encoder.tower import Tower
+from services.encoder.startup.rank import run_shares
+from services.encoder.tower.parallel.exchange import Exchange
+from services.encoder.tower.parallel.rank_failure import Loss
+from services.encoder.tower.parallel.tower import DataParallelTower
+from services.encoder.tower.tower import Tower
 
 TIMEOUT_S = 20
 TOLERANCE = 1e-5

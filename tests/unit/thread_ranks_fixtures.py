@@ -14,10 +14,10 @@ import torch
 
 from common.checkpoint import Checkpoint
 from services.encoder.families import load_tower
-from services.encoder.parallel.exchange import Exchange
-from services.encoder.parallel.loss import Loss
-from services.encoder.parallel.tower import DataParallelTower
-from services.encoder.tower import Tower
+from services.encoder.tower.parallel.exchange import Exchange
+from services.encoder.tower.parallel.rank_failure import Loss
+from services.encoder.tower.parallel.tower import DataParallelTower
+from services.encoder.tower.tower import Tower
 from tests.unit.thread_ranks import Made, Ranks, RecordingTower, ThreadRanks
 
 

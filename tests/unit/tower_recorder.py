@@ -15,8 +15,8 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoint
 from services.encoder.families import load_tower, vision_model
-from services.encoder.graphs import Captured
-from services.encoder.tower import Tower
+from services.encoder.tower.graphs import Captured
+from services.encoder.tower.tower import Tower
 from tests.unit.test_graphs import NoWaiting
 from tests.unit.varlen_formula import attend_by_formula
 

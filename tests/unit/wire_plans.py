@@ -5,10 +5,10 @@ from __future__ import annotations
 from fractions import Fraction
 
 import numpy as np
-
-from common import wire
-from common.plan import MAX_POSITION, Grid, MediaPlan, Modality, PromptPlan, Run
 from framesieve.v1 import prompt_pb2
+
+from common.contract import wire
+from common.contract.plan import MAX_POSITION, Grid, MediaPlan, Modality, PromptPlan, Run
 
 
 def video(offset: int, grid: Grid) -> MediaPlan:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from common.checkpoint import Checkpoint
-from services.encoder.attention import Wanted
 from services.encoder.families import qwen2_5_vl, qwen3_vl
-from services.encoder.tower import Tower
+from services.encoder.tower.attention import Wanted
+from services.encoder.tower.tower import Tower
 
 FAMILIES = {
     "qwen2_5_vl": qwen2_5_vl.load,

@@ -15,10 +15,10 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel, Qwen3VLVisionRotaryEmbedding
 
 from common.checkpoint import Checkpoint
-from services.encoder.attention import Wanted
 from services.encoder.families.vision_model import make_tower, vision_config
-from services.encoder.geometry import Geometry, TowerShape
-from services.encoder.tower import Tower
+from services.encoder.tower.attention import Wanted
+from services.encoder.tower.packing import Geometry, TowerShape
+from services.encoder.tower.tower import Tower
 
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
-from common.errors import StartupError
-from services.encoder.attention import VARLEN, Wanted, find_attention
-from services.encoder.cost import TowerSizes
-from services.encoder.forward import ModelForward
-from services.encoder.geometry import Geometry, TowerShape
-from services.encoder.patches import FoldedPatchEmbed, PatchShape, read_normalisation
-from services.encoder.saturation import saturate
-from services.encoder.tower import PATCH_EMBED, Tower, choose_dtype, fill, find_weights, read_weights
+from common.contract.errors import StartupError
+from services.encoder.tower.attention import VARLEN, Wanted, find_attention
+from services.encoder.tower.cost import TowerSizes
+from services.encoder.tower.forward import ModelForward
+from services.encoder.tower.packing import Geometry, TowerShape
+from services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from services.encoder.tower.saturation import saturate
+from services.encoder.tower.tower import PATCH_EMBED, Tower, choose_dtype, fill, find_weights, read_weights
 
 # Qwen3-VL's checkpoints have the first, Qwen2.5-VL's published ones the second.
 PREFIXES = ("model.visual.", "visual.")

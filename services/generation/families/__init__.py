@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from common.checkpoint import Checkpoint
 from services.generation.families import qwen2_5_vl, qwen3_vl
-from services.generation.families.language_model import LanguageModel
+from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
 from services.generation.parallel.sharding import check_sizes
 

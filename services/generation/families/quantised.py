@@ -15,9 +15,10 @@ import transformers
 from transformers.utils import logging
 
 from common.checkpoint import Checkpoint
-from common.errors import StartupError
-from services.generation.attention import ATTENTION
-from services.generation.families.language_model import LanguageModel, assemble, check_text
+from common.contract.errors import StartupError
+from services.generation.families.text_model import assemble, check_text
+from services.generation.model.attention import ATTENTION
+from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
 
 _TOWER = "visual."

@@ -14,8 +14,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from common.checkpoint import Checkpoint
-from services.generation.families.language_model import (
-    LanguageModel,
+from services.generation.families.quantised import is_quantised, load_quantised
+from services.generation.families.text_model import (
     fill,
     has_weights,
     make_text,
@@ -23,7 +23,7 @@ from services.generation.families.language_model import (
     shard_text,
     with_output_layer,
 )
-from services.generation.families.quantised import is_quantised, load_quantised
+from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
 
 # transformers 5 writes the first when told not to keep the checkpoints' own, which is the second.

@@ -23,15 +23,9 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
 )
 
 from common.checkpoint import Checkpoint
-from services.generation.families.language_model import (
-    LanguageModel,
-    fill,
-    make_text,
-    read_weights,
-    shard_text,
-    with_output_layer,
-)
 from services.generation.families.quantised import is_quantised, load_quantised
+from services.generation.families.text_model import fill, make_text, read_weights, shard_text, with_output_layer
+from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
 
 TEXT_PREFIX = "model.language_model."

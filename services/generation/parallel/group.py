@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.errors import StartupError
+from common.contract.errors import StartupError
 from common.ranks import heeding_signals
 
 # Ranks are processes of one machine: what joins them listens nowhere else.

@@ -13,9 +13,9 @@ from common.exit_status import ExitStatus
 from common.ranks import Ranks, meeting_place
 from services.generation.parallel.group import Group
 from services.generation.parallel.steps import to_bytes
-from services.generation.windows import Packed
+from services.generation.request.batch import Packed
 
-MODULE = "services.generation.parallel.follower"
+MODULE = "services.generation.startup.rank"
 
 log = structlog.get_logger()
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from common.errors import StartupError
+from common.contract.errors import StartupError
 from services.generation.parallel.group import Group
 
 # torch's grouped products want rows that begin at multiples of 16 bytes, which so many columns are in any type.

@@ -9,7 +9,8 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from services.generation.windows import AdaptedRows, Context, Packed
+from services.generation.request.adapter import AdaptedRows
+from services.generation.request.batch import Context, Packed
 
 # The kinds whose counts come first: `singles`, and the parts.
 _PARTS = 12

@@ -7,12 +7,12 @@ from fractions import Fraction
 from typing import Protocol
 
 from common.checkpoint import Checkpoint
-from common.plan import Grid, Modality
+from common.contract.plan import Grid, Modality
 from services.preprocessing.families.qwen2_5_vl import Qwen25VL
 from services.preprocessing.families.qwen3_vl import Qwen3VL
-from services.preprocessing.layout import Expansion
-from services.preprocessing.sampling import FrameBounds, FrameSampling
-from services.preprocessing.timing import TimeBase
+from services.preprocessing.prompt.layout import Expansion
+from services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from services.preprocessing.video.timing import TimeBase
 
 
 class Family(Protocol):

@@ -14,13 +14,13 @@ from typing import ClassVar
 import numpy as np
 
 from common.checkpoint import Checkpoint
-from common.plan import Grid
+from common.contract.plan import Grid
 from services.preprocessing.families.qwen_vl import QwenVL, VideoDefaults, at_most
-from services.preprocessing.layout import Expansion
-from services.preprocessing.positions import GridSpan
-from services.preprocessing.resize import smart_resize
-from services.preprocessing.sampling import FrameBounds, FrameSampling
-from services.preprocessing.timing import TimeBase
+from services.preprocessing.prompt.layout import Expansion
+from services.preprocessing.prompt.positions import GridSpan
+from services.preprocessing.video.resize import smart_resize
+from services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from services.preprocessing.video.timing import TimeBase
 
 _DEFAULTS = VideoDefaults(
     patch_px=14,

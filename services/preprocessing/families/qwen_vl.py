@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from common.checkpoint import Checkpoint
-from common.errors import StartupError
-from common.plan import Grid, Modality
-from services.preprocessing.resize import PixelBudget, smart_resize
-from services.preprocessing.sampling import FrameBounds, FrameSampling
+from common.contract.errors import StartupError
+from common.contract.plan import Grid, Modality
+from services.preprocessing.video.resize import PixelBudget, smart_resize
+from services.preprocessing.video.sampling import FrameBounds, FrameSampling
 
 # The processors' own, for what a checkpoint leaves out. Qwen2-VL's class says fps=None, the models were trained at 2.
 _IMAGE_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}

@@ -9,7 +9,7 @@ import base64
 import binascii
 import re
 
-from common.errors import InvalidRequest
+from common.contract.errors import InvalidRequest
 
 _HEAD = re.compile(r"data:[^,#]{0,1024}?(?P<base64>;base64)?,", re.IGNORECASE)
 _BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 
-from common.errors import Overloaded
+from common.contract.errors import Overloaded
 
 
 class Disk:

@@ -24,13 +24,13 @@ from urllib.parse import urljoin
 import httpx
 import structlog
 
-from common.errors import InvalidRequest, MediaForbidden, MediaRejected, Overloaded
+from common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected, Overloaded
 from services.preprocessing.fetch.addresses import IPAddress
 from services.preprocessing.fetch.disk import Disk, FetchedFile
 from services.preprocessing.fetch.names import Names
 from services.preprocessing.fetch.policy import FetchPolicy
 from services.preprocessing.fetch.urls import Url, parse_url
-from services.preprocessing.sources import Source, own_lack_told
+from services.preprocessing.sources.source import Source, own_lack_told
 
 log = structlog.get_logger()
 

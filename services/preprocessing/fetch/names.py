@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Semaphore
 
-from common.errors import Overloaded
+from common.contract.errors import Overloaded
 
 
 class Names:

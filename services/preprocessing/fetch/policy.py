@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Self
 
-from common.errors import InvalidRequest, MediaForbidden
+from common.contract.errors import InvalidRequest, MediaForbidden
 from services.preprocessing.fetch.addresses import IPAddress, IPNetwork, is_public
 from services.preprocessing.fetch.urls import Host, Url, parse_host
 

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 
-from common.errors import InvalidRequest, MediaForbidden
+from common.contract.errors import InvalidRequest, MediaForbidden
 from services.preprocessing.fetch.addresses import IPAddress
 
 MAX_URL_CHARACTERS = 8192

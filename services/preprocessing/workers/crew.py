@@ -11,7 +11,7 @@ from typing import Self
 
 import structlog
 
-from common.errors import MediaRejected, PeerContract, StartupError
+from common.contract.errors import MediaRejected, PeerContract, StartupError
 from services.preprocessing.workers.limits import Limits
 from services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
 from services.preprocessing.workers.protocol import Kind

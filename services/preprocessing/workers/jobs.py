@@ -15,14 +15,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import PeerContract
-from services.preprocessing.packets import MAX_FRAME_PX, MAX_PACKETS, MAX_PTS, PacketIndex
-from services.preprocessing.pictures import Picture
-from services.preprocessing.resize import UInt8Array
-from services.preprocessing.sampling import FrameTimes
-from services.preprocessing.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo, Slice
-from services.preprocessing.sources import Source
-from services.preprocessing.timing import MAX_LENGTH_S
+from common.contract.errors import PeerContract
+from services.preprocessing.sources.source import Source
+from services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, MAX_PTS, PacketIndex
+from services.preprocessing.video.pictures import Picture
+from services.preprocessing.video.resize import UInt8Array
+from services.preprocessing.video.sampling import FrameTimes
+from services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo, Slice
+from services.preprocessing.video.timing import MAX_LENGTH_S
 from services.preprocessing.workers.protocol import Facts
 
 T_co = TypeVar("T_co", covariant=True)

@@ -17,9 +17,9 @@ from typing import Generic, Self, TypeAlias, TypeVar
 
 import numpy as np
 
-from common.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract, Unavailable
-from services.preprocessing.memory import mapped, sealed
-from services.preprocessing.sources import own_lack_told
+from common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract, Unavailable
+from services.preprocessing.sources.memory import mapped, sealed
+from services.preprocessing.sources.source import own_lack_told
 from services.preprocessing.workers.crew import Background, Crew
 from services.preprocessing.workers.inflight import InFlight, Share
 from services.preprocessing.workers.jobs import Job

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from common.errors import PeerContract
+from common.contract.errors import PeerContract
 
 MAX_TEXT_CHARACTERS = 4096
 

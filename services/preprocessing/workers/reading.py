@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 from typing import TypeVar
 
-from common.errors import Unavailable
-from services.preprocessing.packets import PacketIndex
-from services.preprocessing.pictures import Picture
-from services.preprocessing.sources import Source
+from common.contract.errors import Unavailable
+from services.preprocessing.sources.source import Source
+from services.preprocessing.video.packets import PacketIndex
+from services.preprocessing.video.pictures import Picture
 from services.preprocessing.workers.jobs import IndexPicture, IndexVideo, Job
 from services.preprocessing.workers.pool import Pool
 

@@ -22,14 +22,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import FramesieveError, MediaRejected
-from common.malloc import give_back_freed_memory
-from services.preprocessing.decode import Rest
-from services.preprocessing.memory import sealed
-from services.preprocessing.packets import read_packets
-from services.preprocessing.pictures import Picture, read_picture
-from services.preprocessing.slices import PlannedPicture, PlannedVideo, Slice
-from services.preprocessing.sources import Source, check_file_size
+from common.contract.errors import FramesieveError, MediaRejected
+from common.process import give_back_freed_memory
+from services.preprocessing.sources.memory import sealed
+from services.preprocessing.sources.source import Source, check_file_size
+from services.preprocessing.video.decode import Rest
+from services.preprocessing.video.packets import read_packets
+from services.preprocessing.video.pictures import Picture, read_picture
+from services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
 from services.preprocessing.workers.jobs import index_facts, index_of
 from services.preprocessing.workers.limits import Limits, confine
 from services.preprocessing.workers.protocol import MAX_TEXT_CHARACTERS, Facts, Kind, Message, receive, send

@@ -1,0 +1,205 @@
+"""What preprocessing decides about a prompt, and what every later stage relies on.
+
+    input_ids:  [text][pad pad pad pad pad pad][text]            N = 13
+    media[0]:          runs ((4, 6),)  grid (t=3, h=1, w=2)      t·h·w = sum of the runs' lengths
+    positions:  [3, N], for the full grid, as if nothing were ever pruned
+
+It knows nothing of protobuf (`common.contract.wire`), of tensors' transport (`common.contract.tensors`) or of any
+model family.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array: TypeAlias = NDArray[np.int32]
+
+# Before pruning: a context of a million tokens at rate 0.75. A few bytes can ask for so many, and all three services
+# hold their 64 MiB.
+MAX_PROMPT_TOKENS = 2**22
+# What an answer adds to it is an int32 as well.
+MAX_POSITION = 2**31 - 1 - MAX_PROMPT_TOKENS
+MAX_FRAME_SIDE_PX = 2**15
+DIGEST_BYTES = 32
+
+
+class Modality(Enum):
+    IMAGE = "image"
+    VIDEO = "video"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A media item's tokens after spatial merging: t temporal slices of h rows and w columns."""
+
+    t: int
+    h: int
+    w: int
+
+    def __post_init__(self) -> None:
+        if min(self.t, self.h, self.w) < 1:
+            raise ValueError(f"a grid needs at least one token on each axis, got {self}")
+        if self.tokens > MAX_PROMPT_TOKENS:
+            raise ValueError(f"{self} has {self.tokens} tokens, at most {MAX_PROMPT_TOKENS} are allowed")
+
+    @property
+    def slice_tokens(self) -> int:
+        return self.h * self.w
+
+    @property
+    def tokens(self) -> int:
+        return self.t * self.h * self.w
+
+    def __str__(self) -> str:
+        return f"{self.t}×{self.h}×{self.w}"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive prompt tokens [offset, offset + length) that belong to one media item."""
+
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.length < 1:
+            raise ValueError(f"a run starts at 0 or later and holds at least one token, got {self}")
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPlan:
+    """One image or video: where its tokens stand, and what its frames will look like.
+
+    grid: in merged tokens.
+    runs: sorted and disjoint, in grid order, grid.tokens in sum.
+    frames: how many frames preprocessing sends when the item is selected (an image: 1); 0 where its embeddings came
+        with the prompt.
+    frame_height_px, frame_width_px: of every frame sent, after resizing; 0 where none is.
+    seconds_per_grid: time between temporal slices; None for an image.
+    timestamps_s: presentation time of each frame sent; empty for an image.
+    content_hash: 32 bytes that differ wherever the pixels sent, their times or the embeddings brought could differ.
+    """
+
+    modality: Modality
+    grid: Grid
+    runs: tuple[Run, ...]
+    frames: int
+    frame_height_px: int
+    frame_width_px: int
+    seconds_per_grid: Fraction | None
+    timestamps_s: tuple[float, ...]
+    content_hash: bytes
+
+    def __post_init__(self) -> None:
+        held = sum(run.length for run in self.runs)
+        if held != self.grid.tokens:
+            raise ValueError(f"runs hold {held} tokens, the grid {self.grid} has {self.grid.tokens}")
+        for before, after in pairwise(self.runs):
+            if before.end > after.offset:
+                raise ValueError(f"runs overlap or are out of order: {before}, {after}")
+        if not 0 <= self.frames <= MAX_PROMPT_TOKENS:
+            raise ValueError(f"frames must be between 0 and {MAX_PROMPT_TOKENS}, got {self.frames}")
+        least, most = (1, MAX_FRAME_SIDE_PX) if self.frames else (0, 0)
+        for side in (self.frame_height_px, self.frame_width_px):
+            if not least <= side <= most:
+                raise ValueError(f"a frame's side must be between {least} and {most} pixels, got {side}")
+        if self.frames and (self.frame_height_px < self.grid.h or self.frame_width_px < self.grid.w):
+            raise ValueError(
+                f"frames of {self.frame_height_px}×{self.frame_width_px} pixels hold no grid of {self.grid}"
+            )
+        if self.modality is Modality.IMAGE and (self.grid.t > 1 or self.frames > 1 or self.timestamps_s):
+            raise ValueError(
+                f"an image has one slice, one frame and no times, got {self.grid}, {self.frames} and "
+                f"{len(self.timestamps_s)}"
+            )
+        if (self.modality is Modality.VIDEO) != (self.seconds_per_grid is not None):
+            raise ValueError(
+                f"a video has a time base and an image has none, got {self.modality.value}, {self.seconds_per_grid}"
+            )
+        if self.seconds_per_grid is not None and self.seconds_per_grid <= 0:
+            raise ValueError(f"seconds_per_grid must be above 0, got {self.seconds_per_grid}")
+        if 0 < self.frames < self.grid.t:
+            raise ValueError(f"{self.frames} frames do not fill {self.grid.t} temporal slices")
+        self._check_times()
+        if len(self.content_hash) != DIGEST_BYTES:
+            raise ValueError(f"content_hash must have {DIGEST_BYTES} bytes, got {len(self.content_hash)}")
+
+    def _check_times(self) -> None:
+        times = self.timestamps_s
+        if times and len(times) != self.frames:
+            raise ValueError(f"timestamps_s must hold one time for each of {self.frames} frames, got {len(times)}")
+        if not all(map(math.isfinite, times)) or any(after < before for before, after in pairwise(times)):
+            raise ValueError("timestamps_s must be finite, none below the one before")
+
+    @property
+    def brings_embeds(self) -> bool:
+        """Whether the prompt brought its embeddings, so that nothing is decoded or encoded for it."""
+        return not self.frames
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptPlan:
+    """The full prompt, laid out as if nothing would ever be pruned.
+
+    input_ids: int32 [N].
+    positions: int32 [3, N], the axes time, height, width.
+    media: in the order of the prompt; their runs are disjoint and inside [0, N).
+    embed_levels: tensors a media token carries beside its embedding (deepstack); 0 for most families.
+    fingerprint: 32 bytes, of the checkpoint that the plan was made with.
+    """
+
+    input_ids: Int32Array
+    positions: Int32Array
+    media: tuple[MediaPlan, ...]
+    embed_levels: int
+    fingerprint: bytes
+
+    def __post_init__(self) -> None:
+        tokens = self.input_ids.size
+        if self.input_ids.dtype != np.int32 or self.input_ids.shape != (tokens,):
+            raise ValueError(f"input_ids must be int32 [N], got {self.input_ids.dtype} {self.input_ids.shape}")
+        if not 1 <= tokens <= MAX_PROMPT_TOKENS:
+            raise ValueError(f"a prompt has between 1 and {MAX_PROMPT_TOKENS} tokens, got {tokens}")
+        if self.positions.dtype != np.int32 or self.positions.shape != (3, tokens):
+            raise ValueError(
+                f"positions must be int32 [3, {tokens}], got {self.positions.dtype} {list(self.positions.shape)}"
+            )
+        if self.input_ids.min() < 0 or self.positions.min() < 0 or self.positions.max() > MAX_POSITION:
+            raise ValueError(f"ids and positions must be 0 or more, positions at most {MAX_POSITION}")
+        if not 0 <= self.embed_levels <= 16:
+            raise ValueError(f"embed_levels must be between 0 and 16, got {self.embed_levels}")
+        if len(self.fingerprint) != DIGEST_BYTES:
+            raise ValueError(f"fingerprint must have {DIGEST_BYTES} bytes, got {len(self.fingerprint)}")
+        end = 0
+        for run in (run for item in self.media for run in item.runs):
+            if run.offset < end or run.end > tokens:
+                raise ValueError(f"{run} overlaps an earlier run or ends after the prompt's {tokens} tokens")
+            end = run.end
+
+    @property
+    def tokens(self) -> int:
+        return int(self.input_ids.size)
+
+    def same_as(self, other: PromptPlan) -> bool:
+        """Whether it lays out the same prompt in the same way, with the same media in it."""
+        return (
+            (self.media, self.embed_levels, self.fingerprint) == (other.media, other.embed_levels, other.fingerprint)
+            and np.array_equal(self.input_ids, other.input_ids)
+            and np.array_equal(self.positions, other.positions)
+        )
+
+    def __repr__(self) -> str:
+        grids = ", ".join(f"{item.modality.value} {item.grid}" for item in self.media)
+        return f"PromptPlan(N={self.tokens}, media=[{grids}])"

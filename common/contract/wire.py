@@ -1,0 +1,261 @@
+"""Protobuf to dataclasses and back. What a peer sent is checked here, and breaks off with PeerContract.
+
+It owns no rule about values: the dataclasses of `plan` and `retention` validate themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+import numpy as np
+from framesieve.v1 import prompt_pb2, tensor_pb2
+
+from common.contract.errors import InvalidRequest, PeerContract
+from common.contract.plan import MAX_PROMPT_TOKENS, Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
+from common.contract.retention import EVS, Pruning
+from common.contract.tensors import DType, TensorBuffer, pieces, shape_of, size_bytes
+
+MAX_MEDIA = 512
+# Where each slice of as many videos as a prompt may have stands alone.
+MAX_RUNS = 2**18
+
+_DTYPE_TO_WIRE = {
+    DType.UINT8: tensor_pb2.DTYPE_UINT8,
+    DType.INT32: tensor_pb2.DTYPE_INT32,
+    DType.INT64: tensor_pb2.DTYPE_INT64,
+    DType.FLOAT16: tensor_pb2.DTYPE_FLOAT16,
+    DType.BFLOAT16: tensor_pb2.DTYPE_BFLOAT16,
+    DType.FLOAT32: tensor_pb2.DTYPE_FLOAT32,
+}
+_DTYPE_FROM_WIRE = {wire: dtype for dtype, wire in _DTYPE_TO_WIRE.items()}
+_MODALITY_TO_WIRE = {
+    Modality.IMAGE: prompt_pb2.MODALITY_IMAGE,
+    Modality.VIDEO: prompt_pb2.MODALITY_VIDEO,
+}
+_MODALITY_FROM_WIRE = {wire: modality for modality, wire in _MODALITY_TO_WIRE.items()}
+_MODALITY_OF_CONTENT = {"image": Modality.IMAGE, "video": Modality.VIDEO}
+
+
+def dtype_of(wire: tensor_pb2.DType) -> DType:
+    """The element type a peer named. Raises PeerContract for one that does not exist."""
+    if wire not in _DTYPE_FROM_WIRE:
+        raise PeerContract(f"dtype {wire} does not exist")
+    return _DTYPE_FROM_WIRE[wire]
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------
+
+
+def tensor_chunks(dtype: DType, shape: Sequence[int], data: memoryview) -> Iterator[tensor_pb2.TensorChunk]:
+    """The pieces of an array, in order, at least one."""
+    for offset, piece in pieces(data):
+        chunk = tensor_pb2.TensorChunk()
+        fill_chunk(chunk, dtype, shape, offset, piece)
+        yield chunk
+
+
+def fill_chunk(
+    chunk: tensor_pb2.TensorChunk, dtype: DType, shape: Sequence[int], offset_bytes: int, piece: memoryview
+) -> None:
+    """Makes an empty message a piece of an array. In its place in a larger message, so that nothing is copied twice."""
+    chunk.dtype, chunk.offset_bytes = _DTYPE_TO_WIRE[dtype], offset_bytes
+    chunk.shape.extend(shape)
+    chunk.data = bytes(piece)
+
+
+def buffer_for(chunk: tensor_pb2.TensorChunk, dtypes: Sequence[DType], shape: Sequence[int]) -> TensorBuffer:
+    """An empty buffer for the array that `chunk` begins, once its type and shape are what was expected.
+
+    Raises PeerContract otherwise, before anything is allocated.
+    """
+    dtype, sent = dtype_of(chunk.dtype), shape_of(chunk.shape)
+    if dtype not in dtypes or sent != tuple(shape):
+        allowed = " or ".join(each.label for each in dtypes)
+        raise PeerContract(f"expected {allowed} {list(shape)}, got {dtype.label} {list(sent)}")
+    return TensorBuffer(dtype, shape)
+
+
+def add_chunk(buffer: TensorBuffer, chunk: tensor_pb2.TensorChunk) -> int:
+    """Adds a piece and returns its size in bytes. Raises PeerContract unless it continues the buffer's array."""
+    data = chunk.data
+    buffer.add(dtype_of(chunk.dtype), chunk.shape, chunk.offset_bytes, data)
+    return len(data)
+
+
+def int32_tensor(array: Int32Array) -> tensor_pb2.Tensor:
+    return tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_INT32, shape=array.shape, data=array.astype("<i4").tobytes())
+
+
+def int32_array(tensor: tensor_pb2.Tensor) -> Int32Array:
+    """A whole INT32 array. Raises PeerContract for another type or a size that does not match."""
+    data, shape = tensor.data, shape_of(tensor.shape)
+    if tensor.dtype != tensor_pb2.DTYPE_INT32 or size_bytes(DType.INT32, shape) != len(data):
+        raise PeerContract(f"expected int32 {list(shape)}, got dtype {tensor.dtype} and {len(data)} bytes")
+    return np.frombuffer(data, "<i4").astype(np.int32, copy=False).reshape(shape)
+
+
+def tensor_digest(tensor: tensor_pb2.Tensor) -> bytes:
+    """sha256 of a tensor's dtype, as an int32, and its bytes; its shape stands elsewhere."""
+    return hashlib.sha256(struct.pack("<i", tensor.dtype) + tensor.data).digest()
+
+
+# --- pruning ----------------------------------------------------------------------------------------------------
+
+
+def pruning_of(message: prompt_pb2.Pruning) -> Pruning:
+    """Raises InvalidRequest for a rate outside its range or an unknown method."""
+    return Pruning(
+        rate=message.rate,
+        method=message.method or EVS,
+        seed=message.seed if message.HasField("seed") else None,
+    )
+
+
+def named_media(prompt: prompt_pb2.Prompt) -> Iterator[tuple[str, Modality, prompt_pb2.Media]]:
+    """Every image and video of a prompt, in its order, each with the name of its field."""
+    for index, message in enumerate(prompt.messages):
+        for place, part in enumerate(message.parts):
+            kind = part.WhichOneof("content")
+            if kind in _MODALITY_OF_CONTENT:
+                name = f"prompt.messages[{index}].parts[{place}].{kind}"
+                yield name, _MODALITY_OF_CONTENT[kind], getattr(part, kind)
+
+
+def modalities_of(prompt: prompt_pb2.Prompt) -> list[Modality]:
+    """Of every image and video of a prompt, in its order."""
+    return [modality for _, modality, _ in named_media(prompt)]
+
+
+def prunings_of(prompt: prompt_pb2.Prompt, default: prompt_pb2.Pruning) -> tuple[Pruning, ...]:
+    """How each media item is pruned: its own pruning, else `default` (an empty message prunes nothing).
+
+    Raises InvalidRequest, naming the item, for a rate outside its range or an unknown method.
+    """
+    shared = pruning_of(default)
+    return tuple(
+        _own_pruning(name, media.pruning) if media.HasField("pruning") else shared
+        for name, _, media in named_media(prompt)
+    )
+
+
+def _own_pruning(name: str, message: prompt_pb2.Pruning) -> Pruning:
+    try:
+        return pruning_of(message)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}.{error}") from error
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------
+
+
+def plan_messages(plan: PromptPlan) -> Iterator[prompt_pb2.PromptPlan]:
+    """The plan in one message or, when its layout is above a piece, in several."""
+    layout = np.ascontiguousarray(np.concatenate([plan.input_ids[None], plan.positions]), "<i4")
+    for index, chunk in enumerate(tensor_chunks(DType.INT32, layout.shape, layout.data)):
+        if index:
+            yield prompt_pb2.PromptPlan(layout=chunk)
+            continue
+        yield prompt_pb2.PromptPlan(
+            layout=chunk,
+            media=[_media_message(item) for item in plan.media],
+            embed_levels=plan.embed_levels,
+            fingerprint=plan.fingerprint,
+        )
+
+
+class PlanReceiver:
+    """Puts a plan together again from its messages."""
+
+    def __init__(self) -> None:
+        self._first: prompt_pb2.PromptPlan | None = None
+        self._layout: TensorBuffer | None = None
+
+    def add(self, message: prompt_pb2.PromptPlan) -> PromptPlan | None:
+        """The plan, once its last message is there. Raises PeerContract for what no plan can be."""
+        if self._first is None or self._layout is None:
+            shape = shape_of(message.layout.shape)
+            if len(shape) != 2 or shape[0] != 4:
+                raise PeerContract(f"a plan's layout has the shape [4, N], got {list(shape)}")
+            if shape[1] > MAX_PROMPT_TOKENS:
+                raise PeerContract(f"a plan has at most {MAX_PROMPT_TOKENS} tokens, got {shape[1]}")
+            _check_counts(message)
+            self._first = message
+            self._layout = buffer_for(message.layout, [DType.INT32], shape)
+        elif message.media or message.embed_levels or message.fingerprint:
+            raise PeerContract("a later piece of a plan brings more than layout")
+        add_chunk(self._layout, message.layout)
+        return self._plan(self._first, self._layout) if self._layout.complete else None
+
+    def _plan(self, first: prompt_pb2.PromptPlan, layout: TensorBuffer) -> PromptPlan:
+        rows = np.frombuffer(layout.data, "<i4").astype(np.int32, copy=False).reshape(layout.shape)
+        try:
+            return PromptPlan(
+                input_ids=rows[0],
+                positions=rows[1:],
+                media=tuple(_media_plan(item) for item in first.media),
+                embed_levels=first.embed_levels,
+                fingerprint=first.fingerprint,
+            )
+        except ValueError as error:
+            raise PeerContract(f"the plan contradicts itself: {error}") from error
+
+
+def _media_message(item: MediaPlan) -> prompt_pb2.MediaPlan:
+    base = item.seconds_per_grid
+    return prompt_pb2.MediaPlan(
+        modality=_MODALITY_TO_WIRE[item.modality],
+        grid=grid_message(item.grid),
+        runs=[prompt_pb2.Run(offset=run.offset, length=run.length) for run in item.runs],
+        frames=item.frames,
+        frame_height_px=item.frame_height_px,
+        frame_width_px=item.frame_width_px,
+        seconds_per_grid=None
+        if base is None
+        else prompt_pb2.Rational(numerator=base.numerator, denominator=base.denominator),
+        timestamps_s=item.timestamps_s,
+        content_hash=item.content_hash,
+    )
+
+
+def _check_counts(message: prompt_pb2.PromptPlan) -> None:
+    """Before anything is made of them. Raises PeerContract for more than any prompt has."""
+    runs = sum(len(item.runs) for item in message.media[: MAX_MEDIA + 1])
+    if len(message.media) > MAX_MEDIA or runs > MAX_RUNS:
+        raise PeerContract(
+            f"a plan has at most {MAX_MEDIA} media and {MAX_RUNS} runs, got {len(message.media)} and {runs}"
+        )
+
+
+def _media_plan(message: prompt_pb2.MediaPlan) -> MediaPlan:
+    base = message.seconds_per_grid
+    if message.HasField("seconds_per_grid") and base.denominator < 1:
+        raise ValueError(f"seconds_per_grid.denominator must be at least 1, got {base.denominator}")
+    return MediaPlan(
+        modality=modality_of(message.modality),
+        grid=Grid(message.grid.t, message.grid.h, message.grid.w),
+        runs=tuple(Run(run.offset, run.length) for run in message.runs),
+        frames=message.frames,
+        frame_height_px=message.frame_height_px,
+        frame_width_px=message.frame_width_px,
+        seconds_per_grid=Fraction(base.numerator, base.denominator) if message.HasField("seconds_per_grid") else None,
+        timestamps_s=tuple(message.timestamps_s),
+        content_hash=message.content_hash,
+    )
+
+
+def grid_message(grid: Grid) -> prompt_pb2.Grid:
+    return prompt_pb2.Grid(t=grid.t, h=grid.h, w=grid.w)
+
+
+def modality_message(modality: Modality) -> prompt_pb2.Modality:
+    return _MODALITY_TO_WIRE[modality]
+
+
+def modality_of(wire: prompt_pb2.Modality) -> Modality:
+    """Raises PeerContract for a modality that does not exist."""
+    if wire not in _MODALITY_FROM_WIRE:
+        raise PeerContract(f"modality {wire} does not exist")
+    return _MODALITY_FROM_WIRE[wire]

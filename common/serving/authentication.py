@@ -1,0 +1,46 @@
+"""Who calls: whoever shows no token that is known is refused before anything of the request is read.
+
+Health answers everybody, since probes hold no tokens. It does not know what a caller may cost (`security.quotas`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import structlog
+
+from common.contract.errors import Unauthenticated
+from common.security.tokens import AUTHORIZATION_KEY, Tokens
+from common.serving.interceptors import guarded
+
+_HEALTH_METHODS = "/grpc.health.v1.Health/"
+
+
+class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
+    """Lets through who shows a token that is known; the rest of the request, and its logs, know the client's name."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith(_HEALTH_METHODS):
+            return handler
+        shown = [value for key, value in handler_call_details.invocation_metadata or () if key == AUTHORIZATION_KEY]
+        name = self._tokens.name_of(shown[0]) if len(shown) == 1 and isinstance(shown[0], str) else None
+        if name is None:
+            # As a stream, whatever the method is: nothing of the request is waited for.
+            return grpc.stream_stream_rpc_method_handler(guarded(_refuse, method))
+        structlog.contextvars.bind_contextvars(client=name)
+        return handler
+
+
+def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
+    raise Unauthenticated("a bearer token that is known here must come with the call")

@@ -1,0 +1,64 @@
+"""Asks a service whether it is well: exit status 0 if it is SERVING. For healthchecks of containers.
+
+python -m common.serving.probe 127.0.0.1:50053
+
+It reads the service's own environment: where that sets FRAMESIEVE_TLS_CERT, the listener speaks TLS, but for a unix
+socket. It is then asked by TLS and shown that certificate if it wants one; FRAMESIEVE_UPSTREAM_TLS_CA names the
+authorities of what it shows, which must name the address. No token is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common.channels import NO_PROXY
+from common.contract.errors import StartupError
+from common.security.certificates import read_authorities, read_pair
+from common.security.credentials import NO_CREDENTIALS, Credentials, is_unix
+
+TIMEOUT_S = 3.0
+
+
+def own_credentials(address: str, environment: Mapping[str, str]) -> Credentials:
+    """How a service with this environment is asked for its health, at the address that it listens on.
+
+    Raises StartupError for files that cannot be used, and where it speaks TLS and nothing says whom to trust.
+    """
+    authorities, cert, key = (
+        environment.get(f"FRAMESIEVE_{name}") for name in ("UPSTREAM_TLS_CA", "TLS_CERT", "TLS_KEY")
+    )
+    if not cert or is_unix(address):
+        return NO_CREDENTIALS
+    if not authorities:
+        raise StartupError(f"FRAMESIEVE_TLS_CERT {cert} needs FRAMESIEVE_UPSTREAM_TLS_CA, to ask for health by TLS")
+    pair = read_pair(Path(cert), Path(key), ssl.Purpose.SERVER_AUTH) if key else None
+    return Credentials(read_authorities("--upstream-tls-ca", Path(authorities)), pair)
+
+
+def is_serving(address: str, credentials: Credentials, timeout_s: float) -> bool:
+    """Whether the service there says so. Raises RpcError where nobody answers in time."""
+    tls = credentials.for_channel(address)
+    options = (NO_PROXY,)
+    with grpc.secure_channel(address, tls, options) if tls else grpc.insecure_channel(address, options) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def main() -> int:
+    address = sys.argv[1]
+    try:
+        return 0 if is_serving(address, own_credentials(address, os.environ), TIMEOUT_S) else 1
+    except (StartupError, grpc.RpcError) as error:
+        print(f"{address} does not answer: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

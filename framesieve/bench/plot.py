@@ -1,0 +1,69 @@
+"""A load's picture: how long answers took, as cumulative distributions, and what was answered over time.
+
+matplotlib is an extra of its own (`plot`), imported when a picture is wanted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.contract.errors import StartupError
+from framesieve.bench.measure import Record
+from framesieve.bench.table import named
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MOST_BINS = 60
+
+
+def check_plotting() -> None:
+    """Raises StartupError where the extra is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise StartupError("--plot needs matplotlib, which is not installed: in the checkout, pip install -e '.[plot]'")
+
+
+def plot(records: Sequence[Record], wall_s: float, title: str, output: Path) -> None:
+    """Writes a PNG, whatever the output's suffix. Raises OSError where it cannot be written."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    first, total, rate = figure.subplots(1, 3)
+    figure.suptitle(title, fontsize=10)
+    answered = [record for record in records if record.failure is None]
+    _distributions(first, answered, "time to first token", lambda record: record.first_token_s)
+    _distributions(total, answered, "end to end", lambda record: record.total_s)
+    _throughput(rate, records, wall_s)
+    figure.savefig(output, format="png", dpi=120)
+
+
+def _distributions(axes: Axes, records: Sequence[Record], title: str, read: Callable[[Record], float | None]) -> None:
+    for pruning in sorted({record.pruning for record in records}, key=lambda each: (each.method, each.rate)):
+        values = [read(record) for record in records if record.pruning == pruning]
+        if seen := [value for value in values if value is not None]:
+            axes.ecdf(seen, label=named(pruning))
+    axes.set(title=title, xlabel="seconds", ylabel="share of answers", ylim=(0, 1))
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    if records:
+        axes.legend(loc="lower right")
+
+
+def _throughput(axes: Axes, records: Sequence[Record], wall_s: float) -> None:
+    """Requests that ended in each of equal stretches of time, a second."""
+    edges = np.linspace(0, max(wall_s, 1e-9), min(_MOST_BINS, max(1, len(records) // 8)) + 1)
+    for label, failed in (("answered", False), ("failed", True)):
+        done = [record.done_s for record in records if (record.failure is not None) is failed]
+        if done or not failed:
+            counts, _ = np.histogram(done, edges)
+            axes.stairs(counts / np.diff(edges), edges, label=label, fill=not failed, alpha=0.7)
+    axes.set(title="throughput over time", xlabel="seconds since the load began", ylabel="requests a second")
+    axes.set_xlim(0, edges[-1])
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")

@@ -1,0 +1,198 @@
+"""A picture of what pruning keeps: every frame the model was shown, what was dropped dimmed, what was kept outlined.
+
+    title                                            ▣ kept  ▢ pruned
+    caption
+    [frame|frame]  [frame|frame]  [frame|frame]      the frames of one temporal slice stand together,
+     0.0 s  0.5 s   1.0 s  1.5 s   2.0 s  2.5 s      since they share their tokens
+    ━━━━━━━━━━━━━  ━━━───────────  ━────────────      the bar is the share of the slice that was kept
+
+It draws and knows nothing of gRPC, files or how tokens are chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from common.contract.plan import Grid, Int32Array
+
+RGB = tuple[int, int, int]
+
+PAPER: RGB = (16, 18, 23)
+INK: RGB = (232, 234, 238)
+FAINT_INK: RGB = (138, 144, 156)
+TRACK: RGB = (45, 49, 58)
+ACCENT: RGB = (255, 184, 77)
+
+# Pruned patches keep this share of their grey and nothing of their colour.
+DIMMED_SHARE = 0.32
+
+SHEET_WIDTH_PX = 1560
+SHEET_ASPECT = 1.5
+MIN_FRAME_WIDTH_PX = 96
+MAX_FRAME_WIDTH_PX = 300
+
+MARGIN_PX = 28
+HEADER_PX = 76
+FRAME_GAP_PX = 2
+SLICE_GAP_PX = 18
+ROW_GAP_PX = 20
+FOOT_PX = 30
+TITLE_SIZE, TEXT_SIZE, STAMP_SIZE = 24, 15, 13
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Sizes in pixels of one cell (a token), one frame, one slice and the sheet, and how slices fill its rows."""
+
+    grid: Grid
+    frames_per_slice: int
+    cell_width: int
+    cell_height: int
+    columns: int
+
+    @property
+    def frame_size(self) -> tuple[int, int]:
+        return self.grid.w * self.cell_width, self.grid.h * self.cell_height
+
+    @property
+    def slice_width(self) -> int:
+        return self.frames_per_slice * (self.frame_size[0] + FRAME_GAP_PX) - FRAME_GAP_PX
+
+    @property
+    def sheet_size(self) -> tuple[int, int]:
+        rows = math.ceil(self.grid.t / self.columns)
+        width = 2 * MARGIN_PX + self.columns * (self.slice_width + SLICE_GAP_PX) - SLICE_GAP_PX
+        height = HEADER_PX + MARGIN_PX + rows * (self.frame_size[1] + FOOT_PX + ROW_GAP_PX)
+        return width, height
+
+    def corner(self, index: int) -> tuple[int, int]:
+        """Where slice `index` starts."""
+        row, column = divmod(index, self.columns)
+        return (
+            MARGIN_PX + column * (self.slice_width + SLICE_GAP_PX),
+            HEADER_PX + MARGIN_PX + row * (self.frame_size[1] + FOOT_PX + ROW_GAP_PX),
+        )
+
+
+def contact_sheet(
+    frames: NDArray[np.uint8],
+    grid: Grid,
+    kept: Int32Array,
+    timestamps_s: Sequence[float],
+    title: str,
+    caption: str,
+) -> Image.Image:
+    """Every frame, its pruned tokens dimmed and its kept ones outlined.
+
+    frames: uint8 [grid.t · n, height, width, 3], RGB; n frames share one temporal slice.
+    kept: int32 [K], which of the grid's t·h·w tokens were kept.
+    timestamps_s: one a frame, or none.
+    Raises ValueError where frames, grid, kept and timestamps do not belong together.
+    """
+    _check(frames, grid, kept, timestamps_s)
+    flat = np.zeros(grid.tokens, dtype=bool)
+    flat[kept] = True
+    mask = flat.reshape(grid.t, grid.h, grid.w)
+
+    layout = _lay_out(frames, grid)
+    width, height = layout.sheet_size
+    sheet = Image.new("RGB", (max(width, 2 * MARGIN_PX + _header_width(title, caption)), height), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    _draw_header(draw, sheet.width, title, caption)
+    for index in range(grid.t):
+        left, top = layout.corner(index)
+        first = index * layout.frames_per_slice
+        for offset in range(layout.frames_per_slice):
+            x = left + offset * (layout.frame_size[0] + FRAME_GAP_PX)
+            sheet.paste(_frame(frames[first + offset], mask[index], layout), (x, top))
+            if timestamps_s:
+                _draw_stamp(draw, x, top + layout.frame_size[1], timestamps_s[first + offset])
+        _draw_bar(draw, left, top + layout.frame_size[1], layout.slice_width, float(mask[index].mean()))
+    return sheet
+
+
+def _check(frames: NDArray[np.uint8], grid: Grid, kept: Int32Array, timestamps_s: Sequence[float]) -> None:
+    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or len(frames) % grid.t or not len(frames):
+        raise ValueError(f"frames must be uint8 [{grid.t} · n, height, width, 3], got {frames.dtype} {frames.shape}")
+    if kept.size and not (kept.min() >= 0 and kept.max() < grid.tokens):
+        raise ValueError(f"kept must lie in [0, {grid.tokens}), got {kept.min()} to {kept.max()}")
+    if timestamps_s and len(timestamps_s) != len(frames):
+        raise ValueError(f"{len(frames)} frames need as many timestamps, got {len(timestamps_s)}")
+
+
+def _lay_out(frames: NDArray[np.uint8], grid: Grid) -> _Layout:
+    """As many slices a row as make the sheet a screen's shape with few places left empty."""
+    layouts = [_with_columns(frames, grid, columns) for columns in range(1, grid.t + 1)]
+
+    def ugliness(layout: _Layout) -> float:
+        width, height = layout.sheet_size
+        empty = -grid.t % layout.columns / grid.t
+        return abs(math.log(width / height / SHEET_ASPECT)) + empty
+
+    return min(layouts, key=ugliness)
+
+
+def _with_columns(frames: NDArray[np.uint8], grid: Grid, columns: int) -> _Layout:
+    """Frames as large as `columns` slices a row leave room for, each token a whole number of pixels."""
+    count, height, width = frames.shape[:3]
+    per_slice = count // grid.t
+    slice_width = (SHEET_WIDTH_PX - 2 * MARGIN_PX + SLICE_GAP_PX) / columns - SLICE_GAP_PX
+    frame_width = min(max(slice_width / per_slice - FRAME_GAP_PX, MIN_FRAME_WIDTH_PX), MAX_FRAME_WIDTH_PX)
+    cell_width = max(2, int(frame_width / grid.w))
+    cell_height = max(2, round(cell_width * (height / grid.h) / (width / grid.w)))
+    return _Layout(grid, per_slice, cell_width, cell_height, columns)
+
+
+def _frame(pixels: NDArray[np.uint8], mask: NDArray[np.bool_], layout: _Layout) -> Image.Image:
+    resized = np.asarray(Image.fromarray(pixels).resize(layout.frame_size, Image.Resampling.LANCZOS), dtype=np.float32)
+    kept = mask.repeat(layout.cell_height, axis=0).repeat(layout.cell_width, axis=1)
+    grey = resized.mean(axis=2, keepdims=True)
+    dimmed = grey * DIMMED_SHARE + np.array(PAPER, dtype=np.float32) * (1 - DIMMED_SHARE)
+    drawn = np.where(kept[..., None], resized, dimmed)
+    drawn[_outline(kept)] = ACCENT
+    return Image.fromarray(drawn.round().astype(np.uint8))
+
+
+def _outline(kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The kept pixels that touch a pruned one or the frame's edge."""
+    padded = np.pad(kept, 1)
+    inside = padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
+    return kept & ~inside
+
+
+def _draw_header(draw: ImageDraw.ImageDraw, width: int, title: str, caption: str) -> None:
+    draw.text((MARGIN_PX, MARGIN_PX - 2), title, INK, _font(TITLE_SIZE))
+    draw.text((MARGIN_PX, MARGIN_PX + 34), caption, FAINT_INK, _font(TEXT_SIZE))
+    x = width - MARGIN_PX
+    for label, fill, outline in (("pruned", TRACK, TRACK), ("kept", (214, 120, 92), ACCENT)):
+        x -= round(draw.textlength(label, _font(TEXT_SIZE)))
+        draw.text((x, MARGIN_PX + 34), label, FAINT_INK, _font(TEXT_SIZE))
+        x -= 22
+        draw.rectangle((x, MARGIN_PX + 36, x + 13, MARGIN_PX + 49), fill, outline)
+        x -= 20
+
+
+def _draw_stamp(draw: ImageDraw.ImageDraw, x: int, y: int, time_s: float) -> None:
+    draw.text((x, y + 6), f"{time_s:.2f} s", FAINT_INK, _font(STAMP_SIZE))
+
+
+def _draw_bar(draw: ImageDraw.ImageDraw, x: int, y: int, width: int, share: float) -> None:
+    y += FOOT_PX - 4
+    draw.rectangle((x, y, x + width - 1, y + 2), TRACK)
+    if share:
+        draw.rectangle((x, y, x + max(1, round(width * share)) - 1, y + 2), ACCENT)
+
+
+def _header_width(title: str, caption: str) -> int:
+    legend_px = 190
+    return max(round(_font(TITLE_SIZE).getlength(title)), round(_font(TEXT_SIZE).getlength(caption)) + legend_px)
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)

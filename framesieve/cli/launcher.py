@@ -1,0 +1,321 @@
+"""The three services as three processes on this machine: started, watched, stopped together.
+
+    preprocessing ◀── encoder ◀── generation          started at once, each ready when its health says so
+                                                      stopped from the right, so that answers in flight complete
+
+Every child has a session of its own: a Ctrl-C in the terminal reaches the parent alone, which then drains the rest; a
+second one ends them at once.
+It knows the services by their module names and flags only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from common.contract.errors import StartupError
+from common.exit_status import ExitStatus
+from common.ports import free_port
+from common.security.credentials import Credentials, is_unix
+from common.serving.probe import is_serving, own_credentials
+
+SERVICES = ("preprocessing", "encoder", "generation")
+READY_TIMEOUT_S = 180.0
+POLL_S = 0.1
+PROBE_S = 1.0
+LOOK_S = 1.0
+LOG_TAIL_LINES = 20
+KILL_AFTER_DRAIN_S = 5.0
+STDERR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where one service listens: host:port or unix:/path, and the port of its metrics (0: none)."""
+
+    address: str
+    metrics_port: int
+
+
+class LocalStack:
+    """Three services on this machine, as a context manager, async or not.
+
+        with LocalStack(model) as stack:
+            ... stack.address ...
+
+    model: a checkpoint folder; None is the embedded demo model.
+    services: which are started; each needs those before it.
+    media_root: where preprocessing may read paths from; None: nowhere.
+    endpoints: by service; None: unix sockets in a folder of the stack's own, and free loopback ports for metrics.
+    flags: more command-line flags, by service.
+    show_logs: services write to this process's stderr; else to files that `log` reads and that go with the stack.
+    drain_s: how long running requests get to finish when the stack stops, service by service.
+    Raises StartupError where something listens already, and, with the end of the log, when a service ends or is not
+    ready in time.
+    """
+
+    def __init__(
+        self,
+        model: Path | None = None,
+        *,
+        services: Sequence[str] = SERVICES,
+        media_root: Path | None = None,
+        endpoints: Mapping[str, Endpoint] | None = None,
+        flags: Mapping[str, Sequence[str]] | None = None,
+        show_logs: bool = False,
+        drain_s: float = 30.0,
+        ready_timeout_s: float = READY_TIMEOUT_S,
+    ) -> None:
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._model = model
+        self._services = tuple(services)
+        self._media_root = media_root
+        self._given = endpoints
+        self._flags = flags or {}
+        self._show_logs = show_logs
+        self._drain_s = drain_s
+        self._ready_timeout_s = ready_timeout_s
+        self._endpoints: dict[str, Endpoint] = {}
+        self._credentials: dict[str, Credentials] = {}
+        self._cleanup = contextlib.ExitStack()
+        self._folder = Path()
+        # No threading.Event: a signal's handler that sets it may wait for what it has interrupted.
+        self._given_up = False
+        self._at_once = False
+
+    @property
+    def address(self) -> str:
+        """Generation's: what clients call."""
+        return self._endpoints["generation"].address
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        return {name: endpoint.address for name, endpoint in self._endpoints.items()}
+
+    @property
+    def metrics_ports(self) -> dict[str, int]:
+        return {name: endpoint.metrics_port for name, endpoint in self._endpoints.items()}
+
+    def log(self, service: str) -> str:
+        """What the service has written so far; empty where logs are shown instead."""
+        path = self._folder / f"{service}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    # --- starting -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the services and returns once all are ready."""
+        try:
+            self._folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="framesieve-")))
+            self._endpoints = dict(self._given or _own_endpoints(self._folder))
+            for service in self._services:
+                self._prepare(service)
+            for service in self._services:
+                self.processes[service] = self._spawn(service)
+            self._wait_until_ready()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _prepare(self, service: str) -> None:
+        """Raises StartupError where somebody else would answer in the service's place, as ready as it should be."""
+        address = self._endpoints[service].address
+        if listens(address):
+            flag = "--listen" if service == "generation" else f"--{service}-listen"
+            raise StartupError(
+                f"something listens at {address} already, where {service} should: end it, or choose another {flag}"
+            )
+        self._credentials[service] = own_credentials(address, os.environ)
+
+    def _spawn(self, service: str) -> subprocess.Popen[bytes]:
+        endpoint = self._endpoints[service]
+        upstream = {"preprocessing": (), "encoder": SERVICES[:1], "generation": SERVICES[:2]}[service]
+        command = [
+            # -P: a folder named services where the caller happens to stand is not ours.
+            *(sys.executable, "-P", "-m", f"services.{service}"),
+            *("--listen", endpoint.address),
+            *("--metrics-port", str(endpoint.metrics_port)),
+            *("--drain-s", str(self._drain_s)),
+            *(("--model", str(self._model)) if self._model else ()),
+            *(("--media-root", str(self._media_root)) if self._media_root and service == "preprocessing" else ()),
+            *(flag for name in upstream for flag in (f"--{name}", self._endpoints[name].address)),
+            *self._flags.get(service, ()),
+        ]
+        with contextlib.ExitStack() as stack:
+            path = self._folder / f"{service}.log"
+            output = STDERR if self._show_logs else stack.enter_context(path.open("wb"))
+            return subprocess.Popen(  # noqa: S603  (a command of our own)
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=_environment(),
+                start_new_session=True,
+            )
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self._ready_timeout_s
+        waiting = list(self._services)
+        while waiting:
+            if self._given_up:
+                raise StartupError("the start was cancelled")
+            ended = self.ended()
+            if ended:
+                raise StartupError(f"{ended} {self._how_it_ended(ended)}")
+            if time.monotonic() > deadline:
+                raise StartupError(
+                    f"{waiting[0]} was not ready after {self._ready_timeout_s:g} s{self._log_tail(waiting[0])}"
+                )
+            waiting = [service for service in waiting if not self._is_serving(service)]
+            time.sleep(POLL_S)
+
+    def _is_serving(self, service: str) -> bool:
+        try:
+            return is_serving(self._endpoints[service].address, self._credentials[service], PROBE_S)
+        except grpc.RpcError:
+            return False
+
+    # --- watching -----------------------------------------------------------------------------------------------
+
+    def ended(self) -> str | None:
+        """The name of a service that is no longer running, if there is one."""
+        return next((name for name, process in self.processes.items() if process.poll() is not None), None)
+
+    def watch(self) -> None:
+        """Returns once `end` is called. Raises StartupError once a service has ended by itself."""
+        while (ended := self.ended()) is None:
+            if self._given_up:
+                return
+            time.sleep(POLL_S)
+        raise StartupError(f"{ended} {self._how_it_ended(ended)}")
+
+    def _how_it_ended(self, service: str) -> str:
+        status = self.processes[service].returncode
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"{how}{self._log_tail(service)}"
+
+    def _log_tail(self, service: str) -> str:
+        lines = self.log(service).rstrip().splitlines()[-LOG_TAIL_LINES:]
+        return "".join(f"\n  {line}" for line in lines)
+
+    # --- stopping -----------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Has `watch` return, and a start give up."""
+        self._given_up = True
+
+    def end_at_once(self) -> None:
+        """Has `stop` wait for nothing."""
+        self._at_once = True
+
+    @property
+    def exit_status(self) -> ExitStatus:
+        """Once stopped: how its services have ended, all together."""
+        ended = {process.returncode for process in self.processes.values()}
+        if ended <= {ExitStatus.FINISHED}:
+            return ExitStatus.FINISHED
+        cut_off = {ExitStatus.FINISHED, ExitStatus.CUT_OFF, -signal.SIGKILL}  # the last outlasted its grace
+        return ExitStatus.CUT_OFF if ended <= cut_off else ExitStatus.FAILED
+
+    def stop(self) -> None:
+        """Drains and stops generation, then the encoder, then preprocessing; what outlasts its grace is killed."""
+        try:
+            for process in reversed(self.processes.values()):
+                if self._at_once or process.poll() is not None:
+                    continue
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(self._drain_s + KILL_AFTER_DRAIN_S)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends whatever still runs, at once, with its children. Those of a service that has ended end by themselves."""
+        self._kill_groups()
+        for process in self.processes.values():
+            process.wait()
+        self._cleanup.close()
+
+    def kill_unwaited(self) -> None:
+        """`kill` for the handler of a signal, which may have interrupted whoever waits; this process must end then."""
+        self._kill_groups()
+        with contextlib.suppress(OSError):
+            self._cleanup.close()
+
+    def _kill_groups(self) -> None:
+        """Of processes that were not waited for: the number of one that was may be somebody else's by now."""
+        for process in self.processes.values():
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    async def __aenter__(self) -> Self:
+        starting = asyncio.ensure_future(asyncio.to_thread(self.start))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # A thread cannot be cancelled: it is told to give up, and what it started is ended.
+            self.end()
+            await asyncio.wait([starting])
+            self.kill()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.stop)
+
+
+def listens(address: str) -> bool:
+    """Whether anybody takes connections there; nobody does at what is no address, nor at a file left by a socket."""
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        if is_unix(address):
+            kind, _, path = address.partition(":")
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(LOOK_S)
+                connection.connect(f"\0{path}" if kind == "unix-abstract" else path)
+                return True
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host.strip("[]"), int(port)), LOOK_S):
+            return True
+    return False
+
+
+def _own_endpoints(folder: Path) -> dict[str, Endpoint]:
+    return {name: Endpoint(f"unix:{folder}/{name}.sock", free_port()) for name in SERVICES}
+
+
+def _environment() -> dict[str, str]:
+    """This process's own, with the code that it runs from within the children's reach, installed or not."""
+    path = filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parent.parent)))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

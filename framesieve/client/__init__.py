@@ -1,0 +1,46 @@
+"""The Python client. Users import these names from `framesieve` itself."""
+
+from common.contract.errors import FramesieveError
+from common.contract.plan import Grid
+from common.contract.retention import Pruning
+from framesieve.client.answer import (
+    Accepted,
+    Answer,
+    Choice,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    MediaUsage,
+    Progress,
+    Timings,
+    Usage,
+)
+from framesieve.client.client import FramesieveClient
+from framesieve.client.encoding import Encoded, encode
+from framesieve.client.prompt import Embeds, Image, Message, Text, Video
+
+__all__ = [
+    "Accepted",
+    "Answer",
+    "Choice",
+    "Delta",
+    "Embeds",
+    "Encoded",
+    "Event",
+    "FinishReason",
+    "Finished",
+    "FramesieveClient",
+    "FramesieveError",
+    "Grid",
+    "Image",
+    "MediaUsage",
+    "Message",
+    "Progress",
+    "Pruning",
+    "Text",
+    "Timings",
+    "Usage",
+    "Video",
+    "encode",
+]

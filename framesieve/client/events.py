@@ -1,0 +1,97 @@
+"""What a service answers, out of protobuf; `framesieve.client.wire` has the way there."""
+
+from __future__ import annotations
+
+from common.contract.errors import PeerContract
+from common.contract.plan import Grid
+from common.contract.wire import modality_of
+from framesieve.client.answer import (
+    Accepted,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    MediaUsage,
+    Progress,
+    Timings,
+    Usage,
+)
+from framesieve.v1 import generation_pb2
+
+_REASONS = {
+    generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+
+
+def event_of(response: generation_pb2.GenerateResponse) -> Event:
+    """One event of an answer. Raises PeerContract for one that this client does not know."""
+    match response.WhichOneof("response"):
+        case "accepted":
+            return Accepted(response.accepted.request_id, _usage(response.accepted.usage))
+        case "progress":
+            progress = response.progress
+            return Progress(progress.media_index, progress.decoded_slices, progress.encoded_slices)
+        case "delta":
+            return _delta(response.delta)
+        case "finished":
+            return _finished(response.finished)
+        case _:
+            raise PeerContract("the service sent an event of a kind that this client does not know")
+
+
+def _delta(delta: generation_pb2.Delta) -> Delta:
+    for top in delta.top_logprobs:
+        if len(top.token_ids) != len(top.logprobs):
+            raise PeerContract(f"the service sent {len(top.logprobs)} log-probabilities of {len(top.token_ids)} tokens")
+    return Delta(
+        delta.choice_index,
+        delta.text,
+        tuple(delta.token_ids),
+        tuple(delta.logprobs),
+        tuple(tuple(zip(top.token_ids, top.logprobs, strict=True)) for top in delta.top_logprobs),
+    )
+
+
+def _finished(finished: generation_pb2.Finished) -> Finished:
+    if finished.reason not in _REASONS:
+        raise PeerContract(f"the service ended an answer for the unknown reason {finished.reason}")
+    return Finished(
+        finished.choice_index, _REASONS[finished.reason], _usage(finished.usage), _timings(finished.timings)
+    )
+
+
+def _usage(usage: generation_pb2.Usage) -> Usage:
+    return Usage(
+        prompt_tokens_full=usage.prompt_tokens_full,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        media=tuple(
+            MediaUsage(
+                modality=modality_of(item.modality),
+                grid=Grid(item.grid.t, item.grid.h, item.grid.w),
+                kept_tokens=item.kept_tokens,
+                repaired_frames=item.repaired_frames,
+                first_slice_only=item.first_slice_only,
+            )
+            for item in usage.media
+        ),
+        cached_prompt_tokens=usage.cached_prompt_tokens,
+    )
+
+
+def _timings(timings: generation_pb2.Timings) -> Timings:
+    return Timings(
+        time_to_first_token_s=timings.time_to_first_token_s,
+        fetch_s=timings.fetch_s,
+        plan_s=timings.plan_s,
+        decode_s=timings.decode_s,
+        resize_s=timings.resize_s,
+        wait_for_encoder_s=timings.wait_for_encoder_s,
+        encode_s=timings.encode_s,
+        prune_s=timings.prune_s,
+        transfer_s=timings.transfer_s,
+        wait_for_prefill_s=timings.wait_for_prefill_s,
+        prefill_s=timings.prefill_s,
+        generate_s=timings.generate_s,
+    )

@@ -1,0 +1,113 @@
+"""What a prompt asks of the encoder itself, checked before the prompt is passed on: pruning, and embeddings it brings.
+
+Embeddings stay here: preprocessing gets their grid, their time base and their digest. The rest of a prompt is its to
+check.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from framesieve.v1 import prompt_pb2, tensor_pb2
+from framesieve.v1.encoder_pb2 import EncodePrompt
+from torch import Tensor
+
+from common.contract.errors import InvalidRequest
+from common.contract.plan import Grid
+from common.contract.retention import EVS, Pruning
+from common.contract.tensors import MAX_AXES
+from common.contract.wire import named_media, prunings_of, tensor_digest
+from services.encoder.tower.tower import Tower
+
+_DTYPES = {
+    tensor_pb2.DTYPE_BFLOAT16: torch.bfloat16,
+    tensor_pb2.DTYPE_FLOAT16: torch.float16,
+    tensor_pb2.DTYPE_FLOAT32: torch.float32,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BroughtEmbeds:
+    """Embeddings that came with a prompt: (1 + embed_levels, t·h·w, embed_dim) as sent, finite in the tower's dtype."""
+
+    grid: Grid
+    tensor: Tensor
+
+
+def checked_prunings(request: EncodePrompt, methods: Sequence[str]) -> tuple[Pruning, ...]:
+    """How each media item is pruned.
+
+    methods: those that the model's family allows.
+    Raises InvalidRequest for another method, even where nothing would be pruned by it, and for a rate out of range.
+    """
+    _check_method("pruning", request.pruning, methods)
+    for name, _, media in named_media(request.prompt):
+        _check_method(f"{name}.pruning", media.pruning, methods)
+    return prunings_of(request.prompt, request.pruning)
+
+
+def take_embeds(prompt: prompt_pb2.Prompt, tower: Tower) -> dict[int, BroughtEmbeds]:
+    """Takes embeddings out of the prompt, each replaced by its digest; by media index.
+
+    Reads and converts all of them, so call it beside the loop.
+    Raises InvalidRequest, naming the field, for what the tower could not have yielded.
+    """
+    named = [(name, media) for name, _, media in named_media(prompt)]
+    if not any(media.WhichOneof("source") == "embeds" for _, media in named):
+        return {}
+    return {
+        index: _take(media.embeds, tower, f"{name}.embeds")
+        for index, (name, media) in enumerate(named)
+        if media.WhichOneof("source") == "embeds"
+    }
+
+
+def _take(embeds: prompt_pb2.MediaEmbeds, tower: Tower, name: str) -> BroughtEmbeds:
+    try:
+        grid = Grid(embeds.grid.t, embeds.grid.h, embeds.grid.w)
+    except ValueError as error:
+        raise InvalidRequest(f"{name}.grid is out of range: {error}") from error
+    shape = (1 + tower.embed_levels, grid.tokens, tower.embed_dim)
+    data = bytearray(embeds.tensor.data)
+    tensor = _tensor(embeds.tensor, data, shape, f"{name}.tensor")
+    _check_finite(tensor, tower.dtype, f"{name}.tensor")
+    embeds.digest = tensor_digest(embeds.tensor)
+    embeds.ClearField("tensor")
+    return BroughtEmbeds(grid, tensor)
+
+
+def _tensor(message: tensor_pb2.Tensor, data: bytearray, shape: tuple[int, ...], name: str) -> Tensor:
+    """A view of `data`, its type, shape and size checked."""
+    if message.dtype not in _DTYPES:
+        raise InvalidRequest(f"{name}.dtype must be BFLOAT16, FLOAT16 or FLOAT32, got {message.dtype}")
+    if tuple(message.shape) != shape:
+        raise InvalidRequest(
+            f"{name}.shape must be {list(shape)}, for the embedding and {shape[0] - 1} more levels of the grid's "
+            f"tokens, got {list(message.shape[:MAX_AXES])}"
+        )
+    dtype = _DTYPES[message.dtype]
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if len(data) != size_bytes:
+        raise InvalidRequest(f"{name}.data must have {size_bytes} bytes, got {len(data)}")
+    return torch.frombuffer(data, dtype=dtype).view(shape)
+
+
+def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
+    """In `dtype`: what is finite in float32 may be too large for another."""
+    for level, values in enumerate(tensor):
+        finite = values.to(dtype).isfinite()
+        if not bool(finite.all()):
+            token, channel = (~finite).nonzero()[0].tolist()
+            wanted, value = str(dtype).removeprefix("torch."), values[token, channel].item()
+            raise InvalidRequest(f"{name} must be finite in {wanted}, got {value:g} at {[level, token, channel]}")
+
+
+def _check_method(name: str, message: prompt_pb2.Pruning, methods: Sequence[str]) -> None:
+    method = message.method or EVS
+    if (message.method or message.rate) and method not in methods:
+        raise InvalidRequest(
+            f"{name}.method {method!r} does not exist for this model, the methods are {', '.join(methods)}"
+        )

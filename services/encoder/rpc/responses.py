@@ -1,0 +1,98 @@
+"""What one call of Encode sends, in order: a queue between those who make messages and the reader who takes them.
+
+A slow reader holds back embeddings; progress that it has no time for is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, MediaProgress, StageAges
+
+from common.contract.plan import PromptPlan
+from common.contract.tensors import pieces
+from common.contract.wire import fill_chunk, int32_tensor, plan_messages
+from common.telemetry.ages import ago_s
+from services.encoder.items.encoding import Moments
+from services.encoder.items.item import Item
+
+# Messages made ahead of a slow reader, 1 MiB each at most.
+_AHEAD = 2
+_PROGRESS_EVERY_S = 0.05
+
+
+class Responses:
+    """What is to be sent, in order, a few messages ahead of the reader."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[EncodeResponse | None] = asyncio.Queue(_AHEAD)
+        self._order = asyncio.Lock()
+        self._reported: dict[int, tuple[int, int, float]] = {}
+
+    async def put(self, response: EncodeResponse) -> None:
+        async with self._order:
+            await self._queue.put(response)
+
+    async def put_plan(self, plan: PromptPlan, fetched_ns: int | None) -> None:
+        """fetched_ns: when media that came by URL had been fetched, if any was; told in the first piece."""
+        fetched_ago_s = None if fetched_ns is None else ago_s(fetched_ns)
+        for message in plan_messages(plan):
+            await self.put(EncodeResponse(plan=message, fetched_ago_s=fetched_ago_s))
+            fetched_ago_s = None
+
+    def offer_progress(self, item: Item) -> None:
+        """Says how far the item is, if the reader keeps up: at each stage's end, and between at most every 50 ms."""
+        if not self._order.locked() and not self._queue.full() and (progress := self._progress(item)):
+            self._queue.put_nowait(progress)
+
+    async def put_embeds(self, item: Item) -> None:
+        """Puts the last of an obtained item's progress, and its pieces."""
+        embeds = item.embeds
+        async with self._order:
+            if progress := self._progress(item):
+                await self._queue.put(progress)
+        extra: dict[str, Any] = {"repaired_frames": item.repaired_frames, "ages": _ages(item.moments)}
+        if embeds.kept is not None:
+            extra["kept"] = int32_tensor(embeds.kept)
+        for offset, piece in pieces(embeds.data):
+            response = EncodeResponse(embeds=EmbedsChunk(media_index=item.media_index, **extra))
+            fill_chunk(response.embeds.chunk, embeds.dtype, embeds.shape, offset, piece)
+            await self.put(response)
+            extra = {}
+
+    async def until_done(self, task: asyncio.Task[None]) -> AsyncIterator[EncodeResponse]:
+        """Everything that was put until `task` is done; then raises what it raised."""
+        task.add_done_callback(self._wake)
+        while not (task.done() and self._queue.empty()):
+            response = await self._queue.get()
+            if response is not None:
+                yield response
+        task.result()
+
+    def _progress(self, item: Item) -> EncodeResponse | None:
+        decoded, encoded, reported_at = self._reported.get(item.media_index, (0, 0, 0.0))
+        counts, slices = (item.decoded_slices, item.encoded_slices), item.plan.grid.t
+        ends = any(now == slices != before for now, before in zip(counts, (decoded, encoded), strict=True))
+        now_s = time.monotonic()
+        if counts == (decoded, encoded) or not (ends or now_s - reported_at >= _PROGRESS_EVERY_S):
+            return None
+        self._reported[item.media_index] = (*counts, now_s)
+        progress = MediaProgress(media_index=item.media_index, decoded_slices=counts[0], encoded_slices=counts[1])
+        return EncodeResponse(progress=progress)
+
+    def _wake(self, _: asyncio.Task[None]) -> None:
+        if self._queue.empty():
+            self._queue.put_nowait(None)
+
+
+def _ages(moments: Moments) -> StageAges:
+    return StageAges(
+        decoded_s=None if moments.decoded_ns is None else ago_s(moments.decoded_ns),
+        resized_s=None if moments.resized_ns is None else ago_s(moments.resized_ns),
+        begun_s=ago_s(moments.begun_ns),
+        encoded_s=ago_s(moments.encoded_ns),
+        pruned_s=ago_s(moments.pruned_ns),
+    )

@@ -1,0 +1,73 @@
+"""A rank beside the service's own: it loads its tower, then runs what it is sent until the service hangs up or ends.
+
+`python -m services.encoder.startup.rank DESCRIPTOR`, started by the service alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import structlog
+import torch
+
+from common.contract.errors import StartupError
+from common.exit_status import ExitStatus
+from common.ranks import Orders
+from common.telemetry.logs import configure_logging
+from services.encoder.settings import EncoderSettings
+from services.encoder.startup.build import device_of, load_rank
+from services.encoder.tower.parallel.exchange import Exchange, join, leave, unpacked
+from services.encoder.tower.parallel.share import DONE, NO_MEMORY, encode_share, packing_of
+from services.encoder.tower.tower import Tower
+
+log = structlog.get_logger()
+
+
+def main() -> ExitStatus:
+    orders = Orders(int(sys.argv[1]))
+    if not orders.facts:  # the service has ended meanwhile
+        return ExitStatus.FINISHED
+    settings, rank = EncoderSettings(**orders.facts["settings"]), int(orders.facts["rank"])
+    configure_logging("encoder", settings.log_format, settings.log_level)
+    structlog.contextvars.bind_contextvars(rank=rank)
+    try:
+        tower = load_rank(settings, device_of(settings, rank))
+        orders.answer(DONE)
+        exchange = Exchange(join(Path(orders.facts["meeting"]), rank, settings.data_parallel, tower.device))
+    except StartupError as error:
+        log.error("cannot start", error=str(error))
+        return ExitStatus.CANNOT_START
+    except BrokenPipeError:  # the service could not, and is gone
+        return ExitStatus.FINISHED
+    run_shares(orders, tower, exchange, settings.batch_tokens)
+    leave(tower.device)
+    return ExitStatus.FINISHED
+
+
+def run_shares(orders: Orders, tower: Tower, exchange: Exchange, most_tokens: int) -> None:
+    """Runs share after share until the service hangs up. most_tokens: of one forward."""
+    packing = packing_of(tower, most_tokens)
+    while (told := orders.receive()) is not None:
+        shapes = json.loads(told)
+        with torch.inference_mode():
+            values = torch.empty(sum(map(math.prod, shapes)), dtype=torch.uint8, device=tower.device)
+            slices = unpacked(exchange.receive(values, 0), shapes)
+            try:
+                embeds = encode_share(tower, slices, packing)
+            except torch.AcceleratorError:  # the device is of no more use to this process
+                raise
+            except Exception as error:  # whatever it was, it fails this share and not the rank
+                log.exception("a share has failed")
+                full = isinstance(error, torch.OutOfMemoryError)
+                orders.answer(NO_MEMORY if full else str(error).encode() or b"it did not say why")
+                continue
+            orders.answer(DONE)
+            exchange.send(embeds, 0).wait()
+
+
+if __name__ == "__main__":
+    os._exit(main())  # see `exchange.leave`

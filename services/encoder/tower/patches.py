@@ -1,0 +1,127 @@
+"""Frames to the patches that a vision tower reads, with rescaling and normalising folded into its first weights.
+
+    frames  uint8 (F, H, W, 3)
+    patches uint8 (h·w·merge², 3·temporal_patch·patch²)      rows by merged token, then within it; values (c, t, y, x)
+
+A patch embedding W of normalised values is, for values u as they were sent, W·(u·rescale − mean)/std, which is
+W'·(u − 128) + b' (uncentred, bfloat16 would lose a fifth more). So frames stay uint8 until the tower's first product.
+It knows no family.
+Source: patchify and rescale_and_normalize of transformers' Qwen2VLVideoProcessor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
+
+CHANNELS = 3
+_CENTRE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PatchShape:
+    """patch_px: side of a square patch; merge: patches per side of a token; temporal_patch: frames per slice."""
+
+    patch_px: int
+    merge: int
+    temporal_patch: int
+
+    @property
+    def token_px(self) -> int:
+        return self.patch_px * self.merge
+
+    @property
+    def patch_values(self) -> int:
+        return CHANNELS * self.temporal_patch * self.patch_px**2
+
+    def side(self, frames: Sequence[int]) -> tuple[int, int]:
+        """Rows and columns of patches in frames of this shape, (F, H, W, 3)."""
+        return frames[1] // self.patch_px, frames[2] // self.patch_px
+
+    def tokens(self, frames: Sequence[int]) -> int:
+        """Merged tokens of one temporal slice. frames: its shape, (F, H, W, 3)."""
+        rows, columns = self.side(frames)
+        return rows * columns // self.merge**2
+
+
+@dataclass(frozen=True, slots=True)
+class Normalisation:
+    """normalised = (value · rescale − mean) / std, by channel, value 0 to 255."""
+
+    rescale: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def read_normalisation(checkpoint: Checkpoint) -> Normalisation:
+    """How the checkpoint's processors normalise.
+
+    Raises StartupError if they say nothing, or normalise images and videos differently.
+    """
+    image = checkpoint.processor("image")
+    video = checkpoint.processor("video") or image
+    if not video:
+        raise StartupError(
+            f"{checkpoint.folder} has neither preprocessor_config.json nor processor_config.json: how pixels are "
+            f"normalised is unknown"
+        )
+    of_video, of_image = _normalisation(video), _normalisation(image or video)
+    if of_video != of_image:
+        raise StartupError(f"images and videos must be normalised alike, got {of_image} and {of_video}")
+    return of_video
+
+
+def _normalisation(config: Mapping[str, Any]) -> Normalisation:
+    rescale = float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1.0
+    if not config.get("do_normalize", True):
+        return Normalisation(rescale, (0.0,) * CHANNELS, (1.0,) * CHANNELS)
+    mean, std = (tuple(config.get(name, ())) for name in ("image_mean", "image_std"))
+    if not len(mean) == len(std) == CHANNELS or min(std) <= 0:
+        raise StartupError(f"image_mean and image_std must have {CHANNELS} values, std above 0, got {mean} and {std}")
+    return Normalisation(rescale, mean, std)
+
+
+def patchify(frames: Tensor, shape: PatchShape) -> Tensor:
+    """One temporal slice as patches, in the tower's order.
+
+    frames: uint8 (F, H, W, 3), 1 ≤ F ≤ temporal_patch, H and W multiples of token_px; the last frame is repeated
+    where the slice is short of frames. Returns uint8 (H·W / patch², patch_values).
+    """
+    short = shape.temporal_patch - frames.shape[0]
+    if short:
+        frames = torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)])
+    rows, columns = frames.shape[1] // shape.token_px, frames.shape[2] // shape.token_px
+    # (t, h, merge, y, w, merge, x, c) to (h, w, merge, merge, c, t, y, x)
+    cut = frames.view(
+        shape.temporal_patch, rows, shape.merge, shape.patch_px, columns, shape.merge, shape.patch_px, CHANNELS
+    )
+    return cut.permute(1, 4, 2, 5, 7, 0, 3, 6).reshape(-1, shape.patch_values)
+
+
+class FoldedPatchEmbed(nn.Module):
+    """A patch embedding of uint8 patches: (P, patch_values) to (P, hidden), normalising included."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, normalisation: Normalisation, dtype: torch.dtype) -> None:
+        """weight: (hidden, 3, temporal_patch, patch, patch), and bias: (hidden,) or None, of a convolution."""
+        super().__init__()
+        weight = weight.double()  # so that folding itself adds no rounding
+        mean, std = (
+            torch.tensor(values, dtype=torch.float64, device=weight.device).view(1, CHANNELS, 1, 1, 1)
+            for values in (normalisation.mean, normalisation.std)
+        )
+        folded_bias = (weight * (_CENTRE * normalisation.rescale - mean) / std).sum((1, 2, 3, 4))
+        if bias is not None:
+            folded_bias += bias
+        self.weight = nn.Parameter((weight * (normalisation.rescale / std)).flatten(1).to(dtype), requires_grad=False)
+        self.bias = nn.Parameter(folded_bias.to(dtype), requires_grad=False)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return F.linear(patches.to(self.weight.dtype) - _CENTRE, self.weight, self.bias)

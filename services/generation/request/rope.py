@@ -1,0 +1,135 @@
+"""The pruned prompt of one request, gathered from the full layout item by item: ids and M-RoPE positions.
+
+    full:    [text][· · · · · · · ·][text]        N = 13
+    kept:          [0     3 4     7]              K = 4, known before the encoder runs; which ones, only after
+    pruned:  [text][0 3 4 7][text]                9 tokens, gathered item by item as `kept` arrives
+
+It knows plans, and nothing of requests, blocks or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.contract.errors import PeerContract
+from common.contract.plan import Int32Array, MediaPlan, PromptPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Kept rows [first_row, first_row + length) of one media item, at `offset` of the pruned prompt."""
+
+    offset: int
+    length: int
+    media_index: int
+    first_row: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+class RopeState:
+    """The pruned prompt: token ids and M-RoPE positions, gathered from the full layout as `kept` arrives.
+
+    tokens: of the pruned prompt, known from the grids alone.
+    ids: int32 [tokens]; positions: int32 [3, tokens]; both valid up to `ready`.
+    ready: tokens gathered so far, which is all that stands before the first item that has not arrived.
+    delta: decoded token i sits at tokens + i + delta on all three axes.
+    spans: where media rows stand, in order, within [0, ready).
+    identities: int64 [2, tokens], valid up to `ready`: 0 and a text token's id, or an answer's id and a media row.
+    """
+
+    def __init__(self, plan: PromptPlan, kept_counts: Sequence[int]) -> None:
+        self._plan = plan
+        self._kept_counts = tuple(kept_counts)
+        self._mask = np.ones(plan.tokens, np.bool_)
+        self._kept: list[Int32Array | None] = [None] * len(plan.media)
+        self._answer_ids = [0] * len(plan.media)
+        self._next_item = 0
+        self._cursor = 0
+        dropped = sum(item.grid.tokens for item in plan.media) - sum(self._kept_counts)
+        self.tokens = plan.tokens - dropped
+        self.delta = int(plan.positions.max()) + 1 - self.tokens
+        self.ids = np.empty(self.tokens, np.int32)
+        self.positions = np.empty((3, self.tokens), np.int32)
+        self.identities = np.empty((2, self.tokens), np.int64)
+        self.ready = 0
+        self.spans: list[Span] = []
+        self._gather()
+
+    @property
+    def complete(self) -> bool:
+        return self.ready == self.tokens
+
+    def deliver(self, media_index: int, kept: Int32Array | None, answer_id: int) -> None:
+        """Takes which tokens of an item's grid were kept: int32 [K], strictly increasing; None for all of them.
+
+        answer_id: above 0; names what the encoder answered.
+        Raises PeerContract for an item that does not exist or came before, or for other tokens than the plan allows.
+        """
+        if not 0 <= media_index < len(self._kept) or self._kept[media_index] is not None:
+            raise PeerContract(f"media item {media_index} of {len(self._kept)} does not exist or was delivered twice")
+        item, count = self._plan.media[media_index], self._kept_counts[media_index]
+        if kept is None:
+            kept = np.arange(item.grid.tokens, dtype=np.int32)
+        if kept.shape != (count,) or kept[0] < 0 or kept[-1] >= item.grid.tokens or (np.diff(kept) <= 0).any():
+            raise PeerContract(f"media item {media_index} of grid {item.grid} must keep {count} tokens in order")
+        at = _full_indices(item)
+        self._mask[at] = False
+        self._mask[at[kept]] = True
+        self._kept[media_index] = kept
+        self._answer_ids[media_index] = answer_id
+        self._gather()
+
+    @cached_property
+    def text_ids(self) -> Int32Array:
+        """int32 [tokens], of the complete prompt: ids, and −1 in place of media rows."""
+        assert self.complete
+        return np.where(self.identities[0] > 0, np.int32(-1), self.ids)
+
+    def content(self, first: int, end: int) -> bytes:
+        """What the keys and values of tokens [first, end) depend on, besides the tokens before them."""
+        return self.identities[:, first:end].tobytes() + self.positions[:, first:end].tobytes()
+
+    def rows_end(self, media_index: int, rows: int) -> int:
+        """Where the first `rows` rows of an item that was delivered end; 0 for none."""
+        spans = [span for span in self.spans if span.media_index == media_index and span.first_row < rows]
+        return spans[-1].offset + min(rows - spans[-1].first_row, spans[-1].length) if spans else 0
+
+    def _gather(self) -> None:
+        """Moves on to the first item that has not arrived, or to the prompt's end."""
+        media = self._plan.media
+        first = self._next_item
+        while self._next_item < len(media) and self._kept[self._next_item] is not None:
+            self._next_item += 1
+        limit = media[self._next_item].runs[0].offset if self._next_item < len(media) else self._plan.tokens
+        taken = np.flatnonzero(self._mask[self._cursor : limit]) + self._cursor
+        end = self.ready + taken.size
+        self.ids[self.ready : end] = self._plan.input_ids[taken]
+        self.positions[:, self.ready : end] = self._plan.positions[:, taken]
+        self.identities[0, self.ready : end] = 0
+        self.identities[1, self.ready : end] = self.ids[self.ready : end]
+        for index in range(first, self._next_item):
+            self._add_spans(index, taken)
+        self._cursor, self.ready = limit, end
+
+    def _add_spans(self, index: int, taken: NDArray[np.intp]) -> None:
+        row = 0
+        for run in self._plan.media[index].runs:
+            start, end = np.searchsorted(taken, (run.offset, run.end))
+            if end > start:
+                span = Span(self.ready + int(start), int(end - start), index, row)
+                self.identities[0, span.offset : span.end] = self._answer_ids[index]
+                self.identities[1, span.offset : span.end] = np.arange(row, row + span.length)
+                self.spans.append(span)
+                row += span.length
+
+
+def _full_indices(item: MediaPlan) -> NDArray[np.intp]:
+    return np.concatenate([np.arange(run.offset, run.end) for run in item.runs])

@@ -1,0 +1,119 @@
+"""The contract's messages: a request's values out of protobuf, an answer's events into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from framesieve.v1 import encoder_pb2, generation_pb2
+
+from common.contract.plan import Modality, PromptPlan
+from common.contract.retention import EVS, Pruning
+from common.contract.wire import grid_message, modality_message
+from services.generation.request.request import FinishReason, Tokens
+from services.generation.rpc.arrivals import Progress
+from services.generation.rpc.timing import Stage, StageClock
+from services.generation.sampling.params import SamplingRequest, check_stops
+
+_REASONS = {
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+}
+_NS = 1e-9
+
+
+def sampling_request(message: generation_pb2.Sampling) -> SamplingRequest:
+    """Raises InvalidRequest for a value outside its range."""
+    check_stops(len(message.stop), len(message.stop_token_ids))  # before millions of them are copied
+    return SamplingRequest(
+        max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
+        temperature=message.temperature if message.HasField("temperature") else None,
+        top_p=message.top_p if message.HasField("top_p") else None,
+        top_k=message.top_k if message.HasField("top_k") else None,
+        min_p=message.min_p if message.HasField("min_p") else None,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else None,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        seed=message.seed if message.HasField("seed") else None,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs,
+        top_logprobs=message.top_logprobs,
+        n=message.n if message.HasField("n") else 1,
+    )
+
+
+def usage_message(plan: PromptPlan, prunings: Sequence[Pruning], kept_counts: Sequence[int]) -> generation_pb2.Usage:
+    """What the prompt costs; nothing is generated or repaired yet. `prunings` and `kept_counts` are one an item."""
+    full = sum(item.grid.tokens for item in plan.media)
+    usage = generation_pb2.Usage(
+        prompt_tokens_full=plan.tokens, prompt_tokens=plan.tokens - full + sum(kept_counts), completion_tokens=0
+    )
+    for item, pruning, kept in zip(plan.media, prunings, kept_counts, strict=True):
+        usage.media.add(
+            modality=modality_message(item.modality),
+            grid=grid_message(item.grid),
+            kept_tokens=kept,
+            # EVS ranks slice 0 first, so as many tokens as it has are its own.
+            first_slice_only=item.modality is Modality.VIDEO
+            and pruning.method == EVS
+            and kept == item.grid.slice_tokens < item.grid.tokens,
+        )
+    return usage
+
+
+def accepted_response(request_id: str, usage: generation_pb2.Usage) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(accepted=generation_pb2.Accepted(request_id=request_id, usage=usage))
+
+
+def progress_response(progress: Progress) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(
+        progress=encoder_pb2.MediaProgress(
+            media_index=progress.media_index,
+            decoded_slices=progress.decoded_slices,
+            encoded_slices=progress.encoded_slices,
+        )
+    )
+
+
+def delta_response(tokens: Tokens, choice_index: int) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(
+        delta=generation_pb2.Delta(
+            choice_index=choice_index,
+            text=tokens.text,
+            token_ids=tokens.token_ids,
+            logprobs=tokens.logprobs,
+            top_logprobs=[
+                generation_pb2.TopLogprobs(token_ids=[one for one, _ in top], logprobs=[value for _, value in top])
+                for top in tokens.top_logprobs
+            ],
+        )
+    )
+
+
+def finished_response(
+    reason: FinishReason, usage: generation_pb2.Usage, clock: StageClock, choice_index: int
+) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(
+        finished=generation_pb2.Finished(
+            choice_index=choice_index, reason=_REASONS[reason], usage=usage, timings=timings_message(clock)
+        )
+    )
+
+
+def timings_message(clock: StageClock) -> generation_pb2.Timings:
+    stages = clock.stages_ns()
+    return generation_pb2.Timings(
+        time_to_first_token_s=clock.first_token_ns * _NS,
+        fetch_s=stages[Stage.FETCH] * _NS,
+        plan_s=stages[Stage.PLAN] * _NS,
+        decode_s=stages[Stage.DECODE] * _NS,
+        resize_s=stages[Stage.RESIZE] * _NS,
+        wait_for_encoder_s=stages[Stage.WAIT_FOR_ENCODER] * _NS,
+        encode_s=stages[Stage.ENCODE] * _NS,
+        prune_s=stages[Stage.PRUNE] * _NS,
+        transfer_s=stages[Stage.TRANSFER] * _NS,
+        wait_for_prefill_s=stages[Stage.WAIT_FOR_PREFILL] * _NS,
+        prefill_s=stages[Stage.PREFILL] * _NS,
+        generate_s=clock.generate_ns * _NS,
+    )

@@ -1,0 +1,157 @@
+"""What generation tells Prometheus beside what every service does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from common.contract.plan import MediaPlan
+from common.contract.retention import METHODS, Pruning, method_of
+from common.room import Room
+from common.telemetry.metrics import FINE_SECONDS_BUCKETS, SECONDS_BUCKETS, STAGE_BUSY_SECONDS, age_seconds
+from services.generation.engine.engine import Engine
+from services.generation.engine.stats import Step
+from services.generation.request.request import FinishReason
+from services.generation.rpc.timing import Stage, StageClock
+
+_PREFIX = "framesieve_generation_"
+_NS = 1e-9
+
+FIRST_TOKEN_SECONDS = Histogram(
+    f"{_PREFIX}time_to_first_token_seconds", "From a request's arrival to its first token", buckets=SECONDS_BUCKETS
+)
+STAGE_SECONDS = Histogram(
+    f"{_PREFIX}stage_seconds",
+    "Shares of the time to first token by stage; the sums of all stages are the time to first token's sum",
+    ["stage"],
+    buckets=SECONDS_BUCKETS,
+)
+INTER_TOKEN_SECONDS = Histogram(
+    f"{_PREFIX}inter_token_seconds", "From a token of an answer to the next", buckets=FINE_SECONDS_BUCKETS
+)
+ANSWERS = Counter(f"{_PREFIX}answers_total", "Answers that were finished, by why they ended", ["reason"])
+PROMPT_TOKENS = Counter(f"{_PREFIX}prompt_tokens_total", "Prompt tokens, before and after pruning", ["pruning"])
+MEDIA_TOKENS = Counter(
+    f"{_PREFIX}media_tokens_total", "Tokens of media items, before and after pruning", ["method", "pruning"]
+)
+CACHED_TOKENS = Counter(
+    f"{_PREFIX}cached_prompt_tokens_total", "Prompt tokens, after pruning, that earlier requests had computed"
+)
+PREFIX_LOOKUPS = Counter(
+    f"{_PREFIX}prefix_lookups_total",
+    "Requests by whether earlier ones had computed a part of their prompt",
+    ["outcome"],
+)
+GENERATED_TOKENS = Counter(f"{_PREFIX}generated_tokens_total", "Tokens generated")
+QUEUE = Gauge(f"{_PREFIX}engine_requests", "Answers in the engine, by what they do", ["state"])
+QUEUE_OLDEST_SECONDS = Gauge(
+    f"{_PREFIX}engine_oldest_seconds", "For how long one of these has done so, at most; 0 if there is none", ["state"]
+)
+QUEUE_LIMIT = Gauge(f"{_PREFIX}engine_requests_limit", "--max-running-requests and --max-waiting-requests", ["state"])
+BLOCKS_USED = Gauge(f"{_PREFIX}kv_blocks_used", "Blocks of the KV cache that requests hold")
+BLOCKS_IDLE = Gauge(
+    f"{_PREFIX}kv_blocks_idle", "Blocks of the KV cache that nobody holds, kept for who begins the same"
+)
+BLOCKS = Gauge(f"{_PREFIX}kv_blocks", "Blocks of the KV cache")
+MEDIA_BYTES_USED = Gauge(f"{_PREFIX}media_buffer_used_bytes", "Bytes of --media-buffer-bytes that requests hold")
+MEDIA_BYTES = Gauge(f"{_PREFIX}media_buffer_bytes", "--media-buffer-bytes")
+MEDIA_WAITING = Gauge(f"{_PREFIX}media_buffer_waiting", "Requests that wait for room in it")
+MEDIA_OLDEST_SECONDS = Gauge(
+    f"{_PREFIX}media_buffer_oldest_seconds", "How long the first of these has waited; 0 if none does"
+)
+STEP_SECONDS = Histogram(f"{_PREFIX}step_seconds", "Steps of the engine", buckets=FINE_SECONDS_BUCKETS)
+# From one answer's next token to a full --prefill-chunk-tokens; --max-running-requests sequences at most.
+STEP_TOKENS = Histogram(f"{_PREFIX}step_tokens", "Tokens of one step", buckets=[2**power for power in range(15)])
+STEP_SEQUENCES = Histogram(
+    f"{_PREFIX}step_sequences", "Sequences of one step", buckets=[2**power for power in range(10)]
+)
+COMPUTED_TOKENS = Counter(
+    f"{_PREFIX}computed_tokens_total", "Tokens computed: of prompts (prefill), and of answers, with guesses", ["phase"]
+)
+PREEMPTIONS = Counter(f"{_PREFIX}preemptions_total", "Times that an answer lost its blocks to an older one")
+GUESSES = Counter(f"{_PREFIX}guesses_total", "Tokens guessed")
+RIGHT_GUESSES = Counter(f"{_PREFIX}right_guesses_total", "Tokens guessed right")
+
+for _busy in ("transfer", "prefill"):
+    STAGE_BUSY_SECONDS.labels(_busy)
+for _stage in Stage:
+    STAGE_SECONDS.labels(_stage.name.lower())
+for _reason in FinishReason:
+    ANSWERS.labels(_reason.value)
+for _when in ("before", "after"):
+    PROMPT_TOKENS.labels(_when)
+    for _method in METHODS:
+        MEDIA_TOKENS.labels(_method, _when)
+for _outcome in ("hit", "miss"):
+    PREFIX_LOOKUPS.labels(_outcome)
+for _phase in ("prefill", "decode"):
+    COMPUTED_TOKENS.labels(_phase)
+
+
+def watch(engine: Engine, room: Room, max_running: int, max_waiting: int) -> None:
+    """Has the gauges ask the engine and the room whenever they are read."""
+    QUEUE.labels("running").set_function(lambda: engine.stats().running)
+    QUEUE.labels("waiting").set_function(lambda: engine.stats().waiting)
+    QUEUE.labels("awaiting_media").set_function(lambda: engine.stats().awaiting_media)
+    QUEUE.labels("following").set_function(lambda: engine.stats().following)
+    QUEUE_OLDEST_SECONDS.labels("running").set_function(lambda: age_seconds(engine.stats().running_since_ns))
+    QUEUE_OLDEST_SECONDS.labels("waiting").set_function(lambda: age_seconds(engine.stats().waiting_since_ns))
+    QUEUE_OLDEST_SECONDS.labels("awaiting_media").set_function(
+        lambda: age_seconds(engine.stats().awaiting_media_since_ns)
+    )
+    BLOCKS_USED.set_function(lambda: engine.stats().blocks_used)
+    BLOCKS_IDLE.set_function(lambda: engine.stats().blocks_idle)
+    BLOCKS.set_function(lambda: engine.stats().blocks_total)
+    QUEUE_LIMIT.labels("running").set(max_running)
+    QUEUE_LIMIT.labels("waiting").set(max_waiting)
+    MEDIA_BYTES_USED.set_function(lambda: room.held_bytes)
+    MEDIA_BYTES.set(room.size_bytes)
+    MEDIA_WAITING.set_function(lambda: room.waiting)
+    MEDIA_OLDEST_SECONDS.set_function(lambda: age_seconds(room.oldest_ns))
+
+
+def count_step(step: Step) -> None:
+    STEP_SECONDS.observe(step.seconds)
+    STEP_TOKENS.observe(step.prompt_tokens + step.answer_tokens)
+    STEP_SEQUENCES.observe(step.sequences)
+    COMPUTED_TOKENS.labels("prefill").inc(step.prompt_tokens)
+    COMPUTED_TOKENS.labels("decode").inc(step.answer_tokens)
+    PREEMPTIONS.inc(step.preemptions)
+    GUESSES.inc(step.guesses)
+    RIGHT_GUESSES.inc(step.right_guesses)
+    if step.prompt_tokens:
+        STAGE_BUSY_SECONDS.labels("prefill").observe(step.seconds)
+
+
+def count_prompt(
+    prompt_tokens_full: int,
+    prompt_tokens: int,
+    media: Sequence[MediaPlan],
+    prunings: Sequence[Pruning],
+    kept_counts: Sequence[int],
+) -> None:
+    """Counts a prompt that was accepted; the last three are one for each media item."""
+    PROMPT_TOKENS.labels("before").inc(prompt_tokens_full)
+    PROMPT_TOKENS.labels("after").inc(prompt_tokens)
+    for item, pruning, kept in zip(media, prunings, kept_counts, strict=True):
+        method = method_of(pruning, item.modality)
+        MEDIA_TOKENS.labels(method, "before").inc(item.grid.tokens)
+        MEDIA_TOKENS.labels(method, "after").inc(kept)
+
+
+def count_first_token(clock: StageClock, cached_tokens: int) -> None:
+    """Counts a request's first token, before which `cached_tokens` of its prompt had not to be computed."""
+    FIRST_TOKEN_SECONDS.observe(clock.first_token_ns * _NS)
+    for stage, duration_ns in clock.stages_ns().items():
+        STAGE_SECONDS.labels(stage.name.lower()).observe(duration_ns * _NS)
+    CACHED_TOKENS.inc(cached_tokens)
+    PREFIX_LOOKUPS.labels("hit" if cached_tokens else "miss").inc()
+
+
+def count_next_token(since_last_ns: int) -> None:
+    INTER_TOKEN_SECONDS.observe(since_last_ns * _NS)
+
+
+def count_answer(reason: FinishReason) -> None:
+    ANSWERS.labels(reason.value).inc()

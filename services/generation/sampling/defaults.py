@@ -1,0 +1,137 @@
+"""What a checkpoint says about choosing tokens: its generation_config.json, read strictly.
+
+A field that changes answers and is not supported refuses to start instead of being ignored. What the file leaves out
+is neutral: the library defaults that `generate` would put in (top_k = 50) are not the checkpoint's.
+Source: transformers.GenerationConfig, whose every field is sorted into one of the sets below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
+
+FILE = "generation_config.json"
+
+HONOURED = frozenset(
+    ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "eos_token_id")
+)
+
+# Fields that change answers, and the values (besides null) with which they do not.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "bad_words_ids": ([],),
+    "begin_suppress_tokens": ([],),
+    "constraints": ([],),
+    "diversity_penalty": (0,),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1,),
+    "max_time": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "penalty_alpha": (0,),
+    "remove_invalid_values": (False,),
+    "sequence_bias": ([], {}),
+    "stop_strings": ([], ""),
+    "suppress_tokens": ([],),
+    "token_healing": (False,),
+    "top_h": (),
+    "typical_p": (1,),
+    "watermarking_config": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """How tokens are chosen where a request does not say.
+
+    vocab_size: how many tokens there are to choose from.
+    temperature: 0 is greedy. max_new_tokens: None if the checkpoint sets none.
+    """
+
+    vocab_size: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+
+def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
+    """Raises StartupError naming a field that is not supported, or a value outside its range."""
+    given = {name: value for name, value in checkpoint.read_json(FILE).items() if value is not None}
+    for name, neutral in NEUTRAL.items():
+        if name in given and given[name] not in neutral:
+            raise StartupError(f"{FILE}: {name} = {given[name]!r} changes answers and is not supported")
+    sampled = _value(given, "do_sample", False, lambda value: isinstance(value, bool), "true or false")
+    temperature = _number(given, "temperature", 1.0, lambda value: value >= 0, "at least 0")
+    return SamplingDefaults(
+        vocab_size=_vocab_size(checkpoint.config),
+        temperature=temperature if sampled else 0.0,
+        top_p=_number(given, "top_p", 1.0, lambda value: 0 < value <= 1, "above 0 and at most 1"),
+        top_k=_whole(given, "top_k", 0, least=0) or 0,
+        min_p=_number(given, "min_p", 0.0, lambda value: 0 <= value <= 1, "between 0 and 1"),
+        repetition_penalty=_number(given, "repetition_penalty", 1.0, lambda value: value > 0, "above 0"),
+        max_new_tokens=_whole(given, "max_new_tokens", None, least=1),
+        eos_ids=_eos_ids(given, checkpoint.config),
+    )
+
+
+def _vocab_size(config: dict[str, Any]) -> int:
+    size = (config.get("text_config") or config).get("vocab_size")
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise StartupError(f"config.json: vocab_size must be at least 1, got {size!r}")
+    return size
+
+
+def _eos_ids(given: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
+    """One id or a list of them; where the file has none, the model's own config says."""
+    text_config = config.get("text_config") or {}
+    ids = given.get("eos_token_id", config.get("eos_token_id", text_config.get("eos_token_id")))
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(_is_whole(each) and each >= 0 for each in ids):
+        raise StartupError(f"{FILE}: eos_token_id must be token ids, got {ids!r}")
+    return tuple(dict.fromkeys(ids))
+
+
+def _value(given: dict[str, Any], name: str, default: Any, allowed: Callable[[Any], bool], limit: str) -> Any:
+    value = given.get(name, default)
+    if not allowed(value):
+        raise StartupError(f"{FILE}: {name} must be {limit}, got {value!r}")
+    return value
+
+
+def _number(given: dict[str, Any], name: str, default: float, allowed: Callable[[float], bool], limit: str) -> float:
+    def fits(value: Any) -> bool:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and math.isfinite(value) and allowed(value)
+
+    return float(_value(given, name, default, fits, limit))
+
+
+def _whole(given: dict[str, Any], name: str, default: int | None, least: int) -> int | None:
+    if name not in given:
+        return default
+    value: int = _value(given, name, default, lambda each: _is_whole(each) and each >= least, f"at least {least}")
+    return value
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,110 @@
+"""What a request says about choosing tokens, and what becomes of it beside the checkpoint's defaults."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from common.contract.errors import InvalidRequest
+from services.generation.sampling.defaults import SamplingDefaults
+from services.generation.sampling.sampler import SamplingParams
+
+DEFAULT_MAX_NEW_TOKENS = 1024
+MAX_TEMPERATURE = 100
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_REPETITION_PENALTY = 100
+MAX_PENALTY = 2
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_TOKENS = 64
+MAX_ANSWERS = 16
+SEEDS = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRequest:
+    """What a caller asks for; None is the checkpoint's own.
+
+    Raises InvalidRequest, with field, value and limit, for a value outside its range.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        self._check("max_new_tokens", "at least 1", lambda value: value >= 1)
+        self._check("temperature", f"between 0 and {MAX_TEMPERATURE}", lambda value: 0 <= value <= MAX_TEMPERATURE)
+        self._check("top_p", "above 0 and at most 1", lambda value: 0 < value <= 1)
+        self._check("top_k", "at least 0", lambda value: value >= 0)
+        self._check("min_p", "between 0 and 1", lambda value: 0 <= value <= 1)
+        limit = f"above 0 and at most {MAX_REPETITION_PENALTY}"
+        self._check("repetition_penalty", limit, lambda value: 0 < value <= MAX_REPETITION_PENALTY)
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._check(name, f"between -{MAX_PENALTY} and {MAX_PENALTY}", lambda value: abs(value) <= MAX_PENALTY)
+        self._check("seed", "at least 0", lambda value: value >= 0)
+        limit = f"between 0 and {MAX_TOP_LOGPROBS}"
+        self._check("top_logprobs", limit, lambda value: 0 <= value <= MAX_TOP_LOGPROBS)
+        self._check("top_logprobs", "0 without logprobs", lambda value: self.logprobs or value == 0)
+        self._check("n", f"between 1 and {MAX_ANSWERS}", lambda value: 1 <= value <= MAX_ANSWERS)
+        check_stops(len(self.stop), len(self.stop_token_ids))
+        for index, stop in enumerate(self.stop):
+            limit = f"1 to {MAX_STOP_CHARACTERS} characters"
+            _check(f"stop[{index}]", f"{len(stop)} characters", limit, 1 <= len(stop) <= MAX_STOP_CHARACTERS)
+
+    def resolve(self, defaults: SamplingDefaults, room_tokens: int) -> tuple[SamplingParams, ...]:
+        """What each of this request's answers gets; answer i draws by seed + i.
+
+        room_tokens: at least 1, how long an answer may become at most.
+        Raises InvalidRequest for a stop token that the checkpoint does not have.
+        """
+        for index, token_id in enumerate(self.stop_token_ids):
+            limit = f"at least 0 and below {defaults.vocab_size}"
+            _check(f"stop_token_ids[{index}]", token_id, limit, 0 <= token_id < defaults.vocab_size)
+        own_eos_ids = () if self.ignore_eos else defaults.eos_ids
+        unset = min(DEFAULT_MAX_NEW_TOKENS, defaults.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, room_tokens)
+        repetition_penalty = self.repetition_penalty
+        first = SamplingParams(
+            max_new_tokens=unset if self.max_new_tokens is None else self.max_new_tokens,
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+            top_k=defaults.top_k if self.top_k is None else self.top_k,
+            min_p=defaults.min_p if self.min_p is None else self.min_p,
+            repetition_penalty=defaults.repetition_penalty if repetition_penalty is None else repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            seed=secrets.randbits(63) if self.seed is None else self.seed,
+            stop=self.stop,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs,
+            eos_ids=(*own_eos_ids, *self.stop_token_ids),
+        )
+        return tuple(replace(first, seed=(first.seed + index) % SEEDS) for index in range(self.n))
+
+    def _check(self, name: str, limit: str, fits: Callable[[float], bool]) -> None:
+        value = getattr(self, name)
+        _check(name, value, limit, value is None or fits(value))
+
+
+def check_stops(strings: int, tokens: int) -> None:
+    """Raises InvalidRequest for more strings or tokens than may end an answer."""
+    _check("stop", f"{strings} strings", f"at most {MAX_STOPS} strings", strings <= MAX_STOPS)
+    _check("stop_token_ids", f"{tokens} tokens", f"at most {MAX_STOP_TOKENS} tokens", tokens <= MAX_STOP_TOKENS)
+
+
+def _check(field: str, value: object, limit: str, fits: bool) -> None:
+    if not fits:
+        raise InvalidRequest(f"sampling.{field} must be {limit}, got {value}")

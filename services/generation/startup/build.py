@@ -1,0 +1,165 @@
+"""A runner as settings ask for it: every rank makes its own, in the same way and the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import structlog
+import torch
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
+from services.generation.families import load_language_model
+from services.generation.model.graphs import CudaCapture
+from services.generation.model.language_model import LanguageModel
+from services.generation.model.runner import Followers, Runner
+from services.generation.parallel.group import Group
+from services.generation.settings import GenerationSettings
+from services.generation.startup.adapter_files import load_adapters
+from services.generation.startup.cache_size import CudaMemory, Memory, Sizes, measure
+
+BLOCK_TOKENS = 16
+CPU_CACHE_TOKENS = 32768
+# Up to how many tokens the largest step is measured where nobody limits prompts: without a kernel that reads blocks in
+# their places, it takes more for every token before it, and longer prompts may fail for want of memory.
+UNLIMITED_CONTEXT_TOKENS = 32768
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """blocks: of the cache; limit_tokens: of one prompt and its answer."""
+
+    runner: Runner
+    blocks: int
+    limit_tokens: int
+
+
+def build(
+    settings: GenerationSettings,
+    checkpoint: Checkpoint,
+    group: Group | None = None,
+    followers: Followers | None = None,
+) -> Built:
+    """group: of this rank; followers: on rank 0, the others. Raises StartupError for what cannot be as settings say."""
+    device = device_of(settings, group.rank if group else 0)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # kernels and quantizers that are tried below may ask which one is current
+    model = load_language_model(checkpoint, _dtype(settings, checkpoint), device, group)
+    load_adapters(settings.adapters, model, group)
+    blocks = -(-_cache_tokens(settings, model, group) // BLOCK_TOKENS)
+    limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
+    runner = Runner(model, blocks, BLOCK_TOKENS, followers)
+    if model.device.type == "cuda":
+        captured = _capture(runner, settings, limit_tokens)
+        if group and not group.least(int(captured)):  # all replay a step, or none does
+            runner.decode_eagerly()
+    return Built(runner, blocks, limit_tokens)
+
+
+def device_of(settings: GenerationSettings, rank: int = 0) -> torch.device:
+    """A rank's device: that of the settings, or on CUDA so many further. Raises StartupError if it cannot be used."""
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device
+    try:
+        device = torch.device(name)
+        if device.type == "cuda" and settings.tensor_parallel > 1:
+            first, found = device.index or 0, torch.cuda.device_count()
+            if first + settings.tensor_parallel > found:
+                raise StartupError(
+                    f"--tensor-parallel {settings.tensor_parallel} wants as many CUDA devices from cuda:{first} on, "
+                    f"there are {found} in all"
+                )
+            device = torch.device("cuda", first + rank)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        raise StartupError(f"--device {name} cannot be used: {error}") from error
+    return device
+
+
+def _cache_tokens(settings: GenerationSettings, model: LanguageModel, group: Group | None) -> int:
+    """As many as the settings say, or fit. Raises StartupError if no prompt fits."""
+    if settings.kv_cache_tokens is not None:
+        return settings.kv_cache_tokens
+    if model.device.type != "cuda":
+        return CPU_CACHE_TOKENS
+    return fitting_tokens(settings, model, group, CudaMemory(model.device), _capture)
+
+
+def fitting_tokens(
+    settings: GenerationSettings,
+    model: LanguageModel,
+    group: Group | None,
+    memory: Memory,
+    capture: Callable[[Runner, GenerationSettings, int], object],
+) -> int:
+    """How many tokens' keys and values fit on every rank's device, in whole blocks.
+
+    capture: has a runner's decode steps captured, of up to so many tokens.
+    Raises StartupError, with figures, if not even one prompt's do.
+    """
+    longest = min(model.context_tokens, settings.max_prompt_tokens or model.context_tokens)
+    context = min(longest, settings.max_prompt_tokens or UNLIMITED_CONTEXT_TOKENS)
+    rows, requests = settings.prefill_chunk_tokens, settings.max_running_requests
+    sampled = min(rows, requests * (1 + settings.speculative_tokens))
+    sizes = Sizes(rows, sampled, min(requests, sampled), max(rows, context))
+    try:
+        needs = measure(
+            model,
+            BLOCK_TOKENS,
+            sizes,
+            settings.media_buffer_bytes,
+            memory,
+            lambda each: capture(each, settings, longest),
+        )
+    except torch.OutOfMemoryError as error:
+        raise StartupError(
+            f"a step of {rows} tokens (--prefill-chunk-tokens) of a prompt of {context} (--max-prompt-tokens) does not "
+            f"fit on {model.device}: {error}"
+        ) from error
+    token_bytes = model.token_bytes
+    own = needs.cache_tokens(settings.gpu_memory_fraction, token_bytes, BLOCK_TOKENS)
+    tokens = group.least(own) if group else own
+    log.info(
+        "kv cache",
+        tokens=tokens,
+        fits=own,
+        token_bytes=token_bytes,
+        fraction=settings.gpu_memory_fraction,
+        **{f"{name}_bytes": value for name, value in asdict(needs).items()},
+    )
+    least = settings.max_prompt_tokens or min(rows, longest)
+    if tokens < least:
+        told = ", ".join(f"{name} {value / 2**30:.2f}" for name, value in asdict(needs).items())
+        raise StartupError(
+            f"{max(0, tokens)} tokens of KV cache fit in {settings.gpu_memory_fraction:g} of a device "
+            f"(--gpu-memory-fraction), a prompt needs {least}; in GiB: {told}; a token takes {token_bytes} bytes"
+        )
+    return tokens
+
+
+def _capture(runner: Runner, settings: GenerationSettings, most_tokens: int) -> bool:
+    return runner.capture_decoding(settings.max_running_requests, most_tokens, CudaCapture(runner.model.device))
+
+
+def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_tokens: int) -> int:
+    most = min(model.context_tokens, cache_tokens)
+    if settings.max_prompt_tokens is None:
+        return most
+    if settings.max_prompt_tokens > most:
+        raise StartupError(
+            f"--max-prompt-tokens {settings.max_prompt_tokens} is more than the model's context of "
+            f"{model.context_tokens} tokens or the cache's {cache_tokens} (--kv-cache-tokens)"
+        )
+    return settings.max_prompt_tokens
+
+
+def _dtype(settings: GenerationSettings, checkpoint: Checkpoint) -> torch.dtype:
+    config = checkpoint.config
+    own = config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
+    name = (own or "float32") if settings.dtype == "auto" else settings.dtype
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise StartupError(f"config.json: dtype must name a floating-point type, got {name!r}")
+    return dtype

@@ -1,0 +1,63 @@
+"""Every rank but the first: computes what rank 0 computes, step by step, until it is told nothing more.
+
+`python -m services.generation.startup.rank DESCRIPTOR`, started by the service alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import structlog
+import torch
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
+from common.exit_status import ExitStatus
+from common.ranks import Orders
+from common.telemetry.logs import configure_logging
+from services.generation.model.runner import Runner
+from services.generation.parallel.group import Group
+from services.generation.parallel.steps import from_bytes
+from services.generation.settings import GenerationSettings
+from services.generation.startup.build import build, device_of
+
+log = structlog.get_logger()
+
+
+def main() -> None:
+    orders = Orders(int(sys.argv[1]))
+    if not orders.facts:  # the service has ended meanwhile
+        return
+    rank = orders.facts["rank"]
+    structlog.contextvars.bind_contextvars(rank=rank)
+    try:
+        settings = GenerationSettings.load(orders.facts["arguments"])
+        configure_logging("generation", settings.log_format, settings.log_level)
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        group = Group(rank, orders.facts["ranks"], Path(orders.facts["meeting"]), device_of(settings, rank))
+        follow(orders, build(settings, Checkpoint(settings.model), group).runner, group)
+    except StartupError as error:
+        log.error("cannot start", error=str(error))
+        sys.exit(ExitStatus.CANNOT_START)
+    os._exit(ExitStatus.FINISHED)  # see Group.leave
+
+
+def follow(orders: Orders, runner: Runner, group: Group) -> None:
+    """Computes steps until rank 0 hangs up, or tells an empty one."""
+    model = runner.model
+    while told := orders.receive():
+        packed = from_bytes(told)
+        features = None
+        if media := packed.media_rows.size:
+            shape = (1 + model.embed_levels, media, model.hidden_size)
+            features = group.from_first(torch.empty(shape, dtype=model.dtype, device=model.device))
+        runner.compute(packed, features)
+        if model.device.type == "cuda":  # the next replay writes over rows that may still have to be copied
+            torch.cuda.current_stream().synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Embeddings that come with a prompt in place of pixels, as far as a plan needs them: what they are and when.
+
+Their values are the encoder's to check. It knows neither protobuf nor families.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from common.contract.errors import InvalidRequest
+from common.contract.plan import DIGEST_BYTES, Grid, Modality
+from services.preprocessing.video.timing import MAX_LENGTH_S, TimeBase
+
+
+@dataclass(frozen=True, slots=True)
+class Embeds:
+    """Embeddings of one media item; a video's with one of its two time bases, an image's with none.
+
+    size_bytes: of the tensor, 0 where whoever asks keeps it. digest: sha256 of it.
+    seconds_per_grid: between temporal slices. timestamps_s: when each is shown.
+    Raises InvalidRequest for a time base that is missing, out of range or not this modality's.
+    """
+
+    modality: Modality
+    grid: Grid
+    size_bytes: int
+    digest: bytes
+    seconds_per_grid: Fraction | None
+    timestamps_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.digest) != DIGEST_BYTES:
+            raise InvalidRequest(f"embeds.digest must have {DIGEST_BYTES} bytes, got {len(self.digest)}")
+        given = (self.seconds_per_grid is not None) + bool(self.timestamps_s)
+        if self.modality is Modality.IMAGE:
+            if self.grid.t != 1:
+                raise InvalidRequest(f"embeds.grid.t of an image must be 1, got {self.grid.t}")
+            if given:
+                raise InvalidRequest(
+                    "embeds.seconds_per_grid and timestamps_s are for videos, an image has no time base"
+                )
+            return
+        if not given:
+            raise InvalidRequest("embeds.seconds_per_grid or timestamps_s must be set: a video needs a time base")
+        if given == 2:
+            raise InvalidRequest("embeds.seconds_per_grid and timestamps_s are two time bases, only one may be set")
+        if self.seconds_per_grid is not None:
+            _check_step(self.seconds_per_grid, self.grid.t)
+        else:
+            _check_times(self.timestamps_s, self.grid.t)
+
+    def time_base(self, slice_frames: int) -> TimeBase | None:
+        """A video's, from the one that it has; None for an image. slice_frames: in a temporal slice."""
+        if self.seconds_per_grid is not None:
+            return TimeBase.of_step(self.seconds_per_grid, self.grid.t, slice_frames)
+        return TimeBase.of_slices(self.timestamps_s) if self.timestamps_s else None
+
+
+def _check_step(seconds: Fraction, slices: int) -> None:
+    if seconds <= 0:
+        raise InvalidRequest(f"embeds.seconds_per_grid must be above 0, got {seconds}")
+    if seconds * slices > MAX_LENGTH_S:
+        raise InvalidRequest(
+            f"embeds.seconds_per_grid makes the video last {float(seconds * slices):.0f} s, "
+            f"at most {MAX_LENGTH_S} are allowed"
+        )
+
+
+def _check_times(times_s: tuple[float, ...], slices: int) -> None:
+    if len(times_s) != slices:
+        raise InvalidRequest(f"embeds.timestamps_s must hold one time for each of {slices} slices, got {len(times_s)}")
+    for place, time in enumerate(times_s):
+        name = f"embeds.timestamps_s[{place}]"
+        if not (math.isfinite(time) and 0 <= time <= MAX_LENGTH_S):
+            raise InvalidRequest(f"{name} must be between 0 and {MAX_LENGTH_S}, got {time}")
+        if place and time < times_s[place - 1]:
+            raise InvalidRequest(f"{name} must not be below the one before, {times_s[place - 1]}, got {time}")

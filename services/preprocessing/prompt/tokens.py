@@ -1,0 +1,239 @@
+"""The checkpoint's chat template and tokenizer, applied so that no user's text can become a control token.
+
+    template over stand-ins:  <|im_start|>user\\n⟨1⟩<|vision_start|><|video_pad|><|vision_end|>⟨2⟩<|im_end|>\\n
+    placeholders expanded:    … <|vision_start|><0.3 seconds><|vision_start|><|video_pad|><|vision_end|><1.3 seconds>…
+    split at control tokens:  [<|im_start|>] [user\\n⟨1⟩] [<|vision_start|>] [<0.3 seconds>] [<|vision_start|>] (grid) …
+    user's text put back:     plain pieces alone, tokenised by a tokenizer that knows no control tokens
+
+The template never sees the user's text, and what it or a family joins with that text is still tokenised as one piece:
+ordinary text gives the ids that transformers gives, unless the template looks into it (some cut earlier answers at
+`</think>`; here they stay whole). It knows no model family, and uses `tokenizers` and jinja2 alone.
+Source: `apply_chat_template` and `get_text_with_replacements` of transformers 5.23, whose environment it rebuilds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import InvalidRequest, StartupError
+from common.contract.plan import Int32Array, Modality
+from common.process import give_back_freed_memory
+from services.preprocessing.prompt.layout import Expansion, GridTokens
+from services.preprocessing.prompt.positions import GridSpan
+
+_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+LARGE_TEXT_CHARS = 2**16
+# How soon one that waits for its turn learns that its request has left.
+_CHECK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message: a role that chat templates know, and its text and media in order."""
+
+    role: str
+    parts: tuple[str | Modality, ...]
+
+
+class ChatTokens:
+    """Token ids of conversations.
+
+    placeholders: the control tokens that stand for media, by modality.
+    Raises StartupError if the checkpoint lacks what is needed.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, placeholders: Mapping[Modality, str]) -> None:
+        path = checkpoint.folder / "tokenizer.json"
+        contents = checkpoint.read_json(path.name)
+        if not contents:
+            raise StartupError(f"{path} does not exist")
+        self._control = _control_tokens(contents, str(path))
+        missing = [token for token in placeholders.values() if token not in self._control]
+        if missing:
+            raise StartupError(f"{path} has no token {', '.join(missing)}")
+        self._media = {token: modality for modality, token in placeholders.items()}
+        self._plain = Tokenizer.from_str(json.dumps(contents | {"added_tokens": [], "post_processor": None}))
+        # A text takes some 300 times its size while it is tokenised: 4 MiB of it more than a gigabyte.
+        self._large = threading.Lock()
+        spellable = [token for token, token_id in self._control.items() if token_id in self._ids(token)]
+        if spellable:
+            raise StartupError(f"{path}: ordinary text can spell the control tokens {', '.join(spellable)}")
+        longest_first = sorted(self._control, key=len, reverse=True)
+        self._control_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+        config = checkpoint.read_json("tokenizer_config.json")
+        self._names = {name: _text_of(config[name]) for name in _TOKEN_NAMES if config.get(name)}
+        try:
+            self._template = _environment().from_string(_template(checkpoint, config))
+        except TemplateError as error:
+            raise StartupError(f"the chat template of {checkpoint.folder} is wrong: {error}") from error
+
+    def conversation(
+        self, turns: Sequence[Turn], expansions: Sequence[Expansion], check_wanted: Callable[[], None] = lambda: None
+    ) -> list[Int32Array | GridTokens]:
+        """Ids (int32 [n]) of the rendered conversation, and between them the grids of its media.
+
+        expansions: what each media item becomes, in the order of the turns; no text in them may spell a placeholder.
+        check_wanted: called before each text, and while one waits for its turn. What it raises ends the whole.
+        Raises InvalidRequest if the template refuses the turns or has no place for some of what they hold.
+        """
+        rendered, texts = self._render(turns)
+        places = (place for place, turn in enumerate(turns) for part in turn.parts if not isinstance(part, Modality))
+        for place, (stand_in, text) in zip(places, texts.items(), strict=True):
+            if text and stand_in not in rendered:  # which is not quoted: what is refused is logged
+                raise InvalidRequest(
+                    f"prompt.messages[{place}] holds text that the checkpoint's chat template leaves out (some take a "
+                    f"system message only as the first)"
+                )
+        asked = [part for turn in turns for part in turn.parts if isinstance(part, Modality)]
+        placed = [self._media[token] for token in self._control_pattern.findall(rendered) if token in self._media]
+        if placed != asked:
+            raise InvalidRequest(
+                f"prompt.messages hold {len(asked)} media, the checkpoint's chat template places {len(placed)} of them"
+            )
+        grids = [(item, part) for item, each in enumerate(expansions) for part in each if isinstance(part, GridSpan)]
+        return self._tokenise(self._expand(rendered, expansions), texts, grids, check_wanted)
+
+    def _expand(self, rendered: str, expansions: Sequence[Expansion]) -> str:
+        """Each placeholder replaced by its item's text, with one placeholder for each grid."""
+        following = iter(expansions)
+
+        def replaced(match: re.Match[str]) -> str:
+            token = match[0]
+            if token not in self._media:
+                return token
+            return "".join(token if isinstance(part, GridSpan) else part for part in next(following))
+
+        return self._control_pattern.sub(replaced, rendered)
+
+    def _tokenise(
+        self,
+        text: str,
+        texts: Mapping[str, str],
+        grids: Sequence[tuple[int, GridSpan]],
+        check_wanted: Callable[[], None],
+    ) -> list[Int32Array | GridTokens]:
+        following = iter(grids)
+        pieces: list[Int32Array | GridTokens] = []
+        ids: list[int] = []
+        for index, piece in enumerate(self._control_pattern.split(text)):
+            if index % 2 == 0:
+                ids += self._ids(_put_back(piece, texts), check_wanted)
+            elif piece in self._media:
+                item, span = next(following)
+                pieces += [np.array(ids, np.int32), GridTokens(item, self._control[piece], span)]
+                ids = []
+            else:
+                ids.append(self._control[piece])
+        pieces.append(np.array(ids, np.int32))
+        return [piece for piece in pieces if piece.size]
+
+    def _ids(self, text: str, check_wanted: Callable[[], None] = lambda: None) -> list[int]:
+        """Ids of text in which nothing is a control token. Large texts take turns, and leave no memory behind."""
+        if not text:
+            return []
+        check_wanted()
+        if len(text) <= LARGE_TEXT_CHARS:
+            return self._encoded(text)
+        with self._turn(check_wanted):
+            ids = self._encoded(text)
+            give_back_freed_memory()
+            return ids
+
+    def _encoded(self, text: str) -> list[int]:
+        # Not `encode`: for as long as that takes, which may be seconds, no other thread of the process runs.
+        (encoded,) = self._plain.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoded.ids
+        return ids
+
+    @contextmanager
+    def _turn(self, check_wanted: Callable[[], None]) -> Iterator[None]:
+        while not self._large.acquire(timeout=_CHECK_S):
+            check_wanted()
+        try:
+            yield
+        finally:
+            self._large.release()
+
+    def _render(self, turns: Sequence[Turn]) -> tuple[str, dict[str, str]]:
+        """The template's output over stand-ins, and the text for which each stands."""
+        texts: dict[str, str] = {}
+        messages: list[dict[str, Any]] = []
+        for turn in turns:
+            content: list[dict[str, str]] = []
+            for part in turn.parts:
+                if isinstance(part, Modality):
+                    content.append({"type": part.value})
+                else:
+                    stand_in = f"⟨{secrets.token_hex(16)}⟩"
+                    texts[stand_in] = part
+                    content.append({"type": "text", "text": stand_in})
+            messages.append({"role": turn.role, "content": content})
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._names), texts
+        except TemplateError as error:
+            raise InvalidRequest(f"prompt.messages: the checkpoint's chat template refuses them: {error}") from error
+
+
+def _put_back(piece: str, texts: Mapping[str, str]) -> str:
+    return re.sub(r"⟨[0-9a-f]{32}⟩", lambda match: texts.get(match[0], match[0]), piece)
+
+
+def _control_tokens(contents: Mapping[str, Any], path: str) -> dict[str, int]:
+    added = contents.get("added_tokens") or []
+    for token in added:
+        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
+            raise StartupError(f"{path}: the token {token['content']!r} strips or needs whole words: not supported")
+    return {token["content"]: token["id"] for token in added}
+
+
+def _template(checkpoint: Checkpoint, tokenizer_config: Mapping[str, Any]) -> str:
+    """Where transformers looks, in its order."""
+    path = checkpoint.folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    for config in (checkpoint.read_json("chat_template.json"), tokenizer_config):
+        template = config.get("chat_template")
+        if isinstance(template, list):
+            template = next((each["template"] for each in template if each["name"] == "default"), None)
+        if template:
+            return str(template)
+    raise StartupError(f"{checkpoint.folder} has no chat template")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _text_of(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)

@@ -1,0 +1,175 @@
+"""Protobuf to a checked conversation, and slices to protobuf.
+
+It owns what a prompt must hold before anything is opened; values that dataclasses check are checked by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+from framesieve.v1 import preprocessing_pb2, prompt_pb2
+
+from common.contract.errors import InvalidRequest, MediaRejected
+from common.contract.limits import check_inline_bytes, check_prompt
+from common.contract.plan import Grid, Modality, PromptPlan
+from common.contract.tensors import DType, pieces
+from common.contract.wire import fill_chunk, plan_messages, tensor_digest
+from common.telemetry.ages import ago_s
+from services.preprocessing.fetch.data_uri import decode_data_uri
+from services.preprocessing.planner import Conversation, Link, MediaRequest
+from services.preprocessing.prompt.embeds import Embeds
+from services.preprocessing.prompt.tokens import Turn
+from services.preprocessing.video.sampling import FrameSampling
+from services.preprocessing.video.slices import Slice
+
+# A family may put text around each slice, and far more of them cost a planner minutes.
+MAX_EMBEDS_SLICES = 2**15
+# One prompt must not become a flood at somebody else's server.
+MAX_LINKS = 32
+
+_ROLES = {
+    prompt_pb2.ROLE_SYSTEM: "system",
+    prompt_pb2.ROLE_USER: "user",
+    prompt_pb2.ROLE_ASSISTANT: "assistant",
+}
+_MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO}
+_TIME_FIELDS = ("fps", "min_frames", "max_frames", "start_s", "end_s")
+
+
+def conversation_of(prompt: prompt_pb2.Prompt) -> Conversation:
+    """The prompt, checked. Decodes data URIs, so call it beside the loop.
+
+    Raises InvalidRequest naming the field that is missing, empty or too large; MediaRejected for an empty data URI.
+    """
+    check_prompt(prompt)
+    if not prompt.messages:
+        raise InvalidRequest("prompt.messages must hold at least one message, it is empty")
+    turns: list[Turn] = []
+    media: list[MediaRequest] = []
+    for index, message in enumerate(prompt.messages):
+        name = f"prompt.messages[{index}]"
+        if message.role not in _ROLES:
+            raise InvalidRequest(f"{name}.role must be system, user or assistant, got {message.role}")
+        if not message.parts:
+            raise InvalidRequest(f"{name}.parts must hold at least one part, it is empty")
+        parts: list[str | Modality] = []
+        for place, part in enumerate(message.parts):
+            content = _part(part, f"{name}.parts[{place}]")
+            if isinstance(content, MediaRequest):
+                media.append(content)
+                parts.append(content.modality)
+            else:
+                parts.append(content)
+        turns.append(Turn(_ROLES[message.role], tuple(parts)))
+    if not any(part for turn in turns for part in turn.parts):
+        raise InvalidRequest("prompt.messages hold no media and only empty text")
+    _check_sums(media)
+    return Conversation(tuple(turns), tuple(media))
+
+
+def _part(part: prompt_pb2.Part, name: str) -> str | MediaRequest:
+    kind = part.WhichOneof("content")
+    if kind is None:
+        raise InvalidRequest(f"{name} must hold text, image or video, it holds none")
+    if kind == "text":
+        return part.text
+    return _media(getattr(part, kind), _MODALITIES[kind], f"{name}.{kind}")
+
+
+def _check_sums(media: Sequence[MediaRequest]) -> None:
+    """Raises InvalidRequest for more bytes of media, URLs, or slices of embeddings, than a prompt may have."""
+    embeds = [item.location for item in media if isinstance(item.location, Embeds)]
+    files = [item.location for item in media if isinstance(item.location, bytes)]
+    check_inline_bytes(sum(map(len, files)) + sum(each.size_bytes for each in embeds))
+    links = sum(isinstance(item.location, Link) for item in media)
+    if links > MAX_LINKS:
+        raise InvalidRequest(f"prompt.messages hold {links} media by URL, at most {MAX_LINKS} are allowed")
+    slices = sum(each.grid.t for each in embeds)
+    if slices > MAX_EMBEDS_SLICES:
+        raise InvalidRequest(
+            f"prompt.messages hold embeddings of {slices} temporal slices, at most {MAX_EMBEDS_SLICES} are allowed"
+        )
+
+
+def _media(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaRequest:
+    source = media.WhichOneof("source")
+    if source is None:
+        raise InvalidRequest(f"{name} must hold data, url, path or embeds, it holds none")
+    if source != "embeds":
+        location = _location(media.url, name) if source == "url" else getattr(media, source)
+        return MediaRequest(name, modality, location, _sampling(media.frame_sampling, modality, name))
+    if media.HasField("frame_sampling"):
+        raise InvalidRequest(f"{name}.frame_sampling must not be set beside embeds: no frame is looked at")
+    return MediaRequest(name, modality, _embeds(media.embeds, modality, name), FrameSampling())
+
+
+def _location(url: str, name: str) -> Link | bytes:
+    """A URL to be fetched, or the bytes that a data URI holds."""
+    if url[:5].lower() != "data:":
+        return Link(url)
+    try:
+        data = decode_data_uri(url)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}.url {error}") from error
+    if not data:
+        raise MediaRejected(f"{name}.url is empty")
+    return data
+
+
+def _embeds(message: prompt_pb2.MediaEmbeds, modality: Modality, name: str) -> Embeds:
+    if not message.HasField("grid"):
+        raise InvalidRequest(f"{name}.embeds.grid must be set")
+    step = message.seconds_per_grid
+    if message.HasField("seconds_per_grid") and step.denominator < 1:
+        raise InvalidRequest(f"{name}.embeds.seconds_per_grid.denominator must be at least 1, got {step.denominator}")
+    try:
+        grid = Grid(message.grid.t, message.grid.h, message.grid.w)
+    except ValueError as error:
+        raise InvalidRequest(f"{name}.embeds.grid is no grid: {error}") from error
+    try:
+        return Embeds(
+            modality=modality,
+            grid=grid,
+            size_bytes=len(message.tensor.data),
+            digest=message.digest or tensor_digest(message.tensor),
+            seconds_per_grid=Fraction(step.numerator, step.denominator) if step.denominator else None,
+            timestamps_s=tuple(message.timestamps_s),
+        )
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}.{error}") from error
+
+
+def _sampling(message: prompt_pb2.FrameSampling, modality: Modality, name: str) -> FrameSampling:
+    given = {field.name: value for field, value in message.ListFields()}
+    useless = [field for field in _TIME_FIELDS if field in given]
+    if modality is Modality.IMAGE and useless:
+        raise InvalidRequest(f"{name}.frame_sampling.{useless[0]} is for videos, an image has no frames to choose from")
+    try:
+        return FrameSampling(**given)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}.{error}") from error
+
+
+def plan_responses(plan: PromptPlan, fetched_ns: int | None) -> Iterator[preprocessing_pb2.PreprocessResponse]:
+    """The plan in pieces; when its media had been fetched, if any was, stands in the first."""
+    fetched_ago_s = None if fetched_ns is None else ago_s(fetched_ns)
+    for message in plan_messages(plan):
+        yield preprocessing_pb2.PreprocessResponse(plan=message, fetched_ago_s=fetched_ago_s)
+        fetched_ago_s = None
+
+
+def frames_responses(media_index: int, piece: Slice) -> Iterator[preprocessing_pb2.PreprocessResponse]:
+    """One slice in pieces; what was repaired, and when it was made, stands in the first."""
+    first: dict[str, Any] = {
+        "repaired_frames": piece.repaired_frames,
+        "decoded_ago_s": ago_s(piece.decoded_ns),
+        "resized_ago_s": ago_s(piece.resized_ns),
+    }
+    for offset, part in pieces(piece.pixels.data):
+        frames = preprocessing_pb2.FramesChunk(media_index=media_index, first_frame=piece.first_frame, **first)
+        response = preprocessing_pb2.PreprocessResponse(frames=frames)
+        fill_chunk(response.frames.chunk, DType.UINT8, piece.pixels.shape, offset, part)
+        yield response
+        first = {}

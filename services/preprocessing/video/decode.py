@@ -1,0 +1,204 @@
+"""The frames of a video that were asked for, decoded in order, each as early as it can be had.
+
+It owns seeking and the repair of damage. It decodes from keyframe to keyframe only as far as it must:
+
+    packets    K . . . . . . . K . . . . . . . K . . .
+    wanted         ^     ^                     ^
+    decoded    ───────────     (nothing)       ─        one seek: a later keyframe lay before the third
+
+Resizing and slicing are `slices`' business.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import mmap
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from typing import Self
+
+import av
+import numpy as np
+from av.packet import Packet
+from av.video.frame import VideoFrame
+from av.video.reformatter import VideoReformatter
+from av.video.stream import VideoStream
+
+from common.contract.errors import MediaDamaged, MediaRejected
+from services.preprocessing.sources.source import Source
+from services.preprocessing.video.orientation import upright
+from services.preprocessing.video.packets import MAX_FRAME_PX, PacketIndex, check_frame_size, open_video, packets_of
+from services.preprocessing.video.resize import UInt8Array
+
+MAX_REPAIRED_SHARE = 0.1
+
+# More threads than this a video buy little; without a bound, codecs take one a core in every worker.
+_CODEC_THREADS = 2
+
+# Of common formats: three channels in 16 bits.
+_LARGEST_PIXEL_BYTES = 6
+
+
+class Rest(tuple[int, ...]):
+    """What is left of an item's places: `whole` in all, and of those that are gone `repaired` were repaired."""
+
+    whole: int
+    repaired: int
+
+    @classmethod
+    def of(cls, places: Iterable[int], whole: int, repaired: int) -> Self:
+        rest = cls(places)
+        rest.whole, rest.repaired = whole, repaired
+        return rest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedFrame:
+    """pixels: uint8 [H, W, 3], RGB, upright. repaired: it could not be decoded and repeats the one before."""
+
+    pixels: UInt8Array
+    repaired: bool
+
+
+def decode_frames(
+    source: Source, index: PacketIndex, places: Sequence[int], max_pixels: float = math.inf
+) -> Generator[DecodedFrame, None, None]:
+    """The frames at `places` of the index, which must not decrease; one for each.
+
+    max_pixels: of all frames that are decoded, also those between the ones that were asked for.
+    Raises MediaDamaged once more than a tenth of them, or of the whole item where they are its `Rest`, cannot be
+    decoded, MemoryError if FFmpeg lacked memory for one meanwhile; MediaRejected if they grow past a limit.
+    """
+    whole, repaired = (places.whole, places.repaired) if isinstance(places, Rest) else (len(places), 0)
+    allowed = MAX_REPAIRED_SHARE * whole
+    with ExitStack() as stack:
+        frames = _Frames(source, index, max_pixels, stack)
+        last: DecodedFrame | None = None
+        last_place: int | None = None
+        for place in places:
+            if last is None or place != last_place:
+                last, last_place = frames.at(place, last), place
+            repaired += last.repaired
+            if repaired > allowed:
+                raise frames.damage(f"{repaired} of its {whole} frames cannot be decoded, at most a tenth may be")
+            yield last
+
+
+class _Frames:
+    """A video's decoded frames by presentation time, forwards only: `behind` is shown before `ahead`."""
+
+    def __init__(self, source: Source, index: PacketIndex, max_pixels: float, stack: ExitStack) -> None:
+        self._source = source
+        self._max_pixels = max_pixels
+        self._pixels = 0
+        self._lacked_memory = False
+        self._stack = stack
+        # By itself a frame starts threads of its own for this, for each frame anew: ten times as slow on shared cores.
+        self._reformatter = VideoReformatter()
+        self._keys = range(len(index.times.ticks)) if index.pts is None else index.pts
+        self._by_order = index.pts is None
+        self._orientation = index.orientation
+        self._keyframes: Sequence[int] = index.keyframes
+        self._behind: VideoFrame | None = None
+        self._ahead: VideoFrame | None = None
+        self._ahead_key = index.keyframes[0] if index.keyframes else 0
+        self._open()
+
+    def at(self, place: int, last: DecodedFrame | None) -> DecodedFrame:
+        """The frame at `place`, or what stands in for it. `last` is the one that was asked for before."""
+        wanted = self._keys[place]
+        keyframe = bisect.bisect_right(self._keyframes, wanted) - 1
+        if keyframe >= 0 and self._keyframes[keyframe] > self._ahead_key:
+            self._seek(self._keyframes[keyframe])
+        while self._ahead is None or self._ahead_key < wanted:
+            self._behind = self._ahead or self._behind
+            following = next(self._decoded, None)
+            if following is None:
+                self._ahead = None
+                break
+            self._ahead_key, self._ahead = following
+        if self._ahead is not None and self._ahead_key == wanted:
+            return DecodedFrame(self._rgb(self._ahead), repaired=False)
+        if self._behind is not None:
+            return DecodedFrame(self._rgb(self._behind), repaired=True)
+        if last is not None:
+            return DecodedFrame(last.pixels, repaired=True)
+        if self._ahead is not None:  # nothing came before the damage: the first frame that can be seen
+            return DecodedFrame(self._rgb(self._ahead), repaired=True)
+        raise self.damage("none of its frames can be decoded")
+
+    def damage(self, text: str) -> Exception:
+        """What is to be raised for it. A lack of memory counts as damage first: damage may make FFmpeg ask for much.
+
+        Some decoders, H.264's among them, keep it to themselves. Then no other frame would find room now either.
+        """
+        if self._lacked_memory or not self._room_for_a_frame():
+            return MemoryError(text)
+        return MediaDamaged(f"{self._source.name} is damaged: {text}")
+
+    def _room_for_a_frame(self) -> bool:
+        size = self._stream.codec_context
+        try:
+            mmap.mmap(-1, min(max(1, size.height * size.width), MAX_FRAME_PX) * _LARGEST_PIXEL_BYTES).close()
+        except OSError:
+            return False
+        return True
+
+    def _open(self) -> None:
+        self._container, self._stream = self._stack.enter_context(open_video(self._source))
+        self._stream.thread_type = "FRAME"
+        self._stream.codec_context.thread_count = _CODEC_THREADS
+        self._decoded = self._decode(self._stream, packets_of(self._container, self._stream))
+
+    def _seek(self, keyframe: int) -> None:
+        """Goes on from `keyframe`, or, in a container whose own index leads past it, from the start."""
+        self._behind = self._ahead = None
+        try:
+            self._container.seek(keyframe, stream=self._stream)
+            packets = packets_of(self._container, self._stream)
+            first = next(packets, None)
+        except av.FFmpegError:
+            first = None
+        if first is not None and first.pts is not None and first.pts <= keyframe:
+            self._ahead_key = keyframe
+            self._decoded = self._decode(self._stream, chain((first,), packets))
+        else:
+            self._keyframes = ()
+            self._stack.close()
+            self._open()
+
+    def _decode(self, stream: VideoStream, packets: Iterable[Packet[VideoStream]]) -> Iterator[tuple[int, VideoFrame]]:
+        """(presentation time or ordinal, frame); what cannot be decoded is left out."""
+        order = 0
+        for packet in chain(packets, (None,)):
+            try:
+                frames = stream.decode(packet)
+            except av.FFmpegError as error:
+                self._lacked_memory |= isinstance(error, MemoryError)
+                frames = []
+            for frame in frames:
+                self._count(frame)
+                key = order if self._by_order else frame.pts
+                order += 1
+                if key is not None and not frame.is_corrupt:
+                    yield key, frame
+
+    def _count(self, frame: VideoFrame) -> None:
+        self._pixels += frame.height * frame.width
+        if self._pixels > self._max_pixels:
+            raise MediaRejected(
+                f"{self._source.name} has more than {self._max_pixels} pixels up to its last frame that is wanted"
+            )
+
+    def _rgb(self, frame: VideoFrame) -> UInt8Array:
+        check_frame_size(self._source.name, frame.height, frame.width)
+        try:
+            pixels = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+        except MemoryError:
+            raise
+        except (av.FFmpegError, ValueError) as error:
+            raise MediaRejected(f"{self._source.name} has frames in a format that cannot be shown: {error}") from error
+        return upright(pixels.astype(np.uint8, copy=False), self._orientation)

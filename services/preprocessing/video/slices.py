@@ -1,0 +1,109 @@
+"""Planned media as what is sent: temporal slices of resized frames, made one at a time.
+
+It joins decoding and resizing, and measures how long each took and when it was done. Who runs it, and how far ahead, is
+told in `workers`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from time import monotonic_ns
+from typing import ClassVar
+
+import numpy as np
+
+from services.preprocessing.sources.source import Source
+from services.preprocessing.video.decode import DecodedFrame, decode_frames
+from services.preprocessing.video.packets import PacketIndex
+from services.preprocessing.video.pictures import Picture, decode_picture
+from services.preprocessing.video.resize import UInt8Array, resize
+
+_NS = 1e-9
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """One temporal slice: its first frame's index within the item, and its frames, uint8 [frames, H, W, 3], RGB.
+
+    repaired_frames: how many of them could not be decoded and repeat the one before.
+    decode_s, resize_s: how long that took. decoded_ns, resized_ns: when the last frame was, on the monotonic clock.
+    """
+
+    first_frame: int
+    pixels: UInt8Array
+    repaired_frames: int
+    decode_s: float
+    resize_s: float
+    decoded_ns: int
+    resized_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPicture:
+    """A picture, and the size at which it is sent."""
+
+    source: Source
+    picture: Picture
+    height_px: int
+    width_px: int
+
+    def slices(self) -> Generator[Slice, None, None]:
+        """The one slice. Raises MediaDamaged if the picture cannot be decoded."""
+        start_ns = monotonic_ns()
+        pixels = decode_picture(self.source, self.picture)
+        decoded_ns = monotonic_ns()
+        resized = np.ascontiguousarray(resize(pixels, self.height_px, self.width_px)[None])
+        resized_ns = monotonic_ns()
+        spent_s = (decoded_ns - start_ns) * _NS, (resized_ns - decoded_ns) * _NS
+        yield Slice(0, resized, 0, *spent_s, decoded_ns, resized_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedVideo:
+    """A video, the places of the frames that are sent, `slice_frames` at a time, and their size."""
+
+    source: Source
+    index: PacketIndex
+    places: tuple[int, ...]
+    slice_frames: int
+    height_px: int
+    width_px: int
+
+    def slices(self, max_pixels: float = math.inf) -> Generator[Slice, None, None]:
+        """Slices in order. max_pixels, and what it raises: as `decode_frames` has them."""
+        with closing(decode_frames(self.source, self.index, self.places, max_pixels)) as frames:
+            for first in range(0, len(self.places), self.slice_frames):
+                yield self._slice(first, frames)
+
+    def _slice(self, first: int, frames: Iterator[DecodedFrame]) -> Slice:
+        pixels = np.empty((self.slice_frames, self.height_px, self.width_px, 3), np.uint8)
+        repaired, decode_ns, resize_ns = 0, 0, 0
+        resized_ns = monotonic_ns()
+        for row in pixels:
+            start_ns = resized_ns
+            frame = next(frames)
+            decoded_ns = monotonic_ns()
+            row[:] = resize(frame.pixels, self.height_px, self.width_px)
+            resized_ns = monotonic_ns()
+            decode_ns += decoded_ns - start_ns
+            resize_ns += resized_ns - decoded_ns
+            repaired += frame.repaired
+        return Slice(first, pixels, repaired, decode_ns * _NS, resize_ns * _NS, decoded_ns, resized_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedEmbeds:
+    """Media whose embeddings came with the prompt: no frame is sent."""
+
+    height_px: ClassVar[int] = 0
+    width_px: ClassVar[int] = 0
+
+    def slices(self) -> Generator[Slice, None, None]:
+        """None."""
+        yield from ()
+
+
+PlannedMedia = PlannedPicture | PlannedVideo | PlannedEmbeds
