@@ -27,7 +27,7 @@ protos: framesieve/v1/.generated  ## Generate Python code from protos/
 
 framesieve/v1/.generated: $(PROTOS) .venv/.installed
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
-	@touch $@
+	@touch framesieve/v1/__init__.py $@
 
 demo: setup  ## Ask the embedded model about a real clip, at rate 0 and 0.75, through three processes
 	@$(BIN)/python -m demo.run

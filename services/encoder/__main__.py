@@ -6,8 +6,6 @@ import asyncio
 import os
 from functools import partial
 
-from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
-
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
 from common.exit_status import ExitStatus
@@ -16,17 +14,11 @@ from common.security.credentials import Credentials
 from common.serving.guards import upstream_credentials
 from common.serving.server import run, serve
 from common.telemetry.logs import configure_logging
-from common.telemetry.metrics import age_seconds, begin
+from common.telemetry.metrics import begin
+from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 from services.encoder.items.batcher import Batcher
 from services.encoder.items.cache import EmbedsCache
-from services.encoder.metrics import (
-    CACHE_BYTES,
-    CACHE_BYTES_USED,
-    CACHE_WAITERS,
-    QUEUE_OLDEST_SECONDS,
-    QUEUE_SLICES,
-    watch_room,
-)
+from services.encoder.rpc.gauges import watch
 from services.encoder.rpc.servicer import SERVICE, EncoderServicer
 from services.encoder.settings import EncoderSettings
 from services.encoder.startup.data_parallel import data_parallel
@@ -56,7 +48,7 @@ async def _serve(
     cache = EmbedsCache(tower, batcher, Room(settings.output_buffer_bytes), settings.cache_bytes)
     outputs = Room(settings.output_buffer_bytes)
     begin("encoder", "Encode", checkpoint, str(tower.dtype).removeprefix("torch."), str(tower.device))
-    _watch(batcher, cache, outputs)
+    watch(batcher, cache, outputs)
     try:
         async with open_channel(settings.preprocessing, credentials) as channel:
             servicer = EncoderServicer(checkpoint.fingerprint, cache, outputs, channel, credentials)
@@ -65,17 +57,6 @@ async def _serve(
     finally:
         if towers.loss.lost is None:
             batcher.close()
-
-
-def _watch(batcher: Batcher, cache: EmbedsCache, outputs: Room) -> None:
-    """Has the gauges ask these whenever they are read."""
-    QUEUE_SLICES.set_function(lambda: batcher.queued)
-    QUEUE_OLDEST_SECONDS.set_function(lambda: age_seconds(batcher.oldest_ns))
-    CACHE_BYTES.set(cache.size_bytes)
-    CACHE_BYTES_USED.set_function(lambda: cache.held_bytes)
-    CACHE_WAITERS.set_function(lambda: cache.waiters)
-    watch_room("encoding", cache.room)
-    watch_room("output", outputs)
 
 
 def _end(towers: DataParallelTower, batcher: Batcher, broken: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:

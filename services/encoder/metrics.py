@@ -6,8 +6,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from common.contract.plan import MediaPlan, Modality
 from common.contract.retention import METHODS, Pruning, method_of
-from common.room import Room
-from common.telemetry.metrics import STAGE_BUSY_SECONDS, age_seconds
+from common.telemetry.metrics import STAGE_BUSY_SECONDS
 
 _PREFIX = "framesieve_encoder_"
 
@@ -59,11 +58,3 @@ def count_item(item: MediaPlan, pruning: Pruning, kept: int) -> None:
     method = method_of(pruning, item.modality)
     TOKENS.labels(method, "before").inc(item.grid.tokens)
     TOKENS.labels(method, "after").inc(kept)
-
-
-def watch_room(name: str, room: Room) -> None:
-    """Has the gauges of a room ask it whenever they are read."""
-    ROOM_BYTES.labels(name).set(room.size_bytes)
-    ROOM_BYTES_USED.labels(name).set_function(lambda: room.held_bytes)
-    ROOM_WAITING.labels(name).set_function(lambda: room.waiting)
-    ROOM_OLDEST_SECONDS.labels(name).set_function(lambda: age_seconds(room.oldest_ns))

@@ -13,8 +13,6 @@ from typing import Any
 import grpc
 import numpy as np
 import torch
-from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
-from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
 from numpy.typing import NDArray
 from prometheus_client import REGISTRY
 
@@ -22,10 +20,12 @@ from common.channels import error_from_status
 from common.checkpoint import Checkpoint
 from common.contract.wire import int32_array
 from common.room import Room
+from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
+from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
 from services.encoder.families import load_tower
 from services.encoder.items.batcher import Batcher
 from services.encoder.items.cache import EmbedsCache
-from services.encoder.metrics import watch
+from services.encoder.rpc.gauges import watch
 from services.encoder.rpc.servicer import EncoderServicer
 from services.encoder.tower.tower import Tower
 from tests.contract.encoder_peers import FINGERPRINT, GRID, FakePreprocessing, Media, frames_of, prompt_of, video
