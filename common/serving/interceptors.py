@@ -17,7 +17,7 @@ from common.contract.errors import FramesieveError, PeerContract, Unauthenticate
 from common.security.quotas import ClientBudgets
 from common.serving.parsing import parsed
 from common.telemetry.metrics import MESSAGE_BYTES, REFUSALS, REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
-from common.telemetry.request_stats import Tally, begin_tally, tally
+from common.telemetry.request_stats import RequestStats, add_request_stats, begin_request_stats
 from common.telemetry.tracing import Tracer, begin_request
 
 OUR_METHODS = "/framesieve."
@@ -129,7 +129,7 @@ def _written(behaviour: Behaviour) -> Callable[[Any, Any], Coroutine[Any, Any, N
 def _parse_weighed(parse: Any, method: str) -> Callable[[bytes], Any]:
     def weighed(data: bytes) -> Any:
         MESSAGE_BYTES.labels(method, "received").inc(len(data))
-        tally(received_bytes=len(data))
+        add_request_stats(received_bytes=len(data))
         return parse(data)
 
     return weighed
@@ -139,7 +139,7 @@ def _serialize_weighed(serialize: Any, method: str) -> Callable[[Any], bytes]:
     def weighed(response: Any) -> bytes:
         data: bytes = serialize(response)
         MESSAGE_BYTES.labels(method, "sent").inc(len(data))
-        tally(sent_bytes=len(data))
+        add_request_stats(sent_bytes=len(data))
         return data
 
     return weighed
@@ -153,7 +153,7 @@ def guarded(behaviour: Behaviour, path: str, tracer: Tracer | None = None) -> Be
     async def guarded(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
         metadata = dict(context.invocation_metadata() or ())
         structlog.contextvars.bind_contextvars(request_id=_request_id(metadata), method=method)
-        sizes, span = begin_tally(), begin_request(tracer, path, metadata)
+        sizes, span = begin_request_stats(), begin_request(tracer, path, metadata)
         start, code = time.perf_counter(), "OK"
         refusal: FramesieveError | None = None
         REQUESTS_RUNNING.labels(method).inc()
@@ -191,7 +191,7 @@ def guarded(behaviour: Behaviour, path: str, tracer: Tracer | None = None) -> Be
     return guarded
 
 
-def _tell_end(code: str, refusal: FramesieveError | None, seconds: float, sizes: Tally) -> None:
+def _tell_end(code: str, refusal: FramesieveError | None, seconds: float, sizes: RequestStats) -> None:
     told = {"code": code, "seconds": round(seconds, 6), **sizes}
     if refusal is None:
         log.info("request ended", **told)

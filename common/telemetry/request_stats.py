@@ -9,19 +9,19 @@ from collections import Counter
 from contextvars import ContextVar
 from typing import TypeAlias
 
-Tally: TypeAlias = Counter[str]
+RequestStats: TypeAlias = Counter[str]
 
-_RUNNING: ContextVar[Tally | None] = ContextVar("tally", default=None)
+_RUNNING: ContextVar[RequestStats | None] = ContextVar("tally", default=None)
 
 
-def begin_tally() -> Tally:
+def begin_request_stats() -> RequestStats:
     """That of the request whose task this is, and of the tasks that it starts."""
-    begun: Tally = Counter()
+    begun: RequestStats = Counter()
     _RUNNING.set(begun)
     return begun
 
 
-def tally(**sizes: int) -> None:
+def add_request_stats(**sizes: int) -> None:
     """Adds to the running request's. In the event loop's thread; outside of requests it does nothing."""
     if (running := _RUNNING.get()) is not None:
         running.update(sizes)

@@ -6,10 +6,10 @@ import asyncio
 import os
 from functools import partial
 
+from common.byte_semaphore import ByteSemaphore
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
 from common.exit_status import ExitStatus
-from common.room import Room
 from common.security.credentials import Credentials
 from common.serving.guards import upstream_credentials
 from common.serving.server import run, serve
@@ -45,8 +45,8 @@ async def _serve(
     tower, broken = towers.own, asyncio.Event()
     batcher = Batcher(towers.encode, towers.budget_tokens, towers.packing)
     towers.loss.watch(partial(_end, towers, batcher, broken, asyncio.get_running_loop()))
-    cache = EmbedsCache(tower, batcher, Room(settings.output_buffer_bytes), settings.cache_bytes)
-    outputs = Room(settings.output_buffer_bytes)
+    cache = EmbedsCache(tower, batcher, ByteSemaphore(settings.output_buffer_bytes), settings.cache_bytes)
+    outputs = ByteSemaphore(settings.output_buffer_bytes)
     begin("encoder", "Encode", checkpoint, str(tower.dtype).removeprefix("torch."), str(tower.device))
     watch(batcher, cache, outputs)
     try:

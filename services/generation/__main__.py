@@ -10,16 +10,16 @@ from contextlib import ExitStack
 from functools import partial
 
 import torch
-from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 
+from common.byte_semaphore import ByteSemaphore
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
 from common.exit_status import ExitStatus
-from common.room import Room
 from common.serving.guards import upstream_credentials
 from common.serving.server import run, serve
 from common.telemetry.logs import configure_logging
 from common.telemetry.metrics import begin
+from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from services.generation.engine.engine import Engine
 from services.generation.families import check_ranks
 from services.generation.kv_cache.blocks import BlockAllocator
@@ -60,7 +60,7 @@ async def main() -> ExitStatus:
             count_step,
             break_off if leading else lambda: None,
         )
-        room = Room(settings.media_buffer_bytes)
+        room = ByteSemaphore(settings.media_buffer_bytes)
         begin("generation", "Generate", checkpoint, str(model.dtype).removeprefix("torch."), str(model.device))
         watch(engine, room, settings.max_running_requests, settings.max_waiting_requests)
         engine.start()

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from prometheus_client import REGISTRY
 
+from common.byte_semaphore import ByteSemaphore
 from common.channels import error_from_status
 from common.checkpoint import Checkpoint
 from common.contract.wire import int32_array
-from common.room import Room
 from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
 from services.encoder.families import load_tower
@@ -44,10 +44,10 @@ class Stack:
     tower: Tower
     batcher: Batcher
     cache: EmbedsCache
-    outputs: Room
+    outputs: ByteSemaphore
 
     @property
-    def room(self) -> Room:
+    def room(self) -> ByteSemaphore:
         """For what is being encoded."""
         return self.cache.room
 
@@ -62,9 +62,9 @@ async def running(
     folder: Path, tower: Tower, room_bytes: int = 2**24, budget_tokens: int = 64, cache_bytes: int = 2**24
 ) -> AsyncIterator[Stack]:
     """The encoder behind a socket in `folder`, and what it talks to."""
-    fake, outputs = FakePreprocessing(tower.patches, tower.embed_levels), Room(room_bytes)
+    fake, outputs = FakePreprocessing(tower.patches, tower.embed_levels), ByteSemaphore(room_bytes)
     batcher = Batcher(tower.encode, budget_tokens)
-    cache = EmbedsCache(tower, batcher, Room(room_bytes), cache_bytes)
+    cache = EmbedsCache(tower, batcher, ByteSemaphore(room_bytes), cache_bytes)
     watch(batcher, cache, outputs)
     try:
         async with serving(f"unix:{folder}/p", fake) as upstream:

@@ -12,16 +12,16 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from common.byte_semaphore import ByteSemaphore
+from common.checkpoint import Checkpoint
+from common.contract.plan import Grid, Modality, PromptPlan
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, Sampling
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
-
-from common.checkpoint import Checkpoint
-from common.contract.plan import Grid, Modality, PromptPlan
-from common.room import Room
 from services.generation.engine.engine import Engine
 from services.generation.families import load_language_model
 from services.generation.kv_cache.blocks import BlockAllocator
@@ -56,7 +56,7 @@ class Service:
     stub: GenerationServiceStub
     servicer: GenerationServicer
     engine: Engine
-    room: Room
+    room: ByteSemaphore
     encoder: Encoder
     preprocessing: Preprocessing
 
@@ -97,7 +97,7 @@ async def service_of(
         Runner(model, CACHE_TOKENS // 16, 16), BlockAllocator(CACHE_TOKENS // 16, 16), 64, 4, max_requests - 4
     )
     engine.start()
-    room = Room(ROOM_BYTES)
+    room = ByteSemaphore(ROOM_BYTES)
     shape = ModelInput(
         checkpoint.fingerprint, model.embed_tokens.num_embeddings, HIDDEN, 0, torch.float32, torch.device("cpu")
     )

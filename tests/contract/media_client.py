@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from common.byte_semaphore import ByteSemaphore
+from common.contract.plan import Grid, Modality, PromptPlan
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
-
-from common.contract.plan import Grid, Modality, PromptPlan
-from common.room import Room
 from services.generation.request.encoded_media import MediaItem
 from services.generation.rpc.arrivals import ModelInput, Progress
 from services.generation.rpc.media import MediaClient, MediaSession
@@ -45,7 +45,7 @@ def items() -> list[EncodeResponse]:
 
 @asynccontextmanager
 async def client_of(folder: Path, *peers: Any, room_bytes: int = SIZE_BYTES, model: ModelInput = MODEL) -> Any:
-    room = Room(room_bytes)
+    room = ByteSemaphore(room_bytes)
     async with serving(f"unix:{folder}/peers", *peers) as channel:
         yield MediaClient(channel, channel, model, room), room
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
-from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessResponse
 
+from common.byte_semaphore import ByteSemaphore
 from common.channels import open_channel
 from common.contract import errors
 from common.contract.plan import PromptPlan
 from common.contract.tensors import DType
-from common.room import Room
 from demo.checkpoint import TINY
+from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
+from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessResponse
 from services.encoder.items.batcher import Batcher
 from services.encoder.items.cache import EmbedsCache
 from services.encoder.rpc.servicer import EncoderServicer
@@ -138,8 +138,8 @@ async def test_a_bug_of_the_tower_fails_its_request_and_not_the_service(
 async def test_a_preprocessing_service_that_is_gone_is_named(tmp_path: Path, tower: Tower) -> None:
     batcher = Batcher(tower.encode, budget_tokens=64)
     async with open_channel(f"unix:{tmp_path}/nobody") as nobody:
-        cache = EmbedsCache(tower, batcher, Room(2**20), 0)
-        servicer = EncoderServicer(bytes(32), cache, Room(2**20), nobody)
+        cache = EmbedsCache(tower, batcher, ByteSemaphore(2**20), 0)
+        servicer = EncoderServicer(bytes(32), cache, ByteSemaphore(2**20), nobody)
         async with serving(f"unix:{tmp_path}/e", servicer) as channel:
             stub = encoder_pb2_grpc.EncoderServiceStub(channel)
             with pytest.raises(errors.Unavailable) as raised:

@@ -14,16 +14,16 @@ from typing import Any
 
 import grpc
 import pytest
-from framesieve.v1 import prompt_pb2, tensor_pb2
-from framesieve.v1.encoder_pb2 import EncodeResponse
-from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
+from common.byte_semaphore import ByteSemaphore
 from common.channels import DETAILS_KEY, MAX_RECEIVE_BYTES, error_from_status, open_channel
 from common.contract import errors
 from common.contract.errors import FramesieveError
-from common.room import Room
+from framesieve.v1 import prompt_pb2, tensor_pb2
+from framesieve.v1.encoder_pb2 import EncodeResponse
+from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from services.encoder.items.batcher import Batcher
 from services.encoder.items.cache import EmbedsCache
 from services.encoder.rpc.servicer import EncoderServicer
@@ -41,9 +41,9 @@ Ask = Callable[[], Any]
 @asynccontextmanager
 async def encoder_behind(address: str, folder: Path, tower: Tower) -> AsyncIterator[Ask]:
     batcher = Batcher(tower.encode, budget_tokens=64)
-    cache = EmbedsCache(tower, batcher, Room(2**20), 0)
+    cache = EmbedsCache(tower, batcher, ByteSemaphore(2**20), 0)
     async with open_channel(address) as upstream:
-        servicer = EncoderServicer(FINGERPRINT, cache, Room(2**20), upstream)
+        servicer = EncoderServicer(FINGERPRINT, cache, ByteSemaphore(2**20), upstream)
         async with serving(f"unix:{folder}/e", servicer) as channel:
             stub = EncoderServiceStub(channel)
             yield lambda: stub.Encode(iter([first_request([VIDEO]), SELECT_ALL]), timeout=TIMEOUT_S)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from prometheus_client import REGISTRY
 
+from common.byte_semaphore import ByteSemaphore
 from common.contract import errors
 from common.contract.plan import PromptPlan
 from common.contract.wire import plan_messages
 from common.retries import COST
-from common.room import Room
+from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from services.generation.request.encoded_media import MediaItem
 from services.generation.rpc.arrivals import Progress
 from services.generation.rpc.media import MediaClient
@@ -74,8 +74,8 @@ class Losing(Encoder):
 
 
 @asynccontextmanager
-async def client_of(folder: Path, encoder: Encoder) -> AsyncIterator[tuple[MediaClient, Room]]:
-    room = Room(SIZE_BYTES)
+async def client_of(folder: Path, encoder: Encoder) -> AsyncIterator[tuple[MediaClient, ByteSemaphore]]:
+    room = ByteSemaphore(SIZE_BYTES)
     async with serving(f"unix:{folder}/peers", encoder) as channel:
         yield MediaClient(channel, channel, MODEL, room), room
         assert room.held_bytes == 0

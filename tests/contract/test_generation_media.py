@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from framesieve.v1 import tensor_pb2
-from framesieve.v1.encoder_pb2 import EncodeResponse
 
+from common.byte_semaphore import ByteSemaphore
 from common.channels import open_channel
 from common.contract import errors
-from common.room import Room
+from framesieve.v1 import tensor_pb2
+from framesieve.v1.encoder_pb2 import EncodeResponse
 from services.generation.request.encoded_media import MediaItem
 from services.generation.rpc.arrivals import Progress
 from services.generation.rpc.media import MediaClient
@@ -134,7 +134,7 @@ async def test_what_upstream_refuses_passes_through(tmp_path: Path, fault: error
 
 async def test_an_encoder_that_is_gone_is_named(tmp_path: Path) -> None:
     async with open_channel(f"unix:{tmp_path}/nobody") as channel:
-        client = MediaClient(channel, channel, MODEL, Room(SIZE_BYTES))
+        client = MediaClient(channel, channel, MODEL, ByteSemaphore(SIZE_BYTES))
         with pytest.raises(errors.Unavailable, match="encoder") as info:
             await ask(client)
     assert info.value.stage == "encoder"

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.encoder_pb2 import EncodeResponse
 
+from common.byte_semaphore import ByteSemaphore
 from common.contract import errors
 from common.contract.plan import PromptPlan
-from common.room import Room
+from framesieve.v1 import prompt_pb2
+from framesieve.v1.encoder_pb2 import EncodeResponse
 from services.generation.rpc.media import MediaClient
 from services.generation.rpc.timing import Stage, StageClock
 from tests.contract.generation_peers import (
@@ -47,7 +47,7 @@ async def seconds(folder: Path, plan: PromptPlan, sent: list[EncodeResponse]) ->
     now_s = 0
     clock = StageClock(lambda: now_s * SECOND)
     async with serving(f"unix:{folder}/peers", Encoder(plan, sent)) as channel:
-        client = MediaClient(channel, channel, MODEL, Room(2**16))
+        client = MediaClient(channel, channel, MODEL, ByteSemaphore(2**16))
         async with client.open(prompt_message(plan), prompt_pb2.Pruning(), clock) as session:
             read = session._upstream.read
 
@@ -131,7 +131,7 @@ async def test_the_plan_says_when_media_had_been_fetched(tmp_path: Path, plan: P
         clock = StageClock(lambda: next(began_ns, None) or monotonic_ns())
         peers = Encoder(plan, fetched_ago_s=fetched_ago_s), Preprocessing(plan, fetched_ago_s)
         async with serving(f"unix:{tmp_path}/peers", *peers) as channel:
-            client = MediaClient(channel, channel, MODEL, Room(2**16))
+            client = MediaClient(channel, channel, MODEL, ByteSemaphore(2**16))
             async with client.open(prompt_message(plan), prompt_pb2.Pruning(), clock):
                 clock.token(clock.now_ns())
         return clock.stages_ns()

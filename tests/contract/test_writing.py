@@ -11,16 +11,16 @@ from typing import Any, TypeAlias
 
 import grpc
 import pytest
-from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
-from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
-from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 
+from common.byte_semaphore import ByteSemaphore
 from common.channels import end_writing, open_channel, upstream_errors
 from common.contract.errors import Overloaded
 from common.contract.plan import PromptPlan
 from common.contract.wire import plan_messages
-from common.room import Room
 from framesieve.client.selecting import EVERYTHING, answers
+from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
+from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
+from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from services.encoder.items.preprocess_stream import Expectation, FrameStream
 from services.encoder.tower.patches import PatchShape
 from services.generation.rpc.media import MediaClient
@@ -50,7 +50,7 @@ async def encoder_asks(channel: grpc.aio.Channel, text: str) -> None:
 
 
 async def generation_asks(channel: grpc.aio.Channel, text: str) -> None:
-    client, clock = MediaClient(channel, channel, MODEL, Room(SIZE_BYTES)), StageClock()
+    client, clock = MediaClient(channel, channel, MODEL, ByteSemaphore(SIZE_BYTES)), StageClock()
     async with client.open(saying(text, prompt_message(PLAN)), PRUNING, clock, timeout=TIMEOUT_S) as session:
         await receive_all(session, clock)
 

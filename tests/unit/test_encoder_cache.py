@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.byte_semaphore import ByteSemaphore
 from common.contract.digest import tagged_digest
 from common.contract.plan import Grid, MediaPlan, Modality, Run
-from common.room import Room
 from services.encoder.items.batcher import Batcher
 from services.encoder.items.cache import EmbedsCache, Entry
 from services.encoder.items.cache_key import cache_key
@@ -124,7 +124,7 @@ KEPT_BYTES = ITEM_BYTES + 12 * 24
 
 
 def cache_of(items: int, batcher: Batcher) -> EmbedsCache:
-    return EmbedsCache(TOWER, batcher, Room(10 * ITEM_BYTES), items * KEPT_BYTES)
+    return EmbedsCache(TOWER, batcher, ByteSemaphore(10 * ITEM_BYTES), items * KEPT_BYTES)
 
 
 def item(content: int) -> MediaPlan:
@@ -198,7 +198,7 @@ async def test_room_is_given_back_once_the_last_reader_has_left(batcher: Batcher
 
 
 async def test_a_byte_less_than_an_item_keeps_nothing(batcher: Batcher) -> None:
-    cache = EmbedsCache(TOWER, batcher, Room(ITEM_BYTES), KEPT_BYTES - 1)
+    cache = EmbedsCache(TOWER, batcher, ByteSemaphore(ITEM_BYTES), KEPT_BYTES - 1)
     await keep(cache, [1])
     assert kept(cache, [1]) == []
     assert cache.held_bytes == 0
@@ -266,7 +266,7 @@ async def test_what_is_kept_is_what_a_naive_cache_keeps(
     halves: int, steps: list[int | str], data: st.DataObject
 ) -> None:
     batcher = Batcher(lambda slices: [], budget_tokens=64)
-    cache = EmbedsCache(TOWER, batcher, Room(100 * ITEM_BYTES), halves * KEPT_BYTES // 2)
+    cache = EmbedsCache(TOWER, batcher, ByteSemaphore(100 * ITEM_BYTES), halves * KEPT_BYTES // 2)
     naive = NaiveCache(cache.size_bytes)
     reading: list[tuple[int, Entry]] = []
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.room import Room
+from common.byte_semaphore import ByteSemaphore
 from services.encoder.items.batcher import Batcher
 from services.encoder.items.encoding import Encoding
 from tests.unit.gated_tower import SIZE_BYTES, TIMEOUT_S, TOWER, VIDEO, GatedTower, encode_all, slice_of
@@ -16,12 +16,12 @@ from tests.unit.gated_tower import SIZE_BYTES, TIMEOUT_S, TOWER, VIDEO, GatedTow
 pytest_plugins = ["tests.unit.gated_tower_fixtures"]
 
 
-def encoding_in(room: Room, batcher: Batcher) -> Encoding:
+def encoding_in(room: ByteSemaphore, batcher: Batcher) -> Encoding:
     return Encoding(VIDEO, TOWER, batcher, room)
 
 
 async def test_room_for_all_of_it_is_held_until_it_is_closed(batcher: Batcher) -> None:
-    room = Room(SIZE_BYTES + 10)
+    room = ByteSemaphore(SIZE_BYTES + 10)
     encoding = encoding_in(room, batcher)
     await encoding.reserve()
     await encoding.reserve()
@@ -32,7 +32,7 @@ async def test_room_for_all_of_it_is_held_until_it_is_closed(batcher: Batcher) -
 
 
 async def test_a_slow_tower_holds_the_decoder_back(batcher: Batcher, gated: GatedTower) -> None:
-    encoding = encoding_in(Room(SIZE_BYTES), batcher)
+    encoding = encoding_in(ByteSemaphore(SIZE_BYTES), batcher)
     await encoding.reserve()
     for index in (0, 1):
         await encoding.add(slice_of(1 + index, index))
@@ -45,7 +45,7 @@ async def test_a_slow_tower_holds_the_decoder_back(batcher: Batcher, gated: Gate
 
 
 async def test_what_waits_for_a_slow_tower_gives_up_once_it_is_closed(batcher: Batcher, gated: GatedTower) -> None:
-    encoding = encoding_in(Room(SIZE_BYTES), batcher)
+    encoding = encoding_in(ByteSemaphore(SIZE_BYTES), batcher)
     await encoding.reserve()
     for index in (0, 1):
         await encoding.add(slice_of(1 + index, index))
@@ -62,7 +62,7 @@ async def test_what_waits_for_a_slow_tower_gives_up_once_it_is_closed(batcher: B
 async def test_a_stream_that_begins_anew_is_passed_over_up_to_what_is_there(
     batcher: Batcher, gated: GatedTower
 ) -> None:
-    encoding = encoding_in(Room(SIZE_BYTES), batcher)
+    encoding = encoding_in(ByteSemaphore(SIZE_BYTES), batcher)
     await encoding.reserve()
     for index in (0, 1):
         await encoding.add(slice_of(1 + index, index, repaired_frames=1))
@@ -80,7 +80,7 @@ async def test_a_stream_that_begins_anew_is_passed_over_up_to_what_is_there(
 
 
 async def test_a_closed_items_slices_leave_the_queue(batcher: Batcher, gated: GatedTower) -> None:
-    room = Room(2 * SIZE_BYTES)
+    room = ByteSemaphore(2 * SIZE_BYTES)
     first, second = encoding_in(room, batcher), encoding_in(room, batcher)
     await first.reserve()
     await second.reserve()
@@ -99,7 +99,7 @@ async def test_a_closed_items_slices_leave_the_queue(batcher: Batcher, gated: Ga
 
 
 async def test_a_failing_tower_fails_the_item(batcher: Batcher, gated: GatedTower) -> None:
-    encoding = encoding_in(Room(SIZE_BYTES), batcher)
+    encoding = encoding_in(ByteSemaphore(SIZE_BYTES), batcher)
     await encoding.reserve()
     await encode_all(encoding, gated, [1, 99])
     assert isinstance(encoding.failure, RuntimeError)
@@ -110,7 +110,7 @@ async def test_a_failing_tower_fails_the_item(batcher: Batcher, gated: GatedTowe
 async def test_room_for_a_buffer_that_cannot_be_had_is_given_back(
     batcher: Batcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = Room(SIZE_BYTES)
+    room = ByteSemaphore(SIZE_BYTES)
     encoding = encoding_in(room, batcher)
 
     def out_of_memory(*_: object, **__: object) -> Tensor:

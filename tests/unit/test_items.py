@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.byte_semaphore import ByteSemaphore
 from common.contract.errors import MediaRejected, Unavailable
 from common.contract.plan import Grid, MediaPlan, Modality
 from common.contract.retention import Pruning
 from common.contract.tensors import DType
-from common.room import Room
 from services.encoder.items import item as items
 from services.encoder.items.batcher import Batcher
 from services.encoder.items.cache import EmbedsCache, Entry
@@ -60,7 +60,7 @@ class OneStream:
 
 
 async def obtained(rate: float, gated: GatedTower, batcher: Batcher, brought: Tensor | None = None) -> Embeds:
-    room, outputs = Room(SIZE_BYTES), Room(SIZE_BYTES)
+    room, outputs = ByteSemaphore(SIZE_BYTES), ByteSemaphore(SIZE_BYTES)
     item = Item(0, VIDEO, Pruning(rate), EmbedsCache(TOWER, batcher, room, 0), outputs)
     await item.start(OneStream(gated), brought)
     await item.obtain(OneStream(gated), lambda _: None)
@@ -147,7 +147,7 @@ async def test_an_item_that_is_brought_is_pruned_like_one_that_was_encoded(gated
 
 
 async def test_an_item_larger_than_all_the_room_is_refused_at_once(gated: GatedTower, batcher: Batcher) -> None:
-    cache, outputs = EmbedsCache(TOWER, batcher, Room(SIZE_BYTES - 1), 0), Room(SIZE_BYTES - 1)
+    cache, outputs = EmbedsCache(TOWER, batcher, ByteSemaphore(SIZE_BYTES - 1), 0), ByteSemaphore(SIZE_BYTES - 1)
     item = Item(0, VIDEO, Pruning(0.75), cache, outputs)
     with pytest.raises(MediaRejected, match=f"media 0 becomes 24 tokens, {SIZE_BYTES} bytes of embeddings"):
         await item.start(OneStream(gated), None)
@@ -178,8 +178,8 @@ BROUGHT = replace(VIDEO, frames=0, frame_height_px=0, frame_width_px=0)
 async def test_who_is_refused_is_told_which_fields_what_they_came_to_and_the_limit(
     gated: GatedTower, batcher: Batcher, plan: MediaPlan, remedy: str
 ) -> None:
-    room = Room(SIZE_BYTES - 1)
-    item = Item(3, plan, Pruning(0.75), EmbedsCache(TOWER, batcher, room, 0), Room(SIZE_BYTES))
+    room = ByteSemaphore(SIZE_BYTES - 1)
+    item = Item(3, plan, Pruning(0.75), EmbedsCache(TOWER, batcher, room, 0), ByteSemaphore(SIZE_BYTES))
     with pytest.raises(MediaRejected) as refused:
         await item.start(OneStream(gated), None)
     assert str(refused.value) == (
@@ -205,8 +205,8 @@ async def test_who_shares_an_item_is_told_that_the_tower_ended_before_its_last_s
     gated: GatedTower, batcher: Batcher
 ) -> None:
     cache, outputs, stream = (
-        EmbedsCache(TOWER, batcher, Room(2 * SIZE_BYTES), 0),
-        Room(3 * SIZE_BYTES),
+        EmbedsCache(TOWER, batcher, ByteSemaphore(2 * SIZE_BYTES), 0),
+        ByteSemaphore(3 * SIZE_BYTES),
         OneSliceAtATime(),
     )
     leader, sharer, late = (Item(0, VIDEO, Pruning(0), cache, outputs) for _ in range(3))

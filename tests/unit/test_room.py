@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.room import Room
+from common.byte_semaphore import ByteSemaphore
 
 
-async def hold(room: Room, size_bytes: int, turns: int, order: list[int], name: int) -> None:
+async def hold(room: ByteSemaphore, size_bytes: int, turns: int, order: list[int], name: int) -> None:
     async with room.reserved(size_bytes):
         order.append(name)
         for _ in range(turns):
@@ -28,7 +28,7 @@ def test_everyone_is_served_in_order_within_the_budget_whoever_gives_up(
     requests: list[tuple[int, int, bool]],
 ) -> None:
     async def run() -> None:
-        room, order = Room(10), list[int]()
+        room, order = ByteSemaphore(10), list[int]()
         tasks = []
         async with room.reserved(10):  # all of them queue
             for name, (size_bytes, turns, _) in enumerate(requests):
@@ -49,7 +49,7 @@ def test_everyone_is_served_in_order_within_the_budget_whoever_gives_up(
 
 
 async def test_a_large_request_is_not_overtaken_by_small_ones_that_would_fit() -> None:
-    room, order = Room(10), list[int]()
+    room, order = ByteSemaphore(10), list[int]()
     async with room.reserved(5):
         large = asyncio.create_task(hold(room, 6, 1, order, 0))
         await asyncio.sleep(0)
@@ -61,7 +61,7 @@ async def test_a_large_request_is_not_overtaken_by_small_ones_that_would_fit() -
 
 
 async def test_nothing_at_all_is_had_at_once_however_many_wait() -> None:
-    room = Room(10)
+    room = ByteSemaphore(10)
     async with room.reserved(10):
         waiting = asyncio.create_task(hold(room, 1, 0, [], 0))
         await asyncio.sleep(0)
@@ -71,7 +71,7 @@ async def test_nothing_at_all_is_had_at_once_however_many_wait() -> None:
 
 
 async def test_a_waiter_that_gives_up_in_the_turn_in_which_room_is_freed_leaves_it_to_the_next() -> None:
-    room, order = Room(10), list[int]()
+    room, order = ByteSemaphore(10), list[int]()
     async with room.reserved(10):
         leaving = asyncio.create_task(hold(room, 10, 0, order, 0))
         next_one = asyncio.create_task(hold(room, 10, 0, order, 1))
@@ -84,7 +84,7 @@ async def test_a_waiter_that_gives_up_in_the_turn_in_which_room_is_freed_leaves_
 
 
 async def test_a_waiter_that_was_admitted_and_cancelled_at_once_gives_its_room_back() -> None:
-    room = Room(10)
+    room = ByteSemaphore(10)
     async with room.reserved(10):
         waiting = asyncio.create_task(hold(room, 4, 0, [], 0))
         await asyncio.sleep(0)
@@ -96,7 +96,7 @@ async def test_a_waiter_that_was_admitted_and_cancelled_at_once_gives_its_room_b
 
 
 async def test_those_who_wait_are_told_and_since_when_the_first_of_them() -> None:
-    room = Room(10)
+    room = ByteSemaphore(10)
     assert (room.waiting, room.oldest_ns) == (0, None)
     async with room.reserved(10):
         before_ns = monotonic_ns()

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Protocol
 
+from common.byte_semaphore import ByteSemaphore
 from common.contract.plan import MediaPlan
-from common.room import Room
-from common.telemetry.request_stats import tally
+from common.telemetry.request_stats import add_request_stats
 from services.encoder.items.batcher import Batcher
 from services.encoder.items.cache_key import cache_key
 from services.encoder.items.encoding import Encoding
@@ -76,7 +76,7 @@ class Entry:
 class EmbedsCache:
     """room: for what is being made, and waited for; size_bytes: how much is kept beside it, 0 for nothing."""
 
-    def __init__(self, tower: Tower, batcher: Batcher, room: Room, size_bytes: int) -> None:
+    def __init__(self, tower: Tower, batcher: Batcher, room: ByteSemaphore, size_bytes: int) -> None:
         self.tower = tower
         self.room = room
         self.size_bytes = size_bytes
@@ -96,7 +96,7 @@ class EmbedsCache:
             LOOKUPS.labels("miss").inc()
         elif entry.kept:
             LOOKUPS.labels("hit").inc()
-            tally(cached_media=1)
+            add_request_stats(cached_media=1)
         else:
             LOOKUPS.labels("shared").inc()
         return self._awaited(entry)

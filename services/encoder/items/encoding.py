@@ -17,10 +17,10 @@ from time import monotonic_ns
 import torch
 from torch import Tensor
 
+from common.byte_semaphore import ByteSemaphore
 from common.contract.errors import Unavailable
 from common.contract.plan import MediaPlan
 from common.contract.tensors import TensorBuffer
-from common.room import Room
 from services.encoder.items.batcher import Batcher, Forward
 from services.encoder.tower.tower import Tower
 
@@ -63,7 +63,7 @@ class Encoding:
     Counts of slices never fall, and `failure` is what the tower raised, or what `fail` was told.
     """
 
-    def __init__(self, plan: MediaPlan, tower: Tower, batcher: Batcher, room: Room) -> None:
+    def __init__(self, plan: MediaPlan, tower: Tower, batcher: Batcher, room: ByteSemaphore) -> None:
         self.plan = plan
         self.decoded_slices = 0
         self.encoded_slices = 0

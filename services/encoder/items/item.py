@@ -18,13 +18,13 @@ from time import monotonic_ns
 import torch
 from torch import Tensor
 
+from common.byte_semaphore import ByteSemaphore
 from common.contract.errors import MediaRejected
 from common.contract.plan import Int32Array, MediaPlan, Modality
 from common.contract.retention import NONE, Pruning, retained_count
 from common.contract.tensors import DType
-from common.room import Room
 from common.telemetry.metrics import busy
-from common.telemetry.request_stats import tally
+from common.telemetry.request_stats import add_request_stats
 from common.telemetry.tracing import record, span
 from services.encoder.items.cache import EmbedsCache, Entry, Source
 from services.encoder.items.encoding import Encoding, Moments, embeds_bytes
@@ -48,7 +48,9 @@ class Embeds:
 class Item:
     """One media item of one request, from its reservation to its release. outputs: room for what waits to be sent."""
 
-    def __init__(self, media_index: int, plan: MediaPlan, pruning: Pruning, cache: EmbedsCache, outputs: Room) -> None:
+    def __init__(
+        self, media_index: int, plan: MediaPlan, pruning: Pruning, cache: EmbedsCache, outputs: ByteSemaphore
+    ) -> None:
         self.media_index = media_index
         self.plan = plan
         self._pruning = pruning
@@ -122,7 +124,7 @@ class Item:
             raise
         self._record_encoding(entry.encoding, None)
         self._embeds = await asyncio.to_thread(self._gather, entry, entry.encoding.embeds)
-        tally(media=1, media_tokens_full=self.plan.grid.tokens, media_tokens=self._count)
+        add_request_stats(media=1, media_tokens_full=self.plan.grid.tokens, media_tokens=self._count)
         self._leave()
 
     async def _complete(self, entry: Entry, source: Source, progressed: Callable[[Item], None]) -> None:

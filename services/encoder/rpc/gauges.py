@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.room import Room
+from common.byte_semaphore import ByteSemaphore
 from common.telemetry.metrics import age_seconds
 from services.encoder.items.batcher import Batcher
 from services.encoder.items.cache import EmbedsCache
@@ -19,7 +19,7 @@ from services.encoder.metrics import (
 )
 
 
-def watch(batcher: Batcher, cache: EmbedsCache, outputs: Room) -> None:
+def watch(batcher: Batcher, cache: EmbedsCache, outputs: ByteSemaphore) -> None:
     """Has the gauges ask these whenever they are read."""
     QUEUE_SLICES.set_function(lambda: batcher.queued)
     QUEUE_OLDEST_SECONDS.set_function(lambda: age_seconds(batcher.oldest_ns))
@@ -30,7 +30,7 @@ def watch(batcher: Batcher, cache: EmbedsCache, outputs: Room) -> None:
     _watch_room("output", outputs)
 
 
-def _watch_room(name: str, room: Room) -> None:
+def _watch_room(name: str, room: ByteSemaphore) -> None:
     """Has the gauges of a room ask it whenever they are read."""
     ROOM_BYTES.labels(name).set(room.size_bytes)
     ROOM_BYTES_USED.labels(name).set_function(lambda: room.held_bytes)

@@ -17,17 +17,17 @@ from typing import Any, TypeAlias
 import grpc
 import structlog
 import torch
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
-from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 
+from common.byte_semaphore import ByteSemaphore
 from common.channels import passed_on
 from common.contract.errors import InvalidRequest, Overloaded
 from common.contract.limits import check_prompt
 from common.contract.plan import PromptPlan
 from common.contract.retention import Pruning
 from common.contract.selection import selections
-from common.room import Room
 from common.security.credentials import NO_CREDENTIALS, Credentials
+from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
+from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from services.encoder.items.cache import EmbedsCache
 from services.encoder.items.feed import Feed
 from services.encoder.items.item import Item
@@ -53,7 +53,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         self,
         fingerprint: bytes,
         cache: EmbedsCache,
-        outputs: Room,
+        outputs: ByteSemaphore,
         preprocessing: grpc.aio.Channel,
         credentials: Credentials = NO_CREDENTIALS,
     ) -> None:

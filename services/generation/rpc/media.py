@@ -16,17 +16,17 @@ from functools import partial
 from typing import Any
 
 import grpc
-from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
-from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
-from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
 
+from common.byte_semaphore import ByteSemaphore
 from common.contract.errors import PeerContract, PromptTooLong, Unavailable
 from common.contract.limits import check_prompt
 from common.contract.plan import PromptPlan
 from common.contract.retention import Pruning, retained_count
 from common.contract.wire import grid_message, modalities_of, named_media, prunings_of
 from common.retries import Retries
-from common.room import Room
+from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
+from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
+from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
 from services.generation.kv_cache.encoded_media import answer_key
 from services.generation.request.encoded_media import MediaItem
 from services.generation.rpc.arrivals import Arrival, ModelInput, Progress
@@ -41,7 +41,7 @@ class MediaClient:
     """Opens a session for each request. Room is shared by all of them."""
 
     def __init__(
-        self, preprocessing: grpc.aio.Channel, encoder: grpc.aio.Channel, model: ModelInput, room: Room
+        self, preprocessing: grpc.aio.Channel, encoder: grpc.aio.Channel, model: ModelInput, room: ByteSemaphore
     ) -> None:
         self._preprocessing = PreprocessingServiceStub(preprocessing)
         self._encoder = EncoderServiceStub(encoder)
@@ -100,7 +100,7 @@ class MediaSession:
         prunings: tuple[Pruning, ...],
         upstream: Upstream,
         model: ModelInput,
-        room: Room,
+        room: ByteSemaphore,
         held: AsyncExitStack,
     ) -> None:
         self.plan = plan

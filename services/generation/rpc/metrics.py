@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from common.byte_semaphore import ByteSemaphore
 from common.contract.plan import MediaPlan
 from common.contract.retention import METHODS, Pruning, method_of
-from common.room import Room
 from common.telemetry.metrics import FINE_SECONDS_BUCKETS, SECONDS_BUCKETS, STAGE_BUSY_SECONDS, age_seconds
 from services.generation.engine.engine import Engine
 from services.generation.engine.stats import Step
@@ -89,7 +89,7 @@ for _phase in ("prefill", "decode"):
     COMPUTED_TOKENS.labels(_phase)
 
 
-def watch(engine: Engine, room: Room, max_running: int, max_waiting: int) -> None:
+def watch(engine: Engine, room: ByteSemaphore, max_running: int, max_waiting: int) -> None:
     """Has the gauges ask the engine and the room whenever they are read."""
     QUEUE.labels("running").set_function(lambda: engine.stats().running)
     QUEUE.labels("waiting").set_function(lambda: engine.stats().waiting)

@@ -13,14 +13,14 @@ from typing import TypeAlias
 
 import grpc
 import structlog
-from framesieve.v1 import generation_pb2, generation_pb2_grpc
-from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
 
 from common.channels import passed_on
 from common.contract.errors import InvalidRequest
 from common.security.credentials import NO_CREDENTIALS, Credentials
 from common.serving.interceptors import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
-from common.telemetry.request_stats import tally
+from common.telemetry.request_stats import add_request_stats
+from framesieve.v1 import generation_pb2, generation_pb2_grpc
+from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
 from services.generation.engine.engine import Engine
 from services.generation.model.adapters import NO_ADAPTERS, Adapters
 from services.generation.request.encoded_media import MediaItem
@@ -109,7 +109,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             fetching = asyncio.create_task(self._fetch(session, clock, question, usage, events))
             try:
                 count_prompt(usage.prompt_tokens_full, usage.prompt_tokens, plan.media, prunings, kept_counts)
-                tally(
+                add_request_stats(
                     media=len(plan.media),
                     prompt_tokens_full=usage.prompt_tokens_full,
                     prompt_tokens=usage.prompt_tokens,
@@ -128,12 +128,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                             if clock.token(at_ns):
                                 count_first_token(clock, question.cached_tokens)
                                 first_token_ms = clock.first_token_ns // 10**6
-                                tally(cached_prompt_tokens=question.cached_tokens, first_token_ms=first_token_ms)
+                                add_request_stats(
+                                    cached_prompt_tokens=question.cached_tokens, first_token_ms=first_token_ms
+                                )
                             if index in told_ns:
                                 count_next_token(at_ns - told_ns[index])
                             told_ns[index] = at_ns
                             GENERATED_TOKENS.inc(len(event.token_ids))
-                            tally(completion_tokens=len(event.token_ids))
+                            add_request_stats(completion_tokens=len(event.token_ids))
                             yield delta_response(event, index)
                         case Finished():
                             unfinished -= 1

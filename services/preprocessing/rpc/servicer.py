@@ -13,14 +13,14 @@ from time import monotonic_ns
 from typing import TypeAlias
 
 import grpc
-from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 
 from common.contract.errors import InvalidRequest
 from common.contract.selection import selections
 from common.telemetry.metrics import STAGE_BUSY_SECONDS, busy
-from common.telemetry.request_stats import tally
+from common.telemetry.request_stats import add_request_stats
 from common.telemetry.tracing import span
+from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.planner import Conversation, PlannedPrompt, Planner, Readers
 from services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
@@ -64,7 +64,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         conversation, fetched_ns = await self._fetched(await self._conversation(await anext(requests, None)))
         with span("plan"):
             planned = await self._planned(conversation)
-        tally(prompt_tokens_full=planned.plan.tokens, media=len(planned.media))
+        add_request_stats(prompt_tokens_full=planned.plan.tokens, media=len(planned.media))
         with planned.files:
             for response in plan_responses(planned.plan, fetched_ns):
                 yield response
@@ -114,7 +114,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                 async for each in slices:
                     work.add(each)
                     count_frames(each)
-                    tally(frames=len(each.pixels))
+                    add_request_stats(frames=len(each.pixels))
                     for response in frames_responses(media_index, each):
                         yield response
 

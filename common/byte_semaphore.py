@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from time import monotonic_ns
 
 
-class Room:
+class ByteSemaphore:
     """Whoever waits is never overtaken, so a large reservation cannot starve.
 
     room:     [held ........][free ...]
