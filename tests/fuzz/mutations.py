@@ -9,7 +9,7 @@ from functools import cache
 
 from PIL import Image
 
-from tests.unit.preprocessing_media import clip, picture_of
+from tests.preprocessing.preprocessing_media import clip, picture_of
 
 VIDEOS = (
     ("mp4", "libx264", {"g": "4", "bf": "2"}),

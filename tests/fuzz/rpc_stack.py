@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from framesieve.v1.encoder_pb2 import EncodeResponse
-from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.channels import MAX_RECEIVE_BYTES, REQUEST_ID_KEY
 from common.ports import free_port
 from framesieve.cli.launcher import Endpoint, LocalStack
-from tests.contract.loopback import speaking
+from framesieve.v1.encoder_pb2 import EncodeResponse
+from framesieve.v1.preprocessing_pb2 import PreprocessResponse
+from tests.common.loopback import speaking
 from tests.fuzz.rpc_cases import SERVICES, clip
 from tests.fuzz.rpc_mutations import mutate, mutate_bytes
 

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-from framesieve.v1.encoder_pb2 import EncodeResponse
 
 from common.channels import MAX_ANSWER_BYTES, MAX_RECEIVE_BYTES, REQUEST_ID_KEY
-from tests.contract.loopback import speaking
+from framesieve.v1.encoder_pb2 import EncodeResponse
+from tests.common.loopback import speaking
 
 ENCODE = "/framesieve.v1.EncoderService/Encode"
 

@@ -18,7 +18,7 @@ from tests import media
 from tests.awake import SOON_S, awake
 from tests.integration.fleet import Fleet, stopped_workers, until
 from tests.integration.halfway import Halfway, halfway
-from tests.unit.loopback import Server, head, serving
+from tests.preprocessing.media_server import Server, head, serving
 
 LONG_SLICES, SHORT_SLICES = 128, 8
 

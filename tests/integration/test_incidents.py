@@ -14,11 +14,6 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from framesieve.v1 import prompt_pb2, tensor_pb2
-from framesieve.v1.encoder_pb2 import EncodeRequest
-from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
-from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 
 from common.channels import error_from_status, open_channel
 from common.contract import errors
@@ -28,10 +23,15 @@ from demo.checkpoint import TINY
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
+from framesieve.v1 import prompt_pb2, tensor_pb2
+from framesieve.v1.encoder_pb2 import EncodeRequest
+from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
+from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
+from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from services.encoder.items.cache_key import cache_key
 from services.generation.kv_cache.encoded_media import answer_key
 from tests import media
-from tests.contract.generation_peers import prompt_plan
+from tests.generation.generation_peers import prompt_plan
 from tests.integration.conftest import idle, metric
 
 ROOT = Path(__file__).parent.parent.parent
@@ -40,23 +40,23 @@ INCIDENTS: dict[str, tuple[str, ...]] = {
     "200 requests at once": ("integration/test_tight_buffers.py::test_two_hundred_at_once_are_answered_or_refused",),
     "a pickle in a tensor": (
         f"{HERE}::test_a_pickle_in_a_tensor_is_so_many_bytes",
-        "contract/test_nothing_received_is_code.py::test_nothing_in_the_services_turns_data_into_code",
+        "common/test_nothing_received_is_code.py::test_nothing_in_the_services_turns_data_into_code",
     ),
     "sparse tensors": (f"{HERE}::test_a_tensor_that_is_not_all_there_is_refused_before_anything_is_made",),
     "a wrong hidden size": (
         f"{HERE}::test_embeddings_of_another_width_are_refused_by_shape",
-        "contract/test_generation_media_contract.py::test_what_does_not_fit_the_plan_breaks_off_and_frees_the_room",
+        "generation/test_media_contract.py::test_what_does_not_fit_the_plan_breaks_off_and_frees_the_room",
     ),
     "metadata from a lying peer": (
-        "contract/test_lying_peers.py::test_metadata_of_a_lying_encoder_breaks_the_contract",
-        "unit/test_wire_contract.py::test_a_plan_that_contradicts_itself_is_a_broken_contract",
-        "contract/test_forged_peers.py::test_a_status_survives_the_details_that_are_forged_beside_it",
+        "common/test_lying_peers.py::test_metadata_of_a_lying_encoder_breaks_the_contract",
+        "common/test_wire_contract.py::test_a_plan_that_contradicts_itself_is_a_broken_contract",
+        "encoder/test_forged_peers.py::test_a_status_survives_the_details_that_are_forged_beside_it",
     ),
     "a hash collision of 30×100 and 100×30": (f"{HERE}::test_the_same_bytes_of_another_shape_are_other_content",),
     "server-side request forgery": (
         "integration/test_urls.py::test_by_default_this_machine_is_reached_under_none_of_its_names",
-        "unit/test_fetcher_reach.py::test_a_forbidden_address_is_not_dialled_whether_given_or_looked_up",
-        "unit/test_fetcher_reach.py::test_a_redirect_to_what_may_not_be_reached_is_forbidden_and_not_told",
+        "preprocessing/test_fetcher_reach.py::test_a_forbidden_address_is_not_dialled_whether_given_or_looked_up",
+        "preprocessing/test_fetcher_reach.py::test_a_redirect_to_what_may_not_be_reached_is_forbidden_and_not_told",
     ),
     "a decompression bomb": (
         "integration/test_workers.py::test_a_bomb_below_the_largest_size_ends_at_its_worker_s_memory",
@@ -64,27 +64,27 @@ INCIDENTS: dict[str, tuple[str, ...]] = {
     ),
     "a memory address in an error": (
         "integration/test_errors.py::test_a_refusal_tells_nothing_of_the_inside",
-        "contract/test_forged_peers.py::test_what_a_peer_says_of_itself_is_not_passed_on",
+        "encoder/test_forged_peers.py::test_what_a_peer_says_of_itself_is_not_passed_on",
     ),
     "a frame-count bomb": (
         f"{HERE}::test_two_billion_frames_that_a_header_counts_cost_nothing",
-        "unit/test_preprocessing_long.py::test_limits_of_length_and_frames_hold_to_the_last",
+        "preprocessing/test_long_videos.py::test_limits_of_length_and_frames_hold_to_the_last",
     ),
     "a slow drip": (
-        "unit/test_fetcher.py::test_a_server_that_drips_is_left_when_the_time_is_up",
+        "preprocessing/test_fetcher.py::test_a_server_that_drips_is_left_when_the_time_is_up",
         "integration/test_slow_callers.py::test_callers_that_drip_hold_nobody_up_and_are_answered_in_the_end",
         "integration/test_slow_callers.py::test_a_caller_that_never_ends_its_prompt_leaves_nothing_behind",
         "integration/test_slow_callers.py::test_callers_that_read_nothing_hold_nobody_up_and_leave_nothing_behind",
     ),
     "literal placeholder tokens": (
         f"{HERE}::test_placeholders_that_a_caller_spells_stand_for_no_media",
-        "unit/test_tokens.py::test_text_that_spells_a_control_token_stays_text",
+        "preprocessing/test_tokens.py::test_text_that_spells_a_control_token_stays_text",
     ),
     "an API key ignored on the gRPC port": (
-        "contract/test_authentication.py::test_the_api_key_is_checked_on_the_grpc_port",
+        "common/test_authentication.py::test_the_api_key_is_checked_on_the_grpc_port",
     ),
     "an unbounded receive limit": (
-        "contract/test_message_limits.py::test_the_receive_limit_is_bounded",
+        "common/test_message_limits.py::test_the_receive_limit_is_bounded",
         "integration/test_errors.py::test_a_message_above_the_receive_limit_is_refused_and_one_at_it_is_read",
     ),
 }

@@ -12,7 +12,7 @@ import yaml
 
 from framesieve.bench.metrics import read_metrics
 from framesieve.cli.launcher import LocalStack
-from tests.unit.kustomization import Manifest, build
+from tests.deploy.kustomization import Manifest, build
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 QUERY = re.compile(r"framesieve_\w+")

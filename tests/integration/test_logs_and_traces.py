@@ -9,17 +9,17 @@ from typing import Any
 
 import grpc
 import pytest
-from framesieve.v1 import generation_pb2
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 
 from common.channels import REQUEST_ID_KEY, open_channel
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.prompt import Video, user_turn
 from framesieve.client.wire import Options, generate_request
+from framesieve.v1 import generation_pb2
+from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import media
 from tests.collector import Collector, Span
 from tests.integration.conftest import settles
-from tests.unit.loopback import head, ok, serving
+from tests.preprocessing.media_server import head, ok, serving
 
 SECRET = "xyzzy"
 # Two processes read their clocks with so much between them at most, on a machine that others keep busy.

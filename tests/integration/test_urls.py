@@ -19,7 +19,7 @@ from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, Video
 from tests import media
 from tests.integration.conftest import FETCH_MAX_BYTES, idle, metric, settles
-from tests.unit.loopback import Server, fetched_files, head, ok, redirect, serving
+from tests.preprocessing.media_server import Server, fetched_files, head, ok, redirect, serving
 
 CLIP = media.clip(16, fps=4)
 

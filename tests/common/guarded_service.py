@@ -1,0 +1,113 @@
+"""The listener of a service, guarded as settings say, before an encoder that answers without doing any work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from common.ports import free_port
+from common.security.quotas import ClientBudgets
+from common.serving.guards import guarded_server, listen
+from common.serving.health import Health
+from common.serving.interceptors import RequestInterceptor
+from common.serving.reflection import Reflection
+from common.serving.settings import ServiceSettings
+from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
+
+METHOD = "/framesieve.v1.EncoderService/Encode"
+TIMEOUT_S = 60
+ALICE, BOB = "alice-0123456789abcdef", "bob-fedcba9876543210"
+
+
+def shown(token: str) -> dict[str, Any]:
+    """Keyword arguments of a call that shows it."""
+    return {"metadata": (("authorization", f"Bearer {token}"),)}
+
+
+class Echo(encoder_pb2_grpc.EncoderServiceServicer):
+    """Answers each request with the index that it selects, and -1 fails; `received` are the requests so far."""
+
+    def __init__(self) -> None:
+        self.received: list[encoder_pb2.EncodeRequest] = []
+        self.calls = 0
+
+    async def Encode(
+        self, requests: AsyncIterator[encoder_pb2.EncodeRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[encoder_pb2.EncodeResponse]:
+        self.calls += 1
+        async for request in requests:
+            self.received.append(request)
+            if request.select.media_index < 0:
+                raise ZeroDivisionError
+            yield encoder_pb2.EncodeResponse(progress=encoder_pb2.MediaProgress(media_index=request.select.media_index))
+
+
+class GuardedService:
+    """What listens at `address` before an encoder, and what its clients have running."""
+
+    def __init__(self, settings: ServiceSettings, encoder: encoder_pb2_grpc.EncoderServiceServicer) -> None:
+        self.address = settings.listen
+        self.budgets = ClientBudgets(settings.max_requests_per_client, settings.max_bytes_per_client)
+        self.server = guarded_server(settings, RequestInterceptor(self.budgets))
+        self._settings = settings
+        encoder_pb2_grpc.add_EncoderServiceServicer_to_server(encoder, self.server)
+        self.health = Health(("", "framesieve.v1.EncoderService"))
+        self.health.add_to(self.server)
+        self.health.tell(True)
+        self.reflection = Reflection(("framesieve.v1.EncoderService",))
+        self.reflection.add_to(self.server)
+
+    async def start(self) -> None:
+        listen(self.server, self._settings)
+        await self.server.start()
+
+
+def tcp_address() -> str:
+    """One of this machine's that is free."""
+    return f"127.0.0.1:{free_port()}"
+
+
+@asynccontextmanager
+async def guarded(
+    address: str, encoder: encoder_pb2_grpc.EncoderServiceServicer, **settings: Any
+) -> AsyncIterator[GuardedService]:
+    service = GuardedService(ServiceSettings(listen=address, metrics_port=0, **settings), encoder)
+    await service.start()
+    try:
+        yield service
+    finally:
+        await service.server.stop(None)
+
+
+def select(index: int) -> encoder_pb2.EncodeRequest:
+    return encoder_pb2.EncodeRequest(select=prompt_pb2.Select(media_index=index))
+
+
+async def ask(channel: grpc.aio.Channel, index: int = 7, **call: Any) -> int:
+    """Asks for an item and returns which one was answered."""
+    stub = encoder_pb2_grpc.EncoderServiceStub(channel)
+    response = await stub.Encode(iter([select(index)]), timeout=TIMEOUT_S, **call).read()
+    return int(response.progress.media_index)
+
+
+async def well(channel: grpc.aio.Channel) -> bool:
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def refusal(answer: Any) -> tuple[grpc.StatusCode, str, str]:
+    """Status, reason and message of what is awaited, which fails."""
+    with pytest.raises(grpc.aio.AioRpcError) as info:
+        await asyncio.wait_for(answer, TIMEOUT_S)
+    status = rpc_status.from_call(info.value)
+    error = error_details_pb2.ErrorInfo()
+    assert not (status and status.details) or status.details[0].Unpack(error)
+    return info.value.code(), error.reason, str(info.value.details())

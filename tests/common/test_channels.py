@@ -1,0 +1,257 @@
+"""Channels over replicas: every way to name them, only those that are well, and calls begun again within a budget."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from common.channels import ATTEMPTS, open_channel, upstream_errors
+from common.contract.errors import StartupError, Unavailable
+from common.ports import free_port
+from common.serving.probe import NO_CREDENTIALS, is_serving
+from framesieve.v1 import encoder_pb2_grpc
+from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
+from tests.common.loopback import MAX_RECEIVE_BYTES
+
+CALLS = 10
+BURST = 200
+
+
+@dataclass
+class Replica(encoder_pb2_grpc.EncoderServiceServicer):
+    """Answers with one message, or refuses with UNAVAILABLE. options: of its server."""
+
+    address: str
+    refuses: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+    calls: int = 0
+    received_bytes: int = 0
+    health: health_aio.HealthServicer = field(default_factory=health_aio.HealthServicer)
+
+    async def Encode(
+        self, requests: AsyncIterator[EncodeRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[EncodeResponse]:
+        self.calls += 1
+        self.received_bytes = (await anext(requests)).ByteSize()
+        if self.refuses:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
+        yield EncodeResponse()
+        async for _ in requests:
+            pass
+
+    async def says(self, status: str) -> None:
+        await self.health.set("", health_pb2.HealthCheckResponse.ServingStatus.Value(status))
+
+
+@asynccontextmanager
+async def running(*replicas: Replica) -> AsyncIterator[None]:
+    servers = []
+    for each in replicas:
+        options = [("grpc.max_receive_message_length", MAX_RECEIVE_BYTES), ("grpc.so_reuseport", 0), *each.options]
+        server = grpc.aio.server(options=options)
+        encoder_pb2_grpc.add_EncoderServiceServicer_to_server(each, server)
+        health_pb2_grpc.add_HealthServicer_to_server(each.health, server)
+        assert server.add_insecure_port(each.address)
+        await server.start()
+        await each.says("SERVING")
+        servers.append(server)
+    try:
+        yield
+    finally:
+        for server in servers:
+            await server.stop(None)
+
+
+async def ask(channel: grpc.aio.Channel, size_bytes: int = 0) -> None:
+    call = encoder_pb2_grpc.EncoderServiceStub(channel).Encode(timeout=20)
+    request = EncodeRequest()
+    request.prompt.prompt.messages.add().parts.add().text = "x" * size_bytes
+    with upstream_errors("encoder"):
+        await call.write(request)
+        await call.read()
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+
+
+async def ask_both(channel: grpc.aio.Channel, one: Replica, other: Replica) -> None:
+    """Asks until both have answered: connections take their time."""
+
+    async def both() -> None:
+        while not (one.calls and other.calls):
+            await ask(channel)
+
+    await asyncio.wait_for(both(), 20)
+    one.calls = other.calls = 0
+
+
+async def ask_until_alone(channel: grpc.aio.Channel, replica: Replica) -> None:
+    """Asks until two calls in a row have come to this one of two: news of health takes its time."""
+
+    async def alone() -> None:
+        while True:
+            before = replica.calls
+            await ask(channel)
+            await ask(channel)
+            if replica.calls == before + 2:
+                return
+
+    await asyncio.wait_for(alone(), 20)
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> tuple[str, str]:
+    return f"unix:{tmp_path}/a", f"unix:{tmp_path}/b"
+
+
+@pytest.mark.parametrize("how", ["unix:{a},unix:{b}", "{c},{d}", "ipv4:{c},{d}"])
+async def test_calls_go_to_replicas_in_turn(tmp_path: Path, how: str) -> None:
+    c, d = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    a, b = tmp_path / "a", tmp_path / "b"
+    one, other = (Replica(f"unix:{a}"), Replica(f"unix:{b}")) if "unix" in how else (Replica(c), Replica(d))
+    async with running(one, other), open_channel(how.format(a=a, b=b, c=c, d=d)) as channel:
+        await ask_both(channel, one, other)
+        for _ in range(CALLS):
+            await ask(channel)
+    assert (one.calls, other.calls) == (CALLS / 2, CALLS / 2)
+
+
+@pytest.mark.parametrize("how", ["localhost:{port}", "dns:///localhost:{port}"])
+async def test_a_name_stands_for_all_its_addresses(how: str) -> None:
+    port = free_port()
+    replica = Replica(f"127.0.0.1:{port}")
+    async with running(replica), open_channel(how.format(port=port)) as channel:
+        await ask(channel)
+    assert replica.calls == 1
+
+
+class Names(asyncio.DatagramProtocol):
+    """A name server for which every name has these addresses, of IPv4 alone."""
+
+    def __init__(self, *addresses: str) -> None:
+        self._addresses = addresses
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def datagram_received(self, query: bytes, asker: Any) -> None:
+        end = query.index(b"\0", 12) + 5  # of the question: a name, its type and its class
+        question = query[12:end]
+        address = b"\xc0\x0c" + question[-4:] + struct.pack(">IH", 1, 4)  # of the name in the question, for a second
+        wanted = self._addresses if question[-4:] == struct.pack(">HH", 1, 1) else ()
+        header = query[:2] + struct.pack(">HHHHH", 0x8580, 1, len(wanted), 0, 0)
+        answers = b"".join(address + socket.inet_aton(each) for each in wanted)
+        self._transport.sendto(header + question + answers, asker)
+
+
+async def test_one_name_with_two_addresses_stands_for_two_replicas_in_turn() -> None:
+    port = free_port()
+    one, other = Replica(f"127.0.0.1:{port}"), Replica(f"127.0.0.2:{port}")
+    loop = asyncio.get_running_loop()
+    names, _ = await loop.create_datagram_endpoint(lambda: Names("127.0.0.1", "127.0.0.2"), local_addr=("127.0.0.1", 0))
+    server = "127.0.0.1:{}".format(names.get_extra_info("sockname")[1])
+    async with running(one, other), open_channel(f"dns://{server}/replicas.test:{port}") as channel:
+        await ask_both(channel, one, other)
+        for _ in range(CALLS):
+            await ask(channel)
+        assert (one.calls, other.calls) == (CALLS / 2, CALLS / 2)
+        await one.says("NOT_SERVING")
+        await ask_until_alone(channel, other)
+        one.calls = other.calls = 0
+        for _ in range(CALLS):
+            await ask(channel)
+    names.close()
+    assert (one.calls, other.calls) == (0, CALLS)
+
+
+async def test_what_the_environment_says_of_proxies_is_not_for_our_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    replica = Replica(f"127.0.0.1:{port}")
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.setblocking(False)
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy", "grpc_proxy", "https_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        async with running(replica), open_channel(replica.address) as channel:
+            await asyncio.wait_for(ask(channel), 20)
+            assert await asyncio.to_thread(is_serving, replica.address, NO_CREDENTIALS, 20)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+
+
+@pytest.mark.parametrize("address", ["one:50051,two:50051", "127.0.0.1:1,[::1]:1", "unix:/a,127.0.0.1:1"])
+def test_a_list_that_grpc_cannot_balance_over_is_refused(address: str) -> None:
+    with pytest.raises(StartupError, match="must all be ip:port of one version, or all unix:/path"):
+        open_channel(address)
+
+
+async def test_a_replica_that_is_not_well_gets_no_calls_until_it_is(sockets: tuple[str, str]) -> None:
+    one, other = map(Replica, sockets)
+    async with running(one, other), open_channel(",".join(sockets)) as channel:
+        await ask_both(channel, one, other)
+        await one.says("NOT_SERVING")
+        await ask_until_alone(channel, other)
+        one.calls = other.calls = 0
+        for _ in range(CALLS):
+            await ask(channel)
+        assert (one.calls, other.calls) == (0, CALLS)
+        await one.says("SERVING")
+        await ask_both(channel, one, other)
+
+
+async def test_what_one_replica_refuses_another_answers_however_large(sockets: tuple[str, str]) -> None:
+    one, other = map(Replica, sockets)
+    async with running(one, other), open_channel(",".join(sockets)) as channel:
+        await ask_both(channel, one, other)
+        one.refuses = True
+        for _ in range(2):  # in turn: one of them is refused
+            await ask(channel, size_bytes=16 * 2**20)
+        assert other.calls == 2
+        assert one.calls >= 1
+        assert other.received_bytes > 16 * 2**20
+
+
+async def test_retries_end_with_their_number_and_with_their_budget(sockets: tuple[str, str]) -> None:
+    replica = Replica(sockets[0], refuses=True)
+    async with running(replica), open_channel(sockets[0]) as channel:
+        with pytest.raises(Unavailable):
+            await ask(channel)
+        assert replica.calls == ATTEMPTS
+
+        async def refused() -> None:
+            with pytest.raises(Unavailable):
+                await ask(channel)
+
+        await asyncio.gather(*(refused() for _ in range(BURST)))
+        replica.calls = 0
+        for _ in range(CALLS):
+            await refused()
+        assert replica.calls == CALLS
+
+
+async def test_connections_that_grow_old_cost_nobody_a_call(sockets: tuple[str, str]) -> None:
+    replica = Replica(sockets[0], options=(("grpc.max_connection_age_ms", 200),))
+    async with running(replica), open_channel(sockets[0]) as channel:
+        end = asyncio.get_running_loop().time() + 1.5
+        while asyncio.get_running_loop().time() < end:
+            await ask(channel)
+
+
+async def test_a_replica_that_comes_later_is_found(sockets: tuple[str, str]) -> None:
+    one, other = map(Replica, sockets)
+    async with open_channel(",".join(sockets)) as channel, running(one):
+        await ask(channel)
+        async with running(other):
+            await ask_both(channel, one, other)
+        for _ in range(CALLS):
+            await ask(channel)

@@ -1,0 +1,147 @@
+"""Health before strangers: who does not read, asks at length or asks often costs nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import struct
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common.channels import open_channel
+from common.exit_status import ExitStatus
+from common.serving import health
+from tests.common.guarded_service import TIMEOUT_S, Echo, GuardedService, ask, guarded, refusal
+from tests.common.loopback import logged
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, SETTINGS = 0, 1, 4
+END_STREAM, END_HEADERS = 1, 4
+INITIAL_WINDOW_SIZE = 4
+WATCH = {
+    b":method": b"POST",
+    b":scheme": b"http",
+    b":path": b"/grpc.health.v1.Health/Watch",
+    b":authority": b"stranger",
+    b"content-type": b"application/grpc",
+    b"te": b"trailers",
+}
+SERVICE = """
+import asyncio
+from common.exit_status import ExitStatus
+from common.serving.server import run, serve
+from common.serving.settings import ServiceSettings
+from framesieve.v1 import encoder_pb2_grpc
+from tests.common.guarded_service import Echo
+
+async def main() -> ExitStatus:
+    settings = ServiceSettings(listen={listen!r}, metrics_port=0, drain_s=1)
+    add = encoder_pb2_grpc.add_EncoderServiceServicer_to_server
+    return await serve("framesieve.v1.EncoderService", settings, lambda server: add(Echo(), server), lambda: True)
+
+run(main)
+"""
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+async def watch_without_reading(path: Path) -> asyncio.StreamWriter:
+    """A watch whose flow-control window is empty, from its start to its end."""
+    _, writer = await asyncio.open_unix_connection(path)
+    headers = b"".join(bytes([0, len(name)]) + name + bytes([len(value)]) + value for name, value in WATCH.items())
+    writer.write(
+        PREFACE
+        + frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW_SIZE, 0))
+        + frame(HEADERS, END_HEADERS, 1, headers)
+        + frame(DATA, END_STREAM, 1, bytes(5))
+    )
+    await writer.drain()
+    return writer
+
+
+def watch(channel: grpc.aio.Channel, name: str = "") -> grpc.aio.UnaryStreamCall:
+    return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name), timeout=TIMEOUT_S)
+
+
+async def watchers(service: GuardedService, count: int) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while service.health.watchers != count:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_watcher_that_does_not_read_keeps_nobody_from_being_told_or_from_stopping(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVICE.format(listen=f"unix:{path}"))
+    try:
+        async with open_channel(f"unix:{path}") as channel:
+            await asyncio.wait_for(channel.channel_ready(), TIMEOUT_S)
+        stranger = await watch_without_reading(path)
+        async with open_channel(f"unix:{path}") as channel, grpc.aio.insecure_channel(f"unix:{path}") as prober:
+            watched = watch(prober)
+            assert (await watched.read()).status == health_pb2.HealthCheckResponse.SERVING
+            assert await ask(channel, 7) == 7
+            process.send_signal(signal.SIGTERM)
+            assert (await watched.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await asyncio.wait_for(process.wait(), TIMEOUT_S) == ExitStatus.FINISHED
+        stranger.close()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_a_watcher_that_does_not_read_and_leaves_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with guarded(f"unix:{tmp_path}/s", Echo()) as service:
+        stranger = await watch_without_reading(tmp_path / "s")
+        await watchers(service, 1)
+        await asyncio.sleep(0.1)  # in which it is told
+        stranger.close()
+        await watchers(service, 0)
+        await asyncio.sleep(0.1)
+    assert logged(caplog) == []
+
+
+async def test_names_that_are_not_known_are_told_so_and_long_ones_are_not_kept(tmp_path: Path) -> None:
+    async with (
+        guarded(f"unix:{tmp_path}/s", Echo()) as service,
+        grpc.aio.insecure_channel(service.address) as channel,
+    ):
+        unknown = watch(channel, "nobody")
+        assert (await unknown.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        await watchers(service, 1)
+        long = watch(channel, "a" * 2**20)
+        code, _, told = await refusal(long.read())
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"one that asks for health may have {health.MAX_REQUEST_BYTES}" in told
+        check = health_pb2_grpc.HealthStub(channel).Check
+        for name, status in (("nobody", grpc.StatusCode.NOT_FOUND), ("a" * 257, grpc.StatusCode.INVALID_ARGUMENT)):
+            assert (await refusal(check(health_pb2.HealthCheckRequest(service=name))))[0] is status
+        assert service.health.watchers == 1
+        unknown.cancel()
+        await watchers(service, 0)
+
+
+@pytest.mark.parametrize("limit", ["MAX_WATCHERS", "MAX_WATCHERS_PER_CLIENT"])
+async def test_watchers_are_counted_and_whoever_leaves_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(health, limit, 3)
+    async with (
+        guarded(f"unix:{tmp_path}/s", Echo()) as service,
+        grpc.aio.insecure_channel(service.address) as channel,
+    ):
+        calls = [watch(channel) for _ in range(3)]
+        for each in calls:
+            await each.read()
+        assert (await refusal(watch(channel).read()))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        calls[0].cancel()
+        await watchers(service, 2)
+        assert (await watch(channel).read()).status == health_pb2.HealthCheckResponse.SERVING

@@ -1,0 +1,171 @@
+"""The network policies of `deploy/kubernetes` let the chain talk and nobody else, by every pair that there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.preprocessing.fetch import addresses
+from tests.deploy.kustomization import Manifest, build
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
+GRPC = {"preprocessing": 50051, "encoder": 50052, "generation": 50053}
+METRICS = {"preprocessing": 9101, "encoder": 9102, "generation": 9103}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Somebody who may talk: a pod by its labels and its namespace's, or an address outside."""
+
+    labels: dict[str, str] = field(default_factory=dict)
+    namespace: str = "framesieve"
+    callers: bool = False
+    address: str | None = None
+
+    @property
+    def namespace_labels(self) -> dict[str, str]:
+        allowed = {"framesieve/callers": "allowed"} if self.callers else {}
+        return {"kubernetes.io/metadata.name": self.namespace, **allowed}
+
+
+def service(name: str) -> Place:
+    return Place({"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "framesieve"})
+
+
+CALLER = {"framesieve/caller": "true"}
+PLACES = {
+    **{name: service(name) for name in GRPC},
+    "caller": Place(CALLER, "app", callers=True),
+    "caller of another team": Place(CALLER, "batch", callers=True),
+    "unlabelled pod beside a caller": Place({}, "app", callers=True),
+    "pod that calls itself a caller": Place(CALLER, "elsewhere"),
+    "caller's label among the services": Place(CALLER),
+    "stranger among the services": Place({"app.kubernetes.io/name": "shell"}),
+    "a service's namesake elsewhere": Place({"app.kubernetes.io/name": "encoder"}, "elsewhere"),
+    "prometheus": Place({"app.kubernetes.io/name": "prometheus"}, "monitoring"),
+    "prometheus elsewhere": Place({"app.kubernetes.io/name": "prometheus"}, "elsewhere"),
+    "dns": Place({"k8s-app": "kube-dns"}, "kube-system"),
+    "api server": Place({}, "kube-system"),
+    "public address": Place(namespace="", address="93.184.216.34"),
+    "public address, IPv6": Place(namespace="", address="2606:2800:220:1::1"),
+    "private address": Place(namespace="", address="10.96.0.1"),
+    "cloud's metadata": Place(namespace="", address="169.254.169.254"),
+    "cloud's metadata, IPv6": Place(namespace="", address="fd00:ec2::254"),
+}
+PORTS = sorted({*GRPC.values(), *METRICS.values(), 22, 53, 80, 443})
+CHAIN = {
+    ("caller", "generation", 50053),
+    ("caller of another team", "generation", 50053),
+    ("generation", "encoder", 50052),
+    ("generation", "preprocessing", 50051),
+    ("encoder", "preprocessing", 50051),
+    ("generation", "dns", 53),
+    ("encoder", "dns", 53),
+    *(("prometheus", name, port) for name, port in METRICS.items()),
+}
+
+
+def edges(manifests: list[Manifest]) -> set[tuple[str, str, int]]:
+    """Who may open a connection to whom, at which port, where at least one end is a pod under these policies."""
+    policies = [each["spec"] for each in manifests if each["kind"] == "NetworkPolicy"]
+    return {
+        (source, target, port)
+        for source, sending in PLACES.items()
+        for target, receiving in PLACES.items()
+        for port in PORTS
+        if source != target
+        and "framesieve" in (sending.namespace, receiving.namespace)
+        and allowed(policies, "Egress", sending, receiving, port, target)
+        and allowed(policies, "Ingress", receiving, sending, port, target)
+    }
+
+
+def allowed(policies: list[Any], direction: str, own: Place, peer: Place, port: int, target: str) -> bool:
+    """Whether the policies over `own` let it talk with `peer`; whoever is under none may."""
+    over = [
+        each
+        for each in policies
+        if own.namespace == "framesieve"
+        and direction in each["policyTypes"]
+        and matches(each["podSelector"], own.labels)
+    ]
+    rules = [rule for each in over for rule in each.get(direction.lower(), ())]
+    return not over or any(
+        any(is_peer(each, peer) for each in rule["to" if direction == "Egress" else "from"])
+        and any(number(each["port"], target) == port for each in rule["ports"])
+        for rule in rules
+    )
+
+
+def number(port: int | str, target: str) -> int | None:
+    """A port's number on the pod that is talked to; None where it has no port of the name."""
+    return {"grpc": GRPC, "metrics": METRICS}[port].get(target) if isinstance(port, str) else port
+
+
+def is_peer(told: Any, peer: Place) -> bool:
+    if block := told.get("ipBlock"):
+        return within(peer.address, block["cidr"]) and not any(within(peer.address, each) for each in block["except"])
+    namespace = told.get("namespaceSelector")
+    near = peer.namespace == "framesieve" if namespace is None else matches(namespace, peer.namespace_labels)
+    return peer.address is None and near and matches(told["podSelector"], peer.labels)
+
+
+def within(address: str | None, network: str) -> bool:
+    return address is not None and ip_address(address) in ip_network(network)
+
+
+def matches(selector: Any, labels: dict[str, str]) -> bool:
+    for each in selector.get("matchExpressions", ()):
+        assert each["operator"] == "In"
+        if labels.get(each["key"]) not in each["values"]:
+            return False
+    return bool(selector.get("matchLabels", {}).items() <= labels.items())
+
+
+@pytest.mark.parametrize("folder", ["base", "overlays/gpu"])
+def test_the_chain_may_talk_and_nobody_else(folder: str) -> None:
+    assert edges(build(FOLDER / folder)) == CHAIN
+
+
+def test_urls_open_the_public_internet_to_preprocessing_alone(tmp_path: Path) -> None:
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    (overlay / "kustomization.yaml").write_text(
+        f"resources: [{FOLDER / 'base'}]\ncomponents: [{FOLDER / 'components' / 'urls'}]\nnamespace: framesieve\n"
+    )
+    opened = edges(build(overlay)) - CHAIN
+    public = {
+        ("preprocessing", address, port) for address in ("public address", "public address, IPv6") for port in (80, 443)
+    }
+    assert opened == {*public, ("preprocessing", "dns", 53)}
+    assert edges(build(overlay)) >= CHAIN
+
+
+def test_the_public_internet_is_what_the_service_takes_for_it() -> None:
+    (policy,) = yaml.safe_load_all((FOLDER / "components" / "urls" / "network.yaml").read_text())
+    told = {each["ipBlock"]["cidr"]: each["ipBlock"]["except"] for each in policy["spec"]["egress"][0]["to"]}
+    assert told == {
+        "0.0.0.0/0": [str(each) for each in addresses._SPECIAL_V4],
+        str(addresses._ASSIGNED_V6): [str(each) for each in addresses._SPECIAL_V6],
+    }
+
+
+@pytest.mark.parametrize(
+    ("policy", "lost"),
+    [("encoder", ("generation", "encoder", 50052)), ("metrics", ("prometheus", "encoder", 9102))],
+)
+def test_without_a_policy_its_edge_is_gone(policy: str, lost: tuple[str, str, int]) -> None:
+    manifests = [
+        each for each in build(FOLDER / "base") if each["metadata"]["name"] != policy or each["kind"] != "NetworkPolicy"
+    ]
+    assert lost not in edges(manifests)
+
+
+def test_without_the_default_the_stranger_talks() -> None:
+    manifests = [each for each in build(FOLDER / "base") if each["metadata"]["name"] != "default-deny"]
+    assert ("stranger among the services", "public address", 443) in edges(manifests)

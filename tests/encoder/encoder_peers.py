@@ -1,0 +1,190 @@
+"""A hand-made preprocessing service that keeps the contract or breaks it, and the prompts that it understands."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from common.contract.tensors import DType
+from common.contract.wire import named_media, plan_messages, tensor_chunks
+from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
+from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
+from services.encoder.tower.patches import PatchShape
+from tests.common.loopback import TIMEOUT_S
+
+FINGERPRINT = b"f" * 32
+GRID = Grid(4, 2, 3)
+
+
+@dataclass(frozen=True, eq=False)
+class Media:
+    """What a prompt asks about; `embeds` in place of pixels. content: which pixels; unset: its place in the prompt."""
+
+    modality: Modality
+    grid: Grid
+    embeds: prompt_pb2.MediaEmbeds | None = None
+    content: int | None = None
+
+
+VIDEO = Media(Modality.VIDEO, GRID)
+IMAGE = Media(Modality.IMAGE, Grid(1, 3, 2))
+
+
+def video(content: int, grid: Grid = GRID) -> Media:
+    return Media(Modality.VIDEO, grid, content=content)
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------
+
+
+def media_of(prompt: prompt_pb2.Prompt) -> list[Media]:
+    """What `prompt_of` was told; files within the prompt are pictures of one token."""
+    return [_media_of(modality, media) for _, modality, media in named_media(prompt)]
+
+
+def _media_of(modality: Modality, part: prompt_pb2.Media) -> Media:
+    if part.HasField("embeds"):
+        return Media(modality, Grid(part.embeds.grid.t, part.embeds.grid.h, part.embeds.grid.w), part.embeds)
+    t, h, w, content = map(int, part.path.split()) if part.path else (1, 1, 1, 0)
+    return Media(modality, Grid(t, h, w), content=content)
+
+
+def prompt_of(media: Sequence[Media], own: Mapping[int, prompt_pb2.Pruning] | None = None) -> prompt_pb2.Prompt:
+    parts = []
+    for index, asked in enumerate(media):
+        item = prompt_pb2.Media(embeds=asked.embeds, pruning=(own or {}).get(index))
+        if asked.embeds is None:
+            item.path = f"{asked.grid.t} {asked.grid.h} {asked.grid.w} {content_of(index, asked)}"
+        parts.append(prompt_pb2.Part(**{asked.modality.value: item}))
+    parts.append(prompt_pb2.Part(text="What moves?"))
+    return prompt_pb2.Prompt(messages=[prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=parts)])
+
+
+# --- a preprocessing service that does as it is told ------------------------------------------------------------
+
+
+def frame_count(media: Media, patches: PatchShape) -> int:
+    if media.embeds is not None:
+        return 0
+    return 1 if media.modality is Modality.IMAGE else media.grid.t * patches.temporal_patch
+
+
+def frames_of(media_index: int, media: Media, patches: PatchShape) -> NDArray[np.uint8]:
+    sides = (media.grid.h * patches.token_px, media.grid.w * patches.token_px)
+    shape = (frame_count(media, patches), *sides, 3)
+    return np.random.default_rng(content_of(media_index, media)).integers(0, 256, shape, dtype=np.uint8)
+
+
+def content_of(media_index: int, media: Media) -> int:
+    return media_index if media.content is None else media.content
+
+
+def content_hash(media_index: int, media: Media) -> bytes:
+    content = (media.modality, media.grid, content_of(media_index, media))
+    return hashlib.sha256(repr(content).encode()).digest()
+
+
+def plan_of(media: Sequence[Media], patches: PatchShape, embed_levels: int) -> PromptPlan:
+    items, offset = [], 1
+    for index, asked in enumerate(media):
+        grid, frames = asked.grid, frame_count(asked, patches)
+        item = MediaPlan(
+            modality=asked.modality,
+            grid=grid,
+            runs=(Run(offset, grid.tokens),),
+            frames=frames,
+            frame_height_px=grid.h * patches.token_px if frames else 0,
+            frame_width_px=grid.w * patches.token_px if frames else 0,
+            seconds_per_grid=Fraction(1) if asked.modality is Modality.VIDEO else None,
+            timestamps_s=(),
+            content_hash=content_hash(index, asked),
+        )
+        items.append(item)
+        offset += grid.tokens + 1
+    positions = np.tile(np.arange(offset, dtype=np.int32), (3, 1))
+    return PromptPlan(np.ones(offset, np.int32), positions, tuple(items), embed_levels, FINGERPRINT)
+
+
+def other_item(plan: PromptPlan, **changes: Any) -> PromptPlan:
+    """The same plan but for its first item."""
+    return replace(plan, media=(replace(plan.media[0], **changes), *plan.media[1:]))
+
+
+def slice_messages(
+    media_index: int, first_frame: int, frames: NDArray[np.uint8], dtype: DType = DType.UINT8
+) -> list[PreprocessResponse]:
+    chunks = tensor_chunks(dtype, frames.shape, frames.data)
+    return [
+        PreprocessResponse(frames=FramesChunk(media_index=media_index, first_frame=first_frame, chunk=chunk))
+        for chunk in chunks
+    ]
+
+
+def item_messages(media_index: int, media: Media, patches: PatchShape) -> list[PreprocessResponse]:
+    frames = frames_of(media_index, media, patches)
+    step = patches.temporal_patch
+    starts = range(0, len(frames), step)
+    return [message for start in starts for message in slice_messages(media_index, start, frames[start : start + step])]
+
+
+@dataclass
+class FakePreprocessing(preprocessing_pb2_grpc.PreprocessingServiceServicer):
+    """Keeps the contract, save where a test bends the plan, the frames or the end.
+
+    stall: each selected item, once its first slice is sent, waits for `resumed`. fail: told after that, for items of
+    the contents in `failing` alone where there are any.
+    """
+
+    patches: PatchShape
+    embed_levels: int
+    bend_plan: Callable[[PromptPlan], PromptPlan] = lambda plan: plan
+    bend_frames: Callable[[list[PreprocessResponse]], list[PreprocessResponse]] = lambda messages: messages
+    fail: Exception | None = None
+    failing: frozenset[int] = frozenset()
+    fetched_ago_s: float | None = None
+    stall: bool = False
+    on_select: Callable[[], None] = lambda: None
+    prompts: list[prompt_pb2.Prompt] = field(default_factory=list)
+    selected: list[int] = field(default_factory=list)
+    stalled: asyncio.Event = field(default_factory=asyncio.Event)
+    resumed: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def Preprocess(
+        self, requests: AsyncIterator[PreprocessRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[PreprocessResponse]:
+        first = await anext(requests)
+        self.prompts.append(first.prompt)
+        media = media_of(first.prompt)
+        for plan in plan_messages(self.bend_plan(plan_of(media, self.patches, self.embed_levels))):
+            yield PreprocessResponse(plan=plan, fetched_ago_s=self.fetched_ago_s)
+        async for request in requests:
+            index = request.select.media_index
+            self.selected.append(index)
+            self.on_select()
+            messages = self.bend_frames(item_messages(index, media[index], self.patches))
+            for message in messages[:1]:
+                yield message
+            if self.stall:
+                await self._stall()
+            if self.fail and (not self.failing or content_of(index, media[index]) in self.failing):
+                raise self.fail
+            for message in messages[1:]:
+                yield message
+
+    async def _stall(self) -> None:
+        self.stalled.set()
+        try:
+            await asyncio.wait_for(self.resumed.wait(), TIMEOUT_S)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise

@@ -1,0 +1,199 @@
+"""An encoder service over a tiny checkpoint, behind a hand-made preprocessing service, and a caller of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from prometheus_client import REGISTRY
+
+from common.byte_semaphore import ByteSemaphore
+from common.channels import error_from_status
+from common.checkpoint import Checkpoint
+from common.contract.wire import int32_array
+from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
+from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
+from services.encoder.families import load_tower
+from services.encoder.items.batcher import Batcher
+from services.encoder.items.cache import EmbedsCache
+from services.encoder.rpc.gauges import watch
+from services.encoder.rpc.servicer import EncoderServicer
+from services.encoder.tower.tower import Tower
+from tests.common.loopback import TIMEOUT_S, eventually, serving
+from tests.encoder.encoder_peers import FINGERPRINT, GRID, FakePreprocessing, Media, frames_of, prompt_of, video
+
+
+def tower_of(checkpoint: Path, dtype: str = "auto") -> Tower:
+    torch.set_num_threads(1)
+    return load_tower(Checkpoint(checkpoint), dtype, torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Stack:
+    stub: Any
+    preprocessing: FakePreprocessing
+    tower: Tower
+    batcher: Batcher
+    cache: EmbedsCache
+    outputs: ByteSemaphore
+
+    @property
+    def room(self) -> ByteSemaphore:
+        """For what is being encoded."""
+        return self.cache.room
+
+    @property
+    def held_bytes(self) -> int:
+        """By requests, encoded and pruned; what is merely kept is not held."""
+        return self.room.held_bytes + self.outputs.held_bytes
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, tower: Tower, room_bytes: int = 2**24, budget_tokens: int = 64, cache_bytes: int = 2**24
+) -> AsyncIterator[Stack]:
+    """The encoder behind a socket in `folder`, and what it talks to."""
+    fake, outputs = FakePreprocessing(tower.patches, tower.embed_levels), ByteSemaphore(room_bytes)
+    batcher = Batcher(tower.encode, budget_tokens)
+    cache = EmbedsCache(tower, batcher, ByteSemaphore(room_bytes), cache_bytes)
+    watch(batcher, cache, outputs)
+    try:
+        async with serving(f"unix:{folder}/p", fake) as upstream:
+            servicer = EncoderServicer(FINGERPRINT, cache, outputs, upstream)
+            async with serving(f"unix:{folder}/e", servicer) as channel:
+                yield Stack(encoder_pb2_grpc.EncoderServiceStub(channel), fake, tower, batcher, cache, outputs)
+    finally:
+        batcher.close()
+
+
+# --- a caller ---------------------------------------------------------------------------------------------------
+
+
+def first_request(
+    media: Sequence[Media], rate: float = 0.0, method: str = "", own: Mapping[int, prompt_pb2.Pruning] | None = None
+) -> EncodeRequest:
+    pruning = prompt_pb2.Pruning(rate=rate, method=method)
+    return EncodeRequest(prompt=EncodePrompt(prompt=prompt_of(media, own), pruning=pruning))
+
+
+def select(media_index: int) -> EncodeRequest:
+    return EncodeRequest(select=prompt_pb2.Select(media_index=media_index))
+
+
+SELECT_ALL = EncodeRequest(select=prompt_pb2.Select(all=True))
+
+
+def opened(stack: Stack, *media: Media, rate: float = 0, timeout_s: float = TIMEOUT_S) -> Any:
+    """A call that selects everything and that nobody reads yet."""
+    return stack.stub.Encode(iter([first_request(media, rate), SELECT_ALL]), timeout=timeout_s)
+
+
+async def stalled(stack: Stack, *media: Media, timeout_s: float = TIMEOUT_S) -> Any:
+    """A call whose first item is being decoded, one slice of it sent."""
+    stack.preprocessing.stall = True
+    call = opened(stack, *media, timeout_s=timeout_s)
+    await asyncio.wait_for(stack.preprocessing.stalled.wait(), TIMEOUT_S)
+    stack.preprocessing.stall = False
+    return call
+
+
+async def read_all(call: Any) -> list[EncodeResponse]:
+    """Everything that a call answers. Raises the leaf of the error tree that its status names."""
+    try:
+        return [response async for response in call]
+    except grpc.aio.AioRpcError as error:
+        raise error_from_status(error, "encoder") from error
+
+
+async def encode(stack: Stack, *requests: EncodeRequest) -> list[EncodeResponse]:
+    return await read_all(stack.stub.Encode(iter(requests), timeout=TIMEOUT_S))
+
+
+@dataclass
+class Received:
+    kept: list[int] | None
+    shape: list[int]
+    data: bytes
+
+    @property
+    def embeds(self) -> NDArray[np.float32]:
+        return np.frombuffer(self.data, np.float32).reshape(self.shape)
+
+
+def embeds_in(responses: Sequence[EncodeResponse]) -> dict[int, Received]:
+    """What was sent of each item, in the order in which it was sent."""
+    received: dict[int, Received] = {}
+    for message in (each.embeds for each in responses if each.HasField("embeds")):
+        if message.media_index not in received:
+            kept = int32_array(message.kept).tolist() if message.HasField("kept") else None
+            received[message.media_index] = Received(kept, list(message.chunk.shape), b"")
+        item = received[message.media_index]
+        assert message.chunk.offset_bytes == len(item.data)
+        item.data += message.chunk.data
+    return received
+
+
+def tower_embeds(tower: Tower, media_index: int, media: Media) -> torch.Tensor:
+    """Of an item's frames, unpruned: (1 + embed_levels, tokens, D)."""
+    frames = torch.from_numpy(frames_of(media_index, media, tower.patches))
+    return torch.cat([tower.encode([each])[0] for each in frames.split(tower.patches.temporal_patch)], dim=1)
+
+
+# --- what is held and counted -----------------------------------------------------------------------------------
+
+
+def item_bytes(tower: Tower, tokens: int = GRID.tokens) -> int:
+    return (1 + tower.embed_levels) * tokens * tower.embed_dim * 4
+
+
+def kept_bytes(tower: Tower, tokens: int = GRID.tokens) -> int:
+    """With scores: one float32 a token for EVS, two for VidCom2."""
+    return item_bytes(tower, tokens) + 12 * tokens
+
+
+def metric(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"framesieve_encoder_{name}", labels) or 0
+
+
+async def waiters(count: int) -> None:
+    """Waits until so many requested items wait for an entry of the cache."""
+    await eventually(lambda: metric("cache_waiters") == count)
+
+
+async def check_idle(stack: Stack) -> None:
+    """Nobody holds or waits for anything, though it may take a moment to be told that a caller is gone."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while counts := {name: count for name, count in in_use(stack).items() if count}:
+        assert time.monotonic() < deadline_s, counts
+        await asyncio.sleep(0.01)
+
+
+def in_use(stack: Stack) -> dict[str, float]:
+    gauges = {name: metric(name) for name in ("cache_waiters", "queue_slices", "queue_oldest_seconds")}
+    for room in ("encoding", "output"):
+        gauges |= {f"{name} {room}": metric(name, room=room) for name in ("room_used_bytes", "room_waiting")}
+    return {**gauges, "room": stack.room.held_bytes, "outputs": stack.outputs.held_bytes}
+
+
+async def check_served(stack: Stack) -> None:
+    """The service is as it was: the next request is decoded and answered, and nothing is held."""
+    stack.preprocessing.bend_plan = FakePreprocessing.bend_plan
+    stack.preprocessing.bend_frames = FakePreprocessing.bend_frames
+    stack.preprocessing.fail = None
+    # What was refused before may not have ended in preprocessing yet.
+    await eventually(lambda: not REGISTRY.get_sample_value("framesieve_requests_running", {"method": "Preprocess"}))
+    selected = len(stack.preprocessing.selected)
+    unseen = video(1000 + len(stack.preprocessing.prompts))
+    received = embeds_in(await encode(stack, first_request([unseen]), SELECT_ALL))
+    assert stack.preprocessing.selected[selected:] == [0]
+    assert received[0].shape == [1 + stack.tower.embed_levels, GRID.tokens, stack.tower.embed_dim]
+    await check_idle(stack)

@@ -1,0 +1,180 @@
+"""The encoder and generation behind peers that are no service of ours: what their callers hear, and that they serve on.
+
+Peers here send bytes, or end a call as gRPC lets anybody end it. What our own services might get wrong is told in
+`test_encoder_contract` and `test_generation_media_contract`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from common.byte_semaphore import ByteSemaphore
+from common.channels import DETAILS_KEY, MAX_RECEIVE_BYTES, error_from_status, open_channel
+from common.contract import errors
+from common.contract.errors import FramesieveError
+from framesieve.v1 import prompt_pb2, tensor_pb2
+from framesieve.v1.encoder_pb2 import EncodeResponse
+from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
+from services.encoder.items.batcher import Batcher
+from services.encoder.items.cache import EmbedsCache
+from services.encoder.rpc.servicer import EncoderServicer
+from services.encoder.tower.tower import Tower
+from tests.common.loopback import TIMEOUT_S, eventually, serving, speaking
+from tests.encoder.encoder_peers import FINGERPRINT, VIDEO
+from tests.encoder.encoder_service import SELECT_ALL, first_request
+from tests.generation.generation_service import service_of
+
+Behaviour = Callable[[Any, Any], AsyncIterator[bytes]]
+# Opens a call to the service under test, which asks the peer.
+Ask = Callable[[], Any]
+
+
+@asynccontextmanager
+async def encoder_behind(address: str, folder: Path, tower: Tower) -> AsyncIterator[Ask]:
+    batcher = Batcher(tower.encode, budget_tokens=64)
+    cache = EmbedsCache(tower, batcher, ByteSemaphore(2**20), 0)
+    async with open_channel(address) as upstream:
+        servicer = EncoderServicer(FINGERPRINT, cache, ByteSemaphore(2**20), upstream)
+        async with serving(f"unix:{folder}/e", servicer) as channel:
+            stub = EncoderServiceStub(channel)
+            yield lambda: stub.Encode(iter([first_request([VIDEO]), SELECT_ALL]), timeout=TIMEOUT_S)
+            assert cache.room.held_bytes == 0
+    batcher.close()
+
+
+@asynccontextmanager
+async def generation_behind(address: str, folder: Path, checkpoint: Path) -> AsyncIterator[Ask]:
+    async with (
+        open_channel(address) as upstream,
+        service_of(folder, checkpoint, encoder_channel=upstream) as service,
+    ):
+        yield service.ask
+        await eventually(service.idle)
+
+
+@pytest.fixture(params=["encoder", "generation"])
+def behind(
+    request: pytest.FixtureRequest, tmp_path: Path, tower: Tower, tiny_checkpoint: Path
+) -> Callable[[Behaviour], AbstractAsyncContextManager[Ask]]:
+    """Each of the two services, behind a peer that behaves so."""
+    encoder = request.param == "encoder"
+    method = f"/framesieve.v1.{'PreprocessingService/Preprocess' if encoder else 'EncoderService/Encode'}"
+    address = f"unix:{tmp_path}/peer"
+
+    @asynccontextmanager
+    async def opened(behaviour: Behaviour) -> AsyncIterator[Ask]:
+        async with speaking(address, method, behaviour):
+            made = encoder_behind(address, tmp_path, tower)
+            async with made if encoder else generation_behind(address, tmp_path, tiny_checkpoint) as ask:
+                yield ask
+
+    return opened
+
+
+def saying(*messages: bytes) -> Behaviour:
+    async def behaviour(requests: Any, context: Any) -> AsyncIterator[bytes]:
+        await context.read()
+        for message in messages:
+            yield message
+
+    return behaviour
+
+
+def ending(code: grpc.StatusCode, words: str, details: bytes | None = None) -> Behaviour:
+    async def behaviour(requests: Any, context: Any) -> AsyncIterator[bytes]:
+        await context.read()
+        await context.abort(code, words, ((DETAILS_KEY, details),) if details is not None else ())
+        yield b""
+
+    return behaviour
+
+
+async def told(call: Any) -> FramesieveError:
+    """What a call to either service is refused with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    return error_from_status(caught.value, "service")
+
+
+EMPTY_PIECE = prompt_pb2.PromptPlan(layout=tensor_pb2.TensorChunk(dtype=tensor_pb2.DTYPE_INT32, shape=[4, 1000]))
+NO_ANSWERS = {
+    "no wire format": b"\xff" * 40,
+    "a field cut short": b"\x0a\x7fabc",
+    "a group without its end": b"\x0b",
+    "more than any message": bytes(MAX_RECEIVE_BYTES + 1),
+    "nothing at all": b"",
+    "frames, or progress, before a plan": b"\x12\x00",
+    "embeddings before a plan": b"\x1a\x00",
+    "a plan in pieces that hold nothing": EncodeResponse(plan=EMPTY_PIECE).SerializeToString(),
+}
+
+
+@pytest.mark.parametrize("name", NO_ANSWERS)
+async def test_bytes_that_are_no_answer_break_the_contract(behind: Any, name: str) -> None:
+    async with behind(saying(*[NO_ANSWERS[name]] * 3)) as ask:
+        for _ in range(2):
+            error = await told(ask())
+            assert type(error) is errors.PeerContract
+            assert re.fullmatch(r"a peer of \w+ broke the contract, request id \w+", str(error))
+
+
+SECRET = "Traceback: /srv/app/common/wire.py <Tensor object at 0x7f2a9c0d1e50>"
+
+
+@pytest.mark.parametrize(
+    "code", [grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.UNAVAILABLE]
+)
+async def test_what_a_peer_says_of_itself_is_not_passed_on(behind: Any, code: grpc.StatusCode) -> None:
+    async with behind(ending(code, SECRET)) as ask:
+        error = await told(ask())
+    assert re.fullmatch(r"(preprocessing|encoder) (failed|cannot be reached)", str(error))
+    assert isinstance(error, errors.Unavailable) == (code is grpc.StatusCode.UNAVAILABLE)
+
+
+def forged(retry: duration_pb2.Duration | None = None) -> bytes:
+    """The details of an overload, of which one is no message, or whose hint is `retry`."""
+    status = status_pb2.Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="full")
+    if retry is None:
+        status.details.append(
+            any_pb2.Any(type_url="type.googleapis.com/google.rpc.ErrorInfo", value=b"\xff\xff\xff\xff")
+        )
+    else:
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=retry))
+    return status.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("details", "retry_after_s"),
+    [
+        (b"\xff" * 20, 1),
+        (b"", 1),
+        (forged(), 1),
+        (forged(duration_pb2.Duration(seconds=-5)), 1),
+        (forged(duration_pb2.Duration(seconds=2**62, nanos=-(2**31))), 60),
+        (forged(duration_pb2.Duration(seconds=3)), 3),
+    ],
+)
+async def test_a_status_survives_the_details_that_are_forged_beside_it(
+    behind: Any, details: bytes, retry_after_s: float
+) -> None:
+    async with behind(ending(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", details)) as ask:
+        error = await told(ask())
+    assert isinstance(error, errors.Overloaded)
+    assert (str(error), error.retry_after_s) == ("full", retry_after_s)
+
+
+async def test_where_a_peer_is_gone_its_address_is_not_told(behind: Any, tmp_path: Path) -> None:
+    async with behind(saying()) as ask:
+        (tmp_path / "peer").rename(tmp_path / "gone")
+        error = await told(ask())
+    assert re.fullmatch(r"(preprocessing|encoder) cannot be reached", str(error))

@@ -1,0 +1,141 @@
+"""A generation service over a tiny checkpoint, between hand-made peers and hand-made calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from common.byte_semaphore import ByteSemaphore
+from common.checkpoint import Checkpoint
+from common.contract.plan import Grid, Modality, PromptPlan
+from framesieve.v1 import prompt_pb2
+from framesieve.v1.encoder_pb2 import EncodeResponse
+from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, Sampling
+from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from services.generation.engine.engine import Engine
+from services.generation.families import load_language_model
+from services.generation.kv_cache.blocks import BlockAllocator
+from services.generation.model.runner import Runner
+from services.generation.rpc.arrivals import ModelInput
+from services.generation.rpc.media import MediaClient
+from services.generation.rpc.prompt_limit import PromptLimit
+from services.generation.rpc.servicer import GenerationServicer
+from services.generation.sampling.defaults import SamplingDefaults
+from services.generation.sampling.detokenizer import load_tokenizer
+from tests.generation.generation_peers import (
+    Encoder,
+    Preprocessing,
+    embeds_messages,
+    progress_message,
+    prompt_message,
+    prompt_plan,
+    serving,
+)
+
+HIDDEN, CACHE_TOKENS, ROOM_BYTES, LIMIT = 64, 512, 2**16, 256
+VIDEO = (Modality.VIDEO, Grid(4, 2, 3))
+TEXT_BEFORE, TEXT_AFTER = 7, 5
+KEPT = [*range(6), 9, 14, 15, 16, 20, 23]
+HALF = prompt_pb2.Pruning(rate=0.5)
+
+
+@dataclass
+class Service:
+    """A running generation service and what it holds."""
+
+    stub: GenerationServiceStub
+    servicer: GenerationServicer
+    engine: Engine
+    room: ByteSemaphore
+    encoder: Encoder
+    preprocessing: Preprocessing
+
+    def idle(self) -> bool:
+        stats = self.engine.stats()
+        held = (stats.blocks_used, stats.running, stats.waiting, stats.awaiting_media, self.room.held_bytes)
+        return held == (0, 0, 0, 0, 0)
+
+    def ask(self, plan: PromptPlan | None = None, **fields: Any) -> Any:
+        fields.setdefault("sampling", Sampling(max_new_tokens=5))
+        return self.stub.Generate(
+            GenerateRequest(prompt=prompt_message(plan or self.encoder.plan), pruning=HALF, **fields)
+        )
+
+    def ask_text(self, **fields: Any) -> Any:
+        return self.ask(self.preprocessing.plan, **fields)
+
+
+def video_items() -> list[EncodeResponse]:
+    embeds = np.random.default_rng(5).standard_normal((1, len(KEPT), HIDDEN), np.float32)
+    return [progress_message(0, 4, 4), *embeds_messages(0, embeds, KEPT, repaired=2)]
+
+
+@asynccontextmanager
+async def service_of(
+    folder: Path,
+    checkpoint_folder: Path,
+    max_requests: int = 8,
+    eos_ids: tuple[int, ...] = (),
+    encoder_channel: grpc.aio.Channel | None = None,
+    preprocessing_channel: grpc.aio.Channel | None = None,
+    **encoder: Any,
+) -> AsyncIterator[Service]:
+    """encoder: how the hand-made encoder behaves; *_channel: another peer in a hand-made one's place."""
+    checkpoint = Checkpoint(checkpoint_folder)
+    model = load_language_model(checkpoint, torch.float32, torch.device("cpu"))
+    engine = Engine(
+        Runner(model, CACHE_TOKENS // 16, 16), BlockAllocator(CACHE_TOKENS // 16, 16), 64, 4, max_requests - 4
+    )
+    engine.start()
+    room = ByteSemaphore(ROOM_BYTES)
+    shape = ModelInput(
+        checkpoint.fingerprint, model.embed_tokens.num_embeddings, HIDDEN, 0, torch.float32, torch.device("cpu")
+    )
+    encoder.setdefault("items", video_items())
+    peers = (
+        Encoder(prompt_plan(checkpoint.fingerprint, TEXT_BEFORE, VIDEO, TEXT_AFTER), **encoder),
+        Preprocessing(prompt_plan(checkpoint.fingerprint, 9)),
+    )
+    try:
+        async with serving(f"unix:{folder}/peers", *peers) as upstream:
+            media = MediaClient(preprocessing_channel or upstream, encoder_channel or upstream, shape, room)
+            defaults = SamplingDefaults(shape.vocab_size, eos_ids=eos_ids)
+            servicer = GenerationServicer(
+                engine, media, load_tokenizer(checkpoint_folder), defaults, PromptLimit(LIMIT)
+            )
+            async with serving(f"unix:{folder}/generation", servicer) as channel:
+                yield Service(GenerationServiceStub(channel), servicer, engine, room, *peers)
+    finally:
+        engine.stop()
+
+
+async def answers(call: Any) -> list[GenerateResponse]:
+    responses = []
+    while (response := await call.read()) is not grpc.aio.EOF:
+        responses.append(response)
+    return responses
+
+
+def token_ids(responses: list[GenerateResponse]) -> list[int]:
+    return [token for response in responses for token in response.delta.token_ids]
+
+
+async def refused(call: Any) -> tuple[grpc.StatusCode, str, str]:
+    """Status, reason and message of a call that fails."""
+    with pytest.raises(grpc.aio.AioRpcError) as info:
+        await answers(call)
+    status = rpc_status.from_call(info.value)
+    error = error_details_pb2.ErrorInfo()
+    assert status is not None
+    assert status.details[0].Unpack(error)
+    return info.value.code(), error.reason, str(info.value.details())

@@ -1,0 +1,60 @@
+"""The encoder's client as tests of generation call it, a plan of a video and an image, and what is sent for these."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.byte_semaphore import ByteSemaphore
+from common.contract.plan import Grid, Modality, PromptPlan
+from framesieve.v1 import prompt_pb2
+from framesieve.v1.encoder_pb2 import EncodeResponse
+from services.generation.request.encoded_media import MediaItem
+from services.generation.rpc.arrivals import ModelInput, Progress
+from services.generation.rpc.media import MediaClient, MediaSession
+from services.generation.rpc.timing import StageClock
+from tests.generation.generation_peers import embeds_messages, progress_message, prompt_message, prompt_plan, serving
+
+FINGERPRINT = bytes(range(32))
+CPU = torch.device("cpu")
+MODEL = ModelInput(FINGERPRINT, vocab_size=100, hidden_size=6, embed_levels=0, dtype=torch.float32, device=CPU)
+# A video of 2 × 2 × 3 tokens, of which 6 are kept at a rate of one half, and an image of 4.
+VIDEO, IMAGE = (Modality.VIDEO, Grid(2, 2, 3)), (Modality.IMAGE, Grid(1, 2, 2))
+PLAN = prompt_plan(FINGERPRINT, 3, VIDEO, 2, IMAGE, 2)
+PRUNING = prompt_pb2.Pruning(rate=0.5)
+KEPT = [0, 1, 2, 3, 7, 11]
+SIZE_BYTES = (6 + 4) * 6 * 4
+VIDEO_EMBEDS = np.arange(36, dtype=np.float32).reshape(1, 6, 6)
+IMAGE_EMBEDS = -np.arange(24, dtype=np.float32).reshape(1, 4, 6)
+
+
+def items() -> list[EncodeResponse]:
+    """Seven pieces of 64 bytes or less: the video's 144 bytes come in three, the image's 96 in two."""
+    return [
+        progress_message(0, 1, 0),
+        progress_message(0, 2, 1),
+        *embeds_messages(0, VIDEO_EMBEDS, KEPT, piece_bytes=64, repaired=1),
+        progress_message(1, 1, 1),
+        *embeds_messages(1, IMAGE_EMBEDS, None, piece_bytes=64),
+    ]
+
+
+@asynccontextmanager
+async def client_of(folder: Path, *peers: Any, room_bytes: int = SIZE_BYTES, model: ModelInput = MODEL) -> Any:
+    room = ByteSemaphore(room_bytes)
+    async with serving(f"unix:{folder}/peers", *peers) as channel:
+        yield MediaClient(channel, channel, model, room), room
+
+
+async def receive_all(session: MediaSession, clock: StageClock) -> list[Progress | MediaItem]:
+    return [arrival async for arrival in session.receive(range(len(session.plan.media)), clock)]
+
+
+async def ask(client: MediaClient, plan: PromptPlan = PLAN, **call: Any) -> list[Progress | MediaItem]:
+    clock = StageClock()
+    async with client.open(prompt_message(plan), PRUNING, clock, **call) as session:
+        return await receive_all(session, clock)

@@ -1,0 +1,188 @@
+"""Steps that only decode are replayed as graphs, which compute what the same steps do without.
+
+No CUDA here: what is captured is computed again at every replay, over buffers in which nothing old can be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from fractions import Fraction
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import structlog
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from services.generation.model import graphs
+from services.generation.model.attention.varlen import VarlenCache
+from services.generation.model.graphs import Captured, Shape, decode_shapes
+from services.generation.sampling.sampler import SamplingParams
+from tests.families import FAMILIES
+from tests.generation.test_attention import varlen_attn
+from tests.law import LOGPROB_TOLERANCE
+from tests.oracle import Item, Text, kept_tokens
+from tests.tiny import Asked, Models, TinyEngine, load_models, random_item
+
+FAR_AWAY = 2**30
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails where the host would have to wait for a device to tell it a number."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        name = function.name()
+        assert not any(each in name for each in ("_local_scalar_dense", "nonzero", "masked_select")), name
+        return function(*arguments, **named or {})
+
+
+class Recorder:
+    """In place of CUDA: capturing computes nothing that lasts, and replaying computes again what was captured.
+
+    watched: capturing fails where the host would wait.
+    """
+
+    def __init__(self, *, watched: bool = True) -> None:
+        self._watch = NoWaiting if watched else nullcontext
+        self.captured: list[int] = []
+        self.replayed: list[int] = []
+
+    def __call__(self, inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
+        self.captured.append(len(inputs))
+        with self._watch():
+            output = compute().fill_(torch.nan)
+
+        def replay() -> None:
+            self.replayed.append(len(inputs))
+            output.copy_(compute())
+
+        return Captured(replay, output)
+
+
+@pytest.fixture
+def nothing_stays() -> Iterator[None]:
+    """After a replay the rows hold what no row may be computed from; tables, blocks of others."""
+    replay = graphs._Graph.replay
+
+    def replay_and_spoil(graph: graphs._Graph) -> Tensor:
+        found = replay(graph).clone()
+        graph.rows[:, : graphs.FIRST_BLOCK] = FAR_AWAY
+        tables = graph.rows[:, graphs.FIRST_BLOCK :]
+        tables[:] = np.random.default_rng(0).integers(0, tables.max() + 1, tables.shape)
+        return found
+
+    with patch.object(graphs._Graph, "replay", replay_and_spoil), patch.object(graphs, "LEAST_BLOCKS", 2):
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, family: str) -> Models:
+    return load_models(family, tmp_path_factory.mktemp("checkpoint"))
+
+
+def answers(tiny: TinyEngine, family: str, prompts: list[int], new_tokens: list[int], rate: float) -> list[Asked]:
+    asked = []
+    for number, (tokens, limit) in enumerate(zip(prompts, new_tokens, strict=True)):
+        video = random_item(FAMILIES[family], (3, 2, 2), Fraction(1), seed=number, rate=rate)
+        parts: list[Text | Item] = [Text(tuple(range(10 + number, 10 + number + tokens)))]
+        if number % 2:
+            parts += [video, Text((5, 6))]
+        each = tiny.ask(str(number), parts, SamplingParams(limit))
+        asked.append(each)
+        if number % 2:
+            tiny.deliver(each, 0, video, kept_tokens(video, 0))
+        tiny.engine.step()
+    tiny.drain()
+    tiny.engine.check_integrity()
+    return asked
+
+
+@pytest.mark.usefixtures("nothing_stays")
+@settings(max_examples=15, deadline=None)
+@given(
+    prompts=st.lists(st.integers(1, 14), min_size=1, max_size=7),
+    new_tokens=st.integers(2, 9),
+    blocks=st.sampled_from([12, 64]),
+    chunk_tokens=st.sampled_from([3, 64]),
+    rate=st.sampled_from([0.0, 0.75]),
+)
+def test_replays_compute_what_the_engine_computes_without_them(
+    models: Models, family: str, prompts: list[int], new_tokens: int, blocks: int, chunk_tokens: int, rate: float
+) -> None:
+    limits = [new_tokens + number % 3 for number in range(len(prompts))]
+    found = []
+    for capture in (None, Recorder()):
+        tiny = TinyEngine(models.engine, blocks=blocks, chunk_tokens=chunk_tokens, max_running=5)
+        if capture:
+            tiny.runner.capture_decoding(5, 4 * blocks, capture)
+        asked = answers(tiny, family, prompts, limits, rate)
+        found.append(([each.answer for each in asked], tiny.runner.logits, tiny.runner.steps))
+        if capture:
+            decoding = [step for step in tiny.runner.steps if all(end - start == 1 for _, start, end in step)]
+            assert capture.replayed or not decoding
+            assert capture.captured == sorted(capture.captured, reverse=True)
+    (answers_without, logits_without, steps_without), (answers_with, logits_with, steps_with) = found
+    assert steps_with == steps_without
+    assert answers_with == answers_without
+    for name, rows in logits_without.items():
+        for one, other in zip(rows, logits_with[name], strict=True):
+            assert (one.log_softmax(-1) - other.log_softmax(-1)).abs().max() < LOGPROB_TOLERANCE
+
+
+@pytest.mark.usefixtures("nothing_stays")
+def test_a_cache_whose_kernel_reads_blocks_has_one_graph_for_each_number_of_rows(models: Models, family: str) -> None:
+    capture, plain, tiny = Recorder(watched=False), TinyEngine(models.engine), TinyEngine(models.engine)
+    tiny.runner._cache = VarlenCache(tiny.runner._cache.sizes, models.engine.embed_tokens.weight, varlen_attn)
+    tiny.runner.capture_decoding(6, 256, capture)
+    assert capture.captured == [6, 4, 2, 1]
+    expected = [each.answer for each in answers(plain, family, [3, 9, 5], [6, 6, 6], 0.75)]
+    assert [each.answer for each in answers(tiny, family, [3, 9, 5], [6, 6, 6], 0.75)] == expected
+    assert capture.replayed
+
+
+def test_a_step_that_nobody_samples_from_is_not_replayed(models: Models) -> None:
+    """Nobody waits for its end, and its rows are those of the next replay."""
+    capture, tiny = Recorder(), TinyEngine(models.engine, chunk_tokens=1)
+    tiny.runner.capture_decoding(2, 256, capture)
+    asked = tiny.ask("0", [Text(tuple(range(10, 40)))], SamplingParams(8))
+    tiny.drain()
+    assert len(asked.answer) == len(capture.replayed) == 8
+
+
+def test_a_model_that_no_graph_can_hold_is_run_without(models: Models, family: str) -> None:
+    def refuse(inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    tiny = TinyEngine(models.engine)
+    with structlog.testing.capture_logs() as logs:
+        assert not tiny.runner.capture_decoding(4, 64, refuse)
+    assert [each["error"] for each in logs] == ["operation not permitted when stream is capturing"]
+    assert len(answers(tiny, family, [3], [4], 0.0)[0].answer) == 4
+
+
+@given(most_rows=st.integers(1, 300), most_blocks=st.integers(1, 5000), gathers=st.booleans())
+def test_shapes_double_up_to_the_most_and_hold_what_they_say(most_rows: int, most_blocks: int, gathers: bool) -> None:
+    shapes = decode_shapes(most_rows, most_blocks, gathers)
+    assert list(shapes) == sorted(set(shapes))
+    assert all(shape.rows <= most_rows and shape.blocks <= most_blocks for shape in shapes)
+    if gathers:
+        assert all(shape.rows * shape.blocks <= graphs.MOST_GATHERED_BLOCKS for shape in shapes)
+    else:
+        assert {shape.blocks for shape in shapes} == {most_blocks}
+        assert shapes[-1] == Shape(most_rows, most_blocks)
+    for one, other in zip(rows := sorted({shape.rows for shape in shapes}), rows[1:], strict=False):
+        assert other <= 2 * one
+
+
+def test_the_smallest_shapes_for_eight_rows_of_a_small_cache() -> None:
+    assert decode_shapes(6, 40, gathers=False) == (Shape(1, 40), Shape(2, 40), Shape(4, 40), Shape(6, 40))
+    assert decode_shapes(2, 40, gathers=True) == tuple(Shape(rows, most) for rows in (1, 2) for most in (16, 32, 40))

@@ -1,0 +1,221 @@
+"""The thread of an engine: it answers many, sleeps while there is nothing to run, and ends leaving nobody waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.contract.errors import FramesieveError, Unavailable
+from services.generation.request.batch import Packed, Window
+from services.generation.request.request import Failed
+from services.generation.sampling.sampler import SamplingParams
+from tests.generation.engine_questions import ABOUT_VIDEO, KEPT, PROMPT, VIDEO, greedy_answer
+from tests.tiny import Asked, Models, TinyEngine
+
+pytest_plugins = ["tests.generation.engine_fixtures"]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.002)
+
+
+def test_many_threads_are_answered_by_one(models: Models) -> None:
+    tiny = TinyEngine(models.engine, blocks=24, chunk_tokens=16, max_running=3)
+    tiny.engine.start()
+    answers: dict[int, Asked] = {}
+
+    def client(number: int) -> None:
+        parts = ABOUT_VIDEO if number % 2 else PROMPT
+        asked = tiny.ask(str(number), parts, SamplingParams(6))
+        answers[number] = asked
+        if number % 2:
+            time.sleep(0.01 * (number % 5))
+            tiny.deliver(asked, 0, VIDEO, KEPT)
+        until(lambda: bool(asked.finished))
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until(lambda: tiny.engine.stats().blocks_used == 0)
+    tiny.engine.stop()
+    text_answer = greedy_answer(models, PROMPT, 6)
+    for number, asked in answers.items():
+        if number % 2 == 0:
+            assert asked.answer == text_answer
+        else:
+            assert asked.answer == answers[1].answer
+
+
+def test_the_thread_sleeps_while_there_is_nothing_to_run(models: Models) -> None:
+    tiny = TinyEngine(models.engine)
+    tiny.engine.start()
+    waits = tiny.ask("waits", ABOUT_VIDEO, SamplingParams(1))
+    until(lambda: tiny.engine.stats().totals.tokens == 3)
+    assert tiny.engine._thread.ident is not None
+    spent = time.pthread_getcpuclockid(tiny.engine._thread.ident)
+    before = time.clock_gettime(spent)
+    time.sleep(0.3)
+    assert time.clock_gettime(spent) - before < 0.1
+    assert len(tiny.runner.steps) == 1
+    assert tiny.engine.stats().awaiting_media == 1
+    tiny.deliver(waits, 0, VIDEO, KEPT)
+    until(lambda: bool(waits.finished))
+    tiny.engine.stop()
+
+
+def test_stopping_fails_what_is_left_and_refuses_what_comes(models: Models) -> None:
+    ended = threading.Event()
+    tiny = TinyEngine(models.engine, on_end=ended.set)
+    tiny.engine.start()
+    waits = tiny.ask("waits", ABOUT_VIDEO, SamplingParams(1))
+    tiny.engine.stop()
+    assert not ended.is_set()
+    assert waits.failed
+    assert isinstance(waits.failed.error, Unavailable)
+    assert waits.failed.error.stage == "generation"
+    with pytest.raises(Unavailable, match="has ended"):
+        tiny.ask("late", PROMPT, SamplingParams(1))
+
+
+def test_a_bug_in_a_command_fails_its_request_and_the_thread_lives_on(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TinyEngine(models.engine)
+    tiny.engine.start()
+    asked = tiny.ask("a", ABOUT_VIDEO, SamplingParams(1))
+
+    def broken(media_index: int, kept: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(asked.request.rope, "deliver", broken)
+    tiny.deliver(asked, 0, VIDEO, KEPT)
+    until(lambda: bool(asked.failed))
+    assert asked.failed
+    assert type(asked.failed.error) is FramesieveError
+    after = tiny.ask("b", PROMPT, SamplingParams(1))
+    until(lambda: bool(after.finished))
+    tiny.engine.stop()
+
+
+def test_a_bug_that_ends_the_thread_leaves_nobody_waiting(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    tiny = TinyEngine(models.engine, on_end=ended.set)
+    waits = tiny.ask("waits for media", ABOUT_VIDEO, SamplingParams(1))
+    tiny.drain()
+
+    def broken(windows: Sequence[Window], began_ns: int) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(tiny.engine, "_publish", broken)
+    queued = tiny.ask("queued", PROMPT, SamplingParams(4))
+    tiny.engine.start()
+    until(lambda: not tiny.engine.alive)
+    for asked in (waits, queued):
+        until(lambda asked=asked: bool(asked.failed))  # type: ignore[misc]
+        assert asked.failed
+        assert isinstance(asked.failed.error, Unavailable)
+    with pytest.raises(Unavailable):
+        tiny.ask("late", PROMPT, SamplingParams(1))
+    assert ended.wait(20)
+
+
+def test_a_device_that_is_lost_ends_the_thread(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = TinyEngine(models.engine)
+    tiny.engine.start()
+    waits = tiny.ask("waits for media", ABOUT_VIDEO, SamplingParams(1))
+    until(lambda: tiny.engine.stats().awaiting_media == 1)
+    assert tiny.engine.alive
+
+    def broken(windows: Sequence[Window]) -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(tiny.runner, "run", broken)
+    running = tiny.ask("runs", PROMPT, SamplingParams(1))
+    for asked in (waits, running):
+        until(lambda asked=asked: bool(asked.failed))  # type: ignore[misc]
+        assert asked.failed
+        assert isinstance(asked.failed.error, Unavailable)
+    until(lambda: not tiny.engine.alive)
+
+
+def test_the_thread_computes_where_the_models_device_is_the_current_one(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, current, seen = TinyEngine(models.engine), list[Tensor](), list[Tensor]()
+    run = tiny.runner.run
+
+    @contextmanager
+    def of(tensor: Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.clear()
+
+    def note(windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
+        seen.extend(current)
+        return run(windows)
+
+    monkeypatch.setattr(torch.cuda, "device_of", of)
+    monkeypatch.setattr(tiny.runner, "run", note)
+    tiny.engine.start()
+    asked = tiny.ask("a", PROMPT, SamplingParams(1))
+    until(lambda: bool(asked.finished))
+    tiny.engine.stop()
+    assert [tensor is models.engine.embed_tokens.weight for tensor in seen] == [True]
+    assert not current
+
+
+def test_a_rank_that_is_lost_ends_the_thread(models: Models) -> None:
+    class Gone:
+        def tell(self, packed: Packed, features: Tensor | None) -> None:
+            raise BrokenPipeError
+
+    ended = threading.Event()
+    tiny = TinyEngine(models.engine, on_end=ended.set, followers=Gone())
+    tiny.engine.start()
+    assert not ended.is_set()
+    asked = tiny.ask("a", PROMPT, SamplingParams(1))
+    until(lambda: bool(asked.failed))
+    assert asked.failed
+    assert isinstance(asked.failed.error, Unavailable)
+    assert ended.wait(20)
+    assert not tiny.engine.alive
+
+
+def test_nobody_waits_for_a_step_that_is_given_up(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the device waits for another rank, which will never answer."""
+    tiny, begun, go_on = TinyEngine(models.engine), threading.Event(), threading.Event()
+    run = tiny.runner.run
+
+    def stuck(windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
+        begun.set()
+        assert go_on.wait(20)
+        return run(windows)
+
+    monkeypatch.setattr(tiny.runner, "run", stuck)
+    tiny.engine.start()
+    asked = tiny.ask("a", PROMPT, SamplingParams(4))
+    assert begun.wait(20)
+    tiny.engine.give_up()
+    tiny.engine.give_up()
+    assert not tiny.engine.alive
+    (failed,) = asked.events[-1:]
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, Unavailable)
+    assert failed.error.stage == "generation"
+    with pytest.raises(Unavailable):
+        tiny.ask("late", PROMPT, SamplingParams(1))
+    go_on.set()
+    tiny.engine.stop()
+    assert asked.events[-1] is failed
+    assert sum(isinstance(event, Failed) for event in asked.events) == 1

@@ -1,0 +1,178 @@
+"""Encoders that are lost halfway: what they have not sent is asked for again, what they have sent is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import REGISTRY
+
+from common.byte_semaphore import ByteSemaphore
+from common.contract import errors
+from common.contract.plan import PromptPlan
+from common.contract.wire import plan_messages
+from common.retries import COST
+from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
+from services.generation.request.encoded_media import MediaItem
+from services.generation.rpc.arrivals import Progress
+from services.generation.rpc.media import MediaClient
+from tests.awake import SOON_S, within
+from tests.generation.generation_peers import Context, Encoder, eventually, prompt_plan, serving
+from tests.generation.media_client import (
+    FINGERPRINT,
+    IMAGE,
+    MODEL,
+    PLAN,
+    SIZE_BYTES,
+    VIDEO,
+    VIDEO_EMBEDS,
+    ask,
+    items,
+)
+
+LOST = errors.Unavailable("the encoder is draining", "encoder")
+TO_THE_VIDEO, TO_THE_IMAGE = 3, 6  # messages of `items`: one of three pieces, and all but the image's
+
+
+@dataclass
+class Losing(Encoder):
+    """Sends what is selected, but for its first calls, each of which is lost after so many of its messages.
+
+    answers: whether these calls begin with their plans. plans: theirs, where not the same. idle: if given, a call that
+    is to be lost is lost once it is set, whatever is selected.
+    """
+
+    losses: list[int] = field(default_factory=list)
+    answers: bool = True
+    plans: Sequence[PromptPlan] = ()
+    idle: asyncio.Event | None = None
+    calls: int = 0
+
+    async def Encode(self, requests: AsyncIterator[EncodeRequest], context: Context) -> AsyncIterator[EncodeResponse]:
+        loss = self.losses.pop(0) if self.losses else None
+        self.calls += 1
+        assert (await anext(requests)).HasField("prompt")
+        if loss is not None and not self.answers:
+            raise LOST
+        for message in plan_messages(self.plans[self.calls - 1] if self.plans else self.plan):
+            yield EncodeResponse(plan=message)
+        if loss is not None and self.idle:
+            await self.idle.wait()
+            raise LOST
+        selected = [request.select.media_index async for request in requests]
+        self.selections.append(selected)
+        wanted = [each for each in self.items if each.embeds.media_index in selected and each.HasField("embeds")]
+        for message in wanted[:loss]:
+            yield message
+        if loss is not None:
+            raise LOST
+
+
+@asynccontextmanager
+async def client_of(folder: Path, encoder: Encoder) -> AsyncIterator[tuple[MediaClient, ByteSemaphore]]:
+    room = ByteSemaphore(SIZE_BYTES)
+    async with serving(f"unix:{folder}/peers", encoder) as channel:
+        yield MediaClient(channel, channel, MODEL, room), room
+        assert room.held_bytes == 0
+
+
+def begun_anew() -> float:
+    return REGISTRY.get_sample_value("framesieve_upstream_retries_total", {"stage": "encoder"}) or 0
+
+
+def check_whole(arrivals: Sequence[Progress | MediaItem]) -> None:
+    video, image = (each for each in arrivals if isinstance(each, MediaItem))
+    assert (video.media_index, image.media_index) == (0, 1)
+    assert np.array_equal(video.embeds.numpy(), VIDEO_EMBEDS)
+
+
+@pytest.mark.parametrize(
+    ("losses", "selections"),
+    [
+        ([0], [[0, 1], [0, 1]]),
+        ([TO_THE_VIDEO - 1], [[0, 1], [0, 1]]),
+        ([TO_THE_VIDEO], [[0, 1], [1]]),
+        ([0, TO_THE_VIDEO + 1], [[0, 1], [0, 1], [1]]),
+    ],
+    ids=["before anything", "within an item", "after an item", "twice"],
+)
+async def test_what_was_not_delivered_is_asked_for_again_and_nothing_else(
+    tmp_path: Path, losses: list[int], selections: list[list[int]]
+) -> None:
+    before = begun_anew()
+    encoder = Losing(PLAN, items(), losses=list(losses))
+    async with client_of(tmp_path, encoder) as (client, _):
+        check_whole(await ask(client))
+    assert encoder.selections == selections
+    assert begun_anew() == before + len(losses)
+
+
+async def test_a_call_is_begun_three_times_at_most_and_the_caller_told_within_a_second(tmp_path: Path) -> None:
+    encoder = Losing(PLAN, items(), losses=[0] * 9)
+    async with client_of(tmp_path, encoder) as (client, _):
+        with pytest.raises(errors.Unavailable, match="the encoder is draining"):
+            await within(SOON_S, ask(client))
+        assert encoder.calls == 3
+
+
+async def test_a_call_without_an_answer_is_begun_again_by_its_channel(tmp_path: Path) -> None:
+    before = begun_anew()
+    encoder = Losing(PLAN, items(), losses=[0, 0], answers=False)
+    async with client_of(tmp_path, encoder) as (client, _):
+        check_whole(await ask(client))
+        assert encoder.calls == 3
+        encoder.losses = [0] * 9
+        with pytest.raises(errors.Unavailable, match="the encoder is draining"):
+            await ask(client)
+        assert encoder.calls == 6
+    assert begun_anew() == before
+
+
+async def test_items_of_another_plan_are_never_mixed_with_the_first(tmp_path: Path) -> None:
+    moved = prompt_plan(FINGERPRINT, 4, VIDEO, 1, IMAGE, 2)
+    encoder = Losing(PLAN, items(), losses=[TO_THE_VIDEO], plans=[PLAN, moved])
+    async with client_of(tmp_path, encoder) as (client, _):
+        with pytest.raises(errors.Unavailable, match="the encoder is draining"):
+            await ask(client)
+    assert encoder.selections == [[0, 1], []]
+
+
+async def test_an_encoder_that_is_lost_while_its_reader_waits_for_room_is_begun_anew(tmp_path: Path) -> None:
+    encoder = Losing(PLAN, items(), losses=[0], idle=asyncio.Event())
+    async with client_of(tmp_path, encoder) as (client, room):
+        async with room.reserved(1):
+            asking = asyncio.create_task(ask(client))
+            await eventually(lambda: encoder.calls == 1)
+            assert encoder.idle is not None
+            encoder.idle.set()
+            await asyncio.sleep(0.1)
+        check_whole(await asking)
+    assert encoder.selections == [[0, 1]]
+
+
+async def test_the_budget_of_all_calls_together_ends(tmp_path: Path) -> None:
+    encoder = Losing(PLAN, items(), losses=[0] * 1000)
+    async with client_of(tmp_path, encoder) as (client, _):
+        client._encoding._budget = 3 * COST
+        for calls in (3, 5, 6):
+            with pytest.raises(errors.Unavailable):
+                await ask(client)
+            assert encoder.calls == calls
+        encoder.losses = []
+        for _ in range(COST):
+            await ask(client)
+        encoder.losses = [0]
+        check_whole(await ask(client))
+
+
+async def test_no_attempt_outlives_the_callers_deadline(tmp_path: Path) -> None:
+    encoder = Losing(PLAN, items(), losses=[0] * 9)
+    async with client_of(tmp_path, encoder) as (client, _):
+        with pytest.raises(errors.DeadlinePassed):
+            await ask(client, timeout=0.05)
+        assert encoder.calls <= 2

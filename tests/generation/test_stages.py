@@ -1,0 +1,147 @@
+"""Where generation says the time went, told by an encoder how long ago each item left each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from time import monotonic_ns
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.byte_semaphore import ByteSemaphore
+from common.contract import errors
+from common.contract.plan import PromptPlan
+from framesieve.v1 import prompt_pb2
+from framesieve.v1.encoder_pb2 import EncodeResponse
+from services.generation.rpc.media import MediaClient
+from services.generation.rpc.timing import Stage, StageClock
+from tests.generation.generation_peers import (
+    Encoder,
+    Preprocessing,
+    embeds_messages,
+    prompt_message,
+    prompt_plan,
+    serving,
+)
+from tests.generation.media_client import FINGERPRINT, IMAGE, MODEL, PLAN, VIDEO
+
+TEXT = prompt_plan(FINGERPRINT, 3)
+SECOND = 10**9
+
+
+def messages() -> list[EncodeResponse]:
+    """Five, of which the first begins the video and the fourth the image; read at 10, 20, 30, 40 and 50 s."""
+    video, image = np.zeros((1, 12, 6), np.float32), np.zeros((1, 4, 6), np.float32)
+    made = [*embeds_messages(0, video, None, piece_bytes=96), *embeds_messages(1, image, None, piece_bytes=48)]
+    # The video left the stages at 2, 3, 5, 7 and 9 s, the image at 4, 5, 10, 20 and 35 s.
+    for message, moments_s in ((made[0], (8, 7, 5, 3, 1)), (made[3], (36, 35, 30, 20, 5))):
+        ages = message.embeds.ages
+        ages.decoded_s, ages.resized_s, ages.begun_s, ages.encoded_s, ages.pruned_s = moments_s
+    return made
+
+
+async def seconds(folder: Path, plan: PromptPlan, sent: list[EncodeResponse]) -> Mapping[Stage, int]:
+    """What each stage took, those that took nothing left out; prefill begins at 55 s, the first token comes at 60 s."""
+    now_s = 0
+    clock = StageClock(lambda: now_s * SECOND)
+    async with serving(f"unix:{folder}/peers", Encoder(plan, sent)) as channel:
+        client = MediaClient(channel, channel, MODEL, ByteSemaphore(2**16))
+        async with client.open(prompt_message(plan), prompt_pb2.Pruning(), clock) as session:
+            read = session._upstream.read
+
+            async def counted() -> Any:
+                nonlocal now_s
+                message = await read()
+                now_s += 10
+                return message
+
+            session._upstream.read = counted  # type: ignore[method-assign]
+            async for _ in session.receive(range(len(plan.media)), clock):
+                pass
+    clock.finish(Stage.WAIT_FOR_PREFILL, 55 * SECOND)
+    clock.token(60 * SECOND)
+    stages_ns = clock.stages_ns()
+    assert sum(stages_ns.values()) == clock.first_token_ns == 60 * SECOND
+    assert all(took_ns % SECOND == 0 for took_ns in stages_ns.values())
+    return {stage: took_ns // SECOND for stage, took_ns in stages_ns.items() if took_ns}
+
+
+async def test_a_stage_ends_when_the_last_item_has_left_it(tmp_path: Path) -> None:
+    assert await seconds(tmp_path, PLAN, messages()) == {
+        Stage.DECODE: 4,
+        Stage.RESIZE: 1,
+        Stage.WAIT_FOR_ENCODER: 5,
+        Stage.ENCODE: 10,
+        Stage.PRUNE: 15,
+        Stage.TRANSFER: 15,
+        Stage.WAIT_FOR_PREFILL: 5,
+        Stage.PREFILL: 5,
+    }
+
+
+async def test_what_was_made_before_the_request_came_takes_none_of_its_time(tmp_path: Path) -> None:
+    """The video is what another request had encoded: it waits for room alone, and is pruned."""
+    sent = messages()
+    for stage in ("decoded_s", "resized_s", "encoded_s"):
+        for message in (sent[0], sent[3]):
+            setattr(message.embeds.ages, stage, 1e6)
+    assert await seconds(tmp_path, PLAN, sent) == {
+        Stage.WAIT_FOR_ENCODER: 10,
+        Stage.PRUNE: 25,
+        Stage.TRANSFER: 15,
+        Stage.WAIT_FOR_PREFILL: 5,
+        Stage.PREFILL: 5,
+    }
+
+
+async def test_embeddings_that_came_with_the_prompt_were_never_decoded(tmp_path: Path) -> None:
+    plan = prompt_plan(FINGERPRINT, 3, VIDEO, 2, IMAGE, 2)
+    sent = messages()
+    for message in (sent[0], sent[3]):
+        message.embeds.ages.ClearField("decoded_s")
+        message.embeds.ages.ClearField("resized_s")
+    took = await seconds(tmp_path, plan, sent)
+    assert (took.get(Stage.DECODE), took.get(Stage.RESIZE), took[Stage.WAIT_FOR_ENCODER]) == (None, None, 10)
+
+
+async def test_stages_in_an_order_that_cannot_be_harm_no_sum(tmp_path: Path) -> None:
+    sent = messages()
+    ages = sent[3].embeds.ages
+    ages.decoded_s, ages.resized_s, ages.begun_s, ages.encoded_s, ages.pruned_s = 0, 10, 20, 30, 1e300
+    took = await seconds(tmp_path, PLAN, sent)
+    assert took == {Stage.DECODE: 40, Stage.TRANSFER: 10, Stage.WAIT_FOR_PREFILL: 5, Stage.PREFILL: 5}
+
+
+@pytest.mark.parametrize("wrong_s", [-1e-9, float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("stage", ["decoded_s", "resized_s", "begun_s", "encoded_s", "pruned_s"])
+async def test_a_moment_that_cannot_have_been_breaks_the_contract(tmp_path: Path, stage: str, wrong_s: float) -> None:
+    sent = messages()
+    setattr(sent[3].embeds.ages, stage, wrong_s)
+    with pytest.raises(errors.PeerContract, match="nothing was"):
+        await seconds(tmp_path, PLAN, sent)
+
+
+@pytest.mark.parametrize("plan", [PLAN, TEXT], ids=["from the encoder", "from preprocessing"])
+async def test_the_plan_says_when_media_had_been_fetched(tmp_path: Path, plan: PromptPlan) -> None:
+    async def stages(fetched_ago_s: float | None) -> Mapping[Stage, int]:
+        """Of a request that began a second ago, which is longer than anything here takes."""
+        began_ns = iter([monotonic_ns() - SECOND])
+        clock = StageClock(lambda: next(began_ns, None) or monotonic_ns())
+        peers = Encoder(plan, fetched_ago_s=fetched_ago_s), Preprocessing(plan, fetched_ago_s)
+        async with serving(f"unix:{tmp_path}/peers", *peers) as channel:
+            client = MediaClient(channel, channel, MODEL, ByteSemaphore(2**16))
+            async with client.open(prompt_message(plan), prompt_pb2.Pruning(), clock):
+                clock.token(clock.now_ns())
+        return clock.stages_ns()
+
+    nothing = await stages(None)
+    assert nothing[Stage.FETCH] == 0 < nothing[Stage.PLAN]
+    long_ago = await stages(1000.0)
+    assert long_ago[Stage.FETCH] == 0 < long_ago[Stage.PLAN]
+    just_now = await stages(0.0)
+    assert just_now[Stage.FETCH] > just_now[Stage.PLAN] > 0
+    for wrong_s in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(errors.PeerContract, match="nothing was"):
+            await stages(wrong_s)

@@ -1,0 +1,217 @@
+"""The preprocessing service as tests have it: a real server on a unix socket, its workers, and calls to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import grpc
+import numpy as np
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from common.checkpoint import Checkpoint
+from common.contract.plan import Modality, PromptPlan
+from common.contract.tensors import DType, TensorBuffer
+from common.contract.wire import PlanReceiver, add_chunk, buffer_for
+from common.serving.interceptors import RequestInterceptor
+from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from services.preprocessing.fetch.fetcher import Fetcher
+from services.preprocessing.fetch.policy import FetchPolicy
+from services.preprocessing.planner import Planner
+from services.preprocessing.rpc.metrics import watch
+from services.preprocessing.rpc.servicer import PreprocessingServicer
+from services.preprocessing.rpc.threads import Threads
+from services.preprocessing.workers.limits import Limits
+from services.preprocessing.workers.pool import Pool, started
+from services.preprocessing.workers.process import Fault
+from tests.preprocessing.media_server import Resolver, Server, fetched_files, policy
+
+Stub = preprocessing_pb2_grpc.PreprocessingServiceStub
+USER = prompt_pb2.ROLE_USER
+INFLIGHT_SLICES = 4
+SLICE_BYTES = 2 * 1024 * 1024 * 3
+EVERYTHING = PreprocessRequest(select=prompt_pb2.Select(all=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Of one worker each, and why any was replaced."""
+
+    reading: Pool
+    decoding: Pool
+    replaced: list[Fault]
+
+    @property
+    def counters(self) -> tuple[int, int, int]:
+        """Media that are read, media that are decoded, and bytes that wait for their reader."""
+        return self.reading.jobs, self.decoding.jobs, self.decoding.inflight_bytes
+
+
+@asynccontextmanager
+async def running_pools() -> AsyncIterator[Pools]:
+    limits = Limits(wall_s=60, memory_bytes=2**31, file_bytes=2**30, frames=2**20, length_s=10_000, pixels=2**40)
+    replaced: list[Fault] = []
+    reading = Pool(1, limits, 2**20, replaced.append)
+    decoding = Pool(1, limits, INFLIGHT_SLICES * SLICE_BYTES, replaced.append)
+    async with started(reading, decoding):
+        yield Pools(reading, decoding, replaced)
+
+
+@asynccontextmanager
+async def serving(
+    checkpoint: Path, root: Path | None, folder: Path, pools: Pools, fetcher: Fetcher | None = None, threads: int = 1
+) -> AsyncIterator[Any]:
+    """A real server on a unix socket, and a stub to it. threads: that plan what is not quick."""
+    planner = Planner(Checkpoint(checkpoint), root)
+    server = grpc.aio.server(
+        interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", 20 * 2**20)]
+    )
+    fetcher = fetcher or Fetcher(FetchPolicy())
+    async with Threads(1) as quick, Threads(threads) as slow:
+        watch(pools.reading, pools.decoding, quick, slow)
+        made = PreprocessingServicer(planner, fetcher, quick, slow, pools.reading, pools.decoding)
+        preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(made, server)
+        address = f"unix:{folder}/socket"
+        server.add_insecure_port(address)
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(address) as channel:
+                yield Stub(channel)
+        finally:
+            await server.stop(1)
+
+
+def prompt_of(*parts: prompt_pb2.Part) -> PreprocessRequest:
+    return PreprocessRequest(prompt=prompt_pb2.Prompt(messages=[prompt_pb2.Message(role=USER, parts=parts)]))
+
+
+def video(data: bytes, **sampling: float) -> prompt_pb2.Part:
+    wish = prompt_pb2.FrameSampling(**sampling)  # type: ignore[arg-type]
+    return prompt_pb2.Part(video=prompt_pb2.Media(data=data, frame_sampling=wish))
+
+
+def text(words: str) -> prompt_pb2.Part:
+    return prompt_pb2.Part(text=words)
+
+
+def select(index: int) -> PreprocessRequest:
+    return PreprocessRequest(select=prompt_pb2.Select(media_index=index))
+
+
+async def plan_of(call: Any) -> PromptPlan:
+    receiver = PlanReceiver()
+    while True:
+        plan = receiver.add((await call.read()).plan)
+        if plan is not None:
+            return plan
+
+
+async def frames_of(call: Any, plan: PromptPlan) -> tuple[list[int], dict[int, np.ndarray[Any, Any]], int]:
+    """The items in the order in which they came, the frames of each, and how many were repaired."""
+    order: list[int] = []
+    received: dict[int, list[np.ndarray[Any, Any]]] = {}
+    repaired = 0
+    buffer: TensorBuffer | None = None
+    while (response := await call.read()) is not grpc.aio.EOF:
+        chunk = response.frames
+        item = plan.media[chunk.media_index]
+        if chunk.media_index not in received:
+            order.append(chunk.media_index)
+            received[chunk.media_index] = []
+        held = received[chunk.media_index]
+        count = 1 if item.modality is Modality.IMAGE else 2
+        if buffer is None:
+            assert chunk.first_frame == count * len(held)
+            shape = (count, item.frame_height_px, item.frame_width_px, 3)
+            buffer = buffer_for(chunk.chunk, [DType.UINT8], shape)
+        add_chunk(buffer, chunk.chunk)
+        repaired += chunk.repaired_frames
+        if buffer.complete:
+            held.append(np.frombuffer(buffer.data, np.uint8).reshape(buffer.shape))
+            buffer = None
+    return order, {index: np.concatenate(held) for index, held in received.items()}, repaired
+
+
+async def refused(call: Any) -> tuple[grpc.StatusCode, str, str]:
+    """Status, reason and message of a stream that is refused."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_to_the_end(call)
+    error = caught.value
+    details = error_details_pb2.ErrorInfo()
+    status = rpc_status.from_call(error)
+    assert status is not None
+    status.details[0].Unpack(details)
+    return error.code(), details.reason, error.details() or ""
+
+
+async def read_to_the_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def sent(stub: Any, *requests: PreprocessRequest) -> Any:
+    """A call that has sent these and stays open, the later ones after the plan.
+
+    grpc.aio forgets a refusal's status if it arrives while the client writes, so nothing is written into one.
+    """
+    call = stub.Preprocess()
+    for index, request in enumerate(requests):
+        if index == 1:
+            await plan_of(call)
+        await call.write(request)
+    if not requests:
+        await call.done_writing()
+    return call
+
+
+async def asked(stub: Any, *requests: PreprocessRequest) -> Any:
+    """A call that has sent these, selected everything if it has selected nothing, and half-closed."""
+    call = stub.Preprocess()
+    for request in requests if len(requests) > 1 else (*requests, EVERYTHING):
+        await call.write(request)
+    await call.done_writing()
+    return call
+
+
+@asynccontextmanager
+async def fetching_from(
+    server: Server, checkpoint: Path, folder: Path, pools: Pools, **limits: float
+) -> AsyncIterator[Any]:
+    """A stub whose service may reach that server as clip.test, and whose sources are all closed again at the end."""
+    with mock.patch.object(tempfile, "tempdir", str(folder)):
+        fetcher = Fetcher(policy(server.port, **limits), Resolver(clip_test=[["127.0.0.1"]]))
+    async with serving(checkpoint, None, folder, pools, fetcher) as made:
+        yield made
+        assert await settled(lambda: fetched_files(folder) == 0)
+
+
+@contextmanager
+def stopped(pool: Pool) -> Iterator[int]:
+    """Its only worker does nothing inside, as if its decoder hung."""
+    (worker,) = pool.crew._workers
+    os.kill(worker.pid, signal.SIGSTOP)
+    yield worker.pid
+
+
+async def settled(reached: Callable[[], bool]) -> bool:
+    """Whether that comes true within five seconds."""
+    for _ in range(500):
+        if reached():
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+def by_url(server: Server, path: str = "/clip.mp4") -> prompt_pb2.Part:
+    return prompt_pb2.Part(video=prompt_pb2.Media(url=f"http://clip.test:{server.port}{path}"))

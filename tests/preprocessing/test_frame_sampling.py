@@ -1,0 +1,141 @@
+"""Which frames are looked at: those at the indices that a family picks, by time where the rate varies."""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+
+import pytest
+
+from common.contract.errors import InvalidRequest
+from services.preprocessing.video.sampling import FrameBounds, FrameRate, FrameSampling, FrameTimes, Sampled, sample
+from tests.preprocessing.preprocessing_media import transformers_indices
+
+BOUNDS = FrameBounds(fps=2.0, min_frames=4, max_frames=768, temporal_patch=2)
+RATES = [Fraction(1), Fraction(10), Fraction(24000, 1001), Fraction(25), Fraction(30), Fraction(30000, 1001)]
+
+
+def constant(frames: int, rate: Fraction | int, time_base: Fraction = Fraction(1, 90000)) -> FrameTimes:
+    """Frames at a constant rate, their times rounded to the time base as containers round them."""
+    ticks = tuple(round(index / (rate * time_base)) for index in range(frames))
+    return FrameTimes(ticks, round(1 / (rate * time_base)), time_base, (Fraction(rate),))
+
+
+def pick(total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> list[int]:
+    """What transformers picks for Qwen2.5-VL."""
+    return transformers_indices(total_frames, float(average_rate), bounds.fps, bounds.min_frames, bounds.max_frames)
+
+
+def sampled_of(times: FrameTimes, **wish: float) -> Sampled:
+    return sample(times, BOUNDS, FrameSampling(**wish), pick)  # type: ignore[arg-type]
+
+
+def test_a_single_frame_is_sent_twice() -> None:
+    sampled = sample(constant(1, 30), BOUNDS, FrameSampling(), lambda *_: (0,))
+    assert sampled.places == (0, 0)
+    assert sampled.timestamps_s == (0.0, 0.0)
+    assert sampled.seconds_per_grid == Fraction(2, 30)
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_rounded_times_of_a_constant_rate_do_not_move_an_index(rate: Fraction) -> None:
+    times = constant(301, rate, Fraction(1, 1000))
+    sampled = sampled_of(times)
+    expected = transformers_indices(301, float(rate), 2.0, 4, 768)
+    assert list(sampled.places) == expected
+    assert times.rate() == FrameRate(rate, constant=True)
+    assert sampled.timestamps_s == tuple(index / float(rate) for index in expected)
+
+
+def test_an_odd_number_of_frames_repeats_the_last_and_its_time() -> None:
+    sampled = sample(constant(30, 10), BOUNDS, FrameSampling(), lambda *_: (0, 14, 29))
+    assert sampled.places == (0, 14, 29, 29)
+    assert sampled.timestamps_s == (0.0, 1.4, 2.9, 2.9)
+    assert (sampled.frames, sampled.seconds_per_grid) == (3, Fraction(2 * 30, 3 * 10))
+
+
+def test_a_variable_rate_shows_the_last_frame_at_or_before_each_time() -> None:
+    generator = random.Random(3)
+    ticks = [0]
+    for _ in range(199):
+        ticks.append(ticks[-1] + generator.choice([10, 33, 40, 400]))
+    average = Fraction(200 * 1000, ticks[-1] + 33)
+    times = FrameTimes(tuple(ticks), 33, Fraction(1, 1000), (average,))
+    expected = []
+    for index in transformers_indices(200, float(average), 2.0, 4, 768):
+        shown = [place for place, tick in enumerate(ticks) if Fraction(tick, 1000) <= index / average]
+        expected.append(shown[-1])
+    sampled = sampled_of(times)
+    assert list(sampled.places)[: len(expected)] == expected
+    assert expected != transformers_indices(200, float(average), 2.0, 4, 768)
+    assert sampled.timestamps_s == tuple(ticks[place] / 1000 for place in sampled.places)
+
+
+def test_a_rate_that_the_frames_belie_is_not_believed() -> None:
+    times = FrameTimes(tuple(range(0, 100_000, 1000)), 1000, Fraction(1, 1000), (Fraction(90000),))
+    assert times.rate() == FrameRate(Fraction(1), constant=False)
+
+
+def test_a_cut_leaves_out_what_appears_before_it_and_at_its_end() -> None:
+    sampled = sampled_of(constant(300, 30), start_s=2.0, end_s=5.0)
+    within = transformers_indices(90, 30.0, 2.0, 4, 768)
+    assert list(sampled.places) == [60 + index for index in within]
+    assert sampled.timestamps_s[0] == 2.0
+    assert max(sampled.timestamps_s) < 5.0
+    assert sampled.seconds_per_grid == Fraction(2 * 90, len(within) * 30)
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_a_cut_of_a_constant_rate_counts_its_times_from_the_videos_start(rate: Fraction) -> None:
+    sampled = sampled_of(constant(600, rate, Fraction(1, 1000)), start_s=float(200 / rate), end_s=float(400 / rate))
+    first = next(index for index in range(600) if round(index / (rate * Fraction(1, 1000))) >= 200_000 / rate)
+    assert sampled.places[0] == first
+    assert sampled.timestamps_s == tuple(place / float(rate) for place in sampled.places)
+
+
+def test_a_steady_cut_of_an_unsteady_video_keeps_its_presentation_times() -> None:
+    # 100 frames at 10 a second, then 300 at 30 a second, of which the cut takes some.
+    ticks = (*range(0, 30_000, 300), *range(30_000, 60_000, 100))
+    times = FrameTimes(ticks, 100, Fraction(1, 3000), (Fraction(30),))
+    sampled = sampled_of(times, start_s=12.0, end_s=15.0)
+    assert [place - 160 for place in sampled.places] == transformers_indices(90, 30.0, 2.0, 4, 768)
+    assert sampled.timestamps_s == tuple(10 + (place - 100) / 30 for place in sampled.places)
+
+
+def test_a_cut_without_frames_is_refused_with_its_bounds() -> None:
+    with pytest.raises(InvalidRequest, match=r"between 10 s and 11 s of a video of 1\.000 s"):
+        sampled_of(constant(30, 30), start_s=10.0, end_s=11.0)
+
+
+@pytest.mark.parametrize(
+    ("wish", "named"),
+    [
+        ({"fps": 0.0}, r"fps must be above 0 and at most 1000, got 0\.0"),
+        ({"fps": 1001.0}, r"fps must be above 0 and at most 1000, got 1001\.0"),
+        ({"fps": math.nan}, "fps must be above 0 and at most 1000, got nan"),
+        ({"min_frames": 0}, "min_frames must be between 1 and 768, got 0"),
+        ({"max_frames": 769}, "max_frames must be between 1 and 768, got 769"),
+        ({"min_frames": 8, "max_frames": 7}, "max_frames must be at least min_frames 8, got 7"),
+        ({"start_s": -1.0}, r"start_s must be at least 0, got -1\.0"),
+        ({"end_s": math.inf}, "end_s must be at least 0, got inf"),
+        ({"start_s": 2.0, "end_s": 2.0}, "end_s must be above start_s 2, got 2"),
+    ],
+)
+def test_a_wish_outside_its_range_is_refused_with_field_value_and_limit(wish: dict[str, float], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        FrameSampling(**wish)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wish", "low", "high"),
+    [
+        (FrameSampling(), 4, 768),
+        (FrameSampling(max_frames=2), 2, 2),
+        (FrameSampling(min_frames=16), 16, 768),
+        (FrameSampling(min_frames=2, max_frames=6), 2, 6),
+    ],
+)
+def test_a_bound_that_is_not_named_gives_way_to_the_one_that_is(wish: FrameSampling, low: int, high: int) -> None:
+    merged = BOUNDS.merged(wish)
+    assert (merged.min_frames, merged.max_frames, merged.fps) == (low, high, 2.0)

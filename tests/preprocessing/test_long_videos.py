@@ -1,0 +1,137 @@
+"""An hour of video is planned in little time and memory, and decoded only where frames of it are wanted."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import MediaRejected
+from common.contract.plan import Modality
+from services.preprocessing.planner import Conversation, MediaRequest, PlannedPrompt, Planner
+from services.preprocessing.prompt.tokens import Turn
+from services.preprocessing.sources.source import Source, path_source
+from services.preprocessing.video import decode
+from services.preprocessing.video.packets import read_packets
+from services.preprocessing.video.sampling import FrameSampling
+from services.preprocessing.video.slices import PlannedVideo
+from services.preprocessing.workers.jobs import IndexVideo, VideoSlices
+from services.preprocessing.workers.limits import Limits
+from services.preprocessing.workers.pool import Pool
+from tests.awake import awake
+from tests.preprocessing.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, number_of, transformers_indices
+
+MIB = 2**20
+RATE, GROUP, HOUR_S = 24, 48, 3600
+FRAMES = RATE * HOUR_S
+LIMITS = Limits(wall_s=20, memory_bytes=192 * MIB, file_bytes=64 * MIB, frames=FRAMES, length_s=HOUR_S, pixels=2**38)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With an hour of video, the same two seconds again and again: frame n shows n modulo 48."""
+    made = tmp_path_factory.mktemp("hour")
+    group = clip(GROUP, RATE, options={"g": str(GROUP), "preset": "ultrafast"})
+    with av.open(io.BytesIO(group)) as original, av.open(str(made / "hour.mp4"), "w") as output:
+        video = original.streams.video[0]
+        stream = output.add_stream_from_template(video)
+        packets = [packet for packet in original.demux(video) if packet.size]
+        times = [packet.pts for packet in packets]
+        ticks = int(Fraction(GROUP, RATE) / packets[0].time_base)
+        for start in range(0, FRAMES // GROUP * ticks, ticks):
+            for packet, pts in zip(packets, times, strict=True):
+                packet.pts = packet.dts = start + pts
+                packet.stream = stream
+                output.mux(packet)
+    return made
+
+
+@pytest.fixture
+def hour(folder: Path) -> Iterator[Source]:
+    source = path_source("video", "hour.mp4", folder)
+    yield source
+    source.close()
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with every frame that is decoded, wanted or not."""
+    frames: list[int] = []
+    monkeypatch.setattr(decode._Frames, "_count", lambda _, frame: frames.append(frame.pts))
+    return frames
+
+
+@contextmanager
+def planned(checkpoint: Path, folder: Path, **wish: float) -> Iterator[tuple[PlannedPrompt, PlannedVideo]]:
+    request = MediaRequest("video", Modality.VIDEO, "hour.mp4", FrameSampling(**wish))  # type: ignore[arg-type]
+    prompt = Planner(Checkpoint(checkpoint), folder).plan(Conversation((Turn("user", (Modality.VIDEO,)),), (request,)))
+    with prompt.files:
+        (video,) = prompt.media
+        assert isinstance(video, PlannedVideo)
+        yield prompt, video
+
+
+async def test_its_packets_are_read_in_little_memory_and_time(hour: Source) -> None:
+    async with Pool(1, LIMITS, MIB, lambda _: None) as pool:
+        with awake() as passed_s:
+            index = await pool.call(IndexVideo(hour))
+            assert passed_s() < 10
+    assert index == read_packets(hour)
+    assert len(index.times.ticks) == FRAMES
+    assert index.times.length_s == HOUR_S
+    assert len(index.keyframes) == FRAMES // GROUP
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        (replace(LIMITS, length_s=HOUR_S - 1), "video lasts 3600 s, at most 3599 are allowed"),
+        (replace(LIMITS, frames=FRAMES - 1), "video has 86400 frames, at most 86399 are allowed"),
+    ],
+)
+async def test_limits_of_length_and_frames_hold_to_the_last(hour: Source, limits: Limits, told: str) -> None:
+    async with Pool(1, limits, MIB, lambda _: None) as pool:
+        with pytest.raises(MediaRejected, match=told):
+            await pool.call(IndexVideo(hour))
+
+
+async def test_frames_from_all_over_it_are_those_that_were_asked_for(
+    tiny_checkpoint: Path, folder: Path, decoded: list[int]
+) -> None:
+    with planned(tiny_checkpoint, folder) as (prompt, video):
+        assert prompt.plan.media[0].frames == 768
+        assert list(video.places) == transformers_indices(FRAMES, RATE, 2.0, 4, 768)
+        small = replace(video, height_px=HEIGHT_PX, width_px=WIDTH_PX)
+        async with Pool(1, LIMITS, 64 * MIB, lambda _: None) as pool, pool.ahead(VideoSlices(small)) as slices:
+            sent = [number_of(row) for each in [each async for each in slices] for row in each.pixels]
+        assert sent == [place % GROUP for place in video.places]
+        first = replace(small, places=video.places[:96])
+        assert [number_of(row) for each in first.slices() for row in each.pixels] == sent[:96]
+    # From each frame's keyframe to the frame, and what reordering and threads hold back.
+    assert len(decoded) <= 96 * (GROUP + 8)
+    assert len(decoded) < first.places[-1]
+
+
+@pytest.mark.parametrize(("start_s", "end_s"), [(0.0, 10.0), (1801.0, 1811.0), (3590.0, 3600.0)])
+def test_ten_seconds_of_it_are_decoded_alone(
+    tiny_checkpoint: Path, folder: Path, decoded: list[int], start_s: float, end_s: float
+) -> None:
+    with planned(tiny_checkpoint, folder, start_s=start_s, end_s=end_s) as (_, video):
+        assert {start_s <= place / RATE < end_s for place in video.places} == {True}
+        frames = [
+            row for each in replace(video, height_px=HEIGHT_PX, width_px=WIDTH_PX).slices() for row in each.pixels
+        ]
+        times_s = np.array(decoded) * float(video.index.times.time_base)
+    assert [number_of(row) for row in frames] == [place % GROUP for place in video.places]
+    # The first frame is decoded once whatever is wanted: FFmpeg begins there.
+    near = [time_s for time_s in times_s if time_s >= 1]
+    assert all(start_s - GROUP / RATE <= time_s <= end_s + 1 for time_s in near)
+    assert len(decoded) <= 12 * RATE + 16

@@ -1,0 +1,186 @@
+"""What is wrong is refused with a status and a reason that say so, and the next request is served."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from framesieve.v1 import prompt_pb2
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from tests.preprocessing.media_server import fetched_files, head, ok
+from tests.preprocessing.media_server import serving as web_server
+from tests.preprocessing.preprocessing_media import clip, sound, without_packets
+from tests.preprocessing.service import (
+    EVERYTHING,
+    Pools,
+    asked,
+    by_url,
+    fetching_from,
+    frames_of,
+    plan_of,
+    prompt_of,
+    read_to_the_end,
+    refused,
+    select,
+    sent,
+    settled,
+    text,
+    video,
+)
+
+pytest_plugins = ["tests.preprocessing.fixtures"]
+# One event loop for all, to which the workers belong: starting them takes longer than most tests.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+CLIP = clip(4)
+
+
+@pytest.mark.parametrize(
+    ("requests", "named"),
+    [
+        ([PreprocessRequest()], "first request of a stream must be a prompt"),
+        ([select(0)], "first request of a stream must be a prompt"),
+        ([], "first request of a stream must be a prompt"),
+        ([prompt_of(video(CLIP)), prompt_of(video(CLIP))], "must be a select"),
+        ([prompt_of(video(CLIP)), select(1)], "below the plan's 1 media, got 1"),
+        ([prompt_of(video(CLIP)), select(-1)], "below the plan's 1 media, got -1"),
+        ([prompt_of(video(CLIP)), select(0), select(0)], "0 was selected before"),
+        ([PreprocessRequest(prompt=prompt_pb2.Prompt())], "prompt.messages must hold at least one message"),
+        ([prompt_of()], r"prompt.messages\[0\].parts must hold at least one part"),
+        ([prompt_of(text(""), text(""))], "no media and only empty text"),
+        ([prompt_of(prompt_pb2.Part())], r"prompt.messages\[0\].parts\[0\] must hold text, image or video"),
+        (
+            [PreprocessRequest(prompt=prompt_pb2.Prompt(messages=[prompt_pb2.Message(parts=[text("hi")])]))],
+            r"prompt.messages\[0\].role must be system, user or assistant, got 0",
+        ),
+        (
+            [prompt_of(text("x"), prompt_pb2.Part(video=prompt_pb2.Media()))],
+            r"parts\[1\].video must hold data, url, path or embeds",
+        ),
+        (
+            [prompt_of(text("x"), prompt_pb2.Part(image=prompt_pb2.Media(url="example.org/x.png")))],
+            r"^prompt.messages\[0\].parts\[1\].image.url must start with http:// or https://",
+        ),
+        (
+            [prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(url="DATA:;base64,a")))],
+            r"^prompt.messages\[0\].parts\[0\].video.url must be base64 after its comma",
+        ),
+        (
+            [prompt_of(*[prompt_pb2.Part(video=prompt_pb2.Media(url="http://127.0.0.1/"))] * 33)],
+            "33 media by URL, at most 32 are allowed",
+        ),
+        (
+            [
+                prompt_of(
+                    prompt_pb2.Part(video=prompt_pb2.Media(url="data:," + "x" * 9 * 2**20)), video(bytes(8 * 2**20))
+                )
+            ],
+            "17825792 bytes of inline media, at most 16777216 are allowed",
+        ),
+        ([prompt_of(video(CLIP, fps=0.0))], r"video.frame_sampling.fps must be above 0 and at most 1000, got 0.0"),
+        (
+            [prompt_of(prompt_pb2.Part(image=prompt_pb2.Media(data=b"x", frame_sampling={"fps": 2.0})))],
+            "image.frame_sampling.fps is for videos",
+        ),
+        (
+            [prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(embeds={"grid": {"t": 2, "h": 1, "w": 1}})))],
+            r"parts\[0\].video.embeds.seconds_per_grid or timestamps_s must be set: a video needs a time base",
+        ),
+        (
+            [prompt_of(video(bytes(9 * 2**20)), video(bytes(8 * 2**20)))],
+            "17825792 bytes of inline media, at most 16777216 are allowed",
+        ),
+    ],
+)
+async def test_a_wrong_request_is_refused_by_field(stub: Any, requests: list[PreprocessRequest], named: str) -> None:
+    code, reason, message = await refused(await sent(stub, *requests))
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+    assert re.search(named, message)
+
+
+@pytest.mark.parametrize(
+    ("media", "code", "reason"),
+    [
+        ({"data": b"garbage" * 99}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
+        ({"data": sound()}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
+        ({"data": b""}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
+        ({"url": "data:,"}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
+        ({"url": "http://127.0.0.1/clip.mp4"}, "PERMISSION_DENIED", "MEDIA_FORBIDDEN"),
+        ({"url": "file:///etc/passwd"}, "PERMISSION_DENIED", "MEDIA_FORBIDDEN"),
+        ({"path": "nothing.mp4"}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
+        ({"path": "../socket"}, "PERMISSION_DENIED", "MEDIA_FORBIDDEN"),
+        ({"path": "/etc/passwd"}, "PERMISSION_DENIED", "MEDIA_FORBIDDEN"),
+        (
+            {"data": without_packets(clip(30, container="matroska", codec="mjpeg"), range(4, 30))},
+            "INVALID_ARGUMENT",
+            "MEDIA_DAMAGED",
+        ),
+    ],
+)
+async def test_bad_media_has_a_status_and_the_next_request_is_served(
+    stub: Any, media: dict[str, Any], code: str, reason: str
+) -> None:
+    call = await sent(stub, prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(**media))))
+    if reason == "MEDIA_DAMAGED":
+        await plan_of(call)
+        await call.write(EVERYTHING)
+    assert (await refused(call))[:2] == (grpc.StatusCode[code], reason)
+    call = await asked(stub, prompt_of(video(clip(4))))
+    assert (await frames_of(call, await plan_of(call)))[0] == [0]
+
+
+async def test_what_is_fetched_and_is_no_media_is_told_by_its_field(
+    tiny_checkpoint: Path, tmp_path: Path, pools: Pools
+) -> None:
+    async with (
+        web_server(ok(b"garbage" * 99)) as server,
+        fetching_from(server, tiny_checkpoint, tmp_path, pools) as stub,
+    ):
+        code, reason, message = await refused(await sent(stub, prompt_of(video(CLIP), by_url(server))))
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MEDIA_REJECTED")
+    assert message.startswith("prompt.messages[0].parts[1].video")
+
+
+async def test_a_full_disk_is_refused_with_resource_exhausted(
+    tiny_checkpoint: Path, tmp_path: Path, pools: Pools
+) -> None:
+    limits = {"max_bytes": len(CLIP), "disk_bytes": 2 * len(CLIP) - 1}
+    async with (
+        web_server(ok(CLIP)) as server,
+        fetching_from(server, tiny_checkpoint, tmp_path, pools, **limits) as stub,
+    ):
+        first = await sent(stub, prompt_of(by_url(server)))
+        await plan_of(first)
+        code, reason, _ = await refused(await sent(stub, prompt_of(by_url(server))))
+        assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+        await first.write(EVERYTHING)
+        await first.done_writing()
+        await read_to_the_end(first)
+        assert await settled(lambda: fetched_files(tmp_path) == 0)
+        again = await asked(stub, prompt_of(by_url(server)))
+        await read_to_the_end(again)
+
+
+async def test_one_url_that_fails_closes_the_sources_of_the_others(
+    tiny_checkpoint: Path, tmp_path: Path, pools: Pools
+) -> None:
+    async def gone_once_the_clip_is_there(writer: asyncio.StreamWriter) -> None:
+        if "clip.mp4" in server.requests[-1]:
+            return writer.write(ok(CLIP))
+        assert await settled(lambda: fetched_files(tmp_path) == 2 and server.connections == 2)
+        await asyncio.sleep(0.1)
+        return writer.write(head(404, "Content-Length: 0"))
+
+    async with (
+        web_server(gone_once_the_clip_is_there) as server,
+        fetching_from(server, tiny_checkpoint, tmp_path, pools) as stub,
+    ):
+        code, _, message = await refused(await sent(stub, prompt_of(by_url(server), by_url(server, "/gone"))))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert message.startswith("prompt.messages[0].parts[1].video.url was answered with status 404")

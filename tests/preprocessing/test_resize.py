@@ -1,0 +1,129 @@
+"""Sizes are those of transformers' processors, and pixels within two levels of theirs and one of Pillow's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from PIL import Image
+
+from common.contract.errors import MediaRejected
+from services.preprocessing.video.resize import PixelBudget, resize, shrink_to, smart_resize
+from tests.preprocessing.preprocessing_media import transformers_smart_resize
+
+
+@given(
+    height=st.integers(1, 5000),
+    width=st.integers(1, 5000),
+    low=st.sampled_from([28 * 28, 56 * 56, 128 * 28 * 28]),
+    high=st.sampled_from([112 * 112, 28 * 28 * 768, 12845056]),
+)
+def test_sizes_are_those_of_transformers(height: int, width: int, low: int, high: int) -> None:
+    assume(max(height, width) / min(height, width) <= 200)
+    low = min(low, high)
+    expected = transformers_smart_resize(height, width, 28, low, high)
+    assert smart_resize(height, width, PixelBudget(28, low, high)) == expected
+
+
+def test_a_picture_too_long_for_its_width_is_refused_with_the_limit() -> None:
+    with pytest.raises(
+        MediaRejected, match=r"^has frames of 1×201 pixels, an aspect ratio of 201, at most 200 is allowed$"
+    ):
+        smart_resize(201, 1, PixelBudget(28, 56 * 56, 112 * 112))
+
+
+@given(rows=st.integers(1, 600), columns=st.integers(1, 600), tokens=st.integers(1, 5000))
+def test_a_size_is_made_as_much_smaller_as_it_must_be(rows: int, columns: int, tokens: int) -> None:
+    height, width = shrink_to(rows * 28, columns * 28, 28, tokens * 28 * 28)
+    assert (height % 28, width % 28) == (0, 0)
+    assert 28 <= height <= rows * 28
+    assert 28 <= width <= columns * 28
+    assert height * width <= tokens * 28 * 28
+    if rows * columns <= tokens:
+        assert (height, width) == (rows * 28, columns * 28)
+    else:
+        assert (min(height, width) + 28) * max(height, width) > tokens * 28 * 28
+
+
+def scene(height: int, width: int, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """A gradient with sharp coloured shapes and a little noise: edges are where resamplers differ."""
+    generator = np.random.default_rng(seed)
+    rows, columns = np.mgrid[:height, :width]
+    picture = np.stack([rows * 255 / height, columns * 255 / width, (rows + columns) % 256], -1)
+    for _ in range(12):
+        top, left = generator.integers(height), generator.integers(width)
+        picture[top : top + height // 4, left : left + width // 5] = generator.integers(0, 256, 3)
+    return np.clip(picture + generator.normal(0, 4, picture.shape), 0, 255).astype(np.uint8)
+
+
+def noise(height: int, width: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """What no two resamplers agree on by chance."""
+    return np.random.default_rng(3).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("seed", [1, None])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ((240, 320), (140, 196)),
+        ((480, 640), (476, 644)),
+        ((480, 640), (504, 616)),
+        ((90, 120), (140, 196)),
+        ((37, 53), (28, 84)),
+        ((541, 963), (140, 252)),
+    ],
+)
+def test_pixels_are_within_two_levels_of_transformers_and_mostly_equal(
+    source: tuple[int, int], target: tuple[int, int], seed: int | None
+) -> None:
+    pixels = noise(*source) if seed is None else scene(*source, seed)
+    theirs = F.interpolate(
+        torch.from_numpy(pixels).permute(2, 0, 1)[None].contiguous(), size=target, mode="bicubic", antialias=True
+    )
+    ours = resize(pixels, *target)
+    assert ours.shape == (*target, 3)
+    difference = np.abs(ours.astype(int) - theirs[0].permute(1, 2, 0).numpy().astype(int))
+    assert difference.max() <= 2
+    assert (difference == 0).mean() >= 0.99
+
+
+SIDES_PX = st.integers(1, 150)
+
+
+@given(rows=SIDES_PX, columns=SIDES_PX, height=SIDES_PX, width=SIDES_PX, reversed_=st.booleans())
+def test_pixels_are_those_of_pillow_across_and_then_down(
+    rows: int, columns: int, height: int, width: int, reversed_: bool
+) -> None:
+    pixels = noise(rows, columns)[:: -1 if reversed_ else 1]
+    across = Image.fromarray(np.ascontiguousarray(pixels)).resize((width, rows), Image.Resampling.BICUBIC)
+    theirs = np.asarray(across.resize((width, height), Image.Resampling.BICUBIC)).astype(int)
+    difference = np.abs(resize(pixels, height, width) - theirs)
+    # Sums of exactly half a level, frequent where a side is doubled or halved, round by the last bit of the weights.
+    assert difference.max() <= 2
+    assert (difference != 0).sum() <= 3 + 0.05 * difference.size
+
+
+def test_a_frame_of_the_right_size_is_not_touched() -> None:
+    pixels = scene(56, 84, seed=2)
+    assert resize(pixels, 56, 84) is pixels
+
+
+def test_little_memory_is_enough_once_the_module_is_loaded() -> None:
+    lines = (
+        "import resource, numpy as np",
+        "from pathlib import Path",
+        "from services.preprocessing.video.resize import resize",
+        "frame = np.zeros((720, 1280, 3), np.uint8)",
+        "used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()",
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, used + 2**24))",
+        "resize(frame, 28, 28)",
+    )
+    environment = {"OPENBLAS_NUM_THREADS": "1"}  # as workers have it
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr
