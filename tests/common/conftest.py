@@ -1,4 +1,4 @@
-"""A file of bearer tokens, as `--auth-tokens-file` reads it."""
+"""A file of bearer tokens, as `--auth-tokens-file` reads it, and a tower for an encoder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from services.encoder.tower.tower import Tower
 from tests.common.guarded_service import ALICE, BOB
+from tests.encoder.encoder_service import tower_of
 
 
 @pytest.fixture
@@ -15,3 +17,8 @@ def tokens(tmp_path: Path) -> Path:
     path.write_text(f"alice {ALICE}\nbob {BOB}\n")
     path.chmod(0o600)
     return path
+
+
+@pytest.fixture(scope="module")
+def tower(tiny_checkpoint: Path) -> Tower:
+    return tower_of(tiny_checkpoint)

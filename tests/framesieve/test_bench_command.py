@@ -192,7 +192,7 @@ def test_ctrl_c_ends_early_and_still_reports(service: FakeGeneration, address: s
     path = workload(tmp_path, *lines)
     arguments = ["bench", "--server", address, "--workload", path, "--clients", "1", "--warmup", "0", "--json"]
     with subprocess.Popen(
-        [sys.executable, "-c", "from client.cli import app; app()", *arguments], stdout=subprocess.PIPE
+        [sys.executable, "-c", "from framesieve.__main__ import app; app()", *arguments], stdout=subprocess.PIPE
     ) as process:
         assert service.hung.wait(20)
         time.sleep(0.1)

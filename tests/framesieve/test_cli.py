@@ -153,7 +153,7 @@ def test_help_says_where_a_video_gets_a_rate_of_its_own(framesieve: Callable[...
 
 def test_ctrl_c_exits_with_130_and_cancels_the_request(services: FakeServices, address: str, clip: str) -> None:
     services.hang.set()
-    code = "from client.cli import app; app()"
+    code = "from framesieve.__main__ import app; app()"
     with subprocess.Popen(
         [sys.executable, "-c", code, "ask", clip, "?", "--server", address],
         stdout=subprocess.PIPE,

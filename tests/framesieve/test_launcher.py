@@ -171,7 +171,7 @@ def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(
 
 UNWIND = """
 import sys
-from framesieve import launcher
+from framesieve.cli import launcher
 from framesieve.cli.signals import unwind_on_signals
 launcher.KILL_AFTER_DRAIN_S = 3
 unwind_on_signals()

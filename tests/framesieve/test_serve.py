@@ -24,7 +24,7 @@ def served(
     record: Path, more: str = "", before: Sequence[str] = (), stdin: int | None = None, stderr: int = subprocess.PIPE
 ) -> Iterator[subprocess.Popen[str]]:
     """`framesieve serve` over stand-ins with these flags. before: what starts it."""
-    code = "from client.cli import app; app()"
+    code = "from framesieve.__main__ import app; app()"
     listens = (
         flag
         for name in ("preprocessing-", "encoder-", "")

@@ -13,7 +13,7 @@ from PIL import Image
 from framesieve.cli.launcher import LocalStack
 from tests import media
 
-COMMAND = [sys.executable, "-c", "from client.cli import app; app()", "bench"]
+COMMAND = [sys.executable, "-c", "from framesieve.__main__ import app; app()", "bench"]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from framesieve.cli.launcher import LocalStack
 
-COMMAND = [sys.executable, "-c", "from client.cli import app; app()"]
+COMMAND = [sys.executable, "-c", "from framesieve.__main__ import app; app()"]
 REQUESTS = 8
 
 
