@@ -72,6 +72,8 @@ async def serve(
     Returns FAILED if it was broken, CUT_OFF if requests outlasted the grace. Raises StartupError if the address, or the
     port of metrics, cannot be listened on as the settings say.
     """
+    for old, new in settings.old_names:
+        log.warning("a setting was renamed, its old name goes with the next release", old=old, new=new)
     tracer = open_tracer(stage_of(service))
     budgets = ClientBudgets(settings.max_requests_per_client, settings.max_bytes_per_client)
     requests = RequestInterceptor(budgets, tracer)
