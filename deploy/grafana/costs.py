@@ -40,12 +40,12 @@ def pruning() -> list[Panel]:
             {"{{method}}": _kept("framesieve_encoder_tokens_total", "method")},
         ),
         lines(
-            "Guesses",
-            "Tokens guessed, a second, where --speculative-tokens says so, and those of them that were right.",
+            "Draft tokens",
+            "Draft tokens of speculative decoding (--speculative-tokens) per second, and those that were accepted.",
             "none",
             {
-                "guessed": total("", rate("framesieve_generation_guesses_total")),
-                "right": total("", rate("framesieve_generation_right_guesses_total")),
+                "drafted": total("", rate("framesieve_generation_draft_tokens_total")),
+                "accepted": total("", rate("framesieve_generation_accepted_draft_tokens_total")),
             },
         ),
     ]

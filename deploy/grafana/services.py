@@ -138,7 +138,7 @@ def _engine(prefix: str) -> list[Panel]:
         ),
         lines(
             "Places taken",
-            "Share of --max-running-requests and --max-waiting-requests that is taken, by who waits for its prefill.",
+            "Share of --max-num-seqs and --max-waiting-requests that is taken, by who waits for its prefill.",
             "percentunit",
             {
                 "{{instance}} {{state}}": of(f"{prefix}_engine_requests", 'state=~"running|waiting"')
@@ -160,7 +160,7 @@ def _engine(prefix: str) -> list[Panel]:
         ),
         lines(
             "Tokens of one step",
-            "Mean number of tokens that a step computes at once; --prefill-chunk-tokens at most.",
+            "Mean number of tokens that a step computes at once; --max-num-batched-tokens at most.",
             "none",
             {"tokens": mean(f"{prefix}_step_tokens")},
         ),

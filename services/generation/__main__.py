@@ -53,8 +53,8 @@ async def main() -> ExitStatus:
         engine = Engine(
             built.runner,
             BlockAllocator(built.blocks, BLOCK_TOKENS),
-            settings.prefill_chunk_tokens,
-            settings.max_running_requests,
+            settings.max_num_batched_tokens,
+            settings.max_num_seqs,
             settings.max_waiting_requests,
             settings.speculative_tokens,
             count_step,
@@ -62,7 +62,7 @@ async def main() -> ExitStatus:
         )
         room = ByteSemaphore(settings.media_buffer_bytes)
         begin("generation", "Generate", checkpoint, str(model.dtype).removeprefix("torch."), str(model.device))
-        watch(engine, room, settings.max_running_requests, settings.max_waiting_requests)
+        watch(engine, room, settings.max_num_seqs, settings.max_waiting_requests)
         engine.start()
         ends.callback(engine.stop)
         if leading:

@@ -155,7 +155,7 @@ def test_the_cache_fills_the_fraction_of_the_device_and_no_more(tiny_checkpoint:
     free, total = torch.cuda.mem_get_info(CUDA)
     fraction = round((total - free) / total + 0.1, 2)
     flags = ("--gpu-memory-fraction", str(fraction), "--media-buffer-bytes", str(MIB), "--device", "cuda:0")
-    settings = GenerationSettings.load(["--model", str(tiny_checkpoint), "--max-prompt-tokens", "4096", *flags])
+    settings = GenerationSettings.load(["--model", str(tiny_checkpoint), "--max-model-len", "4096", *flags])
     built = build(settings, Checkpoint(tiny_checkpoint))
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

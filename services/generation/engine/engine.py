@@ -121,7 +121,7 @@ class Engine:
             if len(everyone) > self._max_requests:
                 raise InvalidRequest(
                     f"sampling.n must be at most {self._max_requests} here, which is how many answers may run and wait "
-                    f"(--max-running-requests, --max-waiting-requests), got {len(everyone)}"
+                    f"(--max-num-seqs, --max-waiting-requests), got {len(everyone)}"
                 )
             if self._in_flight + len(everyone) > self._max_requests:
                 raise Overloaded(
