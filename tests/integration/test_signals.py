@@ -119,7 +119,7 @@ async def test_what_cannot_start_ends_with_2(start: Start) -> None:
     last = json.loads(service.log().splitlines()[-1])
     assert re.match(r"\d{4}-\d\d-\d\dT", last.pop("timestamp"))
     told = {"event": "cannot start", "level": "error", "service": "preprocessing"}
-    assert last == {**told, "error": "--media-root /nowhere is no folder"}
+    assert last == {**told, "error": "--media-root /nowhere is not a folder"}
 
 
 async def test_a_service_whose_workers_do_not_start_is_unwell_until_they_do(start: Start) -> None:
