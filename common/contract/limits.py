@@ -5,10 +5,9 @@ What its fields may say is checked where they are read.
 
 from __future__ import annotations
 
-from framesieve.v1 import prompt_pb2
-
 from common.contract.errors import InvalidRequest
 from common.contract.wire import MAX_MEDIA, named_media
+from framesieve.v1 import prompt_pb2
 
 # Messages and parts together: whoever walks through them holds up everybody else.
 MAX_PARTS = 2**14

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+from common.contract.errors import InvalidRequest
 from framesieve.v1.encoder_pb2 import EncodeRequest
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
-
-from common.contract.errors import InvalidRequest
 
 
 async def selections(

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import numpy as np
-from framesieve.v1 import prompt_pb2, tensor_pb2
 
 from common.contract.errors import InvalidRequest, PeerContract
 from common.contract.plan import MAX_PROMPT_TOKENS, Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
 from common.contract.retention import EVS, Pruning
 from common.contract.tensors import DType, TensorBuffer, pieces, shape_of, size_bytes
+from framesieve.v1 import prompt_pb2, tensor_pb2
 
 MAX_MEDIA = 512
 # Where each slice of as many videos as a prompt may have stands alone.

@@ -14,9 +14,7 @@ import grpc
 import structlog
 
 from common.contract.errors import StartupError
-from common.exit_status import ExitStatus, at_once
-from common.open_files import allow_open_files
-from common.process import keep_freed_memory
+from common.process import ExitStatus, allow_open_files, at_once, keep_freed_memory
 from common.security.credentials import is_unix
 from common.security.quotas import ClientBudgets
 from common.serving.exposition import serve_metrics
@@ -72,6 +70,8 @@ async def serve(
     Returns FAILED if it was broken, CUT_OFF if requests outlasted the grace. Raises StartupError if the address, or the
     port of metrics, cannot be listened on as the settings say.
     """
+    for old, new in settings.old_names:
+        log.warning("a setting was renamed, its old name goes with the next release", old=old, new=new)
     tracer = open_tracer(stage_of(service))
     budgets = ClientBudgets(settings.max_requests_per_client, settings.max_bytes_per_client)
     requests = RequestInterceptor(budgets, tracer)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AliasChoices, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from common.checkpoint import DEMO_MODEL
 from common.contract.errors import StartupError
+
+
+def renamed(old_name: str, new_name: str) -> AliasChoices:
+    """The aliases of a field that was called `old_name`: flag and variable of either name set it.
+
+    max_model_len: int = Field(..., validation_alias=renamed("max_prompt_tokens", "max_model_len"))
+
+    new_name: the field's own name. Where both names are set, the new one counts; a flag counts before a variable.
+    `serve` logs a warning for each old name in use. Drop the alias one release after the renaming.
+    """
+    return AliasChoices(new_name, old_name)
 
 
 class ServiceSettings(BaseSettings):
@@ -19,6 +31,7 @@ class ServiceSettings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix="FRAMESIEVE_",
+        env_prefix_target="all",  # aliases as well, see `renamed`
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_avoid_json=True,
@@ -67,6 +80,13 @@ class ServiceSettings(BaseSettings):
         None, ge=1, description="most bytes, inline media above all, of one client's running requests; unset: any"
     )
 
+    _old_names: tuple[tuple[str, str], ...] = PrivateAttr(())
+
+    @property
+    def old_names(self) -> tuple[tuple[str, str], ...]:
+        """(old, new) for each flag and variable in use that was renamed."""
+        return self._old_names
+
     @model_validator(mode="after")
     def _whole_tls(self) -> Self:
         cert, key = ("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key)
@@ -82,13 +102,16 @@ class ServiceSettings(BaseSettings):
 
         Raises StartupError naming every field that is wrong; exits as argparse does on --help and unknown flags.
         """
+        arguments = list(sys.argv[1:] if arguments is None else arguments)
         try:
-            return CliApp.run(cls, cli_args=list(sys.argv[1:] if arguments is None else arguments))
+            settings = CliApp.run(cls, cli_args=arguments)
         except ValidationError as error:
             wrong = "; ".join(
                 f"--{_flag(each['loc'])}: {each['msg']}, got {each['input']!r}" for each in error.errors()
             )
             raise StartupError(wrong) from error
+        settings._old_names = tuple(_old_names_in_use(cls, arguments))
+        return settings
 
 
 class UpstreamSettings(ServiceSettings):
@@ -102,6 +125,23 @@ class UpstreamSettings(ServiceSettings):
     allow_plaintext_token: bool = Field(
         False, description="let the token go to other machines without TLS, on a network that something else guards"
     )
+
+
+def _old_names_in_use(settings: type[BaseSettings], arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    flags = {argument.partition("=")[0] for argument in arguments}
+    variables = {name.upper() for name in os.environ}
+    for new, field in settings.model_fields.items():
+        if isinstance(field.validation_alias, AliasChoices):
+            for old in (str(each) for each in field.validation_alias.choices if each != new):
+                if (flag := f"--{_flag([old])}") in flags:
+                    yield flag, f"--{_flag([new])}"
+                if (variable := variable_of(old)) in variables:
+                    yield variable, variable_of(new)
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a field."""
+    return f"FRAMESIEVE_{name.upper()}"
 
 
 def _flag(location: Sequence[int | str]) -> str:

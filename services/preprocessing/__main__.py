@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from framesieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer_to_server
-
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from common.serving.server import run, serve
 from common.telemetry.logs import configure_logging
 from common.telemetry.metrics import begin
+from framesieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer_to_server
 from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.planner import Planner
 from services.preprocessing.rpc.metrics import count_replaced, watch

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from services.generation.families import check_ranks, load_language_model
 from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.leading import Leading
