@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from common import ports
+from common import process
 from services.preprocessing.families import FAMILIES
 
 settings.register_profile("framesieve", deadline=None, derandomize=True)
@@ -33,8 +33,8 @@ LONGEST_FIRST = ("integration", "generation", "encoder", "framesieve", "preproce
 def pytest_configure() -> None:
     """Gives each worker ports of its own: `free_port` gives each port once, but only within one process."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    share = len(ports._PORTS) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    ports._places = count(worker * share + random.randrange(share // 2))
+    share = len(process._PORTS) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    process._places = count(worker * share + random.randrange(share // 2))
 
 
 @pytest.hookimpl(tryfirst=True)
