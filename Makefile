@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROTOS := $(wildcard protos/framesieve/v1/*.proto)
 PYTEST := $(BIN)/python -m pytest
+# Two workers, each on its own core. tests/conftest.py groups the tests that share services and sorts the groups.
+SIDE_BY_SIDE := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gpu bench-media fuzz fuzz-rpc soak demo-model demo-eval up down clean
@@ -33,7 +35,7 @@ demo: setup  ## Ask the embedded model about a real clip, at rate 0 and 0.75, th
 	@$(BIN)/python -m demo.run
 
 test: setup  ## Run the tests
-	$(PYTEST)
+	$(PYTEST) $(SIDE_BY_SIDE)
 
 test-deep: setup  ## Run the slow variations that `make test` leaves out
 	$(PYTEST) -m deep
