@@ -67,7 +67,9 @@ STEP_SEQUENCES = Histogram(
     f"{_PREFIX}step_sequences", "Sequences of one step", buckets=[2**power for power in range(10)]
 )
 COMPUTED_TOKENS = Counter(
-    f"{_PREFIX}computed_tokens_total", "Tokens computed: of prompts (prefill), and of answers, draft tokens included", ["phase"]
+    f"{_PREFIX}computed_tokens_total",
+    "Tokens computed: of prompts (prefill), and of answers, draft tokens included",
+    ["phase"],
 )
 PREEMPTIONS = Counter(f"{_PREFIX}preemptions_total", "Times that an answer lost its blocks to an older one")
 DRAFT_TOKENS = Counter(f"{_PREFIX}draft_tokens_total", "Draft tokens of speculative decoding")

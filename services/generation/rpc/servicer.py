@@ -25,8 +25,7 @@ from services.generation.engine.engine import Engine
 from services.generation.model.adapters import NO_ADAPTERS, Adapters
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Tokens
-from services.generation.rpc.arrivals import Progress
-from services.generation.rpc.media import MediaClient, MediaSession
+from services.generation.rpc.media import MediaClient, MediaSession, Progress
 from services.generation.rpc.messages import (
     accepted_response,
     delta_response,
@@ -43,8 +42,7 @@ from services.generation.rpc.metrics import (
     count_prompt,
 )
 from services.generation.rpc.prompt_limit import PromptLimit
-from services.generation.rpc.spans import record_stages
-from services.generation.rpc.timing import Stage, StageClock
+from services.generation.rpc.timing import Stage, StageClock, record_stages
 from services.generation.sampling.defaults import SamplingDefaults
 from services.generation.sampling.detokenizer import Detokeniser, Tokenizer
 from services.generation.sampling.sampler import SamplingParams
