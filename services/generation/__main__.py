@@ -14,7 +14,7 @@ import torch
 from common.byte_semaphore import ByteSemaphore
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from common.serving.guards import upstream_credentials
 from common.serving.server import run, serve
 from common.telemetry.logs import configure_logging
@@ -25,8 +25,7 @@ from services.generation.families import check_ranks
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.leading import Leading
-from services.generation.rpc.arrivals import ModelInput
-from services.generation.rpc.media import MediaClient
+from services.generation.rpc.media import MediaClient, ModelInput
 from services.generation.rpc.metrics import count_step, watch
 from services.generation.rpc.prompt_limit import PromptLimit
 from services.generation.rpc.servicer import SERVICE, GenerationServicer

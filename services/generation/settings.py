@@ -94,8 +94,8 @@ class GenerationSettings(UpstreamSettings):
         0,
         ge=0,
         le=16,
-        description="maximum number of draft tokens per sequence and step, proposed by looking up n-grams of the prompt "
-        "and the answer; does not change answers; 0 turns speculative decoding off",
+        description="maximum number of draft tokens per sequence and step, proposed by looking up n-grams of the "
+        "prompt and the answer; does not change answers; 0 turns speculative decoding off",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of weights and cache; auto is the checkpoint's own"

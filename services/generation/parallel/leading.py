@@ -9,7 +9,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from common.ranks import Ranks, meeting_place
 from services.generation.parallel.group import Group
 from services.generation.parallel.steps import to_bytes

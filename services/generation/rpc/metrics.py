@@ -67,7 +67,9 @@ STEP_SEQUENCES = Histogram(
     f"{_PREFIX}step_sequences", "Sequences of one step", buckets=[2**power for power in range(10)]
 )
 COMPUTED_TOKENS = Counter(
-    f"{_PREFIX}computed_tokens_total", "Tokens computed: of prompts (prefill), and of answers, draft tokens included", ["phase"]
+    f"{_PREFIX}computed_tokens_total",
+    "Tokens computed: of prompts (prefill), and of answers, draft tokens included",
+    ["phase"],
 )
 PREEMPTIONS = Counter(f"{_PREFIX}preemptions_total", "Times that an answer lost its blocks to an older one")
 DRAFT_TOKENS = Counter(f"{_PREFIX}draft_tokens_total", "Draft tokens of speculative decoding")
@@ -94,7 +96,7 @@ def watch(engine: Engine, room: ByteSemaphore, max_running: int, max_waiting: in
     QUEUE.labels("running").set_function(lambda: engine.stats().running)
     QUEUE.labels("waiting").set_function(lambda: engine.stats().waiting)
     QUEUE.labels("awaiting_media").set_function(lambda: engine.stats().awaiting_media)
-    QUEUE.labels("following").set_function(lambda: engine.stats().following)
+    QUEUE.labels("following").set_function(lambda: engine.stats().awaiting_sibling)
     QUEUE_OLDEST_SECONDS.labels("running").set_function(lambda: age_seconds(engine.stats().running_since_ns))
     QUEUE_OLDEST_SECONDS.labels("waiting").set_function(lambda: age_seconds(engine.stats().waiting_since_ns))
     QUEUE_OLDEST_SECONDS.labels("awaiting_media").set_function(
@@ -118,8 +120,8 @@ def count_step(step: Step) -> None:
     COMPUTED_TOKENS.labels("prefill").inc(step.prompt_tokens)
     COMPUTED_TOKENS.labels("decode").inc(step.answer_tokens)
     PREEMPTIONS.inc(step.preemptions)
-    DRAFT_TOKENS.inc(step.guesses)
-    ACCEPTED_DRAFT_TOKENS.inc(step.right_guesses)
+    DRAFT_TOKENS.inc(step.draft_tokens)
+    ACCEPTED_DRAFT_TOKENS.inc(step.accepted_draft_tokens)
     if step.prompt_tokens:
         STAGE_BUSY_SECONDS.labels("prefill").observe(step.seconds)
 

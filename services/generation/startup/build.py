@@ -13,7 +13,7 @@ from common.contract.errors import StartupError
 from services.generation.families import load_language_model
 from services.generation.model.graphs import CudaCapture
 from services.generation.model.language_model import LanguageModel
-from services.generation.model.runner import Followers, Runner
+from services.generation.model.runner import Runner, Workers
 from services.generation.parallel.group import Group
 from services.generation.settings import GenerationSettings
 from services.generation.startup.adapter_files import load_adapters
@@ -41,7 +41,7 @@ def build(
     settings: GenerationSettings,
     checkpoint: Checkpoint,
     group: Group | None = None,
-    followers: Followers | None = None,
+    workers: Workers | None = None,
 ) -> Built:
     """group: of this rank; followers: on rank 0, the others. Raises StartupError for what cannot be as settings say."""
     device = device_of(settings, group.rank if group else 0)
@@ -51,7 +51,7 @@ def build(
     load_adapters(settings.adapters, model, group)
     blocks = -(-_cache_tokens(settings, model, group) // BLOCK_TOKENS)
     limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
-    runner = Runner(model, blocks, BLOCK_TOKENS, followers)
+    runner = Runner(model, blocks, BLOCK_TOKENS, workers)
     if model.device.type == "cuda":
         captured = _capture(runner, settings, limit_tokens)
         if group and not group.least(int(captured)):  # all replay a step, or none does
