@@ -45,7 +45,7 @@ EVERYTHING = PreprocessRequest(select=prompt_pb2.Select(all=True))
 
 
 @dataclass(frozen=True, slots=True)
-class Pools:
+class Queues:
     """Of one worker each, and why any was replaced."""
 
     reading: JobQueue
@@ -59,18 +59,18 @@ class Pools:
 
 
 @asynccontextmanager
-async def running_pools() -> AsyncIterator[Pools]:
+async def running_queues() -> AsyncIterator[Queues]:
     limits = Limits(wall_s=60, memory_bytes=2**31, file_bytes=2**30, frames=2**20, length_s=10_000, pixels=2**40)
     replaced: list[Fault] = []
     reading = JobQueue(1, limits, 2**20, replaced.append)
     decoding = JobQueue(1, limits, INFLIGHT_SLICES * SLICE_BYTES, replaced.append)
     async with started(reading, decoding):
-        yield Pools(reading, decoding, replaced)
+        yield Queues(reading, decoding, replaced)
 
 
 @asynccontextmanager
 async def serving(
-    checkpoint: Path, root: Path | None, folder: Path, pools: Pools, fetcher: Fetcher | None = None, threads: int = 1
+    checkpoint: Path, root: Path | None, folder: Path, queues: Queues, fetcher: Fetcher | None = None, threads: int = 1
 ) -> AsyncIterator[Any]:
     """A real server on a unix socket, and a stub to it. threads: that plan what is not quick."""
     planner = Planner(Checkpoint(checkpoint), root)
@@ -79,8 +79,8 @@ async def serving(
     )
     fetcher = fetcher or Fetcher(FetchPolicy())
     async with PlanningThreads(1) as quick, PlanningThreads(threads) as slow:
-        watch(pools.reading, pools.decoding, quick, slow)
-        made = PreprocessingServicer(planner, fetcher, quick, slow, pools.reading, pools.decoding)
+        watch(queues.reading, queues.decoding, quick, slow)
+        made = PreprocessingServicer(planner, fetcher, quick, slow, queues.reading, queues.decoding)
         preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(made, server)
         address = f"unix:{folder}/socket"
         server.add_insecure_port(address)
@@ -186,12 +186,12 @@ async def asked(stub: Any, *requests: PreprocessRequest) -> Any:
 
 @asynccontextmanager
 async def fetching_from(
-    server: Server, checkpoint: Path, folder: Path, pools: Pools, **limits: float
+    server: Server, checkpoint: Path, folder: Path, queues: Queues, **limits: float
 ) -> AsyncIterator[Any]:
     """A stub whose service may reach that server as clip.test, and whose sources are all closed again at the end."""
     with mock.patch.object(tempfile, "tempdir", str(folder)):
         fetcher = Fetcher(policy(server.port, **limits), Resolver(clip_test=[["127.0.0.1"]]))
-    async with serving(checkpoint, None, folder, pools, fetcher) as made:
+    async with serving(checkpoint, None, folder, queues, fetcher) as made:
         yield made
         assert await settled(lambda: fetched_files(folder) == 0)
 

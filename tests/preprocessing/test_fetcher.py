@@ -18,7 +18,6 @@ from services.preprocessing.fetch.fetcher import Fetcher
 from tests.preprocessing.fetching import fetched, forever, open_files
 from tests.preprocessing.media_server import BODY, Resolver, head, ok, policy, redirect, serving
 
-pytest_plugins = ["tests.preprocessing.fixtures"]
 pytestmark = pytest.mark.usefixtures("no_name_is_looked_up")
 
 

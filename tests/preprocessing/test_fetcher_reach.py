@@ -16,7 +16,6 @@ from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from tests.preprocessing.fetching import fetched
 from tests.preprocessing.media_server import BODY, Resolver, ok, policy, redirect, serving
 
-pytest_plugins = ["tests.preprocessing.fixtures"]
 pytestmark = pytest.mark.usefixtures("no_name_is_looked_up")
 
 

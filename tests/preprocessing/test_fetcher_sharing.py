@@ -15,7 +15,6 @@ from services.preprocessing.fetch.fetcher import MAX_CONCURRENT_FETCHES, Fetcher
 from tests.preprocessing.fetching import fetched, fetcher_of, forever, open_files, url_of
 from tests.preprocessing.media_server import BODY, Resolver, head, ok, policy, serving
 
-pytest_plugins = ["tests.preprocessing.fixtures"]
 pytestmark = pytest.mark.usefixtures("no_name_is_looked_up")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
+from tests.preprocessing.pool_asks import open_memories, open_paths, runs
 
 from framesieve.v1 import prompt_pb2
 from services.preprocessing.planner import Planner
@@ -18,11 +19,10 @@ from services.preprocessing.workers.process import Fault
 from tests.awake import SOON_S, awake
 from tests.preprocessing.media_server import fetched_files, head, ok
 from tests.preprocessing.media_server import serving as web_server
-from tests.preprocessing.pool_asks import open_memories, open_paths, runs
 from tests.preprocessing.preprocessing_media import clip
 from tests.preprocessing.service import (
     EVERYTHING,
-    Pools,
+    Queues,
     asked,
     by_url,
     fetching_from,
@@ -30,14 +30,13 @@ from tests.preprocessing.service import (
     plan_of,
     prompt_of,
     read_to_the_end,
-    running_pools,
+    running_queues,
     serving,
     settled,
     stopped,
     video,
 )
 
-pytest_plugins = ["tests.preprocessing.fixtures"]
 # One event loop for all, to which the workers belong: starting them takes longer than most tests.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -65,7 +64,7 @@ async def test_a_request_that_leaves_while_it_is_planned_leaves_no_file_open(stu
 
 
 async def test_a_request_that_leaves_while_its_file_is_hashed_frees_its_thread_within_a_second(
-    tiny_checkpoint: Path, tmp_path: Path, pools: Pools
+    tiny_checkpoint: Path, tmp_path: Path, queues: Queues
 ) -> None:
     (tmp_path / "media").mkdir()
     large = tmp_path / "media" / "large.mp4"
@@ -75,7 +74,7 @@ async def test_a_request_that_leaves_while_its_file_is_hashed_frees_its_thread_w
     def is_open() -> bool:
         return large in open_paths()
 
-    async with serving(tiny_checkpoint, tmp_path / "media", tmp_path, pools) as stub:
+    async with serving(tiny_checkpoint, tmp_path / "media", tmp_path, queues) as stub:
         for _ in range(3):
             call = stub.Preprocess()
             await call.write(prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(path="large.mp4"))))
@@ -99,9 +98,9 @@ async def drip(writer: asyncio.StreamWriter) -> None:
 
 @pytest.mark.parametrize("leaves", ["by cancelling", "by its deadline"])
 async def test_a_caller_that_leaves_ends_its_fetches(
-    tiny_checkpoint: Path, tmp_path: Path, pools: Pools, leaves: str
+    tiny_checkpoint: Path, tmp_path: Path, queues: Queues, leaves: str
 ) -> None:
-    async with web_server(drip) as server, fetching_from(server, tiny_checkpoint, tmp_path, pools) as stub:
+    async with web_server(drip) as server, fetching_from(server, tiny_checkpoint, tmp_path, queues) as stub:
         call = stub.Preprocess(timeout=2 if leaves == "by its deadline" else 30)
         await call.write(prompt_of(by_url(server), by_url(server)))
         assert await settled(lambda: server.connections == 2 and fetched_files(tmp_path) == 2)
@@ -113,7 +112,7 @@ async def test_a_caller_that_leaves_ends_its_fetches(
 
 @pytest.mark.parametrize("planned", ["well", "and fails"])
 async def test_a_caller_that_leaves_while_it_is_planned_leaves_no_source_open(
-    tiny_checkpoint: Path, tmp_path: Path, pools: Pools, monkeypatch: pytest.MonkeyPatch, planned: str
+    tiny_checkpoint: Path, tmp_path: Path, queues: Queues, monkeypatch: pytest.MonkeyPatch, planned: str
 ) -> None:
     planning, left = threading.Event(), threading.Event()
     plan = Planner.plan
@@ -125,7 +124,7 @@ async def test_a_caller_that_leaves_while_it_is_planned_leaves_no_source_open(
 
     monkeypatch.setattr(Planner, "plan", late)
     body = clip(4) if planned == "well" else b"garbage"
-    async with web_server(ok(body)) as server, fetching_from(server, tiny_checkpoint, tmp_path, pools) as stub:
+    async with web_server(ok(body)) as server, fetching_from(server, tiny_checkpoint, tmp_path, queues) as stub:
         call = stub.Preprocess()
         await call.write(prompt_of(by_url(server)))
         assert await settled(planning.is_set)
@@ -147,9 +146,9 @@ def requests_running() -> float:
 async def test_a_request_that_leaves_ends_the_worker_that_is_at_it_within_a_second(
     tiny_checkpoint: Path, tmp_path: Path, stage: str
 ) -> None:
-    async with running_pools() as pools, serving(tiny_checkpoint, None, tmp_path, pools) as stub:
+    async with running_queues() as queues, serving(tiny_checkpoint, None, tmp_path, queues) as stub:
         memories = open_memories()
-        at_it = pools.reading if stage == "reading" else pools.decoding
+        at_it = queues.reading if stage == "reading" else queues.decoding
         with stopped(at_it) as pid:
             call = stub.Preprocess()
             await call.write(prompt_of(video(CLIP)))
@@ -164,9 +163,9 @@ async def test_a_request_that_leaves_ends_the_worker_that_is_at_it_within_a_seco
         # Thread and worker are there for the next, which needs both.
         again = await asked(stub, prompt_of(video(CLIP)))
         assert (await frames_of(again, await plan_of(again)))[0] == [0]
-        assert await settled(lambda: pools.counters == (0, 0, 0) and requests_running() == 0)
+        assert await settled(lambda: queues.counters == (0, 0, 0) and requests_running() == 0)
         assert await settled(lambda: open_memories() <= memories)
-        assert pools.replaced == [Fault.ABANDONED]
+        assert queues.replaced == [Fault.ABANDONED]
 
 
 @pytest.mark.parametrize("stage", ["for a thread", "for a worker that reads", "for a worker that decodes"])
@@ -174,14 +173,14 @@ async def test_a_request_that_leaves_while_it_waits_is_forgotten(
     tiny_checkpoint: Path, tmp_path: Path, stage: str
 ) -> None:
     threads = 1 if stage == "for a thread" else 2
-    async with running_pools() as pools, serving(tiny_checkpoint, None, tmp_path, pools, threads=threads) as stub:
+    async with running_queues() as queues, serving(tiny_checkpoint, None, tmp_path, queues, threads=threads) as stub:
         memories = open_memories()
-        at_it = pools.decoding if stage == "for a worker that decodes" else pools.reading
+        at_it = queues.decoding if stage == "for a worker that decodes" else queues.reading
         with stopped(at_it) as pid:
             calls = [stub.Preprocess() for _ in range(2)]
             for number, call in enumerate(calls):
                 await call.write(prompt_of(video(CLIP)))
-                if at_it is pools.decoding:
+                if at_it is queues.decoding:
                     await plan_of(call)
                     await call.write(EVERYTHING)
                 jobs = 1 if stage == "for a thread" else 1 + number
@@ -192,6 +191,6 @@ async def test_a_request_that_leaves_while_it_waits_is_forgotten(
             os.kill(pid, signal.SIGCONT)
             await calls[0].done_writing()
             await read_to_the_end(calls[0])
-        assert await settled(lambda: pools.counters == (0, 0, 0) and requests_running() == 0)
+        assert await settled(lambda: queues.counters == (0, 0, 0) and requests_running() == 0)
         assert await settled(lambda: open_memories() <= memories)
-        assert pools.replaced == []
+        assert queues.replaced == []

@@ -17,7 +17,7 @@ from tests.preprocessing.media_server import serving as web_server
 from tests.preprocessing.preprocessing_media import clip, sound, without_packets
 from tests.preprocessing.service import (
     EVERYTHING,
-    Pools,
+    Queues,
     asked,
     by_url,
     fetching_from,
@@ -33,7 +33,6 @@ from tests.preprocessing.service import (
     video,
 )
 
-pytest_plugins = ["tests.preprocessing.fixtures"]
 # One event loop for all, to which the workers belong: starting them takes longer than most tests.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -136,11 +135,11 @@ async def test_bad_media_has_a_status_and_the_next_request_is_served(
 
 
 async def test_what_is_fetched_and_is_no_media_is_told_by_its_field(
-    tiny_checkpoint: Path, tmp_path: Path, pools: Pools
+    tiny_checkpoint: Path, tmp_path: Path, queues: Queues
 ) -> None:
     async with (
         web_server(ok(b"garbage" * 99)) as server,
-        fetching_from(server, tiny_checkpoint, tmp_path, pools) as stub,
+        fetching_from(server, tiny_checkpoint, tmp_path, queues) as stub,
     ):
         code, reason, message = await refused(await sent(stub, prompt_of(video(CLIP), by_url(server))))
     assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MEDIA_REJECTED")
@@ -148,12 +147,12 @@ async def test_what_is_fetched_and_is_no_media_is_told_by_its_field(
 
 
 async def test_a_full_disk_is_refused_with_resource_exhausted(
-    tiny_checkpoint: Path, tmp_path: Path, pools: Pools
+    tiny_checkpoint: Path, tmp_path: Path, queues: Queues
 ) -> None:
     limits = {"max_bytes": len(CLIP), "disk_bytes": 2 * len(CLIP) - 1}
     async with (
         web_server(ok(CLIP)) as server,
-        fetching_from(server, tiny_checkpoint, tmp_path, pools, **limits) as stub,
+        fetching_from(server, tiny_checkpoint, tmp_path, queues, **limits) as stub,
     ):
         first = await sent(stub, prompt_of(by_url(server)))
         await plan_of(first)
@@ -168,7 +167,7 @@ async def test_a_full_disk_is_refused_with_resource_exhausted(
 
 
 async def test_one_url_that_fails_closes_the_sources_of_the_others(
-    tiny_checkpoint: Path, tmp_path: Path, pools: Pools
+    tiny_checkpoint: Path, tmp_path: Path, queues: Queues
 ) -> None:
     async def gone_once_the_clip_is_there(writer: asyncio.StreamWriter) -> None:
         if "clip.mp4" in server.requests[-1]:
@@ -179,7 +178,7 @@ async def test_one_url_that_fails_closes_the_sources_of_the_others(
 
     async with (
         web_server(gone_once_the_clip_is_there) as server,
-        fetching_from(server, tiny_checkpoint, tmp_path, pools) as stub,
+        fetching_from(server, tiny_checkpoint, tmp_path, queues) as stub,
     ):
         code, _, message = await refused(await sent(stub, prompt_of(by_url(server), by_url(server, "/gone"))))
     assert code is grpc.StatusCode.INVALID_ARGUMENT

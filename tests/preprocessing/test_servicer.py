@@ -22,7 +22,7 @@ from tests.preprocessing.preprocessing_media import clip, transformers_indices, 
 from tests.preprocessing.service import (
     EVERYTHING,
     INFLIGHT_SLICES,
-    Pools,
+    Queues,
     asked,
     by_url,
     fetching_from,
@@ -36,7 +36,6 @@ from tests.preprocessing.service import (
     video,
 )
 
-pytest_plugins = ["tests.preprocessing.fixtures"]
 # One event loop for all, to which the workers belong: starting them takes longer than most tests.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -67,13 +66,13 @@ async def test_items_come_in_the_order_of_their_selection_and_no_others(stub: An
 
 
 async def test_embeddings_have_a_place_in_the_plan_and_selecting_them_sends_nothing(
-    family_checkpoint: Path, tmp_path: Path, pools: Pools
+    family_checkpoint: Path, tmp_path: Path, queues: Queues
 ) -> None:
     brought = prompt_pb2.MediaEmbeds(
         grid=prompt_pb2.Grid(t=3, h=2, w=2), seconds_per_grid=prompt_pb2.Rational(numerator=1, denominator=2)
     )
     parts = [video(clip(30)), prompt_pb2.Part(video=prompt_pb2.Media(embeds=brought)), video(clip(30))]
-    async with serving(family_checkpoint, None, tmp_path, pools) as made:
+    async with serving(family_checkpoint, None, tmp_path, queues) as made:
         for selects, expected in (([EVERYTHING], [0, 2]), ([select(1), select(2)], [2]), ([select(1)], [])):
             call = await asked(made, prompt_of(*parts), *selects)
             plan = await plan_of(call)
@@ -177,12 +176,12 @@ async def test_media_by_path_are_as_media_by_bytes(stub: Any, tmp_path: Path) ->
     assert np.array_equal(frames[0], frames[1])
 
 
-async def test_media_by_url_are_as_media_by_bytes(tiny_checkpoint: Path, tmp_path: Path, pools: Pools) -> None:
+async def test_media_by_url_are_as_media_by_bytes(tiny_checkpoint: Path, tmp_path: Path, queues: Queues) -> None:
     data = clip(30)
     stage = {"stage": "fetch"}
     count = REGISTRY.get_sample_value("framesieve_stage_busy_seconds_count", stage) or 0.0
     fetched_bytes = REGISTRY.get_sample_value("framesieve_preprocessing_fetched_bytes_total") or 0.0
-    async with web_server(ok(data)) as server, fetching_from(server, tiny_checkpoint, tmp_path, pools) as stub:
+    async with web_server(ok(data)) as server, fetching_from(server, tiny_checkpoint, tmp_path, queues) as stub:
         call = await sent(stub, prompt_of(by_url(server), text("and"), video(data), by_url(server)))
         response = await call.read()
         assert 0 < response.fetched_ago_s < 60

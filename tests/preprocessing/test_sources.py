@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.preprocessing.pool_asks import no_descriptor_left, open_descriptors
 
 from common.contract.errors import MediaForbidden, MediaRejected, Overloaded, Unavailable
 from services.preprocessing.sources.source import bytes_source, path_source
-from tests.preprocessing.pool_asks import no_descriptor_left, open_descriptors
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 
 from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS
 from tests.preprocessing.preprocessing_media import clip
-from tests.preprocessing.service import plan_of, prompt_of, running_pools, serving, settled, stopped, text, video
+from tests.preprocessing.service import plan_of, prompt_of, running_queues, serving, settled, stopped, text, video
 
 
 def planning(what: str, threads: str) -> float:
@@ -32,10 +32,10 @@ async def test_text_is_planned_while_readers_stand_still_and_other_prompts_wait(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     data = clip(10)
-    async with running_pools() as pools, serving(tiny_checkpoint, None, tmp_path, pools, threads=2) as stub:
-        with stopped(pools.reading) as pid:
+    async with running_queues() as queues, serving(tiny_checkpoint, None, tmp_path, queues, threads=2) as stub:
+        with stopped(queues.reading) as pid:
             held = [await asking(stub, video(data), text("?")) for _ in range(2)]
-            assert await settled(lambda: pools.reading.jobs == 2)
+            assert await settled(lambda: queues.reading.jobs == 2)
             assert planning("jobs", "slow") == 2
             assert planning("waiting", "slow") == planning("oldest_seconds", "slow") == 0
             for _ in range(3):
@@ -54,4 +54,4 @@ async def test_text_is_planned_while_readers_stand_still_and_other_prompts_wait(
             async with asyncio.timeout(30):
                 assert [len((await plan_of(call)).media) for call in held] == [1, 1, 1, 0]
         assert await settled(lambda: planning("jobs", "slow") == planning("oldest_seconds", "slow") == 0)
-        assert pools.replaced == []
+        assert queues.replaced == []
