@@ -1,4 +1,4 @@
-"""What is wrong is refused with a status and a reason that say so, and the next request is served."""
+"""Wrong requests and bad media are refused with a status and a reason, and the next request is served."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.preprocessing.service import (
     video,
 )
 
-# One event loop for all, to which the workers belong: starting them takes longer than most tests.
+# One event loop for the module, because the workers belong to it.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -97,7 +97,9 @@ CLIP = clip(4)
         ),
     ],
 )
-async def test_a_wrong_request_is_refused_by_field(stub: Any, requests: list[PreprocessRequest], named: str) -> None:
+async def test_a_wrong_request_is_refused_with_its_field(
+    stub: Any, requests: list[PreprocessRequest], named: str
+) -> None:
     code, reason, message = await refused(await sent(stub, *requests))
     assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
     assert re.search(named, message)
@@ -122,7 +124,7 @@ async def test_a_wrong_request_is_refused_by_field(stub: Any, requests: list[Pre
         ),
     ],
 )
-async def test_bad_media_has_a_status_and_the_next_request_is_served(
+async def test_bad_media_are_refused_with_status_and_reason(
     stub: Any, media: dict[str, Any], code: str, reason: str
 ) -> None:
     call = await sent(stub, prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(**media))))
@@ -130,11 +132,15 @@ async def test_bad_media_has_a_status_and_the_next_request_is_served(
         await plan_of(call)
         await call.write(EVERYTHING)
     assert (await refused(call))[:2] == (grpc.StatusCode[code], reason)
-    call = await asked(stub, prompt_of(video(clip(4))))
+
+
+async def test_a_request_after_a_refused_one_is_served(stub: Any) -> None:
+    await refused(await sent(stub, prompt_of(video(b"garbage" * 99))))
+    call = await asked(stub, prompt_of(video(CLIP)))
     assert (await frames_of(call, await plan_of(call)))[0] == [0]
 
 
-async def test_what_is_fetched_and_is_no_media_is_told_by_its_field(
+async def test_a_fetched_file_that_is_no_media_is_refused_with_its_field(
     tiny_checkpoint: Path, tmp_path: Path, queues: Queues
 ) -> None:
     async with (

@@ -253,8 +253,8 @@ async def test_media_beyond_a_limit_are_rejected_with_the_limit(replaced: list[F
     assert faults == []
 
 
-# The H.264 decoder does not report failed allocations. It holds up to a dozen frames of 5.5 MB here: 80 MiB have room for
-# some of them, 180 MiB for all.
+# The H.264 decoder does not report failed allocations. It holds up to a dozen frames of 5.5 MB here: 80 MiB have room
+# for some of them, 180 MiB for all.
 @pytest.mark.parametrize("memory_mib", [80, *(pytest.param(each, marks=pytest.mark.deep) for each in (100, 116, 180))])
 async def test_a_lack_of_memory_is_not_reported_as_damage(memory_mib: int) -> None:
     reference = {"preset": "ultrafast", "g": "12", "x264-params": "ref=8:bframes=3:b-pyramid=normal"}
