@@ -12,7 +12,6 @@ from fractions import Fraction
 from typing import Any
 
 import av
-import numpy as np
 import pytest
 
 from common.contract.errors import MediaDamaged
@@ -21,7 +20,7 @@ from services.preprocessing.video import decode
 from services.preprocessing.video.decode import DecodedFrame, decode_frames
 from services.preprocessing.video.packets import PacketIndex, read_packets
 from services.preprocessing.video.slices import PlannedVideo
-from tests.preprocessing.preprocessing_media import clip, decoded_in_order, number_of, shifted, without_packets
+from tests.preprocessing.preprocessing_media import clip, number_of, shifted, without_packets
 
 # Three B-frames in a row, a keyframe every 12 frames.
 B_FRAMES = {"g": "12", "bf": "3", "x264-params": "b-adapt=0:scenecut=0"}
@@ -38,33 +37,6 @@ def frames_at(data: bytes, places: list[int]) -> list[DecodedFrame]:
 
 def numbers(frames: list[DecodedFrame]) -> list[int]:
     return [number_of(frame.pixels) for frame in frames]
-
-
-@pytest.mark.parametrize(
-    ("container", "codec", "options"),
-    [
-        ("mp4", "libx264", B_FRAMES),
-        ("matroska", "libx264", B_FRAMES),
-        ("mpegts", "libx264", B_FRAMES),
-        ("flv", "libx264", B_FRAMES),
-        ("avi", "libx264", B_FRAMES),
-        ("h264", "libx264", B_FRAMES),
-        ("mp4", "libx264", {"g": "1"}),
-        ("mp4", "libx264", {"g": "300", "bf": "0"}),
-        ("avi", "mpeg4", {"g": "12"}),
-        ("webm", "libvpx", {"auto-alt-ref": "1", "lag-in-frames": "8", "g": "12"}),
-        ("webm", "libvpx-vp9", {"auto-alt-ref": "1", "lag-in-frames": "8", "g": "12"}),
-    ],
-)
-def test_each_place_yields_the_frame_that_is_shown_there(container: str, codec: str, options: dict[str, str]) -> None:
-    data = clip(60, container=container, codec=codec, options=options)
-    whole = decoded_in_order(data)
-    places = [0, 1, 1, 5, 13, 14, 30, 31, 47, 59, 59]
-    frames = frames_at(data, places)
-    assert numbers(frames) == places
-    assert not any(frame.repaired for frame in frames)
-    for place, frame in zip(places, frames, strict=True):
-        assert np.array_equal(frame.pixels, whole[place])
 
 
 def test_a_variable_rate_keeps_each_frames_own_time() -> None:

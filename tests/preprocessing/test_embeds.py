@@ -286,12 +286,3 @@ def test_embeddings_and_files_count_together_against_the_inline_limit() -> None:
     asked.messages[0].parts.append(prompt_pb2.Part(video=prompt_pb2.Media(data=bytes(8 * 2**20))))
     with pytest.raises(InvalidRequest, match="17825792 bytes of inline media, at most 16777216 are allowed"):
         conversation_of(asked)
-
-
-def test_more_media_than_a_prompt_may_hold_are_refused() -> None:
-    picture = prompt_pb2.Part(image=prompt_pb2.Media(path="picture.png"))
-    many = prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=[picture] * 512)
-    assert len(conversation_of(prompt_pb2.Prompt(messages=[many])).media) == 512
-    many.parts.append(picture)
-    with pytest.raises(InvalidRequest, match=r"^prompt\.messages hold 513 media, at most 512 are allowed"):
-        conversation_of(prompt_pb2.Prompt(messages=[many]))
