@@ -80,7 +80,7 @@ async def test_cancelling_while_a_file_is_hashed_frees_its_thread_within_a_secon
 
 
 @pytest.mark.parametrize("ends", ["by cancelling", "by its deadline"])
-async def test_a_caller_that_goes_away_ends_its_fetches(
+async def test_a_caller_that_disconnects_ends_its_fetches(
     tiny_checkpoint: Path, tmp_path: Path, queues: Queues, ends: str
 ) -> None:
     async def drip(writer: asyncio.StreamWriter) -> None:

@@ -105,7 +105,7 @@ def animation(format: str) -> bytes:  # noqa: A002
         ("hevc", "libx265", HEVC, "yuv420p", (48, 64)),
     ],
 )
-def test_frames_are_those_that_a_plain_reader_shows(
+def test_frames_equal_those_of_pyav(
     container: str, codec: str, options: dict[str, str], pixel_format: str, size: tuple[int, int]
 ) -> None:
     data = encoded(container, codec, options, pixel_format, size)
@@ -181,7 +181,7 @@ def clip_of(colours: list[tuple[int, int, int]], matrix: Colorspace, full: bool)
 
 @pytest.mark.parametrize("matrix", WEIGHTS)
 @pytest.mark.parametrize("full", [False, True])
-def test_a_colour_survives_its_matrix_and_its_range(matrix: Colorspace, full: bool) -> None:
+def test_colours_follow_the_declared_matrix_and_range(matrix: Colorspace, full: bool) -> None:
     source = bytes_source("video", clip_of(COLOURS, matrix, full))
     decoded = list(decode_frames(source, read_packets(source), range(len(COLOURS))))
     for frame, colour in zip(decoded, COLOURS, strict=True):

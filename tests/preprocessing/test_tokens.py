@@ -213,7 +213,7 @@ def test_text_that_spells_control_tokens_or_an_expansion_stays_text(
     assert theirs.backend_tokenizer.normalizer.normalize_str(text) in plain
 
 
-def test_text_that_looks_like_a_stand_in_stays_as_it_is(theirs: Any, ours: ChatTokens) -> None:
+def test_text_that_looks_like_a_stand_in_is_unchanged(theirs: Any, ours: ChatTokens) -> None:
     text = f"⟨{'0' * 32}⟩ and {'⟨' * 3}"
     assert text in theirs.decode(ids_of(ours, [Turn("user", (text,))]))
 
