@@ -200,85 +200,64 @@ def test_a_digest_replaces_an_omitted_tensor(tiny: Planner) -> None:
     assert item_of(tiny, image=other).content_hash != item_of(tiny, image=whole).content_hash
 
 
-def without_grid() -> prompt_pb2.Media:
-    return prompt_pb2.Media(embeds=prompt_pb2.MediaEmbeds(seconds_per_grid=step(Fraction(1))))
+STEP, THREE_TIMES = TIMES["a step"], TIMES["times"]
+NO_GRID = prompt_pb2.Media(embeds=prompt_pb2.MediaEmbeds(seconds_per_grid=step(Fraction(1))))
+SAMPLED = embeds(2, 2, 2, **STEP)
+SAMPLED.frame_sampling.CopyFrom(prompt_pb2.FrameSampling(max_pixels=4096))
 
 
-def with_frame_sampling() -> prompt_pb2.Media:
-    media = embeds(2, 2, 2, **TIMES["a step"])
-    media.frame_sampling.CopyFrom(prompt_pb2.FrameSampling(max_pixels=4096))
-    return media
+def stepped(numerator: int, denominator: int) -> prompt_pb2.Media:
+    return embeds(2, 2, 2, seconds_per_grid=prompt_pb2.Rational(numerator=numerator, denominator=denominator))
 
 
 @pytest.mark.parametrize(
-    ("media", "named"),
+    ("kind", "media", "named"),
     [
-        ({"video": embeds(2, 2, 2)}, r"video\.embeds\.seconds_per_grid or timestamps_s must be set: a video needs"),
+        ("video", embeds(2, 2, 2), "seconds_per_grid or timestamps_s must be set: a video needs"),
+        ("video", embeds(3, 2, 2, **STEP, **THREE_TIMES), "seconds_per_grid and timestamps_s are two time bases"),
+        ("image", embeds(1, 2, 2, **STEP), "seconds_per_grid and timestamps_s are for videos"),
+        ("image", embeds(1, 2, 2, timestamps_s=[0.0]), "seconds_per_grid and timestamps_s are for videos"),
+        ("image", embeds(2, 2, 2), r"grid\.t of an image must be 1, got 2"),
+        ("video", NO_GRID, "grid must be set"),
+        ("video", embeds(2, 0, 2, **STEP), "grid is invalid: .* got 2×0×2"),
+        ("video", embeds(2, 2**20, 2**20, **STEP), "grid is invalid: .* at most 4194304"),
+        ("video", stepped(1, 0), r"seconds_per_grid\.denominator must be at least 1, got 0"),
+        ("video", stepped(1, -2), r"seconds_per_grid\.denominator must be at least 1, got -2"),
+        ("video", stepped(0, 1), "seconds_per_grid must be above 0, got 0"),
+        ("video", stepped(-1, 2), "seconds_per_grid must be above 0, got -1/2"),
+        ("video", stepped(WEEK, 1), "seconds_per_grid makes the video last 1209600 s, at most 604800"),
+        ("video", embeds(2, 2, 2, **THREE_TIMES), "timestamps_s must hold one time for each of 2 slices, got 3"),
+        ("video", embeds(2, 2, 2, timestamps_s=[1.0, 0.5]), r"timestamps_s\[1\] must not be below .* 1\.0, got 0\.5"),
         (
-            {"video": embeds(3, 2, 2, **TIMES["a step"], **TIMES["times"])},
-            r"video\.embeds\.seconds_per_grid and timestamps_s are two time bases",
+            "video",
+            embeds(2, 2, 2, timestamps_s=[-0.5, 1.0]),
+            r"timestamps_s\[0\] must be between 0 and 604800, got -0\.5",
         ),
+        ("video", embeds(1, 2, 2, timestamps_s=[math.nan]), r"timestamps_s\[0\] must be .* got nan"),
+        ("video", embeds(1, 2, 2, timestamps_s=[math.inf]), r"timestamps_s\[0\] must be .* got inf"),
+        ("video", embeds(2, 2, 2, digest=b"short", **STEP), "digest must have 32 bytes, got 5"),
+    ],
+)
+def test_wrong_embeddings_are_refused_with_their_field(kind: str, media: prompt_pb2.Media, named: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^prompt\.messages\[0\]\.parts\[0\]\.{kind}\.embeds\.{named}"):
+        conversation_of(prompt(**{kind: media}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "media", "named"),
+    [
+        ("video", SAMPLED, r"video\.frame_sampling must not be set beside embeds"),
+        ("image", embeds(1, 2, 2, bytes(16 * 2**20 + 1)), "hold 16777217 bytes of inline media, at most 16777216"),
         (
-            {"image": embeds(1, 2, 2, **TIMES["a step"])},
-            r"image\.embeds\.seconds_per_grid and timestamps_s are for vid",
-        ),
-        ({"image": embeds(1, 2, 2, timestamps_s=[0.0])}, r"image\.embeds\.seconds_per_grid and timestamps_s are for"),
-        ({"image": embeds(2, 2, 2)}, r"image\.embeds\.grid\.t of an image must be 1, got 2"),
-        ({"video": without_grid()}, r"video\.embeds\.grid must be set"),
-        ({"video": embeds(2, 0, 2, **TIMES["a step"])}, r"video\.embeds\.grid is invalid: .* got 2×0×2"),
-        ({"video": embeds(2, 2**20, 2**20, **TIMES["a step"])}, r"video\.embeds\.grid is invalid: .* at most 4194304"),
-        (
-            {"video": embeds(2, 2, 2, seconds_per_grid=prompt_pb2.Rational(numerator=1))},
-            r"video\.embeds\.seconds_per_grid\.denominator must be at least 1, got 0",
-        ),
-        (
-            {"video": embeds(2, 2, 2, seconds_per_grid=prompt_pb2.Rational(numerator=1, denominator=-2))},
-            r"video\.embeds\.seconds_per_grid\.denominator must be at least 1, got -2",
-        ),
-        (
-            {"video": embeds(2, 2, 2, seconds_per_grid=prompt_pb2.Rational(denominator=1))},
-            r"video\.embeds\.seconds_per_grid must be above 0, got 0",
-        ),
-        (
-            {"video": embeds(2, 2, 2, seconds_per_grid=step(Fraction(-1, 2)))},
-            r"video\.embeds\.seconds_per_grid must be above 0, got -1/2",
-        ),
-        (
-            {"video": embeds(2, 2, 2, seconds_per_grid=step(Fraction(WEEK)))},
-            r"video\.embeds\.seconds_per_grid makes the video last 1209600 s, at most 604800",
-        ),
-        (
-            {"video": embeds(2, 2, 2, **TIMES["times"])},
-            r"video\.embeds\.timestamps_s must hold one time for each of 2 slices, got 3",
-        ),
-        (
-            {"video": embeds(2, 2, 2, timestamps_s=[1.0, 0.5])},
-            r"video\.embeds\.timestamps_s\[1\] must not be below the one before, 1\.0, got 0\.5",
-        ),
-        (
-            {"video": embeds(2, 2, 2, timestamps_s=[-0.5, 1.0])},
-            r"video\.embeds\.timestamps_s\[0\] must be between 0 and 604800, got -0\.5",
-        ),
-        ({"video": embeds(1, 2, 2, timestamps_s=[math.nan])}, r"timestamps_s\[0\] must be .* got nan"),
-        ({"video": embeds(1, 2, 2, timestamps_s=[math.inf])}, r"timestamps_s\[0\] must be .* got inf"),
-        (
-            {"video": embeds(2, 2, 2, digest=b"short", **TIMES["a step"])},
-            r"video\.embeds\.digest must have 32 bytes, got 5",
-        ),
-        ({"video": with_frame_sampling()}, r"video\.frame_sampling must not be set beside embeds"),
-        (
-            {"image": embeds(1, 2, 2, bytes(16 * 2**20 + 1))},
-            "hold 16777217 bytes of inline media, at most 16777216 are allowed",
-        ),
-        (
-            {"video": embeds(MAX_EMBEDS_SLICES + 1, 1, 1, **TIMES["a step"])},
-            "hold embeddings of 32769 temporal slices, at most 32768 are allowed",
+            "video",
+            embeds(MAX_EMBEDS_SLICES + 1, 1, 1, **STEP),
+            "hold embeddings of 32769 temporal slices, at most 32768",
         ),
     ],
 )
-def test_wrong_embeddings_are_refused_with_their_field(media: dict[str, prompt_pb2.Media], named: str) -> None:
+def test_embeddings_beyond_a_limit_are_refused(kind: str, media: prompt_pb2.Media, named: str) -> None:
     with pytest.raises(InvalidRequest, match=rf"^prompt\.messages.*{named}"):
-        conversation_of(prompt(**media))
+        conversation_of(prompt(**{kind: media}))
 
 
 def test_embeddings_and_files_count_together_against_the_inline_limit() -> None:

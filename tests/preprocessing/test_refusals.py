@@ -87,14 +87,6 @@ CLIP = clip(4)
             [prompt_of(prompt_pb2.Part(image=prompt_pb2.Media(data=b"x", frame_sampling={"fps": 2.0})))],
             "image.frame_sampling.fps is for videos",
         ),
-        (
-            [prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(embeds={"grid": {"t": 2, "h": 1, "w": 1}})))],
-            r"parts\[0\].video.embeds.seconds_per_grid or timestamps_s must be set: a video needs a time base",
-        ),
-        (
-            [prompt_of(video(bytes(9 * 2**20)), video(bytes(8 * 2**20)))],
-            "17825792 bytes of inline media, at most 16777216 are allowed",
-        ),
     ],
 )
 async def test_a_wrong_request_is_refused_with_its_field(

@@ -41,63 +41,22 @@ def test_an_address_is_recognised(host: str) -> None:
     assert parse_url(f"http://{host}/").host.address is not None
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "2130706433",  # decimal
-        "0x7f000001",  # hexadecimal
-        "017700000001",  # octal
-        "0177.0.0.1",
-        "0x7f.0.0.1",
-        "127.0.0.01",
-        "127.1",  # short
-        "127.0.1",
-        "127.0.0.1..",
-        "127.0.0.0x",
-        "1.2.3.4.5",
-        "256.0.0.1",
-        "%31%32%37.0.0.1",  # escapes
-        "127.0.0.1%2f.example.org",
-        "１２７.0.0.1",  # full-width digits
-        "127。0。0。1",  # full stops that IDNA takes for dots
-        "①②⑦.0.0.1",
-        "ⓔxample.org",
-        "bücher.example",
-        "user@127.0.0.1",  # user names
-        "example.org@127.0.0.1",
-        "user:password@example.org",
-        "example.org\\@127.0.0.1",
-        "example.org:80@127.0.0.1",
-        "[fe80::1%25eth0]",  # zones
-        "[fe80::1%eth0]",
-        "[::1",
-        "::1",
-        "[127.0.0.1]",
-        "[v1.fe80::a]",
-        "[::ffff:127.1]",
-        "[::ffff:0177.0.0.1]",
-        "[::1]evil.example",
-        "example.org:",  # ports
-        "example.org:+80",
-        "example.org:0x50",
-        "example.org:８０",
-        "example.org:800000",
-        "",
-        ".",
-        ".example.org",
-        "example..org",
-        "-example.org",
-        "example-.org",
-        "a" * 64 + ".org",
-        "a." * 127 + "org",
-        "ex ample.org",
-        "ex\tample.org",
-        "ex\nample.org",
-        "ex\0ample.org",
-        "example.org\r\nHost: 127.0.0.1",
-        "ex*mple.org",
-    ],
-)
+DISGUISED = [
+    "2130706433", "0x7f000001", "017700000001", "0177.0.0.1", "0x7f.0.0.1", "127.0.0.01",  # decimal, hex, octal
+    "127.1", "127.0.1", "127.0.0.1..", "127.0.0.0x", "1.2.3.4.5", "256.0.0.1",  # short, long, out of range
+    "%31%32%37.0.0.1", "127.0.0.1%2f.example.org",  # escapes
+    "１２７.0.0.1", "127。0。0。1", "①②⑦.0.0.1", "ⓔxample.org", "bücher.example",  # normalised by IDNA
+    "user@127.0.0.1", "example.org@127.0.0.1", "user:password@example.org", "example.org\\@127.0.0.1",  # user names
+    "example.org:80@127.0.0.1",
+    "[fe80::1%25eth0]", "[fe80::1%eth0]",  # zones
+    "[::1", "::1", "[127.0.0.1]", "[v1.fe80::a]", "[::ffff:127.1]", "[::ffff:0177.0.0.1]", "[::1]evil.example",
+    "example.org:", "example.org:+80", "example.org:0x50", "example.org:８０", "example.org:800000",  # ports
+    "", ".", ".example.org", "example..org", "-example.org", "example-.org", "a" * 64 + ".org", "a." * 127 + "org",
+    "ex ample.org", "ex\tample.org", "ex\nample.org", "ex\0ample.org", "example.org\r\nHost: 127.0.0.1", "ex*mple.org",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", DISGUISED)
 def test_a_disguised_host_is_refused(host: str) -> None:
     with pytest.raises(InvalidRequest):
         parse_url(f"http://{host}/clip.mp4")

@@ -283,26 +283,13 @@ async def test_a_lack_of_memory_is_not_reported_as_damage(memory_mib: int) -> No
 # --- answers of a worker that cannot be true ----------------------------------------------------------------------
 
 IMPOSSIBLE: list[dict[str, Any]] = [
-    {"frames": 0},
-    {"frames": MAX_PACKETS + 1},
-    {"frames": 59},
-    {"frames": True},
-    {"frames": 60.0},
-    {"stored_pts": 59},
-    {"tail_ticks": 0},
-    {"time_base": []},
-    {"time_base": [1, 0]},
-    {"time_base": [1, 30, 1, 30]},
-    {"time_base": ["1", "30"]},
-    {"time_base": [2**63, 1]},
-    {"time_base": [10**6, 1]},
-    {"rates": [30]},
-    {"rates": [30, 1] * 4},
-    {"rates": "30"},
-    {"height_px": 0},
-    {"height_px": MAX_FRAME_PX, "width_px": 2},
-    {"width_px": None},
-]
+    {"frames": 0}, {"frames": MAX_PACKETS + 1}, {"frames": 59}, {"frames": True}, {"frames": 60.0},
+    {"stored_pts": 59}, {"tail_ticks": 0},
+    {"time_base": []}, {"time_base": [1, 0]}, {"time_base": [1, 30, 1, 30]}, {"time_base": ["1", "30"]},
+    {"time_base": [2**63, 1]}, {"time_base": [10**6, 1]},
+    {"rates": [30]}, {"rates": [30, 1] * 4}, {"rates": "30"},
+    {"height_px": 0}, {"height_px": MAX_FRAME_PX, "width_px": 2}, {"width_px": None},
+]  # fmt: skip
 
 
 async def test_an_impossible_index_breaks_the_contract() -> None:
