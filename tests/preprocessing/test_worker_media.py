@@ -200,7 +200,7 @@ async def test_bad_media_are_refused_as_in_this_process(queue: JobQueue, replace
     assert replaced == []
 
 
-@pytest.mark.parametrize("count", [90, pytest.param(3000, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("count", [90, pytest.param(2000, marks=[pytest.mark.deep, pytest.mark.timeout(900)])])
 async def test_mutated_files_end_no_worker_and_leak_nothing(queue: JobQueue, replaced: list[Fault], count: int) -> None:
     decoded = 0
     for name, data in mutations(4, count):
