@@ -1,4 +1,4 @@
-"""What tests ask of worker processes, and what they see of them."""
+"""Jobs that tests give to worker processes, and observations of processes and descriptors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from services.preprocessing.workers.limits import Limits
 from services.preprocessing.workers.protocol import Facts
 
 SOURCE = bytes_source("video", b"media")
-ENTRY = "tests.preprocessing.pool_jobs"
+ENTRY = "tests.preprocessing.misbehaving_worker"
 MIB = 2**20
 LIMITS = Limits(wall_s=20, memory_bytes=256 * MIB, file_bytes=MIB, frames=1000, length_s=1000, pixels=2**40)
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A job of `pool_jobs`. Its pieces are (facts, data)."""
+    """A job of `misbehaving_worker`. Its pieces are (facts, data)."""
 
     name: str
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ def counting(pieces: int, piece_s: float = 0.0) -> Ask:
 
 
 def pieces_made(pieces: list[tuple[Facts, UInt8Array]]) -> list[int]:
-    """The numbers that the pieces say and show."""
+    """The numbers of the pieces, whose content must show the same numbers."""
     for facts, data in pieces:
         assert data.size == MIB
         assert (data == facts.values["number"] % 256).all()
@@ -60,7 +60,7 @@ def open_descriptors() -> int:
 
 @contextmanager
 def no_descriptor_left() -> Iterator[None]:
-    """This process can open nothing more inside."""
+    """Inside, this process cannot open any descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
@@ -70,12 +70,12 @@ def no_descriptor_left() -> Iterator[None]:
 
 
 def open_memories() -> int:
-    """How many descriptors of sealed memory this process has open."""
+    """Descriptors of sealed memory that this process has open."""
     return sum(path.name.startswith("memfd:framesieve") for path in open_paths())
 
 
 def open_paths() -> list[Path]:
-    """What this process has open, while other threads open and close."""
+    """Paths that this process has open, while other threads open and close files."""
     found = []
     for each in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # closed since it was listed
@@ -84,7 +84,7 @@ def open_paths() -> list[Path]:
 
 
 def children() -> set[int]:
-    """The workers of this process, which may have other children."""
+    """Process ids of this process's workers; it may have other children."""
     found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {int(each) for each in found if _runs_isolated(Path(f"/proc/{each}/cmdline"))}
 
@@ -97,10 +97,10 @@ def _runs_isolated(command: Path) -> bool:
 
 
 def runs(pid: int) -> bool:
-    """Whether the process runs: whoever adopted it may not have buried it yet."""
+    """Whether the process runs; False for a zombie that is not reaped yet."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it went since the file was opened
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ended since the file was opened
         return False
     return status.rsplit(")", 1)[1].split()[0] != "Z"
 

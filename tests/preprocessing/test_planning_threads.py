@@ -1,4 +1,4 @@
-"""Functions run beside the event loop, a bounded number at once, and leaving waits for them without stopping it."""
+"""Planning threads run a bounded number of functions at once, count those that wait, and end without deadlock."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ import pytest
 from services.preprocessing.rpc.planning_threads import PlanningThreads
 
 
-async def test_what_a_function_returns_or_raises_reaches_its_caller() -> None:
-    async with PlanningThreads(1) as threads:
-        assert await threads.call(threading.current_thread) is not threading.current_thread()
+async def test_results_and_errors_reach_the_caller_from_at_most_so_many_threads() -> None:
+    async with PlanningThreads(2) as threads:
         with pytest.raises(ZeroDivisionError):
             await threads.call(lambda: 1 // 0)
-
-
-async def test_no_more_run_at_once_than_there_are_threads() -> None:
-    async with PlanningThreads(2) as threads:
         both = threading.Barrier(2)
         async with asyncio.timeout(5):
             await asyncio.gather(*(threads.call(both.wait) for _ in range(2)))
-        everyone = await asyncio.gather(*(threads.call(threading.current_thread) for _ in range(20)))
-        assert len(set(everyone)) <= 2
+        used = await asyncio.gather(*(threads.call(threading.current_thread) for _ in range(20)))
+        assert threading.current_thread() not in used
+        assert len(set(used)) <= 2
 
 
-async def test_those_that_wait_are_told_from_those_that_run() -> None:
+async def test_gauges_count_running_and_waiting_functions() -> None:
     entered, held = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -42,8 +38,8 @@ async def test_those_that_wait_are_told_from_those_that_run() -> None:
         assert (threads.jobs, threads.waiting) == (3, 2)
         assert threads.oldest_ns is not None
         assert before_ns <= threads.oldest_ns <= time.monotonic_ns()
-        calls[0].cancel()  # whose function runs on
-        calls[1].cancel()  # whose function never starts
+        calls[0].cancel()  # its function continues
+        calls[1].cancel()  # its function never starts
         await asyncio.wait(calls[:2])
         assert (threads.jobs, threads.waiting) == (2, 1)
         held.set()
@@ -51,7 +47,7 @@ async def test_those_that_wait_are_told_from_those_that_run() -> None:
         assert (threads.jobs, threads.waiting, threads.oldest_ns) == (0, 0, None)
 
 
-async def test_leaving_lets_what_runs_use_the_event_loop() -> None:
+async def test_ending_lets_a_running_function_use_the_event_loop() -> None:
     loop = asyncio.get_running_loop()
     started = threading.Event()
 

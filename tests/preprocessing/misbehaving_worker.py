@@ -1,4 +1,4 @@
-"""What a worker may do to its service, run in real workers by `test_pool`: this module is their entry."""
+"""The entry module of workers in tests: jobs that crash, hang, leak or break the protocol, beside the real ones."""
 
 from __future__ import annotations
 
@@ -22,10 +22,19 @@ from services.preprocessing.workers import worker
 from services.preprocessing.workers.worker import Piece, Task
 
 MIB = 2**20
+MALFORMED = {
+    "no json": b"\x80\x04\x95",
+    "no object": b"[1, 2]",
+    "deep": b"[" * 60_000,
+    "a long number": b'{"kind": "piece", "facts": {"n": ' + b"9" * 5000 + b"}}",
+    "too long": b" " * 100_000,
+    "other keys": b'{"kind": "piece", "facts": {}, "more": 1}',
+    "another kind": b'{"kind": "obey", "facts": {}}',
+}
 
 
 def count(task: Task) -> Generator[Piece, None, None]:
-    """Pieces of 1 MiB that say their number, from `first` on, each `piece_s` seconds long in the making."""
+    """Numbered pieces of 1 MiB, from `first` on, each of which takes `piece_s` seconds."""
     for number in range(task.facts.integer("first", 0, 2**31), 2**31):
         time.sleep(task.facts.seconds("piece_s"))
         yield Piece({"number": number, "worker": os.getpid()}, np.full(MIB, number % 256, np.uint8))
@@ -60,7 +69,7 @@ def bug(task: Task) -> Generator[Piece, None, None]:
 
 
 def fork(task: Task) -> Generator[Piece, None, None]:
-    """Leaves a process behind that keeps the connection open."""
+    """Crashes, and leaves a child process behind that keeps the connection open."""
     child = os.fork()
     if child == 0:
         signal.pause()
@@ -69,20 +78,14 @@ def fork(task: Task) -> Generator[Piece, None, None]:
 
 
 def say(task: Task) -> Generator[Piece, None, None]:
-    """Sends something that is no message of the protocol, or a piece whose memory is not to be trusted."""
+    """Sends a message that breaks the protocol, or a piece with unsafe memory, and then hangs."""
     connection = socket.socket(fileno=os.dup(int(sys.argv[1])))
     piece = b'{"kind": "piece", "facts": {}}'
     memory = sealed(memoryview(bytes(MIB)))
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.truncate(unsealed, MIB)
     everything: dict[str, tuple[bytes, list[int]]] = {
-        "no json": (b"\x80\x04\x95", []),
-        "no object": (b"[1, 2]", []),
-        "deep": (b"[" * 60_000, []),
-        "a long number": (b'{"kind": "piece", "facts": {"n": ' + b"9" * 5000 + b"}}", []),
-        "too long": (b" " * 100_000, []),
-        "other keys": (b'{"kind": "piece", "facts": {}, "more": 1}', []),
-        "another kind": (b'{"kind": "obey", "facts": {}}', []),
+        **{what: (data, []) for what, data in MALFORMED.items()},
         "a job": (b'{"kind": "job", "facts": {}}', []),
         "an end": (b'{"kind": "done", "facts": {}}', []),
         "many descriptors": (piece, [memory] * 9),
@@ -101,7 +104,7 @@ def say(task: Task) -> Generator[Piece, None, None]:
 
 
 def confined(task: Task) -> Generator[Piece, None, None]:
-    """What it can see and reach."""
+    """Reports what the sandbox lets the worker see and reach."""
     yield Piece(
         {
             "proc": _outcome(lambda: Path("/proc/self/status").read_text()),
