@@ -44,17 +44,17 @@ class Stack:
     tower: Tower
     batcher: Batcher
     cache: EmbedsCache
-    outputs: ByteSemaphore
+    output_bytes: ByteSemaphore
 
     @property
-    def room(self) -> ByteSemaphore:
+    def encoding_bytes(self) -> ByteSemaphore:
         """For what is being encoded."""
-        return self.cache.room
+        return self.cache.encoding_bytes
 
     @property
     def held_bytes(self) -> int:
         """By requests, encoded and pruned; what is merely kept is not held."""
-        return self.room.held_bytes + self.outputs.held_bytes
+        return self.encoding_bytes.held_bytes + self.output_bytes.held_bytes
 
 
 @asynccontextmanager
@@ -181,7 +181,7 @@ def in_use(stack: Stack) -> dict[str, float]:
     gauges = {name: metric(name) for name in ("cache_waiters", "queue_slices", "queue_oldest_seconds")}
     for room in ("encoding", "output"):
         gauges |= {f"{name} {room}": metric(name, room=room) for name in ("room_used_bytes", "room_waiting")}
-    return {**gauges, "room": stack.room.held_bytes, "outputs": stack.outputs.held_bytes}
+    return {**gauges, "room": stack.encoding_bytes.held_bytes, "outputs": stack.output_bytes.held_bytes}
 
 
 async def check_served(stack: Stack) -> None:

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.encoder.items.batcher import Batcher, Forward
-from services.encoder.tower.graph_buckets import Packing, Size
+from services.encoder.items.batcher import Batcher, ForwardTimes
+from services.encoder.tower.graph_buckets import PackingLimit, Size
 from tests.encoder.stopped_tower import TIMEOUT_S, StoppedTower, run_all
 
 
@@ -27,11 +27,11 @@ def tower() -> StoppedTower:
 
 
 @pytest.fixture
-def submit(tower: StoppedTower) -> Iterator[Callable[[int, int], tuple[Future[Forward], Tensor]]]:
+def submit(tower: StoppedTower) -> Iterator[Callable[[int, int], tuple[Future[ForwardTimes], Tensor]]]:
     """Submits a slice by name and tokens to a batcher with a budget of 10, whose tower is busy with slice 0."""
     batcher = Batcher(tower.encode, budget_tokens=10)
 
-    def submit_slice(name: int, tokens: int) -> tuple[Future[Forward], Tensor]:
+    def submit_slice(name: int, tokens: int) -> tuple[Future[ForwardTimes], Tensor]:
         target = torch.zeros(1, tokens, 2)
         return batcher.submit(torch.tensor([name, tokens]), target), target
 
@@ -43,7 +43,7 @@ def submit(tower: StoppedTower) -> Iterator[Callable[[int, int], tuple[Future[Fo
     batcher.close()
 
 
-Submit = Callable[[int, int], tuple[Future[Forward], Tensor]]
+Submit = Callable[[int, int], tuple[Future[ForwardTimes], Tensor]]
 
 
 def test_slices_are_packed_in_their_order_up_to_the_budget(tower: StoppedTower, submit: Submit) -> None:
@@ -73,10 +73,10 @@ def test_a_slice_above_the_budget_has_a_forward_to_itself(tower: StoppedTower, s
 
 def test_slices_and_windows_end_a_batch_where_they_count(tower: StoppedTower) -> None:
     """The name of a slice is followed by as many numbers as it has windows."""
-    packing = Packing(Size(100, 3, 7), lambda shape: Size(1, 1, shape[0] - 1))
+    packing = PackingLimit(Size(100, 3, 7), lambda shape: Size(1, 1, shape[0] - 1))
     batcher = Batcher(tower.encode, budget_tokens=100, packing=packing)
 
-    def submit_slice(name: int, windows: int) -> Future[Forward]:
+    def submit_slice(name: int, windows: int) -> Future[ForwardTimes]:
         return batcher.submit(torch.tensor([name, 1, *[0] * (windows - 1)]), torch.zeros(1, 1, 2))
 
     submitted = [submit_slice(0, 1)]

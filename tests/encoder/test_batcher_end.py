@@ -76,7 +76,7 @@ def test_a_tower_that_is_given_up_leaves_nobody_waiting_whether_it_ever_returns(
         tower.go.release()
         running.result(TIMEOUT_S)
         assert tower.started.acquire(timeout=TIMEOUT_S)
-    batcher.give_up(Unavailable("rank 3 is gone", "encoder"))
+    batcher.abort(Unavailable("rank 3 is gone", "encoder"))
     for failed in (queued,) if returns else (running, queued):
         with pytest.raises(Unavailable, match="rank 3 is gone"):
             failed.result(TIMEOUT_S)
@@ -100,7 +100,7 @@ def test_a_tower_that_is_given_up_while_slices_are_run_alone_leaves_nobody_waiti
         each.result(TIMEOUT_S)
     for _ in range(4):
         assert tower.started.acquire(timeout=TIMEOUT_S)
-    batcher.give_up(Unavailable("rank 3 is gone", "encoder"))
+    batcher.abort(Unavailable("rank 3 is gone", "encoder"))
     for failed in (running, last):
         with pytest.raises(Unavailable, match="rank 3 is gone"):
             failed.result(TIMEOUT_S)

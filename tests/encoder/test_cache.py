@@ -15,11 +15,10 @@ from common.byte_semaphore import ByteSemaphore
 from common.contract.digest import tagged_digest
 from common.contract.plan import Grid, MediaPlan, Modality, Run
 from services.encoder.items.batcher import Batcher
-from services.encoder.items.cache import EmbedsCache, Entry
-from services.encoder.items.cache_key import cache_key
-from services.encoder.tower.cost import TowerSizes
+from services.encoder.items.cache import EmbedsCache, cache_key
+from services.encoder.items.cache_entry import CacheEntry
 from services.encoder.tower.patches import PatchShape
-from services.encoder.tower.tower import Tower
+from services.encoder.tower.tower import Tower, TowerSizes
 
 VIDEO = MediaPlan(
     modality=Modality.VIDEO,
@@ -131,12 +130,12 @@ def item(content: int) -> MediaPlan:
     return replace(VIDEO, content_hash=bytes([content]) * 32)
 
 
-async def asked(cache: EmbedsCache, content: int) -> Entry:
+async def asked(cache: EmbedsCache, content: int) -> CacheEntry:
     """An entry that the caller has not left, complete."""
     entry = cache.join(item(content))
-    if not entry.encoding.complete:
-        await entry.encoding.reserve()
-        await entry.encoding.fill(torch.full((2, 24, 8), float(content)))
+    if not entry.complete:
+        await entry.reserve()
+        await entry.fill(torch.full((2, 24, 8), float(content)))
     return entry
 
 
@@ -150,7 +149,7 @@ def kept(cache: EmbedsCache, contents: Sequence[int]) -> list[int]:
     found = []
     for content in contents:
         entry = cache.join(item(content))
-        if entry.encoding.complete:
+        if entry.complete:
             found.append(content)
         cache.leave(entry)
     return found
@@ -161,7 +160,7 @@ async def test_the_least_recently_asked_for_gives_way(batcher: Batcher) -> None:
     await keep(cache, [1, 2, 3, 1, 4, 5])
     assert kept(cache, [1, 2, 3, 4, 5]) == [1, 4, 5]
     assert cache.held_bytes == 3 * KEPT_BYTES
-    assert cache.room.held_bytes == 0
+    assert cache.encoding_bytes.held_bytes == 0
 
 
 async def test_what_is_being_read_does_not_give_way(batcher: Batcher) -> None:
@@ -169,7 +168,7 @@ async def test_what_is_being_read_does_not_give_way(batcher: Batcher) -> None:
     await keep(cache, [1, 2])
     reading = await asked(cache, 1)
     await keep(cache, [2, 3, 4])
-    assert (reading.encoding.embeds == 1).all()
+    assert (reading.embeds == 1).all()
     cache.leave(reading)
     assert kept(cache, [1, 2, 3, 4]) == [1, 4]
     assert cache.held_bytes == 2 * KEPT_BYTES
@@ -183,7 +182,7 @@ async def test_where_everything_is_being_read_the_newest_is_not_kept(batcher: Ba
     assert kept(cache, [2]) == []
     cache.leave(reading)
     assert kept(cache, [1]) == [1]
-    assert (cache.held_bytes, cache.room.held_bytes) == (KEPT_BYTES, 0)
+    assert (cache.held_bytes, cache.encoding_bytes.held_bytes) == (KEPT_BYTES, 0)
 
 
 async def test_room_is_given_back_once_the_last_reader_has_left(batcher: Batcher) -> None:
@@ -192,9 +191,9 @@ async def test_room_is_given_back_once_the_last_reader_has_left(batcher: Batcher
         first, second = await asked(cache, 1), await asked(cache, 1)
         assert first is second
         cache.leave(first)
-        assert cache.room.held_bytes == ITEM_BYTES
+        assert cache.encoding_bytes.held_bytes == ITEM_BYTES
         cache.leave(second)
-        assert (cache.room.held_bytes, cache.held_bytes) == (0, items * KEPT_BYTES)
+        assert (cache.encoding_bytes.held_bytes, cache.held_bytes) == (0, items * KEPT_BYTES)
 
 
 async def test_a_byte_less_than_an_item_keeps_nothing(batcher: Batcher) -> None:
@@ -207,7 +206,7 @@ async def test_a_byte_less_than_an_item_keeps_nothing(batcher: Batcher) -> None:
 async def test_what_failed_is_made_anew_for_who_asks_next(batcher: Batcher) -> None:
     cache = cache_of(1, batcher)
     failed = cache.join(item(1))
-    failed.encoding.fail(RuntimeError("the tower fell"))
+    failed.fail(RuntimeError("the tower fell"))
     again = await asked(cache, 1)
     assert again is not failed
     cache.leave(failed)
@@ -218,9 +217,9 @@ async def test_what_failed_is_made_anew_for_who_asks_next(batcher: Batcher) -> N
 async def test_what_nobody_waits_for_before_it_is_complete_is_not_kept(batcher: Batcher) -> None:
     cache = cache_of(1, batcher)
     entry = cache.join(item(1))
-    await entry.encoding.reserve()
+    await entry.reserve()
     cache.leave(entry)
-    assert (cache.room.held_bytes, cache.held_bytes) == (0, 0)
+    assert (cache.encoding_bytes.held_bytes, cache.held_bytes) == (0, 0)
     assert kept(cache, [1]) == []
 
 
@@ -268,7 +267,7 @@ async def test_what_is_kept_is_what_a_naive_cache_keeps(
     batcher = Batcher(lambda slices: [], budget_tokens=64)
     cache = EmbedsCache(TOWER, batcher, ByteSemaphore(100 * ITEM_BYTES), halves * KEPT_BYTES // 2)
     naive = NaiveCache(cache.size_bytes)
-    reading: list[tuple[int, Entry]] = []
+    reading: list[tuple[int, CacheEntry]] = []
 
     def leave(index: int) -> None:
         content, entry = reading.pop(index)
@@ -280,9 +279,9 @@ async def test_what_is_kept_is_what_a_naive_cache_keeps(
         if isinstance(step, int):
             entry = cache.join(sized(step))
             assert entry.kept == (step in naive.kept)
-            assert entry.encoding.complete == (step in naive.kept or step in naive.readers)
-            await entry.encoding.reserve()
-            entry.encoding.encoded_slices = entry.encoding.plan.grid.t
+            assert entry.complete == (step in naive.kept or step in naive.readers)
+            await entry.reserve()
+            entry.encoded_slices = entry.plan.grid.t
             reading.append((step, entry))
             naive.readers.append(step)
         elif reading:
@@ -298,19 +297,19 @@ async def test_however_many_are_kept_another_costs_the_same(
     batcher: Batcher, monkeypatch: pytest.MonkeyPatch, items: int
 ) -> None:
     """Where there is room for all, and where each has another give way, while some are being read."""
-    looked_at: list[Entry] = []
+    looked_at: list[CacheEntry] = []
 
-    def size_bytes(entry: Entry) -> int:
+    def size_bytes(entry: CacheEntry) -> int:
         looked_at.append(entry)
         return KEPT_BYTES
 
-    monkeypatch.setattr(Entry, "size_bytes", property(size_bytes))
+    monkeypatch.setattr(CacheEntry, "size_bytes", property(size_bytes))
     cache = cache_of(items, batcher)
     for content in range(600):
         entry = cache.join(replace(VIDEO, content_hash=content.to_bytes(32)))
-        entry.encoding.encoded_slices = VIDEO.grid.t
+        entry.encoded_slices = VIDEO.grid.t
         cache.leave(entry)
         if content < 50:
-            cache.join(entry.encoding.plan)
+            cache.join(entry.plan)
     assert cache.held_bytes == min(items, 600) * KEPT_BYTES
     assert len(looked_at) < 10 * 600

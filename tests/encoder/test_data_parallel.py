@@ -19,7 +19,7 @@ from common.contract.errors import StartupError
 from services.encoder.families import load_tower
 from services.encoder.settings import EncoderSettings
 from services.encoder.startup.build import device_of
-from services.encoder.tower.graph_buckets import Packing, Size
+from services.encoder.tower.graph_buckets import PackingLimit, Size
 from services.encoder.tower.parallel.assignment import assign
 from services.encoder.tower.parallel.tower import DataParallelTower
 from services.encoder.tower.tower import Tower
@@ -99,9 +99,9 @@ def test_each_rank_keeps_to_the_budget_of_one_forward(tower: Tower, ranks_of: Ra
 
 
 def test_a_towers_own_packing_holds_on_each_rank_and_is_as_much_more_for_all(tower: Tower, ranks_of: Ranks) -> None:
-    packing = Packing(Size(100, 2, 5), lambda frames: Size(tower.patches.tokens(frames), 1, 2))
+    packing = PackingLimit(Size(100, 2, 5), lambda frames: Size(tower.patches.tokens(frames), 1, 2))
     towers, others = ranks_of(3, own=replace(tower, packing=packing))
-    assert towers.packing == Packing(Size(300, 6, 15), packing.size_of)
+    assert towers.packing == PackingLimit(Size(300, 6, 15), packing.size_of)
     slices = slices_of(tower, *[(2, 2, 2)] * 9)
     check_equal(towers.encode(slices), tower.encode(slices))
     assert [[len(forward) for forward in of_rank] for of_rank in ran(towers, others)] == [[2, 1]] * 3

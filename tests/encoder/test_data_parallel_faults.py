@@ -23,7 +23,7 @@ from torch import Tensor
 from common.contract.errors import Unavailable
 from common.exit_status import ExitStatus
 from services.encoder.tower.parallel.exchange import Exchange
-from services.encoder.tower.parallel.rank_failure import Loss
+from services.encoder.tower.parallel.rank_failure import RankFailure
 from services.encoder.tower.tower import Tower
 from tests.encoder.meeting import ended_by_a_signal
 from tests.encoder.thread_ranks import TIMEOUT_S, Killed, Ranks, check_equal, slices_of
@@ -56,7 +56,7 @@ def test_a_forward_that_fails_on_one_rank_fails_and_the_next_one_does_not(
             towers.encode(slices)
         assert isinstance(failed.value, torch.OutOfMemoryError) == (how is lack_memory)
         check_equal(towers.encode(slices), tower.encode(slices))
-    assert towers.loss.lost is None
+    assert towers.rank_failure.cause is None
 
 
 @pytest.mark.parametrize("who", ["rank 0", "rank 1"])
@@ -65,14 +65,14 @@ def test_what_was_made_for_a_forward_that_fails_is_not_held(tower: Tower, ranks_
     towers, others = ranks_of(2)
     failing: Any = towers.own if who == "rank 0" else others.towers[1]
     rooms: list[weakref.ref[Tensor]] = []
-    errand = towers._errand
+    errand = towers._share
 
     def note(*args: Any) -> Any:
         made = errand(*args)
         rooms.append(weakref.ref(made.embeds))
         return made
 
-    towers._errand = note  # type: ignore[method-assign]
+    towers._share = note  # type: ignore[method-assign]
     failing.instead.append(lack_memory)
     gc.disable()
     try:
@@ -130,8 +130,8 @@ def test_ranks_that_cannot_be_reached_are_ended_and_never_asked_again(
         return found
 
     monkeypatch.setattr(Exchange, "receive", lose)
-    monkeypatch.setattr("services.encoder.tower.parallel.rank_failure._KNOWN_S", 0.05)
-    monkeypatch.setattr(others, "kill", lambda: others._loss.note("rank 1 of 2 was ended by signal 9"))
+    monkeypatch.setattr("services.encoder.tower.parallel.rank_failure._REPORTED_WITHIN_S", 0.05)
+    monkeypatch.setattr(others, "kill", lambda: others._rank_failure.record("rank 1 of 2 was ended by signal 9"))
     for _ in range(2):
         with pytest.raises(Unavailable, match="has ended: rank 1 of 2 was ended by signal 9"):
             towers.encode(slices_of(tower, (2, 3, 3), (2, 3, 3)))
@@ -150,11 +150,11 @@ def test_a_rank_that_stands_still_in_its_forward_is_ended(
 
     others.towers[1].instead.append(stand_still)
     monkeypatch.setattr("services.encoder.tower.parallel.tower.TIMEOUT", timedelta(seconds=0.1))
-    monkeypatch.setattr("services.encoder.tower.parallel.rank_failure._KNOWN_S", 0.05)
+    monkeypatch.setattr("services.encoder.tower.parallel.rank_failure._REPORTED_WITHIN_S", 0.05)
 
     def kill() -> None:
         killed.set()
-        others._loss.note("rank 1 of 2 was ended by signal 9")
+        others._rank_failure.record("rank 1 of 2 was ended by signal 9")
 
     monkeypatch.setattr(others, "kill", kill)
     with pytest.raises(Unavailable, match="has ended: rank 1 of 2 was ended by signal 9"):
@@ -163,7 +163,7 @@ def test_a_rank_that_stands_still_in_its_forward_is_ended(
 
 def test_a_rank_that_has_ended_is_not_asked(tower: Tower, ranks_of: Ranks) -> None:
     towers, others = ranks_of(2)
-    others._loss.note("rank 1 of 2 ended with status 7")
+    others._rank_failure.record("rank 1 of 2 ended with status 7")
     with pytest.raises(Unavailable, match="ended with status 7"):
         towers.encode(slices_of(tower, (2, 3, 3), (2, 3, 3)))
     assert others.told[1] == []
@@ -174,7 +174,7 @@ def test_a_rank_that_ends_before_the_service_serves_ends_it_as_one_that_cannot_s
 ) -> None:
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as ended:
-        Loss().note("rank 1 of 2 ended with status 2")
+        RankFailure().record("rank 1 of 2 ended with status 2")
     assert ended.value.code == ExitStatus.CANNOT_START
 
 

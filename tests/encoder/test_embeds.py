@@ -300,8 +300,8 @@ async def test_what_never_fits_is_refused_with_what_would_help(tmp_path: Path, t
 async def test_a_caller_that_leaves_frees_the_room_of_what_it_brought(stack: Stack) -> None:
     embeds = random_embeds(stack.tower, 1)
     call = await stalled(stack, VIDEO, brought(embeds))
-    await eventually(lambda: stack.outputs.held_bytes >= 2 * embeds.nbytes)
+    await eventually(lambda: stack.output_bytes.held_bytes >= 2 * embeds.nbytes)
     call.cancel()
     await eventually(stack.preprocessing.cancelled.is_set)
-    await eventually(lambda: not stack.room.held_bytes)
+    await eventually(lambda: not stack.encoding_bytes.held_bytes)
     await check_served(stack)

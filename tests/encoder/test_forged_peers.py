@@ -47,7 +47,7 @@ async def encoder_behind(address: str, folder: Path, tower: Tower) -> AsyncItera
         async with serving(f"unix:{folder}/e", servicer) as channel:
             stub = EncoderServiceStub(channel)
             yield lambda: stub.Encode(iter([first_request([VIDEO]), SELECT_ALL]), timeout=TIMEOUT_S)
-            assert cache.room.held_bytes == 0
+            assert cache.encoding_bytes.held_bytes == 0
     batcher.close()
 
 

@@ -12,12 +12,12 @@ from services.encoder.tower.graph_buckets import (
     Eager,
     Measured,
     Size,
-    budgets,
+    bucket_size,
     choose,
     fitting,
+    graph_buckets,
     pays,
-    room_of,
-    tokens_alone,
+    token_limit,
 )
 
 WINDOW_SIDE = 4
@@ -38,7 +38,7 @@ def holds(room: Size, load: Size) -> bool:
 
 
 def ladder(most_tokens: int) -> list[Size]:
-    return [room_of(each, WINDOW_SIDE**2) for each in budgets(64, most_tokens)]
+    return [bucket_size(each, WINDOW_SIDE**2) for each in graph_buckets(64, most_tokens)]
 
 
 # --- which there are --------------------------------------------------------------------------------------------
@@ -56,13 +56,13 @@ def ladder(most_tokens: int) -> list[Size]:
     ],
 )
 def test_budgets_double_up_to_the_most(least: int, most: int, expected: tuple[int, ...]) -> None:
-    assert budgets(least, most) == expected
+    assert graph_buckets(least, most) == expected
 
 
 def test_a_budget_has_room_for_slices_of_32_tokens_and_for_windows_half_full() -> None:
-    assert room_of(800, 16) == Size(800, 25, 100)
-    assert room_of(2048, 0) == Size(2048, 64, 0)
-    assert room_of(1, 16) == Size(1, 1, 1)
+    assert bucket_size(800, 16) == Size(800, 25, 100)
+    assert bucket_size(2048, 0) == Size(2048, 64, 0)
+    assert bucket_size(1, 16) == Size(1, 1, 1)
 
 
 # --- what goes into one -----------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_a_budget_has_room_for_slices_of_32_tokens_and_for_windows_half_full() -
 def test_batches_are_the_queue_in_its_order_within_every_cap_and_none_could_be_longer(
     queue: list[Size], most: int
 ) -> None:
-    for largest in (room_of(most, WINDOW_SIDE**2), tokens_alone(most)):
+    for largest in (bucket_size(most, WINDOW_SIDE**2), token_limit(most)):
         left, batches = list(queue), []
         while left:
             count = fitting(left, largest)
@@ -94,9 +94,9 @@ def test_where_only_tokens_count_nothing_else_ends_a_batch(queue: list[Size], mo
         if expected and tokens > most:
             break
         expected += 1
-    assert fitting(queue, tokens_alone(most)) == expected
+    assert fitting(queue, token_limit(most)) == expected
     # The most slices and windows that there can be to a token.
-    assert fitting([Size(1, 1, 1)] * (most + 1), tokens_alone(most)) == most
+    assert fitting([Size(1, 1, 1)] * (most + 1), token_limit(most)) == most
 
 
 def test_each_cap_ends_a_batch() -> None:
@@ -170,10 +170,10 @@ def test_a_replay_pays_where_it_is_no_longer_than_the_load_without_its_padding(
 ) -> None:
     times = zip(ladder(256), [(0.005, 0.006), (0.007, 0.008), (0.020, 0.020)], strict=True)
     measured = [Measured(each, *taken) for each, taken in times]
-    assert pays(Size(tokens, 1, 1), measured[chosen].budget, measured) is expected
+    assert pays(Size(tokens, 1, 1), measured[chosen].bucket, measured) is expected
 
 
 @given(tokens=st.integers(1, 256), replay_s=st.floats(0.001, 1), eager_s=st.floats(0.001, 1))
 def test_one_budget_pays_for_all_or_for_nothing(tokens: int, replay_s: float, eager_s: float) -> None:
-    only = room_of(256, 0)
+    only = bucket_size(256, 0)
     assert pays(Size(tokens, 1, 0), only, [Measured(only, replay_s, eager_s)]) == (replay_s <= eager_s)

@@ -18,9 +18,9 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from services.encoder.tower import packing as geometry
+from services.encoder.tower import packing as packing_module
 from services.encoder.tower.graph_buckets import Size
-from services.encoder.tower.packing import Geometry, Side, TowerShape, lay_out, pad, size_of
+from services.encoder.tower.packing import PackedLayout, Side, TowerShape, lay_out, pad, size_of
 
 PATCH_PX = 14
 merges = st.sampled_from([1, 2, 3])
@@ -48,7 +48,7 @@ def assert_same(ours: NDArray[Any] | None, theirs: Tensor) -> None:
 def test_slices_of_a_size_are_laid_out_once() -> None:
     """Also of later forwards: the device waits for it. What was made of them belongs to who asked."""
     sides, shape = [(40, 2), (2, 40), (40, 2)], TowerShape(2, window_side=9, table_side=9)
-    with patch.object(geometry, "_Slice", wraps=geometry._Slice) as made:
+    with patch.object(packing_module, "_Slice", wraps=packing_module._Slice) as made:
         lay_out(sides, shape)
         for array in lay_out(sides[:1], shape).arrays:
             array.fill(7)
@@ -70,7 +70,7 @@ def test_positions_sequences_and_windows_are_transformers_own(
     assert_same(found.window_ends, window_ends)
     assert found.longest == max(rows * columns for rows, columns in sides)
     assert found.longest_window == int(window_ends.diff().max())
-    assert found.taps is None
+    assert found.interpolation_indices is None
 
 
 @given(packing=packings(), table_side=st.sampled_from([1, 2, 6, 48]))
@@ -82,8 +82,8 @@ def test_interpolated_positions_are_transformers_own_to_the_last_bit(
     taps, weights = get_vision_interpolation_indices_and_weights(
         grids(sides), table_side, mode="bilinear", align_corners=True, spatial_merge_size=merge
     )
-    assert_same(found.taps, taps)
-    assert_same(found.tap_weights, weights)
+    assert_same(found.interpolation_indices, taps)
+    assert_same(found.interpolation_weights, weights)
     assert found.order is None
 
 
@@ -110,7 +110,7 @@ def test_padding_stands_in_no_sequence_and_each_token_in_one_place(
         assert after.dtype == before.dtype
         assert np.array_equal(after[: len(before)], before)
     patches = room.tokens * merge**2
-    assert len(padded.positions) == len(padded.taps) == len(padded.tap_weights) == patches  # type: ignore[arg-type]
+    assert len(padded.positions) == len(padded.interpolation_indices) == len(padded.interpolation_weights) == patches  # type: ignore[arg-type]
     _assert_empty_behind(padded.ends, bare.ends, room.slices)
     assert padded.longest == patches
     if window_side:
@@ -131,6 +131,6 @@ def _assert_empty_behind(padded: NDArray[Any], bare: NDArray[Any], sequences: in
 def test_a_map_changes_every_array_and_nothing_else() -> None:
     shape = TowerShape(2, window_side=2, table_side=6)
     laid = lay_out([(4, 6)], shape)
-    mapped: Geometry[tuple[int, ...]] = laid.map(lambda array: array.shape)
+    mapped: PackedLayout[tuple[int, ...]] = laid.map(lambda array: array.shape)
     assert mapped.arrays == [(24, 2), (2,), (6,), (3,), (24, 4), (24, 4)]
     assert (mapped.longest, mapped.longest_window) == (24, 16)

@@ -76,16 +76,16 @@ def test_one_slice_is_kept_whole() -> None:
 def test_bfloat16_embeddings_are_scored_in_float32() -> None:
     embeds = torch.randn(5 * 12, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
     grid = Grid(5, 3, 4)
-    assert torch.equal(evs_scores(embeds, grid), evs_scores(embeds.float(), grid))
+    assert torch.equal(evs_scores(embeds, grid)[0], evs_scores(embeds.float(), grid)[0])
     assert torch.equal(keep_tokens(embeds, grid, Pruning(0.6)), keep_tokens(embeds.float(), grid, Pruning(0.6)))
 
 
 def test_a_long_video_is_scored_as_its_parts_are() -> None:
     grid, width = Grid(24, 16, 16), 1500  # too much to be scored at once
     embeds = torch.randn(grid.tokens, width, generator=torch.Generator().manual_seed(4))
-    slices, scores = embeds.view(24, 256, width), evs_scores(embeds, grid).view(24, 256)
+    slices, scores = embeds.view(24, 256, width), evs_scores(embeds, grid)[0].view(24, 256)
     for i in range(1, 24):
-        pair = evs_scores(slices[i - 1 : i + 1].reshape(-1, width), Grid(2, 16, 16)).view(2, 256)
+        pair = evs_scores(slices[i - 1 : i + 1].reshape(-1, width), Grid(2, 16, 16))[0].view(2, 256)
         assert torch.equal(pair[1], scores[i])
 
 
@@ -103,7 +103,7 @@ def test_evs_agrees_with_transformers_where_neither_rounding_nor_counts_differ()
         )
         theirs = theirs.nonzero().view(-1).int()
         count = evs_count(grid, rate)
-        best = evs_scores(embeds, grid).sort(descending=True).values
+        best = evs_scores(embeds, grid)[0].sort(descending=True).values
         if theirs.numel() != count or (count < grid.tokens and best[count - 1] == best[count]):
             continue
         compared += 1

@@ -16,7 +16,7 @@ from common.contract.plan import Grid
 from common.contract.retention import METHODS, Pruning
 from services.encoder.pruning import ranking as scores_module
 from services.encoder.pruning.methods import Scores, keep_tokens
-from services.encoder.tower.readback import Readback
+from services.encoder.tower.transfers import Readback
 from tests.encoder.kept import GRIDS, RATES, exact_count
 from tests.generation.test_decode_graphs import NoWaiting
 

@@ -78,7 +78,7 @@ async def test_a_device_without_memory_is_told_as_what_is_full_and_the_next_requ
 async def test_eight_requests_of_three_videos_complete_in_room_for_one_item(tmp_path: Path, tower: Tower) -> None:
     async with running(tmp_path, tower, room_bytes=item_bytes(tower)) as stack:
         reserved: list[int] = []
-        stack.preprocessing.on_select = lambda: reserved.append(stack.room.held_bytes)
+        stack.preprocessing.on_select = lambda: reserved.append(stack.encoding_bytes.held_bytes)
         media = [[video(3 * request + place) for place in range(3)] for request in range(8)]
         answers = await asyncio.gather(*(encode(stack, first_request(each, 0.5), SELECT_ALL) for each in media))
         assert [list(embeds_in(answer)) for answer in answers] == [[0, 1, 2]] * 8
@@ -90,17 +90,17 @@ async def test_eight_requests_of_three_videos_complete_in_room_for_one_item(tmp_
 async def test_items_are_in_flight_together_where_there_is_room(tmp_path: Path, tower: Tower) -> None:
     async with running(tmp_path, tower, room_bytes=2 * item_bytes(tower)) as stack:
         call = await stalled(stack, *[VIDEO] * 3)
-        await eventually(lambda: stack.room.held_bytes == stack.room.size_bytes)
+        await eventually(lambda: stack.encoding_bytes.held_bytes == stack.encoding_bytes.size_bytes)
         call.cancel()
 
 
 async def test_a_caller_that_leaves_stops_the_decoder_and_frees_its_room(stack: Stack) -> None:
     call = await stalled(stack, VIDEO, VIDEO)
     assert (await call.read()).HasField("plan")
-    assert stack.room.held_bytes > 0
+    assert stack.encoding_bytes.held_bytes > 0
     call.cancel()
     await eventually(stack.preprocessing.cancelled.is_set)
-    await eventually(lambda: not stack.room.held_bytes)
+    await eventually(lambda: not stack.encoding_bytes.held_bytes)
     await check_served(stack)
 
 
@@ -157,15 +157,15 @@ async def leave(
 
 
 async def test_callers_leave_while_they_wait_for_room_to_send(stack: Stack) -> None:
-    await stack.outputs.reserve(stack.outputs.size_bytes)
-    await leave(stack, lambda: len(stack.preprocessing.prompts) == 2, lambda: stack.outputs.release(2**24))
+    await stack.output_bytes.reserve(stack.output_bytes.size_bytes)
+    await leave(stack, lambda: len(stack.preprocessing.prompts) == 2, lambda: stack.output_bytes.release(2**24))
     assert stack.preprocessing.selected == [0]  # by the next
 
 
 async def test_callers_leave_while_they_wait_for_room_to_encode(stack: Stack) -> None:
-    await stack.room.reserve(stack.room.size_bytes)
+    await stack.encoding_bytes.reserve(stack.encoding_bytes.size_bytes)
     # Two or three: whoever came first waits for room with its first item and has not begun its second.
-    await leave(stack, lambda: in_use(stack)["cache_waiters"] >= 2, lambda: stack.room.release(2**24))
+    await leave(stack, lambda: in_use(stack)["cache_waiters"] >= 2, lambda: stack.encoding_bytes.release(2**24))
     assert stack.preprocessing.selected == [0]
 
 
@@ -194,7 +194,7 @@ async def test_callers_leave_while_embeddings_are_sent(tmp_path: Path, tower: To
     async with running(tmp_path, tower, room_bytes=2**28) as stack:
         # More than the transport takes in between, and none of it is read.
         call = opened(stack, *[large] * 16)
-        while stack.room.held_bytes or not in_use(stack)["outputs"] or in_use(stack)["cache_waiters"]:
+        while stack.encoding_bytes.held_bytes or not in_use(stack)["outputs"] or in_use(stack)["cache_waiters"]:
             await asyncio.sleep(0.01)
         call.cancel()
         await check_served(stack)

@@ -101,7 +101,7 @@ async def test_whoever_waits_goes_on_when_the_one_before_leaves_without_room(tmp
         await waiters(3)
         began.cancel()
         await waiters(2)
-        assert stack.room.held_bytes == item_bytes(tower)
+        assert stack.encoding_bytes.held_bytes == item_bytes(tower)
         stack.preprocessing.resumed.set()
         assert list(embeds_in(await other)) == [0]
         await read_all(holder)
@@ -115,7 +115,7 @@ async def test_a_caller_that_reads_nothing_holds_up_nobody_who_shares_its_pass(t
         silent = opened(stack, *[large] * 16)
         assert list(embeds_in(await encode(stack, first_request([large]), SELECT_ALL))) == [0]
         await waiters(0)
-        assert stack.outputs.held_bytes > item_bytes(tower, large.grid.tokens)
+        assert stack.output_bytes.held_bytes > item_bytes(tower, large.grid.tokens)
         silent.cancel()
         await check_idle(stack)
 

@@ -20,9 +20,10 @@ from torch import Tensor
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from services.encoder.families import load_tower
-from services.encoder.tower import tower as tower_module
+from services.encoder.tower import weights as weights_module
 from services.encoder.tower.patches import PatchShape, patchify, read_normalisation
-from services.encoder.tower.tower import Tower, find_weights, read_weights
+from services.encoder.tower.tower import Tower
+from services.encoder.tower.weights import find_weights, read_weights
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
 
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
@@ -188,7 +189,7 @@ def test_weights_are_read_straight_to_the_device_and_into_their_type(
         return safe_open(path, framework)
 
     stored = find_weights(Checkpoint(family_checkpoint), ("model.visual.", "visual."))
-    monkeypatch.setattr(tower_module, "safe_open", open_here)
+    monkeypatch.setattr(weights_module, "safe_open", open_here)
     weights = read_weights(stored, torch.bfloat16, torch.device("cuda:3"))
     assert set(asked) == {"cuda:3"}
     # What is folded before it is rounded is not rounded before.

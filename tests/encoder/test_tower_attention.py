@@ -42,7 +42,7 @@ def test_the_kernel_is_taken_where_it_suits_and_nobody_wants_another(
 ) -> None:
     with patch.object(attention, "_try_kernel", return_value=(attend_by_formula, None)):
         if wanted == "varlen" and complaint is not None:
-            with pytest.raises(StartupError, match=f"^--tower-attention varlen cannot be had: .*{complaint}"):
+            with pytest.raises(StartupError, match=f"^--tower-attention varlen cannot be used: .*{complaint}"):
                 find_attention(wanted, torch.device(device), dtype, 16, head_dim)
             return
         found = find_attention(wanted, torch.device(device), dtype, 16, head_dim)
@@ -151,7 +151,7 @@ def test_a_kernel_that_is_wrong_is_found_out(kernel: Attend) -> None:
 def test_a_tower_that_is_wanted_with_the_kernel_where_there_is_none_refuses_to_start(family_checkpoint: Path) -> None:
     assert EncoderSettings.load([]).tower_attention == "auto"
     settings = EncoderSettings.load(["--tower-attention", "varlen"])
-    with pytest.raises(StartupError, match="--tower-attention varlen cannot be had: it needs a CUDA device, got cpu"):
+    with pytest.raises(StartupError, match="--tower-attention varlen cannot be used: it needs a CUDA device, got cpu"):
         load_tower(Checkpoint(family_checkpoint), "bfloat16", CPU, settings.tower_attention)
 
 

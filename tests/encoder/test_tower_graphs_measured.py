@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
-from services.encoder.tower.forward import ModelForward
 from services.encoder.tower.graphs import TowerGraphs, with_graphs
+from services.encoder.tower.tower import ModelForward
 from tests.encoder.tower_recorder import Recorder, load_packed
 from tests.families import FAMILIES
 
@@ -19,7 +19,7 @@ def test_every_budget_is_measured_however_small(tiny_checkpoint: Path, most_toke
     recorder = Recorder(eager_s=3.0)
     forward = with_graphs(load_packed(tiny_checkpoint), most_tokens, recorder).forward
     assert isinstance(forward, TowerGraphs)
-    assert [each.budget.tokens for each in forward.measured] == sorted({min(64, most_tokens), most_tokens})
+    assert [each.bucket.tokens for each in forward.measured] == sorted({min(64, most_tokens), most_tokens})
     assert {(each.replay_s, each.eager_s) for each in forward.measured} == {(1.0, 3.0)}
     assert len(set(recorder.replayed)) == len(forward.measured)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from common import ranks
 from services.encoder.startup.rank import run_shares
 from services.encoder.tower.parallel.exchange import Exchange
-from services.encoder.tower.parallel.rank_failure import Loss
+from services.encoder.tower.parallel.rank_failure import RankFailure
 from services.encoder.tower.parallel.tower import DataParallelTower
 from services.encoder.tower.tower import Tower
 
@@ -29,10 +29,10 @@ TOLERANCE = 1e-5
 class ThreadRanks:
     """In place of processes. told: all that they have been, by rank; towers: of each, by rank."""
 
-    def __init__(self, count: int, tower: Tower, rank_tokens: int, loss: Loss) -> None:
+    def __init__(self, count: int, tower: Tower, rank_tokens: int, rank_failure: RankFailure) -> None:
         self.told: dict[int, list[bytes]] = {rank: [] for rank in range(1, count)}
         self.towers = {rank: RecordingTower(tower) for rank in self.told}
-        self._count, self._rank_tokens, self._loss = count, rank_tokens, loss
+        self._count, self._rank_tokens, self._rank_failure = count, rank_tokens, rank_failure
         self._store = dist.HashStore()  # type: ignore[attr-defined]
         self._pairs = {rank: socket.socketpair() for rank in self.told}
         self._threads = [threading.Thread(target=self._run, args=(rank,)) for rank in self.told]
@@ -74,7 +74,7 @@ class ThreadRanks:
             run_shares(cast(Any, orders), cast(Tower, self.towers[rank]), Exchange(self.group(rank)), self._rank_tokens)
         except Killed:
             theirs.shutdown(socket.SHUT_RDWR)
-            self._loss.note(f"rank {rank} of {self._count} was ended by signal 9")
+            self._rank_failure.record(f"rank {rank} of {self._count} was ended by signal 9")
 
 
 class Killed(BaseException):

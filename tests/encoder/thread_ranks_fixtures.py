@@ -15,7 +15,7 @@ import torch
 from common.checkpoint import Checkpoint
 from services.encoder.families import load_tower
 from services.encoder.tower.parallel.exchange import Exchange
-from services.encoder.tower.parallel.rank_failure import Loss
+from services.encoder.tower.parallel.rank_failure import RankFailure
 from services.encoder.tower.parallel.tower import DataParallelTower
 from services.encoder.tower.tower import Tower
 from tests.encoder.thread_ranks import Made, Ranks, RecordingTower, ThreadRanks
@@ -33,12 +33,12 @@ def ranks_of(tower: Tower) -> Iterator[Ranks]:
     made: list[ThreadRanks] = []
 
     def make(count: int, rank_tokens: int = 10_000, own: Tower = tower) -> Made:
-        loss = Loss()
-        loss.watch(lambda: None)
-        others = ThreadRanks(count, own, rank_tokens, loss)
+        rank_failure = RankFailure()
+        rank_failure.watch(lambda: None)
+        others = ThreadRanks(count, own, rank_tokens, rank_failure)
         made.append(others)
         recording = cast(Tower, RecordingTower(own))
-        return DataParallelTower(recording, others, count, Exchange(others.group(0)), rank_tokens, loss), others
+        return DataParallelTower(recording, others, count, Exchange(others.group(0)), rank_tokens, rank_failure), others
 
     yield make
     for each in made:

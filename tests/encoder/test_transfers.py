@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.encoder.tower.readback import Readback
+from services.encoder.tower.transfers import Readback
 
 
 class Stream:
