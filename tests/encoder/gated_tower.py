@@ -1,0 +1,47 @@
+"""A fake tower that runs a forward each time its gate is opened; for tests of batching and of cache entries."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+TIMEOUT_S = 10
+BUG, LOST_DEVICE, TOO_LARGE_WITH_OTHERS, TOO_LARGE = 13, 14, 15, 16
+
+
+class GatedTower:
+    """A slice's first value is its name, which its embeddings repeat; its second is its number of tokens.
+
+    forwards: names of the slices of each forward. made: tensors of forwards that ran out of memory.
+    Slices with the names above make their forward fail.
+    """
+
+    def __init__(self) -> None:
+        self.forwards: list[list[int]] = []
+        self.made: list[weakref.ref[Tensor]] = []
+        self.started = threading.Semaphore(0)
+        self.gate = threading.Semaphore(0)
+
+    def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
+        named = [(int(frames.reshape(-1)[0]), int(frames.reshape(-1)[1])) for frames in slices]
+        names = [name for name, _ in named]
+        self.forwards.append(names)
+        self.started.release()
+        assert self.gate.acquire(timeout=TIMEOUT_S)
+        if BUG in names:
+            raise RuntimeError("unlucky")
+        if LOST_DEVICE in names:
+            raise torch.AcceleratorError("an illegal memory access was encountered")
+        if TOO_LARGE in names or (TOO_LARGE_WITH_OTHERS in names and len(names) > 1):
+            made = torch.zeros(3)
+            self.made.append(weakref.ref(made))
+            raise torch.OutOfMemoryError("none is left")
+        return [torch.full((1, tokens, 2), float(name)) for name, tokens in named]
+
+    def open(self, times: int = 100) -> None:
+        for _ in range(times):
+            self.gate.release()
