@@ -59,9 +59,7 @@ def as_sent(item: Received) -> tensor_pb2.Tensor:
 
 
 @pytest.mark.parametrize(("rate", "method"), [(0.0, ""), (0.5, "evs"), (0.5, "vidcom2"), (0.75, "random")])
-async def test_sent_embeddings_brought_back_are_answered_like_their_media(
-    stack: Stack, rate: float, method: str
-) -> None:
+async def test_embeddings_brought_back_are_answered_like_their_media(stack: Stack, rate: float, method: str) -> None:
     media = [VIDEO, IMAGE]
     unpruned = embeds_in(await encode(stack, first_request(media), SELECT_ALL))
     again = [media_with(as_sent(unpruned[index]), each.grid, each.modality) for index, each in enumerate(media)]

@@ -52,9 +52,7 @@ async def test_concurrent_requests_share_one_encoding_and_all_get_its_progress(s
 
 
 @pytest.mark.parametrize("timeout_s", [TIMEOUT_S, 0.5])
-async def test_an_encoding_continues_for_the_others_when_its_first_caller_leaves(
-    stack: Stack, timeout_s: float
-) -> None:
+async def test_an_encoding_continues_when_its_first_caller_leaves(stack: Stack, timeout_s: float) -> None:
     began = await stalled(stack, VIDEO, timeout_s=timeout_s)
     other = asyncio.create_task(encode(stack, first_request([VIDEO], 0.5), SELECT_ALL))
     await waiters(2)
@@ -110,9 +108,7 @@ async def test_a_waiter_leads_when_the_leader_leaves_while_waiting_for_bytes(tmp
         await check_idle(stack)
 
 
-async def test_a_caller_that_reads_nothing_does_not_delay_others_of_the_same_encoding(
-    tmp_path: Path, tower: Tower
-) -> None:
+async def test_a_caller_that_reads_nothing_does_not_delay_other_waiters(tmp_path: Path, tower: Tower) -> None:
     async with running(tmp_path, tower, room_bytes=2**28) as stack:
         large = video(3, Grid(64, 8, 8))
         # More than gRPC buffers.
