@@ -12,6 +12,13 @@ from tests.encoder.encoder_service import Stack, running, tower_of
 from tests.families import FAMILIES
 
 
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
+def family(request: pytest.FixtureRequest) -> str:
+    """The families with different towers: one has windows, the other levels. Qwen3-VL-MoE's is Qwen3-VL's."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="session")
 def levels_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-VL checkpoint: the family whose tower has more than one level."""

@@ -106,9 +106,7 @@ async def test_items_are_encoded_concurrently_if_their_bytes_fit(tmp_path: Path,
         call.cancel()
 
 
-async def test_a_caller_that_leaves_while_waiting_for_bytes_lets_the_next_one_pass(
-    tmp_path: Path, tower: Tower
-) -> None:
+async def test_a_caller_that_leaves_while_waiting_for_bytes_lets_others_pass(tmp_path: Path, tower: Tower) -> None:
     async with running(tmp_path, tower, room_bytes=item_bytes(tower)) as stack:
         holder = await stalled(stack, video(0))
         waiter = opened(stack, video(1))

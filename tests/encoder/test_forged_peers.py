@@ -109,7 +109,8 @@ MALFORMED = {
     "a message too large": bytes(MAX_RECEIVE_BYTES + 1),
     "an empty message": b"",
     "frames, or progress, before a plan": b"\x12\x00",
-    "a plan in pieces that hold nothing": EncodeResponse(plan=EMPTY_PIECE).SerializeToString(),
+    "embeddings before a plan": b"\x1a\x00",
+    "a plan in empty pieces": EncodeResponse(plan=EMPTY_PIECE).SerializeToString(),
 }
 
 
