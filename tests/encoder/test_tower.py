@@ -135,9 +135,7 @@ def test_a_slice_is_encoded_equally_alone_and_packed(tower: Tower, shape: Family
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(4, 4), (12, 8), (2, 2)])  # whole windows, which have 4 by 4 tokens
-def test_a_slice_costs_what_torch_counts(
-    tower: Tower, shape: FamilyUnderTest, rows: int, columns: int
-) -> None:
+def test_a_slice_costs_what_torch_counts(tower: Tower, shape: FamilyUnderTest, rows: int, columns: int) -> None:
     frames = torch.zeros(shape.temporal_patch, rows * shape.token_px, columns * shape.token_px, 3, dtype=torch.uint8)
     # As matrix products: fused attention on the CPU is not counted.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
