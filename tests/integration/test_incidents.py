@@ -28,7 +28,7 @@ from framesieve.v1.encoder_pb2 import EncodeRequest
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
-from services.encoder.items.cache_key import cache_key
+from services.encoder.items.cache import cache_key
 from services.generation.kv_cache.encoded_media import answer_key
 from tests import media
 from tests.generation.generation_peers import prompt_plan

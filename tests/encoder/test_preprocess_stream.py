@@ -1,47 +1,41 @@
-"""The encoder when preprocessing breaks the contract, refuses, fails or is gone: what the caller is told."""
+"""The encoder when preprocessing breaks the contract, refuses, fails or is gone: the error that the caller gets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from common.byte_semaphore import ByteSemaphore
-from common.channels import open_channel
 from common.contract import errors
 from common.contract.plan import PromptPlan
 from common.contract.tensors import DType
-from demo.checkpoint import TINY
-from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
+from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessResponse
-from services.encoder.items.batcher import Batcher
-from services.encoder.items.cache import EmbedsCache
-from services.encoder.rpc.servicer import EncoderServicer
 from services.encoder.tower.patches import PatchShape
-from services.encoder.tower.tower import Tower
-from tests.common.loopback import TIMEOUT_S, serving
+from tests.common.loopback import TIMEOUT_S
 from tests.encoder.encoder_peers import IMAGE, VIDEO, frames_of, other_item, plan_of, slice_messages
 from tests.encoder.encoder_service import SELECT_ALL, Stack, check_served, encode, first_request, read_all, select
+from tests.families import FAMILIES
 
-PATCHES = PatchShape(TINY.patch_px, TINY.merge, TINY.temporal_patch)
+QWEN3_VL = FAMILIES["qwen3_vl"]
+PATCHES = PatchShape(QWEN3_VL.patch_px, QWEN3_VL.merge, QWEN3_VL.temporal_patch)
 
 BENT_PLANS: dict[str, Callable[[PromptPlan], PromptPlan]] = {
     "another checkpoint": lambda plan: replace(plan, fingerprint=bytes(32)),
-    "more levels": lambda plan: replace(plan, embed_levels=1),
+    "more levels": lambda plan: replace(plan, embed_levels=plan.embed_levels + 1),
     "no media": lambda plan: replace(plan, media=()),
     "an image": lambda plan: replace(plan, media=plan_of([IMAGE], PATCHES, 0).media),
     "half a patch higher": lambda plan: other_item(plan, frame_height_px=2 * PATCHES.token_px + 7),
     "a token narrower": lambda plan: other_item(plan, frame_width_px=2 * PATCHES.token_px),
     "frames missing": lambda plan: other_item(plan, frames=6),
     "frames beyond": lambda plan: other_item(plan, frames=9),
-    "embeddings that nobody brought": lambda plan: other_item(plan, frames=0, frame_height_px=0, frame_width_px=0),
+    "embeddings not brought": lambda plan: other_item(plan, frames=0, frame_height_px=0, frame_width_px=0),
 }
 
 
 @pytest.mark.parametrize("bend", BENT_PLANS.values(), ids=BENT_PLANS.keys())
-async def test_a_plan_for_something_else_breaks_the_contract(
+async def test_a_plan_that_does_not_fit_the_prompt_breaks_the_contract(
     stack: Stack, bend: Callable[[PromptPlan], PromptPlan]
 ) -> None:
     stack.preprocessing.bend_plan = bend
@@ -63,7 +57,7 @@ BENT_FRAMES: dict[str, Bend] = {
     "another order": lambda messages: [messages[1], messages[0], *messages[2:]],
     "one slice twice": lambda messages: [messages[0], *messages],
     "another item's": lambda messages: [messages[0], *slice_messages(1, 2, FRAMES), *messages[2:]],
-    "an item nobody asked for": lambda messages: messages + slice_messages(1, 0, FRAMES),
+    "an item that was not selected": lambda messages: messages + slice_messages(1, 0, FRAMES),
     "another shape": lambda messages: slice_messages(0, 0, FRAMES[:, 1:].copy()),
     "one frame a slice": lambda messages: slice_messages(0, 0, FRAMES[:1]),
     "another dtype": lambda messages: slice_messages(0, 0, FRAMES, DType.INT32),
@@ -84,7 +78,7 @@ def repaired(message: PreprocessResponse, frames: int) -> PreprocessResponse:
 
 
 @pytest.mark.parametrize("bend", BENT_FRAMES.values(), ids=BENT_FRAMES.keys())
-async def test_frames_that_were_not_promised_break_the_contract(stack: Stack, bend: Bend) -> None:
+async def test_frames_that_the_plan_did_not_announce_break_the_contract(stack: Stack, bend: Bend) -> None:
     stack.preprocessing.bend_frames = bend
     with pytest.raises(errors.PeerContract, match=r"^a peer of Encode broke the contract, request id \w+$"):
         await encode(stack, first_request([VIDEO, VIDEO]), select(0))
@@ -100,14 +94,14 @@ async def test_frames_that_were_not_promised_break_the_contract(stack: Stack, be
         errors.Unavailable("preprocessing is draining", "preprocessing"),
     ],
 )
-async def test_what_preprocessing_refuses_is_told_to_the_caller(stack: Stack, error: errors.FramesieveError) -> None:
+async def test_errors_of_preprocessing_reach_the_caller(stack: Stack, error: errors.FramesieveError) -> None:
     stack.preprocessing.fail = error
     with pytest.raises(type(error), match=str(error)):
         await encode(stack, first_request([VIDEO]), SELECT_ALL)
     await check_served(stack)
 
 
-async def test_a_bug_of_preprocessings_names_the_stage_and_no_detail(stack: Stack) -> None:
+async def test_an_internal_error_of_preprocessing_reaches_the_caller_without_its_text(stack: Stack) -> None:
     stack.preprocessing.fail = ZeroDivisionError("secret")
     with pytest.raises(errors.FramesieveError, match="an internal error in Preprocess") as raised:
         await encode(stack, first_request([VIDEO]), SELECT_ALL)
@@ -115,7 +109,7 @@ async def test_a_bug_of_preprocessings_names_the_stage_and_no_detail(stack: Stac
     await check_served(stack)
 
 
-async def test_a_caller_that_could_select_more_is_told_as_well(stack: Stack) -> None:
+async def test_a_caller_that_has_not_finished_selecting_gets_the_error(stack: Stack) -> None:
     stack.preprocessing.fail = errors.MediaDamaged("9 of 10 frames cannot be decoded")
     call = stack.stub.Encode(timeout=TIMEOUT_S)
     await call.write(first_request([VIDEO, VIDEO]))
@@ -123,26 +117,3 @@ async def test_a_caller_that_could_select_more_is_told_as_well(stack: Stack) -> 
     with pytest.raises(errors.MediaDamaged, match="9 of 10"):
         await read_all(call)
     await check_served(stack)
-
-
-async def test_a_bug_of_the_tower_fails_its_request_and_not_the_service(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(stack.batcher, "_encode", lambda slices: [][0])
-        with pytest.raises(errors.FramesieveError, match=r"an internal error in Encode, request id \w+$"):
-            await encode(stack, first_request([VIDEO]), SELECT_ALL)
-    await check_served(stack)
-
-
-async def test_a_preprocessing_service_that_is_gone_is_named(tmp_path: Path, tower: Tower) -> None:
-    batcher = Batcher(tower.encode, budget_tokens=64)
-    async with open_channel(f"unix:{tmp_path}/nobody") as nobody:
-        cache = EmbedsCache(tower, batcher, ByteSemaphore(2**20), 0)
-        servicer = EncoderServicer(bytes(32), cache, ByteSemaphore(2**20), nobody)
-        async with serving(f"unix:{tmp_path}/e", servicer) as channel:
-            stub = encoder_pb2_grpc.EncoderServiceStub(channel)
-            with pytest.raises(errors.Unavailable) as raised:
-                await read_all(stub.Encode(iter([first_request([VIDEO]), SELECT_ALL]), timeout=TIMEOUT_S))
-    batcher.close()
-    assert raised.value.stage == "preprocessing"

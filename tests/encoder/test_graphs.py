@@ -1,6 +1,6 @@
-"""Forwards of the tower are replayed as graphs, which compute what transformers' own class computes without.
+"""Graph replays compute what transformers' tower computes; which forwards are replayed, and how buckets are timed.
 
-No CUDA here: see `tower_recorder.py`. What decides whether to replay is measured in `test_tower_graphs_measured.py`.
+Without CUDA: graphs are recorded by `tower_recorder.Recorder`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import structlog
@@ -20,8 +21,8 @@ from torch import Tensor
 from common.checkpoint import Checkpoint
 from services.encoder.families import load_tower
 from services.encoder.tower.graph_buckets import Eager, Size, fitting
-from services.encoder.tower.graphs import Captured, with_graphs
-from services.encoder.tower.tower import Tower
+from services.encoder.tower.graphs import Captured, TowerGraphs, with_graphs
+from services.encoder.tower.tower import ModelForward, Tower
 from tests.encoder.test_tower import levels_of, pixel_values, processor_of
 from tests.encoder.tower_recorder import CPU, STALE_BYTE, Recorder, load_packed
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
@@ -55,14 +56,14 @@ def captured(packed: Tower) -> Graphed:
 
 @pytest.fixture
 def graphed(captured: Graphed) -> Graphed:
-    """Nothing was replayed yet."""
+    """With an empty record of replays."""
     captured.recorder.replayed.clear()
     return captured
 
 
 @pytest.fixture(scope="module")
 def expect(family: str, family_checkpoint: Path, shape: FamilyUnderTest) -> Expect:
-    """What transformers' own class makes of its processor's patches, with plain attention."""
+    """Embeddings from transformers' tower on its processor's patches, with its own attention."""
     reference, processor = load_reference(family, family_checkpoint).model.visual, processor_of(family_checkpoint)
 
     @torch.no_grad()
@@ -81,7 +82,7 @@ def slices_of_tokens(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 
 def random_slices(sides: Sequence[tuple[int, int]], shape: FamilyUnderTest, seed: int = 0) -> list[Tensor]:
-    """Without the value that stands for what is stale."""
+    """Without STALE_BYTE, with which the recorder marks unwritten inputs."""
     random = torch.Generator().manual_seed(seed)
     return [
         torch.randint(
@@ -119,36 +120,25 @@ def counted(name: str, **labels: str) -> float:
 
 @settings(max_examples=8, deadline=None)
 @given(sides=slices_of_tokens())
-def test_replays_compute_what_transformers_own_class_does(
+def test_replays_equal_transformers_tower(
     captured: Graphed, shape: FamilyUnderTest, expect: Expect, sides: list[tuple[int, int]]
 ) -> None:
     captured.recorder.replayed.clear()
     slices = random_slices(sides, shape)
-    # What was returned stays, whatever is replayed after it.
+    # The first results must survive the later replays.
     found = encode_in_batches(captured.tower, slices) + encode_in_batches(captured.tower, slices[::-1])
     assert captured.recorder.replayed
     expected = expect(slices)
     assert_same(found, expected + expected[::-1])
 
 
-def test_what_is_packed_is_what_the_largest_holds(captured: Graphed, shape: FamilyUnderTest) -> None:
+def test_buckets_are_captured_largest_first_and_limit_a_forward(captured: Graphed, shape: FamilyUnderTest) -> None:
     packing = captured.tower.packing
     assert packing is not None
     assert (packing.largest.tokens, packing.largest.slices) == (160, 5)
     strip = (shape.temporal_patch, 2 * shape.token_px, 3 * shape.token_px, 3)
-    windows = 0 if shape.slices_stand_alone else 2  # of two tokens a side
-    assert packing.size_of(strip) == Size(6, 1, windows)
-
-
-def test_the_largest_is_captured_first(captured: Graphed, shape: FamilyUnderTest) -> None:
+    assert packing.size_of(strip) == Size(6, 1, 0 if shape.slices_stand_alone else 2)  # windows of 2 by 2 tokens
     assert captured.recorder.captured == [tokens * shape.merge**2 for tokens in (160, 128, 64)]
-
-
-def test_without_graphs_one_call_of_attention_for_all_slices_is_as_good(
-    packed: Tower, shape: FamilyUnderTest, expect: Expect
-) -> None:
-    slices = random_slices([(2, 2), (5, 7), (1, 6), (2, 2)], shape)
-    assert_same(packed.encode(slices), expect(slices))
 
 
 def test_replays_and_their_padding_are_counted(graphed: Graphed, shape: FamilyUnderTest) -> None:
@@ -160,11 +150,11 @@ def test_replays_and_their_padding_are_counted(graphed: Graphed, shape: FamilyUn
     assert [counted(name) - was for name, was in zip(names, before, strict=True)] == [2, 3 * 49, 15 + 30]
 
 
-# --- without one ------------------------------------------------------------------------------------------------
+# --- without a graph---------------------------------------------------------------------------------------------
 
 
 def encode_without(graphed: Graphed, slices: Sequence[Tensor], reason: Eager) -> list[Tensor]:
-    """Encodes what must not be replayed, for this reason and no other."""
+    """Encodes slices that must not be replayed, counted with this reason only."""
     graphed.recorder.replayed.clear()
     before = {each: counted("eager_forwards", reason=each.value) for each in Eager}
     found = graphed.tower.encode(slices)
@@ -175,15 +165,15 @@ def encode_without(graphed: Graphed, slices: Sequence[Tensor], reason: Eager) ->
 
 
 @pytest.mark.parametrize(("sides", "reason"), [([(23, 7)], Eager.TOKENS), ([(1, 1)] * 6, Eager.SLICES)])
-def test_what_no_graph_holds_is_run_without(
+def test_a_load_that_fits_no_bucket_runs_without_a_graph(
     graphed: Graphed, shape: FamilyUnderTest, expect: Expect, sides: list[tuple[int, int]], reason: Eager
 ) -> None:
     slices = random_slices(sides, shape)
     assert_same(encode_without(graphed, slices, reason), expect(slices))
 
 
-def test_too_many_windows_are_run_without(tiny_checkpoint: Path) -> None:
-    """Of two tokens a side: 80 windows in 160 tokens, half full. Strips of one token's height have as many in half."""
+def test_too_many_windows_run_without_a_graph(tiny_checkpoint: Path) -> None:
+    """Windows have 2 by 2 tokens: the bucket of 160 tokens holds 80, which strips one token high need."""
     shape, recorder = FAMILIES["qwen2_5_vl"], Recorder()
     graphed = Graphed(with_graphs(load_packed(tiny_checkpoint), MOST_TOKENS, recorder), recorder)
     graphed.tower.encode(random_slices([(1, 32)] * 5, shape))
@@ -191,15 +181,15 @@ def test_too_many_windows_are_run_without(tiny_checkpoint: Path) -> None:
     encode_without(graphed, random_slices([(1, 32)] * 3 + [(1, 31), (1, 33)], shape), Eager.WINDOWS)
 
 
-def test_padding_that_takes_longer_than_a_forward_without_a_graph_is_not_computed(
-    packed: Tower, shape: FamilyUnderTest, expect: Expect
-) -> None:
+def test_a_replay_that_does_not_pay_is_not_chosen(packed: Tower, shape: FamilyUnderTest, expect: Expect) -> None:
     recorder, slices = Recorder(eager_s=0.5), random_slices([(3, 3)], shape)
     graphed = Graphed(with_graphs(packed, MOST_TOKENS, recorder), recorder)
     assert_same(encode_without(graphed, slices, Eager.PADDING), expect(slices))
 
 
-def test_a_tower_that_no_graph_can_hold_is_run_without(packed: Tower, shape: FamilyUnderTest, expect: Expect) -> None:
+def test_a_failed_capture_leaves_the_tower_without_graphs(
+    packed: Tower, shape: FamilyUnderTest, expect: Expect
+) -> None:
     class Refusal(Recorder):
         def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
             try:
@@ -215,8 +205,44 @@ def test_a_tower_that_no_graph_can_hold_is_run_without(packed: Tower, shape: Fam
     assert_same(encode_without(graphed, slices, Eager.NONE_CAPTURED), expect(slices))
 
 
-def test_attention_that_asks_the_host_has_no_graphs(family_checkpoint: Path, shape: FamilyUnderTest) -> None:
+def test_sdpa_attention_has_no_graphs(family_checkpoint: Path, shape: FamilyUnderTest) -> None:
     recorder, tower = Recorder(), load_tower(Checkpoint(family_checkpoint), "float32", CPU)
     graphed = Graphed(with_graphs(tower, MOST_TOKENS, recorder), recorder)
     assert not recorder.captured
     encode_without(graphed, random_slices([(3, 3)], shape), Eager.NONE_CAPTURED)
+
+
+# --- times of buckets -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most_tokens", [1, 5, 100])
+def test_every_bucket_is_timed(tiny_checkpoint: Path, most_tokens: int) -> None:
+    recorder = Recorder(eager_s=3.0)
+    forward = with_graphs(load_packed(tiny_checkpoint), most_tokens, recorder).forward
+    assert isinstance(forward, TowerGraphs)
+    assert [each.bucket.tokens for each in forward.measured] == sorted({min(64, most_tokens), most_tokens})
+    assert {(each.replay_s, each.eager_s) for each in forward.measured} == {(1.0, 3.0)}
+    assert len(set(recorder.replayed)) == len(forward.measured)
+
+
+def test_times_are_medians_without_the_first_run(tiny_checkpoint: Path) -> None:
+    class HeldUp(Recorder):
+        def measure_s(self, run: Callable[[], object]) -> float:
+            taken = super().measure_s(run)
+            runs = len(self.replayed) if taken == 1.0 else without.call_count
+            assert runs > 1
+            return 60.0 if runs in (2, 5) else taken
+
+    with patch.object(ModelForward, "__call__", autospec=True, side_effect=ModelForward.__call__) as without:
+        forward = with_graphs(load_packed(tiny_checkpoint), 64, HeldUp(eager_s=3.0)).forward
+    assert isinstance(forward, TowerGraphs)
+    assert [(each.replay_s, each.eager_s) for each in forward.measured] == [(1.0, 3.0)]
+
+
+def test_a_bucket_is_timed_with_equal_squares_that_fill_it(tiny_checkpoint: Path) -> None:
+    """8 tokens per side: 1 in 64 tokens, 2 in 128 and in 160."""
+    tower, sides = load_packed(tiny_checkpoint), []
+    with patch.object(ModelForward, "__call__", lambda _, patches, given: sides.append(given)):
+        with_graphs(tower, 160, Recorder())
+    merge = FAMILIES["qwen2_5_vl"].merge
+    assert sides[:: len(sides) // 3] == [[(8 * merge, 8 * merge)] * count for count in (1, 2, 2)]

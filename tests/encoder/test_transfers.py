@@ -1,6 +1,6 @@
-"""What leaves the device leaves beside the tower's stream: after what was computed, and before what comes next.
+"""Readback copies on a stream of its own: after the work that it reads, without waiting for later work.
 
-No CUDA here: streams are lists of what they have yet to do, which they do when somebody waits for them.
+Without CUDA: a fake stream is a list of work, which runs when its event is waited for.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.encoder.tower.readback import Readback
+from services.encoder.tower.transfers import Readback
 
 
 class Stream:
-    """As of torch.cuda: in order, and later than the host says."""
+    """Runs its work in order, as late as possible."""
 
     def __init__(self, *_: object) -> None:
         self.due: list[Callable[[], object]] = []
@@ -38,7 +38,7 @@ class Stream:
 
 
 class Event:
-    """A stream's work so far."""
+    """The work of a stream so far."""
 
     def __init__(self, stream: Stream | None = None, blocking: bool = False) -> None:
         if stream is not None:
@@ -52,7 +52,7 @@ class Event:
 
 
 class DeviceTensor:
-    """Values that are there once its stream has computed them."""
+    """NaN until its stream has computed its values."""
 
     device = torch.device("cuda")
     dtype = torch.float32
@@ -91,15 +91,20 @@ def tower_stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     return tower
 
 
-def test_what_was_computed_is_read_and_nobody_waits_for_what_comes_next(tower_stream: Stream) -> None:
+def test_readback_waits_for_earlier_work_and_not_for_later_work(tower_stream: Stream) -> None:
     wanted = [torch.arange(6.0), torch.ones(2)]
     found: list[Any] = [DeviceTensor(each) for each in wanted]
     for tensor, values in zip(found, wanted, strict=True):
         tower_stream.give(partial(tensor.values.copy_, values))
     reading = Readback(*found)
-    assert tower_stream.done == 0  # the host went on at once
-    tower_stream.give(lambda: pytest.fail("the next forward was waited for"))
+    assert tower_stream.done == 0  # the constructor does not wait
+    tower_stream.give(lambda: pytest.fail("the host waited for the next forward"))
     read: list[Any] = reading.wait()
     assert all(torch.equal(each.values, values) for each, values in zip(read, wanted, strict=True))
     assert tower_stream.done == 2
-    assert len(tower_stream.due) == 3  # no copy stands in the next forward's way
+    assert len(tower_stream.due) == 3  # the copies are on another stream
+
+
+def test_on_the_cpu_nothing_is_copied() -> None:
+    tensors = [torch.arange(6).view(2, 3), torch.ones(2)]
+    assert all(one is other for one, other in zip(Readback(*tensors).wait(), tensors, strict=True))

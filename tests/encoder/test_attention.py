@@ -1,4 +1,4 @@
-"""Which attention a tower has: by device, dtype and size of its heads, or as it is told; a kernel is tried first."""
+"""Which attention a tower uses, by device, dtype, head size and flag; a kernel is tested before it is used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.encoder.families import load_tower
 from services.encoder.settings import EncoderSettings
 from services.encoder.tower import attention
 from services.encoder.tower.attention import Attend, Wanted, check_kernel, find_attention, unsuitable
-from tests.encoder.varlen_formula import attend_by_formula
+from tests.encoder.tower_recorder import attend_by_formula
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HALF, WHOLE = torch.bfloat16, torch.float32
@@ -28,21 +28,19 @@ HALF, WHOLE = torch.bfloat16, torch.float32
         ("cuda", torch.bfloat16, 80, None),  # Qwen2.5-VL
         ("cuda", torch.float16, 72, None),  # Qwen3-VL
         ("cuda", torch.bfloat16, 256, None),
-        ("cuda", torch.bfloat16, 8, None),
         ("cpu", torch.bfloat16, 80, "needs a CUDA device, got cpu"),
-        ("mps", torch.float16, 80, "needs a CUDA device, got mps"),
         ("cuda", torch.float32, 80, r"the tower \(--dtype\) in float32"),
         ("cuda", torch.bfloat16, 84, "multiples of 8 up to 256, the tower's have 84"),
         ("cuda", torch.bfloat16, 264, "multiples of 8 up to 256, the tower's have 264"),
     ],
 )
 @pytest.mark.parametrize("wanted", ["auto", "sdpa", "varlen"])
-def test_the_kernel_is_taken_where_it_suits_and_nobody_wants_another(
+def test_the_kernel_is_chosen_by_device_dtype_and_head_size_unless_the_flag_says_otherwise(
     wanted: Wanted, device: str, dtype: torch.dtype, head_dim: int, complaint: str | None
 ) -> None:
     with patch.object(attention, "_try_kernel", return_value=(attend_by_formula, None)):
         if wanted == "varlen" and complaint is not None:
-            with pytest.raises(StartupError, match=f"^--tower-attention varlen cannot be had: .*{complaint}"):
+            with pytest.raises(StartupError, match=f"^--tower-attention varlen cannot be used: .*{complaint}"):
                 find_attention(wanted, torch.device(device), dtype, 16, head_dim)
             return
         found = find_attention(wanted, torch.device(device), dtype, 16, head_dim)
@@ -50,8 +48,7 @@ def test_the_kernel_is_taken_where_it_suits_and_nobody_wants_another(
     assert (unsuitable(device, dtype, head_dim) is None) == (complaint is None)
 
 
-def test_a_torch_without_a_kernel_for_the_card_is_named() -> None:
-    """This one's has none for any: it was built for the CPU, or its tensors are there."""
+def test_a_torch_without_a_kernel_for_the_device_is_named() -> None:
 
     def refuse(*_: Tensor | int) -> Tensor:
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer")
@@ -78,8 +75,7 @@ def test_a_torch_without_a_kernel_for_the_card_is_named() -> None:
         (SimpleNamespace(varlen_attn=lambda query: query), "takes 1 positional argument"),
     ],
 )
-def test_a_torch_whose_kernel_is_missing_or_wrong_has_none(module: SimpleNamespace | None, told: str) -> None:
-    """Older ones have no such module, or a function that is called otherwise."""
+def test_a_missing_or_wrong_kernel_is_not_used(module: SimpleNamespace | None, told: str) -> None:
 
     def find(name: str) -> SimpleNamespace:
         if module is None:
@@ -93,7 +89,7 @@ def test_a_torch_whose_kernel_is_missing_or_wrong_has_none(module: SimpleNamespa
     assert told in obstacle
 
 
-def test_a_kernel_that_follows_the_formula_is_right() -> None:
+def test_a_kernel_that_follows_the_formula_passes() -> None:
     for dtype, head_dim in ((WHOLE, 16), (HALF, 80), (torch.float16, 72)):
         check_kernel(attend_by_formula, CPU, dtype, 3, head_dim)
 
@@ -103,30 +99,30 @@ def _crosses_sequences(*given: Tensor | int) -> Tensor:
     return attend_by_formula(query, key, value, ends[[0, -1]], ends[[0, -1]], most, most)  # type: ignore[arg-type,index]
 
 
-def _reads_behind_the_last(*given: Tensor | int) -> Tensor:
+def _reads_padding(*given: Tensor | int) -> Tensor:
     query, key, value, ends, _, most, _ = given
     ends = torch.cat([ends[:4], torch.full_like(ends[4:], len(query))])  # type: ignore[arg-type,index]
     return attend_by_formula(query, key, value, ends, ends, most, most)  # type: ignore[arg-type]
 
 
-def _weighs_what_is_behind_by_nothing(*given: Tensor | int) -> Tensor:
+def _multiplies_padding_by_0(*given: Tensor | int) -> Tensor:
     _, _, value, ends, *_ = given
     return attend_by_formula(*given) + 0 * value[ends[-1] :].sum()  # type: ignore[arg-type,index,call-arg]
 
 
-def _scales_otherwise(*given: Tensor | int) -> Tensor:
+def _scales_wrongly(*given: Tensor | int) -> Tensor:
     query, *rest = given
     return attend_by_formula(query * 0.7, *rest)  # type: ignore[arg-type]
 
 
-def _takes_rows_to_be_next_to_each_other(*given: Tensor | int) -> Tensor:
+def _assumes_contiguous_rows(*given: Tensor | int) -> Tensor:
     query, key, value, *rest = given
     heads, head_dim = value.shape[1:]  # type: ignore[union-attr]
     value = value.as_strided(value.shape, (heads * head_dim, head_dim, 1))  # type: ignore[union-attr]
     return attend_by_formula(query, key, value, *rest)  # type: ignore[arg-type]
 
 
-def _takes_the_bound_for_the_longest(*given: Tensor | int) -> Tensor:
+def _assumes_the_bound_is_reached(*given: Tensor | int) -> Tensor:
     query, key, value, ends, _, most, _ = given
     found = attend_by_formula(query, key, value, ends, ends, most, most)  # type: ignore[arg-type]
     return found * (int(ends.diff().max()) / most)  # type: ignore[union-attr]
@@ -136,26 +132,26 @@ def _takes_the_bound_for_the_longest(*given: Tensor | int) -> Tensor:
     "kernel",
     [
         _crosses_sequences,
-        _reads_behind_the_last,
-        _weighs_what_is_behind_by_nothing,
-        _scales_otherwise,
-        _takes_rows_to_be_next_to_each_other,
-        _takes_the_bound_for_the_longest,
+        _reads_padding,
+        _multiplies_padding_by_0,
+        _scales_wrongly,
+        _assumes_contiguous_rows,
+        _assumes_the_bound_is_reached,
     ],
 )
-def test_a_kernel_that_is_wrong_is_found_out(kernel: Attend) -> None:
+def test_a_wrong_kernel_fails(kernel: Attend) -> None:
     with pytest.raises(AssertionError):
         check_kernel(kernel, CPU, WHOLE, 3, 16)
 
 
-def test_a_tower_that_is_wanted_with_the_kernel_where_there_is_none_refuses_to_start(family_checkpoint: Path) -> None:
+def test_a_wanted_kernel_that_is_unavailable_is_refused(levels_checkpoint: Path) -> None:
     assert EncoderSettings.load([]).tower_attention == "auto"
     settings = EncoderSettings.load(["--tower-attention", "varlen"])
-    with pytest.raises(StartupError, match="--tower-attention varlen cannot be had: it needs a CUDA device, got cpu"):
-        load_tower(Checkpoint(family_checkpoint), "bfloat16", CPU, settings.tower_attention)
+    with pytest.raises(StartupError, match="--tower-attention varlen cannot be used: it needs a CUDA device, got cpu"):
+        load_tower(Checkpoint(levels_checkpoint), "bfloat16", CPU, settings.tower_attention)
 
 
-def test_on_cuda_no_kernel_is_left_that_makes_a_plan_for_every_size() -> None:
+def test_cudnn_attention_is_disabled_on_cuda() -> None:
     with patch.object(torch.backends.cuda, "enable_cudnn_sdp") as enable:
         find_attention("sdpa", CPU, HALF, 2, 64)
         enable.assert_not_called()
