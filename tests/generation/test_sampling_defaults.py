@@ -1,4 +1,4 @@
-"""What the checkpoint says about choosing tokens is honoured or refused."""
+"""Every field of generation_config.json is honoured, or refused if it would change answers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from services.generation.sampling.defaults import HONOURED, NEUTRAL, SamplingDef
 
 VOCABULARY = 151936
 
-# Fields of transformers' own that say nothing about which tokens a plain `generate` chooses: names, formats, caches,
-# and drafts by another model that is not there.
+# Fields of transformers that do not change the tokens of a plain `generate`: names, formats, caches, assistant models.
 SILENT = {
     "_from_model_config",
     "assistant_confidence_threshold",
@@ -68,17 +67,17 @@ def defaults_of(folder: Path, **given: Any) -> SamplingDefaults:
     return sampling_defaults(checkpoint_of(folder, given))
 
 
-def test_every_field_of_transformers_is_honoured_refused_or_known_to_be_silent() -> None:
+def test_every_field_of_transformers_is_honoured_refused_or_listed_as_silent() -> None:
     assert set(vars(GenerationConfig())) == set(HONOURED) | set(NEUTRAL) | SILENT
 
 
-def test_transformers_own_defaults_are_neutral(tmp_path: Path) -> None:
+def test_the_defaults_of_transformers_are_neutral(tmp_path: Path) -> None:
     written = GenerationConfig._get_default_generation_params()
     unsupported = {name: value for name, value in written.items() if name in NEUTRAL}
     assert defaults_of(tmp_path, **unsupported) == SamplingDefaults(VOCABULARY)
 
 
-def test_qwens_own_file_is_read(tmp_path: Path) -> None:
+def test_the_file_of_qwen_is_read(tmp_path: Path) -> None:
     # generation_config.json of Qwen/Qwen2.5-VL-7B-Instruct
     given = {
         "bos_token_id": 151643,
@@ -93,14 +92,14 @@ def test_qwens_own_file_is_read(tmp_path: Path) -> None:
     assert defaults_of(tmp_path, **given) == expected
 
 
-def test_without_do_sample_the_answer_is_greedy_whatever_the_temperature(tmp_path: Path) -> None:
+def test_without_do_sample_answers_are_greedy_whatever_the_temperature(tmp_path: Path) -> None:
     given = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1}
     assert defaults_of(tmp_path, **given).temperature == 0
     expected = SamplingDefaults(VOCABULARY, temperature=0.7, top_p=0.8, top_k=20, min_p=0.1)
     assert defaults_of(tmp_path, do_sample=True, **given) == expected
 
 
-def test_sampling_without_a_temperature_is_at_1(tmp_path: Path) -> None:
+def test_the_default_temperature_of_sampling_is_1(tmp_path: Path) -> None:
     assert defaults_of(tmp_path, do_sample=True).temperature == 1
 
 
@@ -109,7 +108,7 @@ def test_end_tokens_are_one_or_many(tmp_path: Path, eos: Any, ids: tuple[int, ..
     assert defaults_of(tmp_path, eos_token_id=eos).eos_ids == ids
 
 
-def test_end_tokens_come_from_the_models_config_where_the_file_has_none(tmp_path: Path) -> None:
+def test_end_tokens_come_from_config_json_if_the_file_has_none(tmp_path: Path) -> None:
     assert sampling_defaults(checkpoint_of(tmp_path, None, {"eos_token_id": 3})).eos_ids == (3,)
     assert sampling_defaults(
         checkpoint_of(tmp_path, {}, {"text_config": {"vocab_size": 9, "eos_token_id": [4]}})
@@ -132,9 +131,7 @@ def test_end_tokens_come_from_the_models_config_where_the_file_has_none(tmp_path
         ("encoder_repetition_penalty", 1.2),
     ],
 )
-def test_a_field_that_changes_answers_and_is_not_supported_refuses_to_start(
-    tmp_path: Path, field: str, value: Any
-) -> None:
+def test_an_unsupported_field_that_changes_answers_is_a_startup_error(tmp_path: Path, field: str, value: Any) -> None:
     with pytest.raises(StartupError, match=field):
         defaults_of(tmp_path, **{field: value})
     assert defaults_of(tmp_path, **{field: None}) == SamplingDefaults(VOCABULARY)
@@ -158,18 +155,18 @@ def test_a_field_that_changes_answers_and_is_not_supported_refuses_to_start(
         ("eos_token_id", [1, None]),
     ],
 )
-def test_a_value_outside_its_range_refuses_to_start(tmp_path: Path, field: str, value: Any) -> None:
+def test_a_value_out_of_range_is_a_startup_error(tmp_path: Path, field: str, value: Any) -> None:
     with pytest.raises(StartupError, match=field):
         defaults_of(tmp_path, **{field: value})
 
 
-def test_the_vocabulary_is_the_language_models_own(tmp_path: Path) -> None:
+def test_the_vocabulary_is_that_of_the_language_model(tmp_path: Path) -> None:
     assert defaults_of(tmp_path).vocab_size == VOCABULARY
     config = {"text_config": {"vocab_size": 9}}
     assert sampling_defaults(checkpoint_of(tmp_path, {}, config)).vocab_size == 9
 
 
 @pytest.mark.parametrize("size", [None, 0, "9", True])
-def test_a_model_without_a_vocabulary_refuses_to_start(tmp_path: Path, size: Any) -> None:
+def test_a_model_without_a_vocabulary_is_a_startup_error(tmp_path: Path, size: Any) -> None:
     with pytest.raises(StartupError, match=f"vocab_size must be at least 1, got {size!r}"):
         sampling_defaults(checkpoint_of(tmp_path, {}, {"vocab_size": size}))

@@ -1,4 +1,4 @@
-"""What a request says about sampling stands above the checkpoint, inside the limits that the contract promises."""
+"""Sampling fields of a request override the checkpoint's defaults, within the limits of the contract."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ OWN = SamplingDefaults(
 )
 
 
-def test_what_a_request_leaves_open_is_the_checkpoints_own() -> None:
+def test_unset_fields_take_the_checkpoints_defaults() -> None:
     [unset] = SamplingRequest().resolve(OWN, room_tokens=5000)
     assert (unset.temperature, unset.top_p, unset.top_k, unset.min_p) == (0.7, 0.8, 20, 0.1)
     assert (unset.repetition_penalty, unset.presence_penalty, unset.frequency_penalty) == (1.05, 0, 0)
     assert (unset.eos_ids, unset.max_new_tokens, unset.logprobs, unset.top_logprobs) == ((3, 4), 50, False, 0)
 
 
-def test_what_a_request_says_stands_above_the_checkpoint() -> None:
+def test_set_fields_override_the_checkpoints_defaults() -> None:
     given = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     more = {"presence_penalty": -0.5, "frequency_penalty": 1.5, "seed": 9, "logprobs": True, "top_logprobs": 2}
     [asked] = SamplingRequest(max_new_tokens=60, stop=("x",), **given, **more).resolve(OWN, room_tokens=5000)
@@ -42,7 +42,7 @@ def test_what_a_request_says_stands_above_the_checkpoint() -> None:
     assert (asked.max_new_tokens, asked.stop) == (60, ("x",))
 
 
-def test_every_field_of_the_wire_reaches_what_is_asked_for() -> None:
+def test_every_field_of_the_message_is_read() -> None:
     given: dict[str, Any] = {
         "max_new_tokens": 60,
         "temperature": 0.5,
@@ -65,24 +65,24 @@ def test_every_field_of_the_wire_reaches_what_is_asked_for() -> None:
     assert sampling_request(Sampling()) == SamplingRequest()
 
 
-def test_an_n_of_zero_is_not_taken_for_an_unset_one() -> None:
+def test_an_n_of_0_is_not_taken_for_unset() -> None:
     with pytest.raises(InvalidRequest, match=r"sampling\.n must be between 1 and 16, got 0"):
         sampling_request(Sampling(n=0))
 
 
-@pytest.mark.parametrize(("room_tokens", "expected"), [(5000, 1024), (1024, 1024), (10, 10)])
-def test_an_answer_of_unset_length_is_what_fits_and_at_most_1024(room_tokens: int, expected: int) -> None:
+@pytest.mark.parametrize(("room_tokens", "expected"), [(5000, 1024), (10, 10)])
+def test_the_default_length_is_what_fits_and_at_most_1024(room_tokens: int, expected: int) -> None:
     assert SamplingRequest().resolve(NEUTRAL, room_tokens)[0].max_new_tokens == expected
 
 
-def test_seeds_are_drawn_where_none_is_given() -> None:
+def test_a_seed_is_drawn_if_none_is_given() -> None:
     seeds = {SamplingRequest().resolve(NEUTRAL, 1)[0].seed for _ in range(8)}
     assert len(seeds) == 8
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-@pytest.mark.parametrize("first", [0, 7, 2**63 - 2])
-def test_several_answers_differ_in_their_seeds_alone(first: int) -> None:
+@pytest.mark.parametrize("first", [7, 2**63 - 2])
+def test_several_answers_differ_only_in_their_seeds(first: int) -> None:
     asked = SamplingRequest(seed=first, temperature=1.0, n=4)
     answers = asked.resolve(NEUTRAL, 10)
     assert [answer.seed for answer in answers] == [(first + index) % 2**63 for index in range(4)]
@@ -91,19 +91,14 @@ def test_several_answers_differ_in_their_seeds_alone(first: int) -> None:
         assert alone.resolve(NEUTRAL, 10) == (answer,)
 
 
-def test_several_answers_draw_from_one_seed_where_none_is_given() -> None:
-    seeds = [answer.seed for answer in SamplingRequest(n=3).resolve(NEUTRAL, 10)]
-    assert seeds == [(seeds[0] + index) % 2**63 for index in range(3)]
-
-
 @pytest.mark.parametrize(("ignored", "own"), [(False, (3, 4)), (True, ())])
-def test_stop_tokens_add_to_the_checkpoints_own_unless_those_are_ignored(ignored: bool, own: tuple[int, ...]) -> None:
+def test_stop_tokens_add_to_the_end_tokens_of_the_checkpoint(ignored: bool, own: tuple[int, ...]) -> None:
     asked = SamplingRequest(stop_token_ids=(60, 0), ignore_eos=ignored)
     assert asked.resolve(OWN, 10)[0].eos_ids == (*own, 60, 0)
 
 
-@pytest.mark.parametrize("token_id", [-1, VOCABULARY, 2**31 - 1])
-def test_a_stop_token_that_the_model_does_not_have_is_refused(token_id: int) -> None:
+@pytest.mark.parametrize("token_id", [-1, VOCABULARY])
+def test_a_stop_token_outside_the_vocabulary_is_refused(token_id: int) -> None:
     message = rf"^sampling.stop_token_ids\[1\] must be at least 0 and below {VOCABULARY}, got {token_id}$"
     with pytest.raises(InvalidRequest, match=message):
         SamplingRequest(stop_token_ids=(5, token_id)).resolve(NEUTRAL, 10)
@@ -125,7 +120,7 @@ def test_a_stop_token_that_the_model_does_not_have_is_refused(token_id: int) -> 
         {"n": 16},
     ],
 )
-def test_the_limits_themselves_are_allowed(given: dict[str, Any]) -> None:
+def test_values_at_the_limits_are_accepted(given: dict[str, Any]) -> None:
     SamplingRequest(**given).resolve(NEUTRAL, 10)
 
 
@@ -161,6 +156,6 @@ def test_the_limits_themselves_are_allowed(given: dict[str, Any]) -> None:
         ({"n": 17}, "n must be between 1 and 16, got 17"),
     ],
 )
-def test_a_request_outside_its_range_is_refused_with_field_limit_and_value(given: dict[str, Any], message: str) -> None:
+def test_a_value_out_of_range_is_refused_with_field_limit_and_value(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^sampling.{message}$"):
         SamplingRequest(**given)
