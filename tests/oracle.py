@@ -67,7 +67,7 @@ class Expected:
 
 
 def kept_tokens(item: Item, seed: int = 0) -> list[int]:
-    """Tokens of the grid that are kept. evs: those that changed most since the slice before; random: any; vidcom2 (here):
+    """Tokens of the grid that are kept. evs: those that changed most since the slice before; random: any; vidcom2 here:
     any, with at least one in each slice."""
     if item.kept_count == item.tokens:
         return list(range(item.tokens))

@@ -106,45 +106,36 @@ def test_a_bug_in_a_command_fails_only_its_request(models: Models, monkeypatch: 
     tiny.engine.stop()
 
 
-def test_a_bug_that_ends_the_thread_fails_all_requests(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+class LostRank:
+    def tell(self, packed: Packed, features: Tensor | None) -> None:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("cause", ["bug", "device", "rank"])
+def test_an_engine_that_fails_ends_its_thread_and_all_requests(
+    models: Models, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
     ended = threading.Event()
-    tiny = TinyEngine(models.engine, on_end=ended.set)
-    waits = tiny.ask("waits for media", ABOUT_VIDEO, SamplingParams(1))
-    tiny.drain()
-
-    def broken(windows: Sequence[Window], began_ns: int) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(tiny.engine, "_publish", broken)
+    tiny = TinyEngine(models.engine, on_end=ended.set, workers=LostRank() if cause == "rank" else None)
+    waits = tiny.ask("waits for media", [VIDEO, *PROMPT], SamplingParams(1))
     queued = tiny.ask("queued", PROMPT, SamplingParams(4))
+
+    def broken(*_: object) -> None:
+        raise (ZeroDivisionError if cause == "bug" else torch.AcceleratorError("illegal memory access"))
+
+    if cause == "bug":
+        monkeypatch.setattr(tiny.engine, "_publish", broken)
+    if cause == "device":
+        monkeypatch.setattr(tiny.runner, "run", broken)
+    assert not ended.is_set()
     tiny.engine.start()
-    until(lambda: not tiny.engine.alive)
+    assert ended.wait(20)
+    assert not tiny.engine.alive
     for asked in (waits, queued):
-        until(lambda asked=asked: bool(asked.failed))  # type: ignore[misc]
         assert asked.failed
         assert isinstance(asked.failed.error, Unavailable)
     with pytest.raises(Unavailable):
         tiny.ask("late", PROMPT, SamplingParams(1))
-    assert ended.wait(20)
-
-
-def test_a_lost_device_ends_the_thread(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = TinyEngine(models.engine)
-    tiny.engine.start()
-    waits = tiny.ask("waits for media", ABOUT_VIDEO, SamplingParams(1))
-    until(lambda: tiny.engine.stats().awaiting_media == 1)
-    assert tiny.engine.alive
-
-    def broken(windows: Sequence[Window]) -> None:
-        raise torch.AcceleratorError("an illegal memory access was encountered")
-
-    monkeypatch.setattr(tiny.runner, "run", broken)
-    running = tiny.ask("runs", PROMPT, SamplingParams(1))
-    for asked in (waits, running):
-        until(lambda asked=asked: bool(asked.failed))  # type: ignore[misc]
-        assert asked.failed
-        assert isinstance(asked.failed.error, Unavailable)
-    until(lambda: not tiny.engine.alive)
 
 
 def test_the_device_of_the_model_is_current_in_the_thread(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,23 +160,6 @@ def test_the_device_of_the_model_is_current_in_the_thread(models: Models, monkey
     tiny.engine.stop()
     assert [tensor is models.engine.embed_tokens.weight for tensor in seen] == [True]
     assert not current
-
-
-def test_a_lost_rank_ends_the_thread(models: Models) -> None:
-    class Gone:
-        def tell(self, packed: Packed, features: Tensor | None) -> None:
-            raise BrokenPipeError
-
-    ended = threading.Event()
-    tiny = TinyEngine(models.engine, on_end=ended.set, workers=Gone())
-    tiny.engine.start()
-    assert not ended.is_set()
-    asked = tiny.ask("a", PROMPT, SamplingParams(1))
-    until(lambda: bool(asked.failed))
-    assert asked.failed
-    assert isinstance(asked.failed.error, Unavailable)
-    assert ended.wait(20)
-    assert not tiny.engine.alive
 
 
 def test_giving_up_fails_requests_without_waiting_for_the_step(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,58 +104,48 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(token_id: int) -> None:
         SamplingRequest(stop_token_ids=(5, token_id)).resolve(NEUTRAL, 10)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"temperature": 100.0},
-        {"top_p": 1.0},
-        {"min_p": 0.0},
-        {"min_p": 1.0},
-        {"repetition_penalty": 100.0},
-        {"presence_penalty": -2.0},
-        {"frequency_penalty": 2.0},
-        {"logprobs": True, "top_logprobs": 20},
-        {"stop": ("x" * 256,) * 16},
-        {"stop_token_ids": (VOCABULARY - 1,) * 64},
-        {"n": 16},
-    ],
-)
-def test_values_at_the_limits_are_accepted(given: dict[str, Any]) -> None:
-    SamplingRequest(**given).resolve(NEUTRAL, 10)
+def test_values_at_the_limits_are_accepted() -> None:
+    low: dict[str, Any] = {"top_p": 1.0, "min_p": 0.0, "presence_penalty": -2.0, "n": 1}
+    high: dict[str, Any] = {"temperature": 100.0, "min_p": 1.0, "repetition_penalty": 100.0, "frequency_penalty": 2.0}
+    high |= {"logprobs": True, "top_logprobs": 20, "stop": ("x" * 256,) * 16, "n": 16}
+    for given in (low, high | {"stop_token_ids": (VOCABULARY - 1,) * 64}):
+        SamplingRequest(**given).resolve(NEUTRAL, 10)
+
+
+REFUSED = {
+    "max_new_tokens": ("at least 1", [0]),
+    "temperature": ("between 0 and 100", [-0.5, 101.0, math.nan]),
+    "top_p": ("above 0 and at most 1", [0.0, math.nan]),
+    "top_k": ("at least 0", [-1]),
+    "min_p": ("between 0 and 1", [-0.1, 1.1, math.nan]),
+    "repetition_penalty": ("above 0 and at most 100", [0.0, 100.5, math.nan]),
+    "presence_penalty": ("between -2 and 2", [2.1, math.nan]),
+    "frequency_penalty": ("between -2 and 2", [-2.1, math.inf]),
+    "seed": ("at least 0", [-1]),
+    "top_logprobs": ("between 0 and 20", [21, -1]),
+    "n": ("between 1 and 16", [0, 17]),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_a_number_out_of_range_is_refused_with_field_limit_and_value(field: str) -> None:
+    limit, values = REFUSED[field]
+    for value in values:
+        given: dict[str, Any] = {"logprobs": True, field: value}
+        with pytest.raises(InvalidRequest, match=f"^sampling.{field} must be {limit}, got {value}$"):
+            SamplingRequest(**given)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-        ({"temperature": -0.5}, "temperature must be between 0 and 100, got -0.5"),
-        ({"temperature": 101.0}, "temperature must be between 0 and 100, got 101.0"),
-        ({"temperature": math.nan}, "temperature must be between 0 and 100, got nan"),
-        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
-        ({"top_p": math.nan}, "top_p must be above 0 and at most 1, got nan"),
-        ({"top_k": -1}, "top_k must be at least 0, got -1"),
-        ({"min_p": -0.1}, "min_p must be between 0 and 1, got -0.1"),
-        ({"min_p": 1.1}, "min_p must be between 0 and 1, got 1.1"),
-        ({"min_p": math.nan}, "min_p must be between 0 and 1, got nan"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0 and at most 100, got 0.0"),
-        ({"repetition_penalty": 100.5}, "repetition_penalty must be above 0 and at most 100, got 100.5"),
-        ({"repetition_penalty": math.nan}, "repetition_penalty must be above 0 and at most 100, got nan"),
-        ({"presence_penalty": 2.1}, "presence_penalty must be between -2 and 2, got 2.1"),
-        ({"presence_penalty": math.nan}, "presence_penalty must be between -2 and 2, got nan"),
-        ({"frequency_penalty": -2.1}, "frequency_penalty must be between -2 and 2, got -2.1"),
-        ({"frequency_penalty": math.inf}, "frequency_penalty must be between -2 and 2, got inf"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
         ({"stop": ("x",) * 17}, "stop must be at most 16 strings, got 17 strings"),
         ({"stop": ("x", "")}, r"stop\[1\] must be 1 to 256 characters, got 0 characters"),
         ({"stop": ("x" * 257,)}, r"stop\[0\] must be 1 to 256 characters, got 257 characters"),
         ({"stop_token_ids": (1,) * 65}, "stop_token_ids must be at most 64 tokens, got 65 tokens"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be between 0 and 20, got 21"),
-        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs must be between 0 and 20, got -1"),
         ({"top_logprobs": 3}, "top_logprobs must be 0 without logprobs, got 3"),
-        ({"n": 0}, "n must be between 1 and 16, got 0"),
-        ({"n": 17}, "n must be between 1 and 16, got 17"),
     ],
 )
-def test_a_value_out_of_range_is_refused_with_field_limit_and_value(given: dict[str, Any], message: str) -> None:
+def test_too_many_or_too_long_stops_and_top_logprobs_alone_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^sampling.{message}$"):
         SamplingRequest(**given)
