@@ -43,7 +43,7 @@ def build(
     group: Group | None = None,
     workers: Workers | None = None,
 ) -> Built:
-    """group: of this rank; followers: on rank 0, the others. Raises StartupError for what cannot be as settings say."""
+    """group: of this rank; workers: on rank 0, the others. Raises StartupError for what cannot be as settings say."""
     device = device_of(settings, group.rank if group else 0)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # kernels and quantizers that are tried below may ask which one is current
