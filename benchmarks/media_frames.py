@@ -10,7 +10,7 @@ from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 
 from framesieve.client.prompt import Video, user_turn
-from framesieve.client.wire import prompt_message
+from framesieve.client.messages import prompt_message
 
 
 async def responses(channel: grpc.aio.Channel, video: Video) -> AsyncIterator[PreprocessResponse]:

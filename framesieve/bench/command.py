@@ -18,10 +18,8 @@ from common.contract.errors import InvalidRequest
 from common.contract.retention import EVS, METHODS
 from framesieve.bench.load import Extent
 from framesieve.bench.plot import check_plotting, plot
-from framesieve.bench.report import Report, record_json, report_json
-from framesieve.bench.run import Run, measure
-from framesieve.bench.table import table
-from framesieve.bench.target import served
+from framesieve.bench.report import Report, record_json, report_json, table
+from framesieve.bench.run import Run, measure, served
 from framesieve.bench.workload import Entry, Workload, read_workload, synthesised
 from framesieve.cli.options import (
     JsonOption,
@@ -34,9 +32,9 @@ from framesieve.cli.options import (
     print_json,
     pruning_of,
 )
-from framesieve.cli.terminal import errors_told
+from framesieve.cli.terminal import reported_errors
 from framesieve.client.client import DEFAULT_ADDRESS
-from framesieve.client.wire import Options
+from framesieve.client.prompt import Options
 
 _CLIENTS = 8
 _REQUESTS = 100
@@ -150,7 +148,7 @@ def bench(
         raise typer.BadParameter("--on-server needs --workload")
     if with_records and not as_json:
         raise typer.BadParameter("--records needs --json")
-    with errors_told(server or DEFAULT_ADDRESS):
+    with reported_errors(server or DEFAULT_ADDRESS):
         if output is not None:
             check_plotting()
         prunings = [pruning_of(each, method) for each in pruning_rate or [0.0]]

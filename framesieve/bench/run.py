@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -13,10 +16,12 @@ from framesieve.bench.load import Extent, closed_loop, open_loop, poisson_arriva
 from framesieve.bench.measure import Record, timed
 from framesieve.bench.metrics import Spent, read_metrics, spent
 from framesieve.bench.workload import Workload
+from framesieve.cli.launcher import LocalStack, listens
+from framesieve.cli.signals import unwind_on_signals
 from framesieve.cli.terminal import stderr
-from framesieve.client.client import FramesieveClient
+from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
 from framesieve.client.credentials import Access
-from framesieve.client.wire import Options
+from framesieve.client.prompt import Options
 
 _WARMUP_CLIENTS = 8
 
@@ -65,6 +70,33 @@ class Outcome:
     interrupted: bool = False
     abandoned: int = 0
     spent: tuple[Spent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Generation's address, what the report says of it, and the addresses of the services' /metrics."""
+
+    address: str
+    told: str
+    metrics: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def served(server: str | None, start: bool, model: Path | None, metrics: Sequence[str]) -> Iterator[Target]:
+    """Services are there until the context is left; what was started is stopped then. Raises StartupError."""
+    if server is not None or not (start or model is not None or not listens(DEFAULT_ADDRESS)):
+        address = server or DEFAULT_ADDRESS
+        yield Target(address, address, tuple(metrics))
+        return
+    unwind_on_signals()
+    stack = LocalStack(model)
+    with stderr.status("starting three services …"):
+        stack.start()
+    try:
+        told = f"three services started for this run, {model or 'the embedded model'}"
+        yield Target(stack.address, told, tuple(f"127.0.0.1:{port}" for port in stack.metrics_ports.values()))
+    finally:
+        stack.stop()
 
 
 async def measure(run: Run) -> Outcome:

@@ -14,7 +14,7 @@ from framesieve.bench.measure import Record, timed
 from framesieve.bench.workload import Question
 from framesieve.client.answer import Accepted, Delta, Event, Finished, FinishReason, Timings, Usage
 from framesieve.client.client import FramesieveClient
-from framesieve.client.wire import Options
+from framesieve.client.prompt import Options
 from tests.preprocessing.instant_loop import run
 
 USAGE = Usage(prompt_tokens_full=100, prompt_tokens=40, completion_tokens=3, media=())
@@ -85,7 +85,10 @@ def test_a_questions_own_settings_come_over_the_runs() -> None:
     [
         ([*ANSWER[:5], Overloaded("the queue is full")], ("RESOURCE_EXHAUSTED", "OVERLOADED", "the queue is full")),
         ([OSError(2, "No such file", "clip.mp4")], ("CLIENT", "FILE", "clip.mp4: No such file")),
-        (ANSWER[:5], ("INTERNAL", "PEER_CONTRACT", "the stream from nowhere ended before its answer did")),
+        (
+            ANSWER[:5],
+            ("INTERNAL", "PEER_CONTRACT", "the stream from nowhere ended before all completions were finished"),
+        ),
     ],
     ids=["refused midway", "a file that is gone", "an answer without an end"],
 )

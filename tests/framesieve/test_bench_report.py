@@ -15,8 +15,7 @@ from PIL import Image
 from common.contract.retention import Pruning
 from framesieve.bench.measure import Failure, Record, token_gaps
 from framesieve.bench.plot import plot
-from framesieve.bench.report import Distribution, Report, record_json, report_json
-from framesieve.bench.table import table
+from framesieve.bench.report import Distribution, Report, record_json, report_json, table
 from framesieve.client.answer import Timings, Usage
 
 PLAIN, PRUNED = Pruning(0.0), Pruning(0.75)

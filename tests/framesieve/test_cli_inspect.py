@@ -46,7 +46,7 @@ def test_inspect_names_a_url_without_its_query(
         captions.append(arguments[4])
         return contact_sheet(*arguments)
 
-    monkeypatch.setattr("framesieve.__main__.contact_sheet", drawn)
+    monkeypatch.setattr("framesieve.cli.inspection.contact_sheet", drawn)
     places = ["--preprocessing", address, "--encoder", address, "-o", str(tmp_path / "kept.png")]
     for url in ("https://a.test/clips/a%20b.mp4?signature=secret", "data:video/mp4,secret"):
         assert framesieve("inspect", url, *places).exit_code == 0

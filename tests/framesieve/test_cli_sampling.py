@@ -57,13 +57,13 @@ def test_several_answers_stand_one_after_another_though_they_come_mixed(
     result = framesieve("ask", "?", "--server", address, "--n", "3")
     assert result.exit_code == 0
     assert result.stdout == "A red ball ⚽\nSomething\n\n"
-    places = [result.stderr.index(f"answer {number} of 3") for number in (1, 2, 3)]
+    places = [result.stderr.index(f"completion {number} of 3") for number in (1, 2, 3)]
     assert places == sorted(places)
     assert "6 tokens in 0.75 s" in result.stderr
 
 
 def test_one_answer_has_no_number(framesieve: Callable[..., Result], address: str) -> None:
-    assert "answer 1" not in framesieve("ask", "?", "--server", address).stderr
+    assert "completion 1" not in framesieve("ask", "?", "--server", address).stderr
 
 
 def test_json_holds_every_answer(framesieve: Callable[..., Result], address: str) -> None:
@@ -100,7 +100,7 @@ def test_log_probabilities_without_json_are_wrong_usage(framesieve: Callable[...
 
 def test_help_groups_what_chooses_tokens_and_shows_an_example(framesieve: Callable[..., Result]) -> None:
     told = framesieve("ask", "--help").stdout
-    choosing = told[told.index("How tokens are chosen") :].split("╰")[0]
+    choosing = told[told.index("Sampling (default") :].split("╰")[0]
     names = ("temperature", "top-p", "top-k", "min-p", "repetition-penalty", "presence-penalty", "frequency-penalty")
     assert [f"--{name} " in choosing for name in (*names, "seed")] == [True] * (len(names) + 1)
     assert "--n 3 --temperature 0.8" in told

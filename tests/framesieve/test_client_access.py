@@ -15,7 +15,7 @@ from common.security.certificates import read_pair
 from common.security.credentials import NO_CREDENTIALS
 from framesieve import FramesieveClient
 from framesieve.cli.options import access_of
-from framesieve.cli.terminal import errors_told
+from framesieve.cli.terminal import reported_errors
 from framesieve.client.credentials import Access, credentials_of
 from tests.certificates import Authority
 
@@ -68,7 +68,7 @@ def test_by_tls_a_list_of_addresses_is_refused_since_no_certificate_fits_it(tmp_
 def test_who_is_cut_off_as_listeners_do_that_speak_tls_is_told_of_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     error = Unavailable("generation cannot be reached", "generation")
     error.add_note("last error: UNAVAILABLE: ipv4:10.0.0.7:50053: Socket closed")
-    with pytest.raises(typer.Exit), errors_told("10.0.0.7:50053"):
+    with pytest.raises(typer.Exit), reported_errors("10.0.0.7:50053"):
         raise error
     assert "--tls-ca" in capsys.readouterr().err
 

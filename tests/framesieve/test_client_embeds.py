@@ -13,8 +13,8 @@ import torch
 
 from common.contract import errors
 from framesieve import Embeds, Grid, Image, Message, Pruning, Text, Video
-from framesieve.cli.inspection import inspect
-from framesieve.client.wire import prompt_message
+from framesieve.cli.inspection import inspect_media
+from framesieve.client.messages import prompt_message
 from framesieve.v1 import prompt_pb2, tensor_pb2
 
 MIB = 2**20
@@ -119,8 +119,8 @@ def test_earlier_turns_bring_their_media_and_each_its_own_pruning(tmp_path: Path
         (b"12", {"dtype": "bfloat16"}, "Embeds.shape must be set"),
         (b"12", {"shape": (1, 1)}, "Embeds.dtype must be set"),
         (b"12", {"dtype": "float8", "shape": (1, 2)}, "got float8"),
-        (ROWS, {"dtype": "float32"}, "Embeds.dtype must be set where values are bytes, and nowhere else"),
-        (ROWS, {"shape": (2, 3)}, "Embeds.shape must be set where values are bytes, and nowhere else"),
+        (ROWS, {"dtype": "float32"}, "Embeds.dtype must be set if values are bytes"),
+        (ROWS, {"shape": (2, 3)}, "Embeds.shape must be set if values are bytes"),
     ],
 )
 def test_values_that_are_no_embeddings_are_refused(values: Any, more: dict[str, Any], message: str) -> None:
@@ -136,12 +136,12 @@ def test_a_step_that_no_two_64_bit_integers_make_is_refused(seconds: Any) -> Non
 
 @pytest.mark.parametrize("field", ["fps", "min_frames", "max_frames", "max_pixels", "start_s", "end_s"])
 def test_what_chooses_frames_is_refused_beside_embeds_by_name(field: str) -> None:
-    with refused(rf"Video\.{field} must not be set beside embeds"):
+    with refused(rf"Video\.{field} must not be set with embeds"):
         Video(embeds=Embeds(ROWS, GRID, seconds_per_slice=1), **{field: 0})  # type: ignore[arg-type]
 
 
 def test_an_images_pixels_are_not_bounded_where_it_has_none() -> None:
-    with refused(r"Image\.max_pixels must not be set beside embeds"):
+    with refused(r"Image\.max_pixels must not be set with embeds"):
         Image(embeds=Embeds(ROWS, GRID), max_pixels=784)
 
 
@@ -159,5 +159,7 @@ def test_embeddings_and_files_share_sixteen_mebibytes(as_bytes: bool) -> None:
 
 
 async def test_embeddings_cannot_be_drawn() -> None:
-    with refused(r"Video\.embeds have no frames"):
-        await inspect("unix:/nobody", "unix:/nobody", Video(embeds=Embeds(ROWS, GRID, seconds_per_slice=1)), Pruning())
+    with refused(r"Video\.embeds cannot be drawn"):
+        await inspect_media(
+            "unix:/nobody", "unix:/nobody", Video(embeds=Embeds(ROWS, GRID, seconds_per_slice=1)), Pruning()
+        )

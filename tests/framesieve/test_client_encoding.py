@@ -22,7 +22,7 @@ from common.contract.tensors import DType, TensorBuffer
 from common.contract.wire import int32_tensor, plan_messages, tensor_chunks
 from common.serving.interceptors import RequestInterceptor
 from framesieve import Encoded, Image, Message, Pruning, Text, Video, encode
-from framesieve.client.wire import prompt_message
+from framesieve.client.messages import prompt_message
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 
 MIB = 2**20
@@ -227,13 +227,13 @@ def test_slices_in_one_run_keep_the_step_that_they_were_laid_out_with() -> None:
 
 
 def test_pruned_embeddings_cannot_stand_in_a_prompt() -> None:
-    with pytest.raises(errors.InvalidRequest, match="here are 6 of 18 tokens"):
+    with pytest.raises(errors.InvalidRequest, match="embeddings of all 18 tokens, got 6"):
         encoded(CLIP, kept=6).as_embeds()
 
 
 def test_embeddings_that_a_prompt_brought_are_not_taken_for_frames() -> None:
     brought = dataclasses.replace(CLIP, frames=0, frame_height_px=0, frame_width_px=0, timestamps_s=())
-    with pytest.raises(errors.InvalidRequest, match="bring the same ones again"):
+    with pytest.raises(errors.InvalidRequest, match="pass the same Embeds again"):
         encoded(brought).as_embeds()
 
 
@@ -276,15 +276,15 @@ def of_a_token_after_the_grid() -> Chunks:
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
-        (without_the_photo, r"the items \[1\], 2 are due"),
-        (of_an_item_too_many, r"the items \[0, 1, 2\], 2 are due"),
-        (cut_short, "item 1 ended after 720 of 1440 bytes"),
+        (without_the_photo, r"items \[1\], expected 2 items"),
+        (of_an_item_too_many, r"items \[0, 1, 2\], expected 2 items"),
+        (cut_short, "after 720 of 1440 bytes of item 1"),
         (of_fewer_levels, r"\[4, 4, 5\], got float32 \[3, 4, 5\]"),
         (of_two_axes, r"got float32 \[4, 4\]"),
         (of_integers, "expected bfloat16 or float16 or float32"),
-        (of_too_few_tokens, "kept 17 tokens out of order or out of range, 18 are due"),
-        (of_one_token_twice, "out of order"),
-        (of_a_token_after_the_grid, "out of range"),
+        (of_too_few_tokens, "kept 17 tokens, expected 18 strictly increasing"),
+        (of_one_token_twice, "strictly increasing"),
+        (of_a_token_after_the_grid, "below 18"),
     ],
     ids=lambda value: getattr(value, "__name__", "")[:40],
 )
@@ -297,5 +297,5 @@ def test_an_encoder_that_breaks_the_contract_is_told_of(
 
 def test_a_plan_of_other_media_is_refused(tmp_path: Path) -> None:
     alone = PromptPlan(PLAN.input_ids, PLAN.positions, (CLIP,), LEVELS, PLAN.fingerprint)
-    with pytest.raises(errors.PeerContract, match="not one of 2 images and videos"):
+    with pytest.raises(errors.PeerContract, match="does not have 2 images and videos"):
         ask(tmp_path, whole()[2], plan=alone)

@@ -14,8 +14,8 @@ from common.contract import errors
 from common.contract.errors import InvalidRequest
 from common.contract.plan import Grid
 from framesieve import Choice, Delta, Finished, FinishReason, Image, Video
+from framesieve.client.messages import prompt_message
 from framesieve.client.prompt import Embeds, user_turn
-from framesieve.client.wire import prompt_message
 from framesieve.v1.generation_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -179,7 +179,7 @@ async def test_fewer_or_other_answers_than_were_asked_for_break_the_contract(
     tmp_path: Path, responses: tuple[GenerateResponse, ...]
 ) -> None:
     async with served(tmp_path, saying(*responses)) as (client, _):
-        with pytest.raises(errors.PeerContract, match="ended before its answer did"):
+        with pytest.raises(errors.PeerContract, match="ended before all completions were finished"):
             await client.ask(None, "?", n=2)
 
 

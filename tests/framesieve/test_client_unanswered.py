@@ -88,7 +88,7 @@ async def test_a_stream_that_ends_early_is_no_answer(tmp_path: Path) -> None:
         yield generation_pb2.GenerateResponse(delta=generation_pb2.Delta(text="A "))
 
     async with served(tmp_path, half) as (client, _):
-        with pytest.raises(errors.PeerContract, match="ended before its answer did"):
+        with pytest.raises(errors.PeerContract, match="ended before all completions were finished"):
             await client.ask(None, "?")
 
 

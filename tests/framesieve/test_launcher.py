@@ -74,7 +74,7 @@ def test_nothing_is_started_where_somebody_listens_already_who_would_answer_for_
     listener, address = listening(record, kind)
     endpoints = {name: Endpoint(f"unix:{record}/{name}.sock", metrics_port=0) for name in SERVICES}
     stack = LocalStack(endpoints={**endpoints, service: Endpoint(address, metrics_port=0)})
-    with listener, pytest.raises(StartupError, match=f"something listens at {address} already, .*{service}.* {flag}$"):
+    with listener, pytest.raises(StartupError, match=f"{address} of {service} is already in use.* {flag}$"):
         stack.start()
     assert not stack.processes
 

@@ -56,13 +56,13 @@ def test_serve_over_a_service_that_cannot_start_ends_with_2(record: Path) -> Non
 
 def test_a_second_serve_at_the_same_addresses_ends_with_2_and_the_first_goes_on(record: Path) -> None:
     with served(record) as first:
-        read_until(first, "framesieve answers at")
+        read_until(first, "framesieve listens at")
         with served(record) as second:
             _, told = second.communicate(timeout=60)
         assert second.returncode == ExitStatus.CANNOT_START
         assert f"unix:{record}/preprocessing-socket" in told
         assert "--preprocessing-listen" in told
-        assert "framesieve answers at" not in told
+        assert "framesieve listens at" not in told
         first.send_signal(signal.SIGTERM)
         assert first.wait(30) == ExitStatus.FINISHED
 
@@ -80,7 +80,7 @@ def test_a_signal_ends_serve_by_its_number_before_it_is_ready(record: Path, numb
 
 def test_serve_ends_with_0_once_it_was_ready_and_is_told_to_stop(record: Path) -> None:
     with served(record) as process:
-        read_until(process, "framesieve answers at")
+        read_until(process, "framesieve listens at")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == ExitStatus.FINISHED
     assert stopped(record) == ["generation", "encoder", "preprocessing"]
@@ -100,6 +100,6 @@ def test_no_service_outlives_a_terminal_that_is_closed(record: Path) -> None:
 
 def test_serve_ends_with_1_where_a_service_ends_by_itself(record: Path) -> None:
     with served(record, "--end-by-itself") as process:
-        read_until(process, "framesieve answers at")
+        read_until(process, "framesieve listens at")
         (record / "end").touch()
         assert process.wait(30) == ExitStatus.FAILED

@@ -25,7 +25,7 @@ from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import encode
 from framesieve.client.prompt import Image, Message, Text, Video
-from framesieve.client.wire import prompt_message
+from framesieve.client.messages import prompt_message
 from tests import media
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
 from tests.integration.conftest import running

@@ -18,7 +18,7 @@ from common.contract.errors import FramesieveError, InvalidRequest, MediaForbidd
 from demo.scenes import encode, random_scene
 from framesieve.bench.clips import stamped
 from framesieve.client.prompt import Image, PartLike, Video
-from framesieve.client.wire import Options
+from framesieve.client.prompt import Options
 
 CLIPS = 6
 FIRST_SEED = 12_300_000
