@@ -66,7 +66,9 @@ class Measured(BaseModel):
         missing = HOPS.keys() - {each.service for each in measured.services}
         if missing:
             names = ", ".join(sorted(missing))
-            raise InvalidRequest(f"{path}: no metrics of {names}: run bench with --start, or with --metrics of all three services")
+            raise InvalidRequest(
+                f"{path}: no metrics of {names}: run bench with --start, or with --metrics of all three services"
+            )
         return measured
 
     @property
@@ -82,7 +84,7 @@ class Measured(BaseModel):
     def _cost(self, service: _Service) -> Cost:
         answered = self.all.answered
         busy_s = {stage: seconds / answered for stage, seconds in service.busy_s.items()}
-        # Worker processes are not in processor_s; they are busy with computing only, so their busy time is processor time.
+        # processor_s excludes worker processes. Their busy time is all computing, so it is their processor time.
         workers_s = sum(busy_s.get(stage, 0.0) for stage in _WORKERS_STAGES)
         return Cost(
             busy_s,
@@ -143,7 +145,7 @@ def capacity(
 
 
 def _lines(request: Request, load: Load, needed: Plan) -> Iterator[str]:
-    yield f"load:      {load.requests_per_s:g} requests/s, {load.utilisation:.0%} of time and memory used"
+    yield f"load:      {load.requests_per_s:g} requests/s, {load.utilisation:.0%} of time and room used"
     yield ""
     yield _row("work", ("busy, s", "cpu, s", "at once", "needed", "replicas", "cores"))
     for service, cost in request.costs.items():
@@ -165,8 +167,8 @@ def _lines(request: Request, load: Load, needed: Plan) -> Iterator[str]:
         ("KV cache, tokens", request.kv_token_s, needed.kv_cache, load.kv_cache_tokens, 1.0),
         ("media buffer, MB", request.embeds_byte_s, needed.media_buffer, load.media_buffer_bytes, 1e6),
     ):
-        told = [f"{value / unit:.{1 if unit > 1 else 0}f}" for value in (of_request, need.used, of_one)]
-        yield _row(f"  {name}", (*told, f"{need.replicas}"))
+        cells = [f"{value / unit:.{1 if unit > 1 else 0}f}" for value in (of_request, need.used, of_one)]
+        yield _row(f"  {name}", (*cells, f"{need.replicas}"))
     yield ""
     yield _row("network", ("MB/request", "MB/s"))
     for service, hop in HOPS.items():

@@ -245,10 +245,10 @@ def _answer_json(answer: Answer) -> dict[str, Any]:
 
 
 def _choice_json(choice: Choice) -> dict[str, Any]:
-    told: dict[str, Any] = {"answer": choice.text, "finish_reason": choice.reason}
+    result: dict[str, Any] = {"answer": choice.text, "finish_reason": choice.reason}
     if choice.logprobs:
         tops = choice.top_logprobs or ((),) * len(choice.token_ids)
-        told["tokens"] = [
+        result["tokens"] = [
             {
                 "token_id": token_id,
                 "logprob": logprob,
@@ -256,4 +256,4 @@ def _choice_json(choice: Choice) -> dict[str, Any]:
             }
             for token_id, logprob, top in zip(choice.token_ids, choice.logprobs, tops, strict=True)
         ]
-    return told
+    return result

@@ -81,14 +81,14 @@ def reported_errors(server: str | None = None, cannot_start: ExitStatus = ExitSt
     except StartupError as error:
         _fail("STARTUP", str(error), cannot_start)
     except Unavailable as error:
-        told = ": ".join([str(error), *getattr(error, "__notes__", ())])
-        if server and any(words in told for words in _NO_LISTENER):
+        message = ": ".join([str(error), *getattr(error, "__notes__", ())])
+        if server and any(words in message for words in _NO_LISTENER):
             _fail(
                 error.reason, f"no service listens at {server}; `framesieve serve` starts the services on this machine"
             )
-        if "Socket closed" in told:  # a TLS listener closes a plaintext connection, or one without a certificate
-            told += "; does the service require TLS (--tls-ca) or a client certificate (--tls-cert, --tls-key)?"
-        _fail(error.reason, told)
+        if "Socket closed" in message:  # a TLS listener closes a plaintext connection, or one without a certificate
+            message += "; does the service require TLS (--tls-ca) or a client certificate (--tls-cert, --tls-key)?"
+        _fail(error.reason, message)
     except FramesieveError as error:
         _fail(error.reason, str(error))
     except BrokenPipeError:

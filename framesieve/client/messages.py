@@ -245,9 +245,7 @@ def event_of(response: generation_pb2.GenerateResponse) -> Event:
 def _delta(delta: generation_pb2.Delta) -> Delta:
     for top in delta.top_logprobs:
         if len(top.token_ids) != len(top.logprobs):
-            raise PeerContract(
-                f"the service sent {len(top.logprobs)} log-probabilities of {len(top.token_ids)} tokens"
-            )
+            raise PeerContract(f"the service sent {len(top.logprobs)} log-probabilities of {len(top.token_ids)} tokens")
     return Delta(
         delta.choice_index,
         delta.text,
