@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from framesieve.__main__ import app
 from framesieve.v1 import encoder_pb2_grpc, generation_pb2_grpc, preprocessing_pb2_grpc
-from tests.framesieve.command_services import FakeServices
+from tests.framesieve.fake_services import FakeServices
 from tests.framesieve.stack import write_stand_ins
 
 COMMAND = (sys.executable, "-c", "from framesieve.__main__ import app; app()")

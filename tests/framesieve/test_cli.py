@@ -14,7 +14,7 @@ from typer.testing import Result
 
 from common.contract.errors import MediaDamaged
 from common.contract.retention import METHODS
-from tests.framesieve.command_services import FakeServices
+from tests.framesieve.fake_services import FakeServices
 
 
 def test_ask_streams_the_answer_to_stdout_and_its_cost_to_stderr(

@@ -15,7 +15,7 @@ from framesieve.cli.contact_sheet import contact_sheet
 from framesieve.v1 import (
     encoder_pb2,
 )
-from tests.framesieve.command_services import SLICES_APART, FakeServices
+from tests.framesieve.fake_services import SLICES_APART, FakeServices
 
 
 def test_inspect_writes_a_picture_and_prints_the_counts(

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import Result
 
 from framesieve.v1 import generation_pb2
-from tests.framesieve.command_services import FakeServices
+from tests.framesieve.fake_services import FakeServices
 
 
 def test_ask_sends_how_tokens_are_to_be_chosen(

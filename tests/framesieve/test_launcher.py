@@ -58,9 +58,7 @@ async def test_services_get_their_flags_and_stop_from_the_right(record: Path) ->
 @pytest.mark.parametrize(
     ("kind", "service", "flag"), [("unix", "encoder", "--encoder-listen"), ("tcp", "generation", "--listen")]
 )
-def test_an_address_in_use_is_reported_before_anything_starts(
-    record: Path, kind: str, service: str, flag: str
-) -> None:
+def test_an_address_in_use_is_reported_before_anything_starts(record: Path, kind: str, service: str, flag: str) -> None:
     listener, address = listening(record, kind)
     endpoints = {name: Endpoint(f"unix:{record}/{name}.sock", metrics_port=0) for name in SERVICES}
     stack = LocalStack(endpoints={**endpoints, service: Endpoint(address, metrics_port=0)})
