@@ -66,7 +66,7 @@ def responding(*responses: GenerateResponse) -> Behaviour:
 
 
 def delta(index: int, text: str, *token_ids: int) -> GenerateResponse:
-    """Every token's log-probability is minus its id, also of the top tokens at its position: itself and its successor."""
+    """Every token's log-probability is minus its id, also among its top tokens: itself and its successor."""
     tops = [TopLogprobs(token_ids=[one, one + 1], logprobs=[-one, -one - 1]) for one in token_ids]
     logprobs = [-one for one in token_ids]
     return GenerateResponse(
