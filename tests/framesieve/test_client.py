@@ -193,7 +193,7 @@ LAME = GenerateResponse(delta={"top_logprobs": [{"token_ids": [1, 2], "logprobs"
         ((ACCEPTED, finished(0, 1, 0.5, 0)), "unknown finish reason 0"),
     ],
     ids=[
-        "unfinished", "missing", "finished twice", "unknown index", "not accepted", "unequal logprobs", "empty", "reason",
+        "unfinished", "missing", "finished twice", "unknown index", "not accepted", "logprobs", "empty", "reason",
     ],
 )  # fmt: skip
 async def test_a_stream_that_breaks_the_contract_is_an_error(
