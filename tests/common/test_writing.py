@@ -18,7 +18,7 @@ from common.channels import end_writing, open_channel, upstream_errors
 from common.contract.errors import Overloaded
 from common.contract.plan import PromptPlan
 from common.contract.wire import plan_messages
-from framesieve.client.selecting import EVERYTHING, answers
+from framesieve.client.encoding import EVERYTHING, answers
 from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse

@@ -1,4 +1,4 @@
-"""How the client says whom it trusts and what it shows: half a setting is refused, and nothing of it leaks."""
+"""TLS files and tokens of the client: incomplete settings are rejected, and secrets are never printed."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from common.security.certificates import read_pair
 from common.security.credentials import NO_CREDENTIALS
 from framesieve import FramesieveClient
 from framesieve.cli.options import access_of
-from framesieve.cli.terminal import errors_told
+from framesieve.cli.terminal import reported_errors
 from framesieve.client.credentials import Access, credentials_of
 from tests.certificates import Authority
 
 TOKEN = "alice-0123456789abcdef"
 
 
-def test_nothing_said_is_plain_text_and_nothing_shown() -> None:
+def test_without_settings_the_connection_is_plaintext_and_sends_no_token() -> None:
     assert credentials_of(Access()) == NO_CREDENTIALS
     assert NO_CREDENTIALS.metadata == ()
     assert NO_CREDENTIALS.for_channel("10.0.0.7:50053") is None
 
 
-def test_files_and_token_are_what_a_channel_trusts_and_shows(tmp_path: Path) -> None:
+def test_settings_become_the_credentials_of_a_channel_except_on_unix_sockets(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     own = authority.issue("alice.test")
     access = Access(tls_ca=str(authority.path), tls_cert=own.cert, tls_key=str(own.key), token=TOKEN)
@@ -53,27 +53,29 @@ def test_files_and_token_are_what_a_channel_trusts_and_shows(tmp_path: Path) -> 
         ({"token": f"{TOKEN}\n"}, "token: a token is made of letters, digits and -._~+/, with = at its end alone"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_anything_is_sent(access: Any, told: str) -> None:
+def test_incomplete_or_invalid_settings_are_rejected(access: Any, told: str) -> None:
     with pytest.raises(StartupError) as info:
         FramesieveClient("127.0.0.1:1", **access)
     assert str(info.value) == told
 
 
-def test_by_tls_a_list_of_addresses_is_refused_since_no_certificate_fits_it(tmp_path: Path) -> None:
+def test_tls_takes_no_list_of_addresses_because_no_certificate_matches_it(tmp_path: Path) -> None:
     credentials = credentials_of(Access(tls_ca=Authority(tmp_path).path))
     with pytest.raises(StartupError, match=r"one name, not a list, got 127\.0\.0\.1:1,127\.0\.0\.1:2"):
         open_channel("127.0.0.1:1,127.0.0.1:2", credentials)
 
 
-def test_who_is_cut_off_as_listeners_do_that_speak_tls_is_told_of_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_connection_closed_by_a_tls_listener_is_reported_with_the_tls_flags(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     error = Unavailable("generation cannot be reached", "generation")
     error.add_note("last error: UNAVAILABLE: ipv4:10.0.0.7:50053: Socket closed")
-    with pytest.raises(typer.Exit), errors_told("10.0.0.7:50053"):
+    with pytest.raises(typer.Exit), reported_errors("10.0.0.7:50053"):
         raise error
     assert "--tls-ca" in capsys.readouterr().err
 
 
-def test_the_command_takes_its_token_from_the_file_it_names_else_from_the_environment(
+def test_the_command_reads_its_token_from_the_file_or_else_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "token"

@@ -1,6 +1,7 @@
-"""Services for tests of what starts them: small gRPC health servers that misbehave when a flag tells them to.
+"""Stand-ins for the three services, for tests of what starts them: gRPC health servers that misbehave by flags.
 
-Flags come by the command line, and by the variable MORE for all of them.
+Flags come from the command line, and for all of them from the variable MORE. Each stand-in writes to the folder RECORD:
+its arguments, a file `<name>.terminating` on SIGTERM, and its name to `stopped` when it ends.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ if arguments.refuse_to_start:
 if arguments.never_ready:
     time.sleep(60)
 
-from concurrent import futures  # from here on, for they take their time
+from concurrent import futures  # imported here because it is slow
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
 stopping = False
 
-def on_term(*_):  # sets a variable: whoever waits for an Event holds its lock, and so would this
+def on_term(*_):
     global stopping
     stopping = not arguments.ignore_sigterm
+    (record / f"{name}.terminating").touch()
 
 signal.signal(signal.SIGTERM, on_term)
 server = grpc.server(futures.ThreadPoolExecutor(2))
@@ -51,6 +53,14 @@ sys.exit(3 if arguments.cut_off else 0)
 """
 
 
+def write_stand_ins(folder: Path) -> None:
+    (folder / "services").mkdir()
+    (folder / "services" / "__init__.py").touch()
+    for name in ("preprocessing", "encoder", "generation"):
+        (folder / "services" / f"{name}.py").write_text(STAND_IN)
+
+
 def stopped(record: Path) -> list[str]:
+    """The names of the stand-ins that have ended by SIGTERM, in order."""
     path = record / "stopped"
     return path.read_text().split() if path.exists() else []

@@ -1,4 +1,4 @@
-"""Hand-written services for tests of the command: what they answer is fixed, what they were asked is remembered."""
+"""Hand-written services for tests of the command: fixed responses, recorded requests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PLAN = PromptPlan(
     fingerprint=bytes(32),
 )
 
-# Patches of 16 px in 2 × 2, text between the slices, deepstack.
+# As a family with 32-pixel tokens, text between the slices and deepstack would be planned.
 SLICES_APART = PromptPlan(
     input_ids=np.arange(24, dtype=np.int32),
     positions=np.zeros((3, 24), dtype=np.int32),
@@ -69,7 +69,7 @@ SLICES_APART = PromptPlan(
 )
 
 
-ANSWERS = (("A red ", "ball ⚽"), ("Some", "thing"), ("", ""))
+COMPLETIONS = (("A red ", "ball ⚽"), ("Some", "thing"), ("", ""))
 
 
 class FakeServices(
@@ -77,9 +77,9 @@ class FakeServices(
     encoder_pb2_grpc.EncoderServiceServicer,
     preprocessing_pb2_grpc.PreprocessingServiceServicer,
 ):
-    """All three services at one address; `kept` is what the encoder answers.
+    """All three services. `kept` is the encoder's result (None: the field is unset).
 
-    Answers come mixed, and the last of them ends first.
+    Completions arrive interleaved, and the last of them finishes first.
     """
 
     def __init__(self) -> None:
@@ -109,15 +109,15 @@ class FakeServices(
         yield generation_pb2.GenerateResponse(
             progress=encoder_pb2.MediaProgress(media_index=0, decoded_slices=2, encoded_slices=1)
         )
-        answers = range(request.sampling.n or 1)
-        for index in answers:
-            yield self._delta(request.sampling, index, ANSWERS[index][0], 1)
+        indices = range(request.sampling.n or 1)
+        for index in indices:
+            yield self._delta(request.sampling, index, COMPLETIONS[index][0], 1)
         if self.hang.is_set():
             self.cancelled.wait(20)
-        for index in answers:
-            yield self._delta(request.sampling, index, ANSWERS[index][1], 2)
+        for index in indices:
+            yield self._delta(request.sampling, index, COMPLETIONS[index][1], 2)
         usage.completion_tokens = 2
-        for index in reversed(answers):
+        for index in reversed(indices):
             yield generation_pb2.GenerateResponse(
                 finished=generation_pb2.Finished(
                     choice_index=index,
