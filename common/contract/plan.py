@@ -10,7 +10,10 @@ model family.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
@@ -21,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int32Array: TypeAlias = NDArray[np.int32]
+Bytes: TypeAlias = bytes | bytearray | memoryview
 
 # Before pruning: a context of a million tokens at rate 0.75. A few bytes can ask for so many, and all three services
 # hold their 64 MiB.
@@ -203,3 +207,12 @@ class PromptPlan:
     def __repr__(self) -> str:
         grids = ", ".join(f"{item.modality.value} {item.grid}" for item in self.media)
         return f"PromptPlan(N={self.tokens}, media=[{grids}])"
+
+
+def tagged_digest(domain: bytes, parts: Sequence[Bytes]) -> bytes:
+    """sha256 of a domain and parts, with their number and lengths: different inputs never hash the same bytes."""
+    digest = hashlib.sha256()
+    for part in (domain, struct.pack("<q", len(parts)), *parts):
+        digest.update(struct.pack("<q", len(part)))
+        digest.update(part)
+    return digest.digest()

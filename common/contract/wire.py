@@ -6,9 +6,11 @@ It owns no rule about values: the dataclasses of `plan` and `retention` validate
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from time import monotonic_ns
 
 import numpy as np
 
@@ -21,6 +23,8 @@ from framesieve.v1 import prompt_pb2, tensor_pb2
 MAX_MEDIA = 512
 # Where each slice of as many videos as a prompt may have stands alone.
 MAX_RUNS = 2**18
+# Older than any event that is measured. The largest floats overflow when they are converted to nanoseconds.
+_MAX_AGO_S = 1e9
 
 _DTYPE_TO_WIRE = {
     DType.UINT8: tensor_pb2.DTYPE_UINT8,
@@ -259,3 +263,27 @@ def modality_of(wire: prompt_pb2.Modality) -> Modality:
     if wire not in _MODALITY_FROM_WIRE:
         raise PeerContract(f"modality {wire} does not exist")
     return _MODALITY_FROM_WIRE[wire]
+
+
+# --- ages -------------------------------------------------------------------------------------------------------
+#
+# Hosts send how long ago an event was, so that their clocks are never compared. The time of the message on its way
+# is the only error:
+#
+#     sender    event ────────── sent       "1.5 s ago"
+#     receiver                received ▶ event = received − 1.5 s
+
+
+def ago_s(at_ns: int) -> float:
+    """Seconds since at_ns, in nanoseconds of this host's monotonic clock; 0 for a time in the future."""
+    return max(0, monotonic_ns() - at_ns) * 1e-9
+
+
+def from_ago_s(peers_ago_s: float, received_ns: int) -> int:
+    """When an event that a peer reported happened, in nanoseconds of this host's monotonic clock.
+
+    Raises PeerContract for a negative or infinite age.
+    """
+    if not (math.isfinite(peers_ago_s) and peers_ago_s >= 0):
+        raise PeerContract(f"an age must be finite and at least 0 seconds, got {peers_ago_s}")
+    return received_ns - round(min(peers_ago_s, _MAX_AGO_S) * 1e9)

@@ -17,7 +17,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as ProtobufMessage
 
 from common.contract.errors import InvalidRequest
-from common.contract.limits import MAX_INLINE_BYTES
+from common.contract.requests import MAX_INLINE_BYTES
 from common.contract.retention import Pruning
 from common.contract.wire import grid_message
 from framesieve.client.prompt import Embeds, Image, Message, Part, StrPath, Text, Video

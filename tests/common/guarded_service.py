@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from common.process import free_port
-from common.security.quotas import ClientBudgets
+from common.security.quotas import ClientQuotas
 from common.serving.guards import guarded_server, listen
 from common.serving.health import Health
 from common.serving.interceptors import RequestInterceptor
@@ -55,13 +55,13 @@ class GuardedService:
 
     def __init__(self, settings: ServiceSettings, encoder: encoder_pb2_grpc.EncoderServiceServicer) -> None:
         self.address = settings.listen
-        self.budgets = ClientBudgets(settings.max_requests_per_client, settings.max_bytes_per_client)
+        self.budgets = ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client)
         self.server = guarded_server(settings, RequestInterceptor(self.budgets))
         self._settings = settings
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server(encoder, self.server)
         self.health = Health(("", "framesieve.v1.EncoderService"))
         self.health.add_to(self.server)
-        self.health.tell(True)
+        self.health.set_serving(True)
         self.reflection = Reflection(("framesieve.v1.EncoderService",))
         self.reflection.add_to(self.server)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from common.channels import DETAILS_KEY, status_details
+from common.serving.status import DETAILS_KEY, status_details
 from common.contract.errors import Overloaded
 from tests.common.loopback import speaking
 

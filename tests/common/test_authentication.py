@@ -12,7 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import REGISTRY
 
-from common.channels import error_from_status, open_channel, passed_on, upstream_errors
+from common.channels import error_from_status, open_channel, upstream_errors
+from common.serving.upstream import passed_on
 from common.contract.errors import PeerContract, StartupError, Unauthenticated
 from common.security.credentials import Credentials
 from framesieve.client.credentials import Access, credentials_of
@@ -69,7 +70,7 @@ async def test_the_api_key_is_checked_on_the_grpc_port(echo: Echo, channel: grpc
     assert await refusal(ask(channel, metadata=metadata)) == (
         UNAUTHENTICATED,
         "UNAUTHENTICATED",
-        "a bearer token that is known here must come with the call",  # of whichever kind of wrong
+        "the call needs a known bearer token",  # of whichever kind of wrong
     )
     assert not echo.calls
     assert [await ask(channel, 1, **shown(ALICE)), await ask(channel, 2, **shown(BOB))] == [1, 2]

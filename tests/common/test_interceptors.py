@@ -9,9 +9,9 @@ from typing import Any, cast
 import grpc
 import structlog
 
-from common.channels import MAX_MESSAGE_BYTES
+from common.serving.status import MAX_MESSAGE_BYTES
 from common.contract.errors import InvalidRequest, PeerContract
-from common.security.quotas import ClientBudgets
+from common.security.quotas import ClientQuotas
 from common.serving.interceptors import guarded
 
 METHOD = "/framesieve.v1.EncoderService/Encode"
@@ -62,7 +62,7 @@ async def test_what_answered_has_ended_once_its_answer_is_closed() -> None:
             await asyncio.sleep(0)
             ended = True
 
-    budgets = ClientBudgets()
+    budgets = ClientQuotas()
     responses = guarded(budgets.limited(answer), METHOD)(None, cast(grpc.aio.ServicerContext[Any, Any], Left()))
     assert await anext(responses) == 1
     assert budgets.clients == 1

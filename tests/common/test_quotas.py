@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.contract.errors import InvalidRequest, Overloaded
-from common.security.quotas import Charge, ClientBudgets
+from common.security.quotas import Charge, ClientQuotas
 
 MAX_REQUESTS, MAX_BYTES = 2, 10
 CLIENTS = st.sampled_from(["alice", "bob"])
@@ -34,7 +34,7 @@ class Running:
 
 @given(STEPS)
 def test_a_client_gets_exactly_what_its_limits_leave_whatever_begins_and_ends(steps: list[tuple[Any, ...]]) -> None:
-    budgets = ClientBudgets(MAX_REQUESTS, MAX_BYTES)
+    budgets = ClientQuotas(MAX_REQUESTS, MAX_BYTES)
     running: list[Running] = []
     for kind, *arguments in steps:
         requests: dict[str, int] = defaultdict(int)
@@ -71,7 +71,7 @@ def test_a_client_gets_exactly_what_its_limits_leave_whatever_begins_and_ends(st
 
 
 def test_without_limits_everything_is_let_in_and_the_book_is_empty_again() -> None:
-    budgets = ClientBudgets()
+    budgets = ClientQuotas()
     with ExitStack() as context:
         for _ in range(1000):
             context.enter_context(budgets.request("alice"))(2**40)

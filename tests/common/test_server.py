@@ -192,7 +192,7 @@ async def test_requests_in_the_midst_of_their_answers_are_told_so_as_well(tmp_pa
         reading = [asyncio.create_task(read_to_its_end(call)) for call in busy]
         os.kill(os.getpid(), signal.SIGTERM)
         for each in reading:
-            with pytest.raises(errors.Unavailable, match="the time to finish is over"):
+            with pytest.raises(errors.Unavailable, match="its grace period is over"):
                 await each
         assert await asyncio.wait_for(task, 10) is ExitStatus.CUT_OFF
 
@@ -305,5 +305,5 @@ async def test_a_port_of_metrics_that_is_taken_refuses_to_start_by_its_name(tmp_
     with create_server(("127.0.0.1", free_port())) as taken:
         port = taken.getsockname()[1]
         blocked = ServiceSettings(listen=f"unix:{tmp_path}/s", metrics_port=port)
-        with pytest.raises(errors.StartupError, match=f"^cannot tell metrics on --metrics-port {port}: .*in use"):
+        with pytest.raises(errors.StartupError, match=f"^cannot serve metrics on --metrics-port {port}: .*in use"):
             await serve(SERVICE, blocked, lambda s: None, lambda: True)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.byte_semaphore import ByteSemaphore
-from common.contract.digest import tagged_digest
+from common.contract.plan import tagged_digest
 from common.contract.plan import Grid, MediaPlan, Modality, Run
 from services.encoder.items.batcher import Batcher
 from services.encoder.items.cache import EmbedsCache, Entry

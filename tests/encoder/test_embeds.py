@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.contract import errors
-from common.contract.limits import MAX_INLINE_BYTES
+from common.contract.requests import MAX_INLINE_BYTES
 from common.contract.plan import Grid, Modality, PromptPlan
 from common.contract.wire import grid_message
 from framesieve.v1 import prompt_pb2, tensor_pb2

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from common.channels import DETAILS_KEY, status_details
+from common.serving.status import DETAILS_KEY, status_details
 from common.contract.errors import MediaDamaged
 from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
 from common.contract.tensors import DType

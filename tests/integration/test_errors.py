@@ -12,7 +12,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from common.channels import ERROR_DOMAIN, status_details, upstream_errors
+from common.channels import upstream_errors
+from common.serving.status import ERROR_DOMAIN, status_details
 from common.contract import errors
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from common.byte_semaphore import ByteSemaphore
 from common.contract.plan import MediaPlan
-from common.telemetry.request_stats import add_request_stats
+from common.telemetry.logs import add_request_stats
 from services.encoder.items.batcher import Batcher
 from services.encoder.items.cache_key import cache_key
 from services.encoder.items.encoding import Encoding

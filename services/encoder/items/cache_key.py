@@ -9,7 +9,7 @@ import struct
 
 import torch
 
-from common.contract.digest import tagged_digest
+from common.contract.plan import tagged_digest
 from common.contract.plan import MediaPlan
 
 _DOMAIN = b"framesieve embeddings v1"

@@ -24,7 +24,7 @@ from common.contract.plan import Int32Array, MediaPlan, Modality
 from common.contract.retention import NONE, Pruning, retained_count
 from common.contract.tensors import DType
 from common.telemetry.metrics import busy
-from common.telemetry.request_stats import add_request_stats
+from common.telemetry.logs import add_request_stats
 from common.telemetry.tracing import record, span
 from services.encoder.items.cache import EmbedsCache, Entry, Source
 from services.encoder.items.encoding import Encoding, Moments, embeds_bytes

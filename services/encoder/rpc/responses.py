@@ -15,7 +15,7 @@ from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, MediaProgress
 from common.contract.plan import PromptPlan
 from common.contract.tensors import pieces
 from common.contract.wire import fill_chunk, int32_tensor, plan_messages
-from common.telemetry.ages import ago_s
+from common.contract.wire import ago_s
 from services.encoder.items.encoding import Moments
 from services.encoder.items.item import Item
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from framesieve.v1 import encoder_pb2
 
-from common.contract.digest import tagged_digest
+from common.contract.plan import tagged_digest
 from common.contract.errors import PeerContract
 from common.contract.plan import Int32Array, MediaPlan
 from common.contract.tensors import DType, TensorBuffer
 from common.contract.wire import add_chunk, buffer_for, int32_array
-from common.telemetry.ages import moment_ns
+from common.contract.wire import from_ago_s
 from common.telemetry.metrics import busy
 from services.generation.request.encoded_media import MediaItem
 from services.generation.rpc.timing import Stage
@@ -126,7 +126,7 @@ class Arrival:
             told[Stage.DECODE] = ages.decoded_s
         if ages.HasField("resized_s"):
             told[Stage.RESIZE] = ages.resized_s
-        self.left_ns = {stage: moment_ns(ago_s, heard_ns) for stage, ago_s in told.items()}
+        self.left_ns = {stage: from_ago_s(ago_s, heard_ns) for stage, ago_s in told.items()}
 
     def _checked_kept(self, message: encoder_pb2.EmbedsChunk) -> Int32Array | None:
         count, tokens = self._shape[1], self._plan.grid.tokens

@@ -19,8 +19,8 @@ from common.channels import end_writing, read_from, write_to
 from common.contract.errors import DeadlinePassed, PeerContract, Unavailable
 from common.contract.plan import PromptPlan
 from common.contract.wire import PlanReceiver
-from common.retries import Retries
-from common.telemetry.ages import moment_ns
+from common.serving.upstream import Retries
+from common.contract.wire import from_ago_s
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
 Selected: TypeAlias = "asyncio.Future[Sequence[int]]"
@@ -124,7 +124,7 @@ class Upstream:
             if not response.HasField("plan"):
                 raise PeerContract("the stream did not begin with a plan")
             if self.fetched_ns is None and response.HasField("fetched_ago_s"):
-                self.fetched_ns = moment_ns(response.fetched_ago_s, monotonic_ns())
+                self.fetched_ns = from_ago_s(response.fetched_ago_s, monotonic_ns())
             if plan := receiver.add(response.plan):
                 return plan
 

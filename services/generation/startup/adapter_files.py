@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, Validation
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from common.contract.digest import tagged_digest
+from common.contract.plan import tagged_digest
 from common.contract.errors import StartupError
 from services.generation.model.adapters import AdaptedLinear, LowRank
 from services.generation.model.language_model import LanguageModel
