@@ -11,6 +11,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from grpc_status import rpc_status
 
 from common.process import free_port
@@ -18,7 +19,6 @@ from common.security.quotas import ClientQuotas
 from common.serving.guards import guarded_server, listen
 from common.serving.health import Health
 from common.serving.interceptors import RequestInterceptor
-from common.serving.reflection import Reflection
 from common.serving.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 
@@ -55,15 +55,14 @@ class GuardedService:
 
     def __init__(self, settings: ServiceSettings, encoder: encoder_pb2_grpc.EncoderServiceServicer) -> None:
         self.address = settings.listen
-        self.budgets = ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client)
-        self.server = guarded_server(settings, RequestInterceptor(self.budgets))
+        self.quotas = ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client)
+        self.server = guarded_server(settings, RequestInterceptor(self.quotas))
         self._settings = settings
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server(encoder, self.server)
         self.health = Health(("", "framesieve.v1.EncoderService"))
         self.health.add_to(self.server)
         self.health.set_serving(True)
-        self.reflection = Reflection(("framesieve.v1.EncoderService",))
-        self.reflection.add_to(self.server)
+        enable_server_reflection(("framesieve.v1.EncoderService",), self.server)
 
     async def start(self) -> None:
         listen(self.server, self._settings)

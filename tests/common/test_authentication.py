@@ -13,9 +13,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import REGISTRY
 
 from common.channels import error_from_status, open_channel, upstream_errors
-from common.serving.upstream import passed_on
 from common.contract.errors import PeerContract, StartupError, Unauthenticated
 from common.security.credentials import Credentials
+from common.serving.upstream import passed_on
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.encoding import encode
 from framesieve.client.prompt import Video
@@ -83,7 +83,7 @@ async def test_a_stranger_is_refused_before_anything_of_the_request_is_read(
     assert (await refusal(silent.read()))[0] is UNAUTHENTICATED  # who waits for nothing need not say anything
     garbage = channel.stream_stream(METHOD)(iter([b"\xff" * 1000]), timeout=TIMEOUT_S)
     assert (await refusal(garbage.read()))[0] is UNAUTHENTICATED
-    assert service.budgets.clients == 0
+    assert service.quotas.clients == 0
 
 
 async def test_health_answers_everybody_and_reflection_only_who_is_known(channel: grpc.aio.Channel) -> None:

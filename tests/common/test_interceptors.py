@@ -9,10 +9,10 @@ from typing import Any, cast
 import grpc
 import structlog
 
-from common.serving.status import MAX_MESSAGE_BYTES
 from common.contract.errors import InvalidRequest, PeerContract
 from common.security.quotas import ClientQuotas
 from common.serving.interceptors import guarded
+from common.serving.status import MAX_MESSAGE_BYTES
 
 METHOD = "/framesieve.v1.EncoderService/Encode"
 

@@ -103,7 +103,7 @@ async def test_what_a_request_held_is_free_however_it_ends(tmp_path: Path, end: 
                 await call.write(select(-1))
             case "vanished":
                 await caller.close()
-        await eventually(lambda: not running.budgets.clients)
+        await eventually(lambda: not running.quotas.clients)
         assert await ask(channel, 9) == 9
 
 
@@ -131,7 +131,7 @@ async def test_a_request_that_can_never_fit_is_wrong_and_not_one_to_send_again(t
             "INVALID_REQUEST",
             f"the request has {MIB + 1} bytes, --max-bytes-per-client is {MIB}",
         )
-        await eventually(lambda: not running.budgets.clients)
+        await eventually(lambda: not running.quotas.clients)
 
 
 async def test_later_messages_of_a_stream_count_as_well(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ async def test_later_messages_of_a_stream_count_as_well(tmp_path: Path) -> None:
         call = await running_call(channel, prompt(MIB - 10), select(1), select(1))
         await call.write(select(1))
         assert (await refusal(call.read()))[2] == f"the request has {MIB + 2} bytes, --max-bytes-per-client is {MIB}"
-        await eventually(lambda: not running.budgets.clients)
+        await eventually(lambda: not running.quotas.clients)
 
 
 async def test_without_tokens_a_client_is_its_certificate_and_without_that_its_address(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ async def test_without_tokens_a_client_is_its_certificate_and_without_that_its_a
                     held = await running_call(channel)
                     names.append((await refusal(ask(channel)))[2].split(" has ")[0])
                     held.cancel()
-                    await eventually(lambda: not running.budgets.clients)
+                    await eventually(lambda: not running.quotas.clients)
             return names
 
     assert await names_of_two(tls_client_ca=authority.path) == ["alice.test", "bob.test"]
@@ -187,4 +187,4 @@ async def test_a_crowd_at_once_is_let_in_up_to_its_limit_and_leaves_no_trace(tmp
         }
         for call in let_in:
             call.cancel()
-        await eventually(lambda: not running.budgets.clients)
+        await eventually(lambda: not running.quotas.clients)
