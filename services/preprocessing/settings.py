@@ -21,6 +21,10 @@ _MAX_FRAMES = 2**20
 Domain = Annotated[AllowedDomain, PlainValidator(AllowedDomain.parse)]
 
 
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 class PreprocessingSettings(ServiceSettings):
     """Flags and FRAMESIEVE_… variables of `python -m services.preprocessing`. Lists are parted by commas."""
 
@@ -49,7 +53,7 @@ class PreprocessingSettings(ServiceSettings):
     fetch_timeout_s: float = Field(60.0, gt=0, description="most seconds that a URL may take, from name to last byte")
 
     decode_workers: int = Field(
-        len(os.sched_getaffinity(0)),
+        default_factory=_cores,
         ge=1,
         description="processes that decode, one media item each at a time; unless set, one a core",
     )

@@ -16,8 +16,8 @@ import grpc
 
 from common.contract.errors import InvalidRequest
 from common.contract.requests import selections
-from common.telemetry.metrics import STAGE_BUSY_SECONDS, busy
 from common.telemetry.logs import add_request_stats
+from common.telemetry.metrics import STAGE_BUSY_SECONDS, busy
 from common.telemetry.tracing import span
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
