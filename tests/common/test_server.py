@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -269,3 +271,33 @@ async def test_a_metrics_port_in_use_refuses_to_start(tmp_path: Path) -> None:
         blocked = ServiceSettings(listen=f"unix:{tmp_path}/s", metrics_port=port)
         with pytest.raises(errors.StartupError, match=f"^cannot serve metrics on --metrics-port {port}: .*in use"):
             await serve(SERVICE, blocked, lambda s: None, lambda: True)
+
+
+BLOCKED = """
+import asyncio, time
+from common.process import ExitStatus
+from common.serving import server
+
+async def main():
+    stopping = server._first_signal()
+    asyncio.get_running_loop().call_soon(block)
+    await stopping.wait()
+    print("drains", flush=True)
+    await asyncio.sleep(60)
+    return ExitStatus.FINISHED
+
+def block():
+    print("blocked", flush=True)
+    for _ in range(2):
+        server.os.kill(server.os.getpid(), server.signal.SIGTERM)
+        time.sleep(0.01)
+    print("continues", flush=True)
+
+server.run(main)
+"""
+
+
+def test_the_second_signal_ends_a_service_whose_loop_is_blocked() -> None:
+    ended = subprocess.run([sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert ended.stdout == "blocked\n"
