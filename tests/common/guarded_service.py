@@ -1,4 +1,4 @@
-"""The listener of a service, guarded as settings say, before an encoder that answers without doing any work."""
+"""A listener with the guards of its settings, in front of an encoder that only echoes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ALICE, BOB = "alice-0123456789abcdef", "bob-fedcba9876543210"
 
 
 def shown(token: str) -> dict[str, Any]:
-    """Keyword arguments of a call that shows it."""
+    """Keyword arguments of a call with this token."""
     return {"metadata": (("authorization", f"Bearer {token}"),)}
 
 
 class Echo(encoder_pb2_grpc.EncoderServiceServicer):
-    """Answers each request with the index that it selects, and -1 fails; `received` are the requests so far."""
+    """Answers each request with the index that it selects; -1 raises."""
 
     def __init__(self) -> None:
         self.received: list[encoder_pb2.EncodeRequest] = []
@@ -51,7 +51,7 @@ class Echo(encoder_pb2_grpc.EncoderServiceServicer):
 
 
 class GuardedService:
-    """What listens at `address` before an encoder, and what its clients have running."""
+    """The listener at `address`, and the quotas of its clients."""
 
     def __init__(self, settings: ServiceSettings, encoder: encoder_pb2_grpc.EncoderServiceServicer) -> None:
         self.address = settings.listen
@@ -70,7 +70,7 @@ class GuardedService:
 
 
 def tcp_address() -> str:
-    """One of this machine's that is free."""
+    """A free address on loopback."""
     return f"127.0.0.1:{free_port()}"
 
 
@@ -91,7 +91,7 @@ def select(index: int) -> encoder_pb2.EncodeRequest:
 
 
 async def ask(channel: grpc.aio.Channel, index: int = 7, **call: Any) -> int:
-    """Asks for an item and returns which one was answered."""
+    """Selects an item and returns the index of the answer."""
     stub = encoder_pb2_grpc.EncoderServiceStub(channel)
     response = await stub.Encode(iter([select(index)]), timeout=TIMEOUT_S, **call).read()
     return int(response.progress.media_index)
@@ -103,7 +103,7 @@ async def well(channel: grpc.aio.Channel) -> bool:
 
 
 async def refusal(answer: Any) -> tuple[grpc.StatusCode, str, str]:
-    """Status, reason and message of what is awaited, which fails."""
+    """Status, reason and message of a call that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as info:
         await asyncio.wait_for(answer, TIMEOUT_S)
     status = rpc_status.from_call(info.value)

@@ -1,6 +1,6 @@
-"""`python -m tests.common.refusing_peer ADDRESS METHOD [PLAN]`: a service of its own process that refuses every call.
+"""`python -m tests.common.refusing_peer ADDRESS METHOD [PLAN]`: a service that refuses every call.
 
-Unread; or, given what it plans in hexadecimal, behind its plan and without a look at what is selected.
+It refuses unread calls or, with the message of a plan in hexadecimal, calls that have received their plan.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""No service and no client can turn data into code: the modules and calls that do so stand nowhere in their source."""
+"""No service and no client deserialises code: their sources use no module or call that could."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-PACKAGES = ("services", "common", "client")
+PACKAGES = ("services", "common", "framesieve")
 
-# What reads objects of any class from bytes.
+# Modules that read objects of any class from bytes.
 MODULES = frozenset(
     {
         *("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "copyreg", "pty"),
         "multiprocessing",  # its queues, pipes and managers pickle
     }
 )
-# As they are written.
+# As written in the source.
 CALLS = frozenset(
     {
         *("eval", "exec", "compile", "__import__", "execfile"),
@@ -35,29 +35,29 @@ METHODS = frozenset({"__reduce__", "__reduce_ex__", "__setstate__", "__getstate_
 
 
 def found_in(source: str) -> Iterator[str]:
-    """What stands in the source and must not, with its line."""
+    """Forbidden names in the source, with their lines."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
-                told = [name.name for name in names if MODULES & {*name.name.split(".")}]
+                names_found = [name.name for name in names if MODULES & {*name.name.split(".")}]
             case ast.ImportFrom(module=str(module), names=names):
                 each = [f"{module}.{name.name}" for name in names]
-                told = [name for name in each if MODULES & {*name.split(".")} or name in CALLS]
+                names_found = [name for name in each if MODULES & {*name.split(".")} or name in CALLS]
             case ast.Call(func=function, keywords=keywords):
-                told = [name for name in [ast.unparse(function)] if name in CALLS]
-                told += [keyword.arg for keyword in keywords if keyword.arg in KEYWORDS]
+                names_found = [name for name in [ast.unparse(function)] if name in CALLS]
+                names_found += [keyword.arg for keyword in keywords if keyword.arg in KEYWORDS]
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                told = [name] if name in METHODS else []
+                names_found = [name] if name in METHODS else []
             case _:
-                told = []
-        yield from (f"line {getattr(node, 'lineno', 0)}: {name}" for name in told)
+                names_found = []
+        yield from (f"line {getattr(node, 'lineno', 0)}: {name}" for name in names_found)
 
 
 def test_nothing_in_the_services_turns_data_into_code() -> None:
     files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     assert len(files) > 100
     found = {str(path.relative_to(ROOT)): list(found_in(path.read_text())) for path in files}
-    assert {path: told for path, told in found.items() if told} == {}
+    assert {path: names_found for path, names_found in found.items() if names_found} == {}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The book of what clients have running: never above its limits, and empty once nothing runs."""
+"""Quotas of clients by themselves: never exceeded, and nothing is remembered once nothing runs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ STEPS = st.lists(
 
 
 class Running:
-    """One request of the model's, and what it was charged."""
+    """A running request of the model, and the bytes counted for it."""
 
     def __init__(self, client: str, context: ExitStack, charge: Charge) -> None:
         self.client, self.context, self.charge, self.size_bytes = client, context, charge, 0
 
 
 @given(STEPS)
-def test_a_client_gets_exactly_what_its_limits_leave_whatever_begins_and_ends(steps: list[tuple[Any, ...]]) -> None:
-    budgets = ClientQuotas(MAX_REQUESTS, MAX_BYTES)
+def test_a_client_gets_exactly_what_its_quota_leaves(steps: list[tuple[Any, ...]]) -> None:
+    quotas = ClientQuotas(MAX_REQUESTS, MAX_BYTES)
     running: list[Running] = []
     for kind, *arguments in steps:
         requests: dict[str, int] = defaultdict(int)
@@ -42,15 +42,15 @@ def test_a_client_gets_exactly_what_its_limits_leave_whatever_begins_and_ends(st
         for each in running:
             requests[each.client] += 1
             held[each.client] += each.size_bytes
-        assert budgets.clients == len(requests)
+        assert quotas.clients == len(requests)
         if kind == "begin":
             (client,) = arguments
             context = ExitStack()
             if requests[client] == MAX_REQUESTS:
                 with pytest.raises(Overloaded, match=f"{client} has 2 requests"):
-                    context.enter_context(budgets.request(client))
+                    context.enter_context(quotas.request(client))
                 continue
-            running.append(Running(client, context, context.enter_context(budgets.request(client))))
+            running.append(Running(client, context, context.enter_context(quotas.request(client))))
         elif running:
             one = running[arguments[0] % len(running)]
             if kind == "end":
@@ -67,13 +67,13 @@ def test_a_client_gets_exactly_what_its_limits_leave_whatever_begins_and_ends(st
                 one.size_bytes += arguments[1]
     for each in running:
         each.context.close()
-    assert budgets.clients == 0
+    assert quotas.clients == 0
 
 
-def test_without_limits_everything_is_let_in_and_the_book_is_empty_again() -> None:
-    budgets = ClientQuotas()
+def test_without_limits_everything_is_admitted() -> None:
+    quotas = ClientQuotas()
     with ExitStack() as context:
         for _ in range(1000):
-            context.enter_context(budgets.request("alice"))(2**40)
-        assert budgets.clients == 1
-    assert budgets.clients == 0
+            context.enter_context(quotas.request("alice"))(2**40)
+        assert quotas.clients == 1
+    assert quotas.clients == 0
