@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("services", "common", "framesieve")
 
@@ -53,51 +51,18 @@ def found_in(source: str) -> Iterator[str]:
         yield from (f"line {getattr(node, 'lineno', 0)}: {name}" for name in names_found)
 
 
-def test_nothing_in_the_services_turns_data_into_code() -> None:
+def test_no_source_uses_what_turns_data_into_code() -> None:
+    # The search itself finds each kind.
+    for source in ("import os, marshal", "from torch import load", "eval(text)", "run(it, shell=True)"):
+        assert list(found_in(source))
     files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     assert len(files) > 100
     found = {str(path.relative_to(ROOT)): list(found_in(path.read_text())) for path in files}
     assert {path: names_found for path, names_found in found.items() if names_found} == {}
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle",
-        "import os, marshal",
-        "from multiprocessing.connection import Listener",
-        "import torch.multiprocessing as mp",
-        "from torch import multiprocessing",
-        "from concurrent.futures import ProcessPoolExecutor",
-        "def late():\n    from cloudpickle import loads",
-        "from torch import load",
-        "torch.load(path, weights_only=True)",
-        "embeds = np.load(file)",
-        "np.asarray(numpy.load(file, mmap_mode='r'))",
-        "read(file, allow_pickle=True)",
-        "config = yaml.load(text)",
-        "lambda text: eval(text)",
-        "exec(code)",
-        "subprocess.run(command, shell=True)",
-        "os.system('ffmpeg ' + path)",
-        "await asyncio.create_subprocess_shell(command)",
-        "class Frame:\n    def __reduce__(self):\n        return Frame, ()",
-        "Model.from_pretrained(folder, trust_remote_code=True)",
-    ],
-)
-def test_what_would_do_so_is_found(source: str) -> None:
-    assert list(found_in(source))
-
-
-@pytest.mark.parametrize(
-    "source", ["model.eval()", "re.compile(pattern)", "safetensors.torch.load_file(path)", "subprocess.run([path])"]
-)
-def test_what_only_looks_like_it_is_not(source: str) -> None:
-    assert list(found_in(source)) == []
-
-
 def test_weights_come_as_safetensors_alone() -> None:
-    """Other formats of checkpoints are pickles: they are not even looked for."""
+    """Other formats of checkpoints are pickles, so no source names their extensions."""
     sources = [path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     strings = [
         node.value

@@ -166,14 +166,21 @@ def test_an_incomplete_tls_setting_is_refused(given: dict[str, Any], missing: st
     assert str(info.value) == missing
 
 
-async def test_a_listener_refuses_unusable_certificates(echo: Echo, authority: Authority, own: Issued) -> None:
+@pytest.mark.parametrize("listen", ["unix:/nowhere", "127.0.0.1:1"])
+async def test_listener_and_metrics_refuse_unusable_certificates(
+    echo: Echo, authority: Authority, own: Issued, listen: str
+) -> None:
     other = authority.issue("other.test")
-    with pytest.raises(StartupError, match=f"--tls-cert {own.cert} cannot be used with --tls-key {other.key}"):
-        async with guarded(tcp_address(), echo, tls_cert=own.cert, tls_key=other.key):
-            pass
-    with pytest.raises(StartupError, match=r"--tls-client-ca .* must hold certificates in PEM"):
-        async with guarded(tcp_address(), echo, tls_cert=own.cert, tls_key=own.key, tls_client_ca=own.key):
-            pass
+    for tls, why in (
+        ({"tls_key": other.key}, f"--tls-cert {own.cert} cannot be used with --tls-key {other.key}"),
+        ({"tls_key": own.key, "tls_client_ca": own.key}, r"--tls-client-ca .* must hold certificates in PEM"),
+    ):
+        settings = {"listen": listen, "tls_cert": own.cert, **tls}
+        with pytest.raises(StartupError, match=why):
+            serve_metrics(ServiceSettings(metrics_port=1, metrics_tls=True, **settings))
+        with pytest.raises(StartupError, match=why):
+            async with guarded(tcp_address(), echo, tls_cert=own.cert, **tls):
+                pass
 
 
 # --- health and metrics -----------------------------------------------------------------------------------------
@@ -230,16 +237,3 @@ async def test_metrics_are_served_with_the_same_tls(
     silent.close()
     await silent.wait_closed()
     assert capfd.readouterr().err == ""  # no traceback of a failed handshake
-
-
-@pytest.mark.parametrize("listen", ["unix:/nowhere", "127.0.0.1:1"])
-def test_unusable_certificates_of_metrics_are_refused(own: Issued, tmp_path: Path, listen: str) -> None:
-    def refused(why: str, **files: Path) -> None:
-        settings = ServiceSettings(listen=listen, metrics_port=1, metrics_tls=True, **files)
-        with pytest.raises(StartupError, match=why):
-            serve_metrics(settings)
-
-    refused("--tls-key .*nowhere cannot be read", tls_cert=own.cert, tls_key=tmp_path / "nowhere")
-    refused(
-        r"--tls-client-ca .* must hold certificates in PEM", tls_cert=own.cert, tls_key=own.key, tls_client_ca=own.key
-    )
