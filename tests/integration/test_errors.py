@@ -12,8 +12,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from common.channels import ERROR_DOMAIN, status_details, upstream_errors
+from common.channels import upstream_errors
 from common.contract import errors
+from common.serving.status import ERROR_DOMAIN, status_details
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, Video

@@ -92,7 +92,7 @@ async def test_who_shows_no_token_of_this_service_is_refused(
     guarded: Guarded, name: str, shown: dict[str, None]
 ) -> None:
     async with guarded.client(name, **shown) as client:
-        with pytest.raises(errors.Unauthenticated, match="a bearer token that is known here"):
+        with pytest.raises(errors.Unauthenticated, match="the call needs a known bearer token"):
             await client.ask(Video(data=CLIP), "What moves?", timeout_s=20)
 
 

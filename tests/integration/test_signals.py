@@ -213,7 +213,7 @@ async def test_a_generation_that_is_told_to_stop_finishes_what_it_can_and_tells_
             assert isinstance(asked.failed, errors.Unavailable), stage
             assert asked.failed.stage == "generation"
             # What nothing was said to yet is asked again, and then nobody may be there.
-            assert not asked.events or str(asked.failed) == "generation is draining, and the time to finish is over"
+            assert not asked.events or str(asked.failed) == "generation is draining, and its grace period is over"
             assert asked.ended_s - told_s >= DRAIN_S
         assert load.asked["prefilling"].failed is None
         assert await asyncio.to_thread(fleet.generation.ended) == ExitStatus.CUT_OFF

@@ -25,8 +25,8 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, Validation
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from common.contract.digest import tagged_digest
 from common.contract.errors import StartupError
+from common.contract.plan import tagged_digest
 from services.generation.model.adapters import AdaptedLinear, LowRank
 from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
