@@ -1,4 +1,4 @@
-"""Small real media files and what can happen to them on the way: cut, flipped, overwritten, repeated, made up."""
+"""Small real media files and mutations of them: truncated, overwritten, repeated, replaced by noise."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ VIDEOS = (
     ("mov", "mjpeg", {}),
     ("gif", "gif", {}),
 )
-# Without it Matroska carries a number drawn by lot.
+# Otherwise Matroska files contain a random number.
 EXACT = {"fflags": "+bitexact"}
 PICTURES = ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "AVIF")
 
 
-@cache  # encoders need not make the same bytes twice
+@cache  # an encoder may make other bytes the next time
 def originals() -> list[tuple[str, bytes]]:
     """Name and bytes of each file; a video's name starts with "video", a picture's with "picture"."""
     found = []
@@ -45,7 +45,7 @@ def originals() -> list[tuple[str, bytes]]:
 
 
 def mutations(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
-    """The same ones for the same seed, of every file in turn."""
+    """`count` mutated files, of each original in turn. The seed determines them."""
     random_ = random.Random(seed)
     files = originals()
     for number in range(count):

@@ -1,7 +1,7 @@
-"""`make fuzz`: broken media through planning and decoding, in processes of their own that must neither die nor hang.
+"""`make fuzz`: plans and decodes broken media files in child processes, which must neither die nor hang.
 
-A process takes a batch of files and says which it is at, so that the one at fault is known and kept. What counts as
-passing is a picture, or an error that says what is wrong with the media.
+A child takes a batch of files and writes the current one to a file, which therefore holds the one at fault. A file
+passes if it decodes or is refused with an error about the media.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FILE_LIMIT_S = 20
 
 
 def decode(source: Source) -> None:
-    """As a request would: the index, then frames from all over it. Raises MediaRejected and MediaDamaged."""
+    """Reads the index, then frames from all over it, like a request. Raises MediaRejected and MediaDamaged."""
     if source.name.startswith("picture"):
         decode_picture(source, read_picture(source))
         return
@@ -38,7 +38,7 @@ def decode(source: Source) -> None:
 
 
 def decode_all(seed: int, count: int, progress: Path) -> Counter[str]:
-    """How the files ended; `progress` names the one at hand and holds it."""
+    """Counts how the files ended. `progress` holds the name and the bytes of the current one."""
     ends: Counter[str] = Counter()
     for name, data in mutations(seed, count):
         progress.write_bytes(name.encode() + b"\n" + data)
@@ -54,7 +54,7 @@ def decode_all(seed: int, count: int, progress: Path) -> Counter[str]:
 
 
 def run_batch(seed: int, count: int, progress: Path) -> str | None:
-    """What went wrong in a process of its own, if anything."""
+    """Runs a batch in a child process and describes what went wrong, or returns None."""
     command = [sys.executable, "-m", "tests.fuzz.run", "--child", str(progress), "--seed", str(seed)]
     try:
         done = subprocess.run(
