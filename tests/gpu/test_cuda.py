@@ -38,7 +38,7 @@ def test_the_tower_encodes_as_on_the_cpu(family: str, family_checkpoint: Path) -
 
 
 @pytest.mark.parametrize("chunk_tokens", [3, 64])
-def test_the_engine_computes_the_same_logits_as_on_the_cpu(
+def test_the_engine_computes_the_logits_of_the_cpu(
     family: str, family_checkpoint: Path, chunk_tokens: int
 ) -> None:
     video = random_item(FAMILIES[family], (4, 2, 3), Fraction(1), rate=0.5)
