@@ -4,8 +4,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROTOS := $(wildcard protos/framesieve/v1/*.proto)
 PYTEST := $(BIN)/python -m pytest
-# Two workers, each on its own core. tests/conftest.py groups the tests that share services and sorts the groups.
-SIDE_BY_SIDE := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gpu bench-media fuzz fuzz-rpc soak demo-model demo-eval up down clean
@@ -35,10 +33,10 @@ demo: setup  ## Ask the embedded model about a real clip, at rates 0 and 0.75, t
 	@$(BIN)/python -m demo.run
 
 test: setup  ## Run the tests (about 5 minutes on two cores)
-	$(PYTEST) $(SIDE_BY_SIDE)
+	$(PYTEST) -n 2
 
 test-deep: setup  ## Run the slow variations of tests, both fuzzers and the soak (about 25 minutes)
-	$(PYTEST) $(SIDE_BY_SIDE) -m deep
+	$(PYTEST) -n 2 -m deep
 	$(BIN)/python -m tests.fuzz.rpc
 	$(BIN)/python -m tests.fuzz.run
 	$(BIN)/python -m tests.soak.run

@@ -33,8 +33,7 @@ from tests.integration.conftest import running
 # Below this distance of the two best logits, either token is right.
 CLEAR_MARGIN = 2e-4
 
-# The module shares the stack of Qwen2.5-VL with other files. Experts differ from Qwen3-VL in the text model alone.
-pytestmark = pytest.mark.xdist_group("stack")
+# The mixture of experts differs from Qwen3-VL in the text model alone, which tests of generation cover.
 FAMILY_PARAMS = ["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.deep)]
 
 

@@ -1,4 +1,4 @@
-"""Generation and the encoder as several processes: they answer as one process does, and end when one rank ends."""
+"""Generation as two processes: they answer as one process does, and end when one of them ends."""
 
 from __future__ import annotations
 
@@ -9,21 +9,16 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import grpc
-import numpy as np
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.contract.errors import Unavailable
 from common.process import ExitStatus
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
-from framesieve.client.encoding import encode
-from framesieve.client.prompt import Image, Video
+from framesieve.client.prompt import Video
 from tests import media
-from tests.awake import SOON_S, within
-from tests.integration.fleet import Fleet, Service, children, runs, until
-from tests.integration.load import endless, long_clip, short_clip
+from tests.integration.fleet import Service, runs, until
+from tests.integration.load import endless
 
 # Runs generation with a timeout of 6 s for each step of its ranks.
 IMPATIENT = """
@@ -37,10 +32,6 @@ watch = Leading.watch
 Leading.watch = lambda self, on_lost: (watch(self, on_lost), _set_pg_timeout(timedelta(seconds=6)))
 run(main)
 """
-ENCODER_TOLERANCE = 1e-5
-ENDED = "the tower of the encoder has ended: rank 1 of 2 was ended by signal 9"
-SERVING = health_pb2.HealthCheckResponse.ServingStatus.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.ServingStatus.NOT_SERVING
 
 Start = Callable[..., Service]
 
@@ -126,61 +117,3 @@ async def test_a_rank_of_generation_that_hangs_ends_the_service(start: Start) ->
     assert await asyncio.to_thread(service.ended) == ExitStatus.FAILED
     assert "the engine ended: ranks are out of step" in service.log()
     await until(lambda: not runs(rank))
-
-
-# --- the encoder --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def encoder(fleet: Fleet) -> Iterator[Service]:
-    """An encoder with two ranks beside the one of the fleet, which has one rank and the same slow tower."""
-    one_rank = fleet.encoder[0]
-    two_ranks = Service("encoder", one_rank.model, one_rank.folder, (*one_rank.flags, "--data-parallel", "2"))
-    two_ranks.start()
-    try:
-        two_ranks.ready()
-        yield two_ranks
-    finally:
-        two_ranks.close()
-
-
-async def test_two_ranks_of_the_encoder_encode_as_one_and_end_when_one_is_killed(
-    fleet: Fleet, encoder: Service
-) -> None:
-    (rank,) = children(encoder.pid)
-    before_s = processor_s(rank)
-    asked = (short_clip(900), Image(data=media.picture(112, 84)))
-    ours, theirs = await asyncio.gather(encode(encoder.address, asked), encode(fleet.encoder[0].address, asked))
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.tensor.shape == other.tensor.shape
-        np.testing.assert_allclose(one.values, other.values, atol=ENCODER_TOLERANCE, rtol=0)
-    assert processor_s(rank) > before_s
-
-    health = asyncio.create_task(health_after_serving(encoder.address))
-    batches = encoder.metric("framesieve_encoder_batch_slices_count")
-    encoding = asyncio.create_task(encode(encoder.address, long_clip(902)))
-    await until(lambda: encoder.metric("framesieve_encoder_batch_slices_count") > batches + 2)
-    os.kill(rank, signal.SIGKILL)
-    with pytest.raises(Unavailable, match=ENDED) as failed:
-        await within(SOON_S, encoding)
-    assert failed.value.stage == "encoder"
-    assert await within(SOON_S, health) == NOT_SERVING
-    assert await asyncio.to_thread(encoder.ended) == ExitStatus.FAILED
-    assert "rank 1 of 2 was ended by signal 9" in encoder.log()
-    assert "by a bug" not in encoder.log()
-
-
-def processor_s(process: int) -> float:
-    """Processor time that it has used so far."""
-    fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-async def health_after_serving(address: str) -> int:
-    """The first status other than SERVING that health reports."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-        async for each in call:
-            if each.status != SERVING:
-                return int(each.status)
-    raise AssertionError("health never changed")
