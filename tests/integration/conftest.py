@@ -1,4 +1,4 @@
-"""Services as real processes, started once a session: two stacks of the launcher, and a fleet that tests may kill."""
+"""Services as real processes, started once a session: one stack of the launcher, and a fleet that tests may kill."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def checkpoint(tiny_checkpoint: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def media_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a short clip, clip.mp4, and one that takes seconds to decode, long.mp4."""
     folder = tmp_path_factory.mktemp("media")
     (folder / "clip.mp4").write_bytes(media.clip())
+    (folder / "long.mp4").write_bytes(media.long_clip())
     return folder
 
 
@@ -68,12 +70,26 @@ def adapted(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.fixture(scope="session")
-def stack(checkpoint: Path, media_root: Path, adapted: dict[Path, Any]) -> Iterator[LocalStack]:
-    """The three services with two adapters. Tests leave them idle."""
+def stack(
+    checkpoint: Path, media_root: Path, adapted: dict[Path, Any], fetch_port: int, collector: Collector
+) -> Iterator[LocalStack]:
+    """The three services with two adapters and small limits of decoding and fetching. Tests leave them idle.
+
+    They send their spans to the collector. One worker decodes. Of loopback, only the name localhost may be fetched
+    from; elsewhere only public addresses.
+    """
+    preprocessing = ["--decode-workers", "1", "--decode-memory-bytes", str(DECODE_MEMORY_BYTES)]
+    preprocessing += ["--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1", "--allow-media-domain", "*"]
+    preprocessing += ["--fetch-ports", f"80,{fetch_port}", "--fetch-max-bytes", str(FETCH_MAX_BYTES)]
     adapters = ",".join(f"{folder.name}={folder}" for folder in adapted)
-    flags = {"generation": ["--kv-cache-tokens", str(KV_CACHE_TOKENS), "--adapters", adapters]}
-    with running(checkpoint, media_root=media_root, flags=flags) as stack:
-        yield stack
+    generation = ["--kv-cache-tokens", str(KV_CACHE_TOKENS), "--adapters", adapters]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        flags = {"preprocessing": preprocessing, "generation": generation}
+        with running(checkpoint, media_root=media_root, flags=flags) as stack:
+            patch.undo()  # services that start later send no spans
+            yield stack
 
 
 @pytest.fixture
@@ -90,33 +106,8 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def fetch_port() -> int:
-    """The loopback port that `strict` and the fleet may fetch from."""
+    """The port of localhost that the stack and the fleet may fetch from."""
     return free_port()
-
-
-@pytest.fixture(scope="session")
-def long_media(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one clip, long.mp4."""
-    folder = tmp_path_factory.mktemp("long")
-    (folder / "long.mp4").write_bytes(media.long_clip())
-    return folder
-
-
-@pytest.fixture(scope="session")
-def strict(checkpoint: Path, fetch_port: int, long_media: Path, collector: Collector) -> Iterator[LocalStack]:
-    """The three services with small limits of decoding and fetching. They send their spans to the collector.
-
-    One worker decodes. Of loopback, only the name localhost may be fetched from; elsewhere only public addresses.
-    """
-    flags = ["--decode-workers", "1", "--decode-memory-bytes", str(DECODE_MEMORY_BYTES)]
-    flags += ["--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1", "--allow-media-domain", "*"]
-    flags += ["--fetch-ports", f"80,{fetch_port}", "--fetch-max-bytes", str(FETCH_MAX_BYTES)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
-        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-        with running(checkpoint, media_root=long_media, flags={"preprocessing": flags}) as stack:
-            patch.undo()  # services that start later send no spans
-            yield stack
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ def encoder(fleet: Fleet) -> Iterator[Service]:
         two_ranks.close()
 
 
+@pytest.mark.deep
 async def test_two_ranks_of_the_encoder_encode_as_one_and_end_when_one_is_killed(
     fleet: Fleet, encoder: Service
 ) -> None:

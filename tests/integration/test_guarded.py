@@ -1,4 +1,7 @@
-"""Three real processes guarded as docs/security.md says: mutual TLS and tokens on every hop, and quotas by client."""
+"""Three real processes guarded as docs/security.md says: mutual TLS and tokens on every hop, and quotas by client.
+
+They run the embedded model, which gives the right answers to the questions of the demo.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ from common.channels import open_channel
 from common.contract import errors
 from common.contract.retention import Pruning
 from common.process import free_port
+from demo.example import CLIP, QUESTIONS
+from demo.questions import Question
 from framesieve.__main__ import app
 from framesieve.cli.inspection import inspect
 from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
@@ -28,8 +33,7 @@ from framesieve.client.answer import Accepted, Answer
 from framesieve.client.client import FramesieveClient
 from framesieve.client.credentials import credentials_of
 from framesieve.client.encoding import encode
-from framesieve.client.prompt import Video
-from tests import media
+from framesieve.client.prompt import Message, Text, Video
 from tests.integration.conftest import settles
 from tests.integration.guarded_stack import (
     MALLORY,
@@ -41,15 +45,13 @@ from tests.integration.guarded_stack import (
     probing,
 )
 
-CLIP = media.clip(16, fps=4, seed=50)
-
 
 @pytest.fixture(scope="module")
-def guarded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     secrets, tokens = made_secrets(tmp_path_factory.mktemp("guarded"))
     endpoints = {service: Endpoint(f"127.0.0.1:{free_port()}", free_port()) for service in SERVICES}
     stack = LocalStack(
-        checkpoint, endpoints=endpoints, flags={service: flags_of(service, secrets) for service in SERVICES}
+        media_root=CLIP.parent, endpoints=endpoints, flags={service: flags_of(service, secrets) for service in SERVICES}
     )
     with pytest.MonkeyPatch.context() as environment:
         for name, value in probing(secrets).items():
@@ -68,12 +70,28 @@ async def alice(guarded: Guarded) -> AsyncIterator[FramesieveClient]:
         yield connected
 
 
-async def test_a_question_is_answered_over_mutual_tls_with_tokens_on_every_hop(
-    alice: FramesieveClient,
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.kind)
+@pytest.mark.parametrize("rate", [0.0, 0.75])
+async def test_the_questions_of_the_demo_are_answered_correctly_over_mutual_tls(
+    alice: FramesieveClient, question: Question, rate: float
 ) -> None:
-    answer = await alice.ask(Video(data=CLIP), "What moves?", pruning_rate=0.5, max_new_tokens=8, timeout_s=60)
-    assert answer.usage.completion_tokens >= 1
-    assert answer.usage.media[0].kept_tokens < answer.usage.media[0].grid.tokens
+    answer = await alice.ask(CLIP, question.text, pruning_rate=rate)
+    assert answer.text == question.answer
+    # 16 s at 2 frames a second are 16 slices of two.
+    (item,) = answer.usage.media
+    assert item.grid.t == 16
+    assert item.kept_tokens == int(item.grid.tokens * (1 - rate))
+    assert not item.first_slice_only
+
+
+async def test_a_clip_on_the_server_and_the_next_turn_are_answered(alice: FramesieveClient) -> None:
+    first, second = QUESTIONS
+    answer = await alice.ask(Video(server_path=CLIP.name), first.text, pruning_rate=0.75)
+    assert answer.text == first.answer
+    history = [Message("user", (Video(CLIP), Text(first.text))), Message("assistant", (Text(first.answer),))]
+    answer = await alice.ask(None, second.text, history=history, pruning_rate=0.5, max_new_tokens=24)
+    assert answer.usage.media[0].grid.t == 16
+    assert answer.text
 
 
 @pytest.mark.parametrize(("name", "shown"), [("alice", {"token": None}), ("mallory", {}), ("generation", {})])
@@ -82,7 +100,7 @@ async def test_a_caller_without_a_token_of_the_service_is_refused(
 ) -> None:
     async with guarded.client(name, **shown) as client:
         with pytest.raises(errors.Unauthenticated, match="a bearer token that is known here"):
-            await client.ask(Video(data=CLIP), "What moves?", timeout_s=20)
+            await client.ask(Video(CLIP), "What moves?", timeout_s=20)
 
 
 @pytest.mark.parametrize("missing", [("tls_cert", "tls_key"), ("tls_ca", "tls_cert", "tls_key")])
@@ -98,11 +116,11 @@ async def test_a_token_of_generation_is_no_token_of_the_services_behind_it(guard
     addresses = guarded.stack.addresses
     # gRPC sometimes loses the status of a call that is refused while the caller still writes.
     with pytest.raises((errors.Unauthenticated, errors.Unavailable)):
-        await encode(addresses["encoder"], Video(data=CLIP), **guarded.access("alice"))
+        await encode(addresses["encoder"], Video(CLIP), **guarded.access("alice"))
     seen = await inspect(
         addresses["preprocessing"],
         addresses["encoder"],
-        Video(data=CLIP),
+        Video(CLIP),
         Pruning(0.5),
         **guarded.access("inspector"),
     )
@@ -110,7 +128,7 @@ async def test_a_token_of_generation_is_no_token_of_the_services_behind_it(guard
 
 
 async def test_a_client_at_its_quota_is_refused_and_another_is_not(guarded: Guarded, alice: FramesieveClient) -> None:
-    held = [alice.stream(Video(data=CLIP), "Describe it.", max_new_tokens=900, ignore_eos=True) for _ in range(2)]
+    held = [alice.stream(Video(CLIP), "Describe it.", max_new_tokens=900, ignore_eos=True) for _ in range(2)]
     assert all([isinstance(await anext(stream), Accepted) for stream in held])
     with pytest.raises(
         errors.Overloaded, match=f"alice has 2 requests running, --max-requests-per-client is {MAX_REQUESTS}"
@@ -173,10 +191,9 @@ def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess
     )
 
 
-def test_the_command_takes_credentials_from_flags_or_the_environment(guarded: Guarded, tmp_path: Path) -> None:
-    clip, own = tmp_path / "clip.mp4", guarded.secrets / "alice"
-    clip.write_bytes(CLIP)
-    asked = ["ask", str(clip), "What moves?", "--server", guarded.stack.address, "--json", "--max-new-tokens", "4"]
+def test_the_command_takes_credentials_from_flags_or_the_environment(guarded: Guarded) -> None:
+    own = guarded.secrets / "alice"
+    asked = ["ask", str(CLIP), "What moves?", "--server", guarded.stack.address, "--json", "--max-new-tokens", "4"]
     shown = ["--tls-ca", f"{own}/ca.pem", "--tls-cert", f"{own}/cert.pem", "--tls-key", f"{own}/key.pem"]
     framesieve = CliRunner()
     by_flags = framesieve.invoke(app, [*asked, *shown, "--token-file", f"{own}/token"])
@@ -190,8 +207,7 @@ def test_the_command_takes_credentials_from_flags_or_the_environment(guarded: Gu
 
 
 def test_bench_and_inspect_take_them_as_well(guarded: Guarded, tmp_path: Path) -> None:
-    clip, environment = tmp_path / "clip.mp4", probing(guarded.secrets)
-    clip.write_bytes(CLIP)
+    environment = probing(guarded.secrets)
     framesieve, addresses = CliRunner(), guarded.stack.addresses
     load = ["bench", "--server", guarded.stack.address, "--requests", "2", "--clients", "1", "--warmup", "0"]
     measured = framesieve.invoke(
@@ -202,7 +218,7 @@ def test_bench_and_inspect_take_them_as_well(guarded: Guarded, tmp_path: Path) -
     both = ["--preprocessing", addresses["preprocessing"], "--encoder", addresses["encoder"]]
     drawn = framesieve.invoke(
         app,
-        ["inspect", str(clip), *both, "-o", str(tmp_path / "kept.png")],
+        ["inspect", str(CLIP), *both, "-o", str(tmp_path / "kept.png")],
         env={**environment, "FRAMESIEVE_TOKEN": guarded.tokens["inspector"]},
     )
     assert drawn.exit_code == 0, drawn.output

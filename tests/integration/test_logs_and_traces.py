@@ -40,8 +40,8 @@ METHODS = {"generation": "Generate", "encoder": "Encode", "preprocessing": "Prep
 
 
 @pytest.fixture
-async def stub(strict: LocalStack) -> AsyncIterator[GenerationServiceStub]:
-    async with open_channel(strict.address) as channel:
+async def stub(stack: LocalStack) -> AsyncIterator[GenerationServiceStub]:
+    async with open_channel(stack.address) as channel:
         yield GenerationServiceStub(channel)
 
 
@@ -89,7 +89,7 @@ def request_span(spans: dict[str, list[Span]], service: str) -> Span:
 
 
 async def test_a_question_is_one_line_in_each_log_and_one_trace(
-    strict: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
+    stack: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
 ) -> None:
     clip = media.clip(16, fps=4, seed=81)
     async with serving(ok(clip), port=fetch_port):
@@ -97,7 +97,7 @@ async def test_a_question_is_one_line_in_each_log_and_one_trace(
         answer = [response async for response in stub.Generate(asked, **called("seen-1"))]
     usage = answer[-1].finished.usage
 
-    logged = await ended(strict, "seen-1")
+    logged = await ended(stack, "seen-1")
     for service, line in logged.items():
         assert (line["service"], line["method"], line["code"]) == (service, METHODS[service], "OK")
         assert line["level"] == "info"
@@ -151,7 +151,7 @@ async def test_spans_are_contiguous_and_as_long_as_the_timings_of_the_answer(
 
 
 async def test_cache_hits_leave_out_the_spans_of_the_work_they_save(
-    strict: LocalStack, stub: GenerationServiceStub, collector: Collector
+    stack: LocalStack, stub: GenerationServiceStub, collector: Collector
 ) -> None:
     video = Video(data=media.clip(16, fps=4, seed=83))
     own = {"framesieve-preprocessing": ["plan"], "framesieve-encoder": ["prune"]}
@@ -166,18 +166,18 @@ async def test_cache_hits_leave_out_the_spans_of_the_work_they_save(
         spans = await spans_of(collector, name, len(REQUESTS) + sum(map(len, stages.values())))
         names = {service: sorted(span.name for span in own) for service, own in spans.items()}
         assert names == {service: sorted([*stages[service], REQUESTS[service]]) for service in REQUESTS}
-    assert (await ended(strict, "another rate"))["encoder"]["cached_media"] == 1
-    assert (await ended(strict, "again"))["generation"]["cached_prompt_tokens"] > 0
+    assert (await ended(stack, "another rate"))["encoder"]["cached_media"] == 1
+    assert (await ended(stack, "again"))["generation"]["cached_prompt_tokens"] > 0
 
 
 async def test_a_refusal_is_a_warning_in_each_log_and_a_failed_span_in_each_service(
-    strict: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
+    stack: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
 ) -> None:
     async with serving(head(404, "Content-Length: 0"), port=fetch_port):
         asked = question(Video(url=f"http://localhost:{fetch_port}/{SECRET}.mp4?key={SECRET}"))
         with pytest.raises(grpc.aio.AioRpcError):
             [response async for response in stub.Generate(asked, **called("refused-1"))]
-    for line in (await ended(strict, "refused-1")).values():
+    for line in (await ended(stack, "refused-1")).values():
         assert (line["level"], line["code"], line["reason"]) == ("warning", "INVALID_ARGUMENT", "MEDIA_REJECTED")
         assert "was answered with status 404" in line["error"]
     spans = await spans_of(collector, "refused-1", len(REQUESTS) + len(["fetch"]))
@@ -187,23 +187,23 @@ async def test_a_refusal_is_a_warning_in_each_log_and_a_failed_span_in_each_serv
 
 
 async def test_a_url_with_a_password_is_refused_and_not_logged(
-    strict: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
+    stack: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
 ) -> None:
     asked = question(Video(url=f"http://user:{SECRET}@localhost:{fetch_port}/clip.mp4"))
     with pytest.raises(grpc.aio.AioRpcError):
         [response async for response in stub.Generate(asked, **called("refused-2"))]
-    assert {line["code"] for line in (await ended(strict, "refused-2")).values()} == {"INVALID_ARGUMENT"}
+    assert {line["code"] for line in (await ended(stack, "refused-2")).values()} == {"INVALID_ARGUMENT"}
 
 
 async def test_a_disconnect_ends_all_spans_as_cancelled(
-    strict: LocalStack, stub: GenerationServiceStub, collector: Collector
+    stack: LocalStack, stub: GenerationServiceStub, collector: Collector
 ) -> None:
     call = stub.Generate(question(Video(data=media.clip(512, fps=8))), **called("left-1"))
     async for response in call:
         if response.WhichOneof("response") == "progress":
             break
     call.cancel()
-    assert {line["code"] for line in (await ended(strict, "left-1")).values()} == {"CANCELLED"}
+    assert {line["code"] for line in (await ended(stack, "left-1")).values()} == {"CANCELLED"}
 
     def all_there() -> float:
         return len({span.service for span in collector.of_request("left-1") if span.name in REQUESTS.values()})
@@ -218,16 +218,16 @@ async def test_a_disconnect_ends_all_spans_as_cancelled(
 
 
 async def test_neither_logs_nor_traces_contain_prompts_or_urls(
-    strict: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
+    stack: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
 ) -> None:
     """Nor do those of the tests above, which ask with the same secret."""
     async with serving(ok(media.clip(16, fps=4, seed=81)), port=fetch_port):
         asked = question(Video(url=f"http://localhost:{fetch_port}/{SECRET}.mp4?key={SECRET}"))
         async for _ in stub.Generate(asked, **called("secret-1")):
             pass
-    await ended(strict, "secret-1")
+    await ended(stack, "secret-1")
     for service in METHODS:
-        assert lines(strict, service), "every line is JSON"
-        assert SECRET not in strict.log(service)
+        assert lines(stack, service), "every line is JSON"
+        assert SECRET not in stack.log(service)
     assert collector.spans
     assert SECRET.encode() not in collector.sent

@@ -79,18 +79,18 @@ async def next_is_served(stack: LocalStack) -> None:
     assert await settles(partial(metric, stack, "preprocessing", "framesieve_preprocessing_inflight_used_bytes"), 0)
 
 
-async def test_a_killed_worker_fails_one_request_and_is_replaced(strict: LocalStack) -> None:
-    pid = strict.processes["preprocessing"].pid
-    before = replaced(strict, "crashed")
-    asking = asyncio.create_task(asked(strict, Video(server_path="long.mp4", fps=1.0)))
-    jobs = partial(metric, strict, "preprocessing", "framesieve_preprocessing_jobs", pool="decode")
+async def test_a_killed_worker_fails_one_request_and_is_replaced(stack: LocalStack) -> None:
+    pid = stack.processes["preprocessing"].pid
+    before = replaced(stack, "crashed")
+    asking = asyncio.create_task(asked(stack, Video(server_path="long.mp4", fps=1.0)))
+    jobs = partial(metric, stack, "preprocessing", "framesieve_preprocessing_jobs", pool="decode")
     assert await settles(jobs, 1, within_s=30)
     busy = await _busiest(pid)
     os.kill(busy, signal.SIGKILL)
     with pytest.raises(errors.MediaRejected, match=r"video cannot be decoded: its decoder crashed \(signal 9\)"):
         await asking
-    assert await settles(partial(replaced, strict, "crashed"), before + 1)
-    await next_is_served(strict)
+    assert await settles(partial(replaced, stack, "crashed"), before + 1)
+    await next_is_served(stack)
     assert busy not in children(pid)
 
 
@@ -105,30 +105,30 @@ async def _busiest(service: int) -> int:
             await asyncio.sleep(0.02)
 
 
-async def test_media_that_claims_enormous_frames_is_refused_before_they_are_allocated(strict: LocalStack) -> None:
+async def test_media_that_claims_enormous_frames_is_refused_before_they_are_allocated(stack: LocalStack) -> None:
     claims: list[tuple[Image | Video, str]] = [
         (Image(data=png_that_claims(9000, 9000)), "frames of 9000×9000 pixels, at most 67108864"),
         (Image(data=png_that_claims(60_000, 60_000)), "image has far more pixels than the 67108864"),
         (Video(data=video_that_claims(12_000, 12_000)), "frames of 12000×12000 pixels, at most 67108864"),
     ]
-    before = replaced(strict, "memory")
+    before = replaced(stack, "memory")
     for part, refusal in claims:
         with pytest.raises(errors.MediaRejected, match=refusal):
-            await asked(strict, part)
-    assert replaced(strict, "memory") == before
-    await next_is_served(strict)
+            await asked(stack, part)
+    assert replaced(stack, "memory") == before
+    await next_is_served(stack)
 
 
 async def test_a_decompression_bomb_stops_at_the_memory_limit_of_its_worker(
-    strict: LocalStack,
+    stack: LocalStack,
 ) -> None:
-    before = replaced(strict, "memory")
+    before = replaced(stack, "memory")
     bomb = png_that_claims(8000, 8000)
     assert len(bomb) < MIB
     with pytest.raises(errors.MediaRejected, match="image cannot be decoded: it needed more than 192 MiB"):
-        await asked(strict, Image(data=bomb))
-    assert await settles(partial(replaced, strict, "memory"), before + 1)
-    await next_is_served(strict)
+        await asked(stack, Image(data=bomb))
+    assert await settles(partial(replaced, stack, "memory"), before + 1)
+    await next_is_served(stack)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +148,10 @@ async def test_a_decompression_bomb_stops_at_the_memory_limit_of_its_worker(
     ],
 )
 async def test_a_video_above_a_limit_of_the_command_line_is_refused(
-    checkpoint: Path, long_media: Path, flags: list[str], refusal: str, slow: int
+    checkpoint: Path, media_root: Path, flags: list[str], refusal: str, slow: int
 ) -> None:
     own = {"preprocessing": ["--decode-workers", "1", *flags]}
-    with running(checkpoint, services=["preprocessing"], media_root=long_media, flags=own) as stack:
+    with running(checkpoint, services=["preprocessing"], media_root=media_root, flags=own) as stack:
         async with open_channel(stack.addresses["preprocessing"]) as channel:
             with pytest.raises(errors.MediaRejected, match=refusal):
                 await last_frame(channel)
