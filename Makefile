@@ -1,11 +1,11 @@
-# Framesieve. `make help` lists what there is; every target sets up what it needs.
+# Framesieve. `make help` lists the targets; each sets up what it needs.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PROTOS := $(wildcard protos/framesieve/v1/*.proto)
 PYTEST := $(BIN)/python -m pytest
-# Two workers, each on its own core. tests/conftest.py groups the tests that share services and sorts the groups.
-SIDE_BY_SIDE := -n 2 --dist loadgroup --no-loadscope-reorder
+PIP_FLAGS ?=
+PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gpu bench-media fuzz fuzz-rpc soak demo-model demo-eval up down clean
@@ -13,16 +13,16 @@ SIDE_BY_SIDE := -n 2 --dist loadgroup --no-loadscope-reorder
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: .venv/.installed framesieve/v1/.generated  ## Make .venv with everything and generate the protos' code
+setup: .venv/.installed framesieve/v1/.generated  ## Create .venv with all dependencies and generate code from protos/
 
-# torch first and pinned. Where pip's build for this platform carries CUDA (gigabytes) and that is not wanted, point
-# PIP_EXTRA_INDEX_URL at PyTorch's own CPU index. With a GPU: make setup TORCH=torch
+# torch is installed first and pinned. Where pip's build carries CUDA (gigabytes) that is not needed, set
+# PIP_EXTRA_INDEX_URL to PyTorch's CPU index. With a GPU: make setup TORCH=torch
 TORCH ?= torch==2.13.0
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@mkdir -p framesieve/v1  # so that the editable install knows the package that is generated next
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(PIP_INSTALL) "$(TORCH)"
+	@mkdir -p framesieve/v1  # the editable install must see this package, which is generated later
+	$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@
 
 protos: framesieve/v1/.generated  ## Generate Python code from protos/
@@ -31,19 +31,22 @@ framesieve/v1/.generated: $(PROTOS) .venv/.installed
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 	@touch framesieve/v1/__init__.py $@
 
-demo: setup  ## Ask the embedded model about a real clip, at rate 0 and 0.75, through three processes
+demo: setup  ## Ask the embedded model about a real clip, at rates 0 and 0.75, through three processes
 	@$(BIN)/python -m demo.run
 
-test: setup  ## Run the tests
-	$(PYTEST) $(SIDE_BY_SIDE)
+test: setup  ## Run the tests (about 5 minutes on two cores)
+	$(PYTEST) -n 2
 
-test-deep: setup  ## Run the slow variations that `make test` leaves out
-	$(PYTEST) -m deep
+test-deep: setup  ## Run the slow variations of tests, both fuzzers and the soak (about 25 minutes)
+	$(PYTEST) -n 2 -m deep
+	$(BIN)/python -m tests.fuzz.rpc
+	$(BIN)/python -m tests.fuzz.run
+	$(BIN)/python -m tests.soak.run
 
 test-gpu: setup  ## Run the checks that need a CUDA device
 	$(PYTEST) tests/gpu
 
-lint: setup  ## Check style, types, who imports whom, and the protos
+lint: setup  ## Check style, types, import layers and protos
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -51,36 +54,36 @@ lint: setup  ## Check style, types, who imports whom, and the protos
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code
 
-format: setup  ## Put the code into the house's format
+format: setup  ## Format the code
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	$(BIN)/buf format --write
 
-bench: setup  ## Measure against transformers' generate, and what the split into processes costs
+bench: setup  ## Measure against transformers' generate, and the cost of three processes
 	$(BIN)/python -m benchmarks.run
 
-bench-engine: setup  ## Measure the engine against transformers' generate, and pruning against none
+bench-engine: setup  ## Measure the engine against transformers' generate, with and without pruning
 	$(BIN)/python -m benchmarks.engine
 
-bench-gpu: setup  ## Measure tower, pruning and engine on a CUDA device, against what it can do at the best
+bench-gpu: setup  ## Measure tower, pruning and engine on a CUDA device against its peak rates
 	$(BIN)/python -m benchmarks.gpu
 
-bench-media: setup  ## Measure the path from a file to pruned embeddings against other ways to do the same
+bench-media: setup  ## Measure the path from a file to pruned embeddings against other implementations
 	$(BIN)/python -m benchmarks.media
 
-fuzz-rpc: setup  ## Put ten thousand mutated calls, and answers of bent peers, through the three services
+fuzz-rpc: setup  ## Send ten thousand mutated calls and answers to the three services (about 4 minutes)
 	$(BIN)/python -m tests.fuzz.rpc
 
-soak: setup  ## Ten minutes of mixed load in which callers leave, services are killed and requests are bad
+soak: setup  ## Run a mixed load with disconnects, killed services and bad requests (10 minutes)
 	$(BIN)/python -m tests.soak.run
 
-fuzz: setup  ## Put thousands of broken media files through planning and decoding
+fuzz: setup  ## Plan and decode two thousand broken media files (about 2 minutes)
 	$(BIN)/python -m tests.fuzz.run
 
-demo-model: setup  ## Train the embedded model again (under two hours on two cores)
+demo-model: setup  ## Train the embedded model (under two hours on two cores)
 	$(BIN)/python -m demo.train
 
-demo-eval: setup  ## Accuracy of the embedded model on unseen clips, by pruning rate and method
+demo-eval: setup  ## Measure the accuracy of the embedded model by pruning rate and method
 	$(BIN)/python -m demo.evaluate
 
 up:  ## Start the stack in containers, with Prometheus and Grafana
@@ -89,5 +92,5 @@ up:  ## Start the stack in containers, with Prometheus and Grafana
 down:  ## Stop the containers
 	docker compose --profile dashboard down
 
-clean:  ## Remove what was generated
+clean:  ## Remove generated files
 	rm -rf .venv framesieve/v1 .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 from common import process
 from services.preprocessing.families import FAMILIES
@@ -24,9 +26,16 @@ from services.preprocessing.families import FAMILIES
 settings.register_profile("framesieve", deadline=None, derandomize=True)
 settings.load_profile("framesieve")
 
-# Fixtures that start services for several files: the tests of one fixture run in one worker, or it would start twice.
-FLEETS = {"fleet": "fleet", "strict": "stack", "stack": "stack"}
-# Long groups go first, so that no worker is left with one at the end. Folders that are not named here come last.
+# Integration tests of these files share services: one worker runs them, or it would start the services a second time.
+SHARED = {
+    "fleet": ("encoder_ranks", "killed", "leaving", "signals"),
+    "stack": (
+        *("adapters", "answers", "bench", "families", "generation_ranks", "hostile_input", "kubernetes_autoscaling"),
+        *("logs_and_traces", "metrics", "monitoring", "slow_callers", "urls", "workers"),
+    ),
+}
+GROUPS = {f"tests/integration/test_{name}.py": group for group, names in SHARED.items() for name in names}
+# Long files go first, so that no worker is left with one at the end. Folders that are not named here come last.
 LONGEST_FIRST = ("integration", "generation", "encoder", "framesieve", "preprocessing")
 
 
@@ -37,22 +46,25 @@ def pytest_configure() -> None:
     process._places = count(worker * share + random.randrange(share // 2))
 
 
-@pytest.hookimpl(tryfirst=True)
+class FileScheduling(LoadScopeScheduling):
+    """Gives a worker all tests of a file, or of files that share services, so that their fixtures are made once.
+
+    xdist's own `--dist loadgroup` has no effect with pytest 9.2, which ignores the node ids that it sets.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.split("::")[0]
+        return GROUPS.get(path, path)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
+    config.option.loadscopereorder = False  # keep our own order
+    return FileScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups the tests for `--dist loadgroup` and sorts the groups."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
     items.sort(key=_rank)
-
-
-def _group(item: pytest.Item) -> str:
-    """The fleet of services that a test asks, else its file, so that fixtures of a module are made once."""
-    path = item.path.relative_to(Path(__file__).parent)
-    if path.parts[0] == "integration":
-        for fixture, group in FLEETS.items():
-            if fixture in item.fixturenames:  # type: ignore[attr-defined]
-                return group
-    return str(path)
 
 
 def _rank(item: pytest.Item) -> int:

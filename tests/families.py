@@ -1,7 +1,6 @@
-"""The model families as the tests know them: tiny random checkpoints, and transformers' own classes to compare with.
+"""Model families for tests: tiny random checkpoints, and the classes of transformers to compare with.
 
-Tests of families are parametrised over FAMILIES, whose names must be those of each service's registry. Nothing here
-imports the services.
+The names in FAMILIES must be those of the registry of each service. This module does not import the services.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from demo.checkpoint import TINY, make_tokenizer, randomise, write_checkpoint
 
 @dataclass(frozen=True)
 class FamilyUnderTest:
-    """What a test must know of a family.
+    """Properties of a family.
 
     write: makes a tiny random float32 checkpoint in a folder, from a seed.
-    model: transformers' class for the whole of it.
-    levels: tensors that a media token carries beside its embedding.
+    model: the class of transformers for the whole model.
+    levels: number of tensors that a media token carries beside its embedding (DeepStack).
     slices_stand_alone: each temporal slice is a grid of its own, with text before and after it.
-    text_prefix: of the names that the text model's weights have in the checkpoint that `write` makes.
+    text_prefix: prefix of the names of the text model's weights in that checkpoint.
     """
 
     write: Callable[[Path, int], Path]
@@ -98,7 +97,7 @@ def _write_qwen3_vl(folder: Path, seed: int) -> Path:
 
 
 def write_qwen3_vl_moe(folder: Path, seed: int, moe_intermediate: int = 48) -> Path:
-    """A family's `write` with another width of its experts."""
+    """`write` of the family with experts of this width."""
     experts = {**EXPERTS, "moe_intermediate_size": moe_intermediate}
     return _write_qwen3(folder, seed, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, experts)
 
@@ -165,6 +164,6 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
 
 
 def load_reference(name: str, folder: Path) -> Any:
-    """The whole model as transformers runs it, in float32 with plain attention."""
+    """The whole model in transformers, in float32 with plain attention."""
     model: Any = FAMILIES[name].model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return model.eval()

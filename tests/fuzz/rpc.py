@@ -1,7 +1,7 @@
-"""`make fuzz-rpc`: mutated calls of all three methods, and whole ones behind bent peers, against three real processes.
+"""`make fuzz-rpc`: mutated calls of all three methods, and valid ones behind faulty peers, against real processes.
 
-What counts as passing: the call ends in time, with a status that says whose fault it was and nothing of the service's
-inside; the processes live and serve; and once all have ended nothing is held, and no more memory than before.
+A call passes if it ends in time with a status that blames the right side and reveals no internals. Afterwards the
+processes must serve, hold nothing for ended calls, and have grown by no more than the limit below.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.fuzz.rpc_stack import PATHS, FuzzedStack, fuzzed_stack
 
 CALL_LIMIT_S = 30
 IDLE_LIMIT_S = 10
-# Freed memory is kept on purpose, so one large prompt leaves its mark; a leak of 26 KiB a call shows in ten thousand.
+# Services keep freed memory, so one large prompt adds some. A leak of 26 KiB a call exceeds this in ten thousand calls.
 GROWTH_BYTES = 192 * 2**20
 _AT_ONCE = 12
 _BATCH = 250
@@ -38,14 +38,14 @@ _INSIDE = re.compile(r"0x[0-9a-f]{6,}|/work\b|/home\b|site-packages|<\S.* object
 
 @dataclass
 class Report:
-    """How calls ended, and what was wrong: what has a case can be run again by its number."""
+    """ends: calls by how they ended; faults: descriptions, with the command that repeats the call."""
 
     ends: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
 
 async def fuzz(checkpoint: Path, seed: int, numbers: Iterable[int], progress: bool = False) -> Report:
-    """Runs the cases of these numbers."""
+    """Runs the cases with these numbers."""
     report, cases = Report(), [case(seed, number) for number in numbers]
     async with fuzzed_stack(checkpoint) as stack:
         await _warm_up(stack, seed)
@@ -73,7 +73,7 @@ async def fuzz(checkpoint: Path, seed: int, numbers: Iterable[int], progress: bo
 
 
 async def _warm_up(stack: FuzzedStack, seed: int) -> None:
-    """Whole calls to every service, so that what is kept on purpose is there."""
+    """Valid calls to every service, which fill caches and allocate what services keep."""
     whole = (each for number in range(-1, -10_000, -1) if (each := case(seed, number)).kind == "whole")
     report = Report()
     await _run(stack, [next(whole) for _ in range(12)], report)
@@ -90,7 +90,7 @@ async def _run(stack: FuzzedStack, cases: list[Case], report: Report) -> None:
             if code is grpc.StatusCode.DEADLINE_EXCEEDED and each.timeout_s is None:
                 fault = f"it had not ended after {seconds:.0f} s"
             if _INSIDE.search(message) or any(path in message for path in stack.hidden):
-                fault = "its message tells of the inside"
+                fault = "its message reveals internals"
             report.ends[f"{each.service} {each.kind}: {code.name}"] += 1
             if fault:
                 report.faults.append(
@@ -102,7 +102,7 @@ async def _run(stack: FuzzedStack, cases: list[Case], report: Report) -> None:
 
 
 def _ended(stack: FuzzedStack, each: Case) -> tuple[grpc.StatusCode, str, str, float]:
-    """Status, reason, message and seconds of one call. Blocking: grpc.aio loses the status of calls it still writes."""
+    """Status, reason, message and seconds of one call. Blocking gRPC: grpc.aio loses the status while it writes."""
     start = time.monotonic()
     channel, path = stack.channels[each.service], PATHS[each.service]
     options = {"timeout": each.timeout_s or CALL_LIMIT_S, "metadata": ((REQUEST_ID_KEY, each.request_id),)}
@@ -110,7 +110,7 @@ def _ended(stack: FuzzedStack, each: Case) -> tuple[grpc.StatusCode, str, str, f
         call = channel.unary_stream(path)(each.requests[0], **options)
     else:
         call = channel.stream_stream(path)(iter(each.requests), **options)
-    with suppress(grpc.RpcError):  # the call tells which
+    with suppress(grpc.RpcError):  # read from the call below
         for read, _ in enumerate(call):
             if read == each.leave_after:
                 call.cancel()
@@ -121,7 +121,7 @@ def _ended(stack: FuzzedStack, each: Case) -> tuple[grpc.StatusCode, str, str, f
 
 
 async def _leaks(stack: FuzzedStack, idle: dict[str, float]) -> list[str]:
-    """What is held though nothing runs."""
+    """Gauges that do not return to their values before the calls."""
     deadline = time.monotonic() + IDLE_LIMIT_S
     while leaks := [f"{name} is {held}" for name, held in stack.held().items() if held != idle.get(name, 0)]:
         if time.monotonic() > deadline:
@@ -134,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="the one case of this number, again")
+    parser.add_argument("--only", type=int, help="repeat only the case with this number")
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
     numbers = range(args.cases) if args.only is None else [args.only]

@@ -1,10 +1,10 @@
-"""Calls that should be answered, and what is done to them: each case follows from its seed and number alone.
+"""Valid calls and mutations of them. Each case depends only on its seed and number.
 
 structure, bytes   a request is mutated
-order              requests are dropped, doubled, swapped, or come at the wrong time
+order              requests of a stream are dropped, doubled or swapped
 leaving            the caller cancels after so many answers, or its deadline passes
-peer               the request is whole, and an upstream's answers are bent on their way (`rpc_stack`)
-whole              nothing is wrong, and it must be answered
+peer               the request is valid, and answers of an upstream service are mutated (`rpc_stack`)
+whole              the request is valid and must be answered
 """
 
 from __future__ import annotations
@@ -43,29 +43,33 @@ _REFUSALS = frozenset(
 
 @dataclass(frozen=True)
 class Case:
-    """One call. bent: whose answers are bent on their way. leave_after: of so many answers; timeout_s: None is long."""
+    """One call.
+
+    bent: the upstream service whose answers are mutated. leave_after: cancels after so many answers.
+    timeout_s: the deadline; None for the longest.
+    """
 
     seed: int
     number: int
     kind: str
     service: str
     requests: tuple[bytes, ...]
-    bent: str = "nobody"
+    bent: str = "none"
     leave_after: int | None = None
     timeout_s: float | None = None
 
     @property
     def request_id(self) -> str:
-        """Goes along to every service, and tells those in between what to do."""
+        """Reaches every service; the proxies in between read from it what to do."""
         return f"fuzz-{self.bent}-{self.seed}-{self.number}"
 
     def fault_of(self, code: grpc.StatusCode, reason: str) -> str | None:
-        """What is wrong with ending so, if anything."""
+        """Why this status is wrong for the case, or None."""
         if self.kind == "whole" and code is not grpc.StatusCode.OK:
             return f"a whole request was refused with {code.name}"
         if code in _REFUSALS:
             return None
-        # Where a deadline passes, the service's cancelling may come before the caller's own clock.
+        # At a deadline, the service may cancel the call before the caller notices.
         if self.kind == "leaving" and code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
             return None
         if self.kind == "peer" and code is grpc.StatusCode.INTERNAL and reason == PeerContract.reason:
@@ -119,11 +123,11 @@ def _disordered(requests: tuple[bytes, ...], random_: random.Random) -> tuple[by
     return tuple(changed)
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------
+# --- valid calls ------------------------------------------------------------------------------------------------
 
 
 def _conversation(service: str, prompt: prompt_pb2.Prompt, random_: random.Random) -> list[Message]:
-    """A whole one: every request of a stream."""
+    """All requests of a valid call."""
     pruning = prompt_pb2.Pruning(
         rate=random_.choice((0, 0.5, 0.75)), method=random_.choice(("evs", "vidcom2", "random"))
     )
@@ -143,7 +147,7 @@ def _conversation(service: str, prompt: prompt_pb2.Prompt, random_: random.Rando
 
 
 def _prompt(number: int, random_: random.Random) -> prompt_pb2.Prompt:
-    """Text and up to three media, which no other case asks about: what is cached is not asked for again."""
+    """Text and up to three media items with content of their own, so that no case hits a cache."""
     prompt = prompt_pb2.Prompt()
     prompt.messages.add(role=prompt_pb2.ROLE_SYSTEM).parts.add(text="Answer.")
     user = prompt.messages.add(role=prompt_pb2.ROLE_USER)

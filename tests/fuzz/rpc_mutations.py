@@ -1,6 +1,6 @@
-"""What happens to messages on their way: fields dropped, doubled, swapped and made extreme, and bytes broken.
+"""Mutations of messages: fields dropped, doubled, swapped or set to extremes, and corrupted bytes.
 
-It knows messages by their descriptors alone, so that a field added to the contract is mutated as well.
+They work on descriptors, so fields that are added to the contract are mutated too.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ _TEXTS = (
     "%s%n{0}",
 )
 _CHARACTERS = "aé ☃𝕏\n<|"
-# Each may be a media item, which takes a worker some milliseconds.
+# Each copy may be a media item, which costs a worker some milliseconds.
 _MOST_ADDED = 30
 _MOST_BYTES = 2**16
 
 
 class Place(NamedTuple):
-    """A field of a message somewhere within another."""
+    """A field of a message or of one nested in it."""
 
     message: Any
     field: FieldDescriptor
 
 
 def mutate(message: Message, random_: random.Random) -> None:
-    """Changes one field, or a few, of a message or of those within it."""
+    """Changes one to four fields of a message or of those nested in it."""
     for _ in range(random_.choice((1, 1, 1, 2, 4))):
         places = list(_places(message))
         set_ones = [place for place in places if _is_set(place)]
-        # What is set decides more than what is not; an empty message has nothing set.
+        # Prefer set fields, which have more effect; an empty message has none.
         _change(random_.choice(set_ones if set_ones and random_.random() < 0.8 else places), random_)
 
 
 def mutate_bytes(data: bytes, random_: random.Random) -> bytes:
-    """Breaks the wire format, or what it holds, anywhere."""
+    """Corrupts bytes anywhere."""
     broken = bytearray(data)
     start = random_.randrange(len(broken) + 1)
     end = min(len(broken), start + random_.randrange(1, 32))
@@ -74,7 +74,7 @@ def mutate_bytes(data: bytes, random_: random.Random) -> bytes:
             broken[start:end] = random_.randbytes(end - start)
         case 3:
             broken[start:start] = broken[start:end] * random_.randrange(1, 4)
-        case _:  # a length or a number of many digits
+        case _:  # a very large varint
             broken[start:start] = b"\xff" * random_.randrange(1, 12)
     return bytes(broken)
 
@@ -141,7 +141,7 @@ def _swap(values: Any, one: int, other: int) -> None:
 
 
 def _value(field: FieldDescriptor, value: Any, random_: random.Random) -> Any:
-    """Another one of the field's type; `value` is what it has, None if nothing."""
+    """Another value of the type of the field. value: the current one, None if unset."""
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_BOOL:
             return not value
@@ -159,7 +159,7 @@ def _value(field: FieldDescriptor, value: Any, random_: random.Random) -> Any:
 
 
 def _near(value: int | None, random_: random.Random, extremes: Sequence[int]) -> int:
-    """An extreme, or one beside what there is: off by one is the likelier mistake."""
+    """An extreme value, or a neighbour of the current one to find off-by-one mistakes."""
     beside = (value or 0) + random_.choice((-1, 1))
     return beside if random_.random() < 0.4 and extremes[-1] <= beside <= max(extremes) else random_.choice(extremes)
 
@@ -178,8 +178,8 @@ def _data(data: bytes, random_: random.Random) -> bytes:
             return random_.randbytes(random_.choice((1, 31, 32, 33, 1000)))
         case 2:
             return bytes(random_.randrange(_MOST_BYTES))
-        case 3:  # floats that are none, where it holds floats
+        case 3:  # ends with NaN, infinity or a huge float
             return data[:-4] + struct.pack("<f", random_.choice((float("nan"), float("inf"), 3e38)))
-        case 4:  # integers that no array of indices has
+        case 4:  # ends with an integer that is no valid index
             return data[:-4] + struct.pack("<i", random_.choice((-1, 2**31 - 1, 0)))
     return mutate_bytes(data, random_)

@@ -1,4 +1,4 @@
-"""Three real processes, and between them whoever bends what an upstream answers, as the request's id tells.
+"""Three real processes, with proxies in between that mutate answers of calls whose request id asks for it.
 
 caller ──▶ generation ──▶ [bent encoder] ──▶ encoder ──▶ [bent preprocessing] ──▶ preprocessing
                      └──▶ [bent preprocessing]
@@ -38,10 +38,10 @@ _ANSWERS: dict[str, type[PreprocessResponse] | type[EncodeResponse]] = {
     "preprocessing": PreprocessResponse,
     "encoder": EncodeResponse,
 }
-# Grown by what earlier requests left on purpose.
+# These gauges grow with what services keep for later requests.
 _KEPT = re.compile(r"cache|idle")
 _SILENCE_S = 0.3
-# A case ends with its messages, not with the answer to a very long one.
+# Small limits, so that a mutated length cannot make a case slow.
 _FLAGS = {
     "preprocessing": ("--fetch-schemes", "", "--decode-workers", "2"),
     "encoder": ("--cache-bytes", str(2**20), "--output-buffer-bytes", str(2**24), "--threads", "1"),
@@ -50,7 +50,7 @@ _FLAGS = {
 
 
 class FuzzedStack:
-    """The services, channels to them that speak bytes, and what they tell of themselves."""
+    """The services, channels to them that carry raw bytes, and their health, gauges, memory and logs."""
 
     def __init__(self, stack: LocalStack, channels: dict[str, grpc.Channel], hidden: Sequence[str]) -> None:
         self.channels = channels
@@ -59,7 +59,7 @@ class FuzzedStack:
         self._processes = {name: process.pid for name, process in stack.processes.items()}
 
     def unwell(self) -> str | None:
-        """Which service is not as it was, if one is."""
+        """Describes a service that has ended or does not serve, or None."""
         if ended := self._stack.ended():
             return f"{ended} has ended:\n{self._stack.log(ended)[-4000:]}"
         for name, channel in self.channels.items():
@@ -69,7 +69,7 @@ class FuzzedStack:
         return None
 
     def held(self) -> dict[str, float]:
-        """Every gauge of the services that should be as before once nothing runs."""
+        """All gauges that must return to their former values once no call runs."""
         found: dict[str, float] = {}
         for name, port in self._stack.metrics_ports.items():
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
@@ -81,7 +81,7 @@ class FuzzedStack:
         return found
 
     def resident_bytes(self) -> dict[str, int]:
-        """Of each service's own process."""
+        """The resident memory of each service."""
         found = {}
         for name, process in self._processes.items():
             status = Path(f"/proc/{process}/status").read_text()
@@ -91,7 +91,7 @@ class FuzzedStack:
         return found
 
     def bugs(self) -> list[str]:
-        """What the services have logged as their own mistakes."""
+        """Log lines of the services about bugs of their own."""
         return [
             f"{name}: {line}"
             for name in SERVICES
@@ -130,7 +130,7 @@ async def fuzzed_stack(checkpoint: Path) -> AsyncIterator[FuzzedStack]:
 
 @asynccontextmanager
 async def _bending(name: str, address: str, upstream: str) -> AsyncIterator[None]:
-    """Passes calls on, and bends what is answered to those that name it."""
+    """Forwards calls and mutates the answers to those whose request id names this service."""
     options = [("grpc.max_receive_message_length", MAX_RECEIVE_BYTES)]
     async with grpc.aio.insecure_channel(upstream, options=options) as channel:
 
@@ -155,7 +155,7 @@ async def _bending(name: str, address: str, upstream: str) -> AsyncIterator[None
 
 
 async def _pass_on(requests: AsyncIterator[bytes], call: Any) -> None:
-    """As `common.channels.write_to`: without a loss of the status that the call ends with."""
+    """Writes like `common.channels.write_to`, which keeps the status of a call that ends meanwhile."""
     with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError):
         await call.wait_for_connection()
         async for request in requests:
@@ -164,14 +164,14 @@ async def _pass_on(requests: AsyncIterator[bytes], call: Any) -> None:
 
 
 async def _bent(answers: AsyncIterator[bytes], name: str, random_: random.Random) -> AsyncIterator[bytes]:
-    """The answers, but for one of them."""
+    """The answers, one of them mutated."""
     target = random_.choice((0, 0, 1, 2, 3, random_.randrange(20)))
     how = random_.choice(("structure",) * 6 + ("bytes", "drop", "double", "late", "repeat", "end"))
     late: list[bytes] = []
     each = aiter(answers)
     for place in count():
         try:
-            # Who takes a bent answer may have nothing more to ask for, and a peer that says nothing is none of this.
+            # After a mutated answer the caller may ask for nothing more: stop waiting for further answers.
             answer = await asyncio.wait_for(anext(each), _SILENCE_S if place > target else None)
         except (TimeoutError, StopAsyncIteration):
             return

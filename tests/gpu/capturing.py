@@ -1,4 +1,4 @@
-"""Which models' steps a graph can hold."""
+"""Which models can be captured in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def can_capture(family: str, dtype: torch.dtype) -> bool:
-    """torch's grouped product, by which experts are computed, asks the host in any type but bfloat16."""
+    """Experts are computed by torch's grouped matrix product, which synchronises in every type but bfloat16."""
     return "moe" not in family or dtype is torch.bfloat16

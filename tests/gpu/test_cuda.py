@@ -1,4 +1,4 @@
-"""The same code on a CUDA device: what the CPU computes, within rounding."""
+"""Tower and engine on a CUDA device compute what they compute on the CPU, within rounding."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_tower_encodes_as_on_the_cpu(family: str, family_checkpoint: Path) -
 
 
 @pytest.mark.parametrize("chunk_tokens", [3, 64])
-def test_the_engine_computes_the_cpus_logits(family: str, family_checkpoint: Path, chunk_tokens: int) -> None:
+def test_the_engine_computes_the_logits_of_the_cpu(family: str, family_checkpoint: Path, chunk_tokens: int) -> None:
     video = random_item(FAMILIES[family], (4, 2, 3), Fraction(1), rate=0.5)
     params = SamplingParams(max_new_tokens=4)
     found = []
@@ -53,7 +53,7 @@ def test_the_engine_computes_the_cpus_logits(family: str, family_checkpoint: Pat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_replayed_decode_steps_are_the_eager_ones(family: str, family_checkpoint: Path, dtype: torch.dtype) -> None:
+def test_replayed_decode_steps_equal_eager_ones(family: str, family_checkpoint: Path, dtype: torch.dtype) -> None:
     model = load_language_model(Checkpoint(family_checkpoint), dtype, DEVICES[1])
     found = []
     for graphs in (False, True):
@@ -73,17 +73,17 @@ def test_replayed_decode_steps_are_the_eager_ones(family: str, family_checkpoint
 
 
 def alike(eager: list[Tensor], replayed: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """An answer's logits, as far as both followed the same tokens: of two that are as likely, either may be chosen."""
+    """Pairs of logits up to the first different token. Of two equally likely tokens, either may be chosen."""
     for one, other in zip(eager, replayed, strict=True):
         yield one, other
         if one.argmax() != other.argmax():
             return
 
 
-def test_a_kernel_that_reads_blocks_is_right_where_there_is_one() -> None:
+def test_a_kernel_that_reads_a_block_table_is_correct() -> None:
     sizes = CacheSizes(layers=1, blocks=8, block_tokens=16, heads=28, kv_heads=4, head_dim=128)
     like = torch.zeros((), dtype=torch.bfloat16, device=DEVICES[1])
     kernel = find_kernel(sizes, like)
     if kernel is None:
-        pytest.skip("this torch has no kernel here that reads blocks in their places")
+        pytest.skip("this torch has no attention kernel for this card that reads a block table")
     check_kernel(kernel.attend, sizes, like)

@@ -1,4 +1,4 @@
-"""The engine on a CUDA device: the law, steps that the host never waits in, memory that stays what it was.
+"""The engine on a CUDA device: the law holds, no step synchronises with the device, and memory does not grow.
 
 The law's tolerances are those of float32 in another order of additions, and of bfloat16, in which a router of experts
 may also choose another expert by a hair.
@@ -48,7 +48,7 @@ def models(family: str, tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def questions(family: str) -> list[Question]:
-    """Prompts of many lengths, pruned videos and a picture in them, some alike at their beginning."""
+    """Prompts of many lengths, with pruned videos and a picture; some share a prefix."""
     asked = []
     for number in range(6):
         film = random_item(FAMILIES[family], (4, 2, 3), Fraction(2, 3), seed=number // 2, rate=0.75)
@@ -77,15 +77,15 @@ def test_the_law_holds(models: Models, family: str, dtype: torch.dtype, chunk_to
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_the_host_never_waits_within_a_step(
+def test_no_step_synchronises_with_the_device(
     models: Models, family: str, dtype: torch.dtype, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_capture(family, dtype):
-        pytest.skip("torch itself waits in the products of its experts")
+        pytest.skip("torch synchronises in the matrix products of experts")
     engine = TinyEngine(load_language_model(Checkpoint(models.folder), dtype, CUDA), max_num_batched_tokens=16)
     if graphs:
         assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA))
-    answer(engine, questions(family))  # whatever is set up at its first use
+    answer(engine, questions(family))  # a first run, which allocates
     compute, watched = Runner.compute, []
 
     def without_waiting(runner: Runner, packed: Packed, features: Tensor | None) -> Tensor:
@@ -102,12 +102,12 @@ def test_the_host_never_waits_within_a_step(
 
 
 @pytest.mark.parametrize(("top_p", "waits"), [(1.0, 1), (0.9, 2)])
-def test_choosing_tokens_waits_for_what_is_read_alone(top_p: float, waits: int) -> None:
-    """The tokens themselves; and with top-p, whether the likeliest that were looked at hold so much."""
+def test_sampling_synchronises_only_to_read_its_results(top_p: float, waits: int) -> None:
+    """These are the tokens and, with top-p, whether the candidates reach that probability."""
     how = SamplingParams(9, temperature=0.7, top_k=50, top_p=top_p, min_p=0.01, repetition_penalty=1.1)
     states = [SamplingState(each, np.arange(5, dtype=np.int32)) for each in (how, SamplingParams(9), how)]
     logits = torch.randn(3, 4096, device=CUDA)
-    sample(logits, states)  # whatever is set up at its first use
+    sample(logits, states)  # a first run, which allocates
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as warned:
@@ -118,7 +118,7 @@ def test_choosing_tokens_waits_for_what_is_read_alone(top_p: float, waits: int) 
     assert len([each for each in warned if "synchronizing" in str(each.message)]) == waits
 
 
-def test_memory_stays_what_it_was_over_five_hundred_requests(models: Models, family: str) -> None:
+def test_five_hundred_requests_do_not_grow_memory(models: Models, family: str) -> None:
     engine = TinyEngine(
         load_language_model(Checkpoint(models.folder), torch.bfloat16, CUDA), blocks=256, max_waiting=64
     )
@@ -150,7 +150,7 @@ def test_memory_stays_what_it_was_over_five_hundred_requests(models: Models, fam
     assert all(reserved <= settled[1] + 64 * MIB for _, reserved in used[2:]), used
 
 
-def test_the_cache_fills_the_fraction_of_the_device_and_no_more(tiny_checkpoint: Path) -> None:
+def test_the_kv_cache_fills_the_given_fraction_of_the_memory(tiny_checkpoint: Path) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(CUDA)
@@ -168,13 +168,13 @@ def test_the_cache_fills_the_fraction_of_the_device_and_no_more(tiny_checkpoint:
 @pytest.fixture(scope="module")
 def leading() -> Iterator[Leading]:
     if torch.cuda.device_count() < 2:
-        pytest.skip("one CUDA device on this machine")
+        pytest.skip("only one CUDA device on this machine")
     leading = Leading(2, ("cuda",), CUDA, parallel_rank.MODULE)
     yield leading
     leading.close()
 
 
-def test_two_cards_answer_what_the_law_says(models: Models, family: str, leading: Leading) -> None:
+def test_the_law_holds_on_two_cards(models: Models, family: str, leading: Leading) -> None:
     leading.ranks.tell(str(models.folder).encode())
     half = load_language_model(Checkpoint(models.folder), torch.float32, CUDA, leading.group)
     engine, asking = TinyEngine(half, workers=leading, max_num_batched_tokens=16), questions(family)

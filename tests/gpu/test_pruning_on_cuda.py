@@ -1,4 +1,4 @@
-"""Pruning on CUDA: the CPU's choice among the same scores; nobody waits for the device, and copies delay no forward."""
+"""Pruning on CUDA keeps the same tokens as on the CPU, without synchronising, and copies delay no forward pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METHODS = ("evs", "vidcom2", "random")
 
 
 @contextmanager
-def nobody_waits() -> Iterator[None]:
+def no_synchronisation() -> Iterator[None]:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -35,11 +35,11 @@ def nobody_waits() -> Iterator[None]:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.75, 0.95])
-def test_the_device_chooses_as_the_cpu_does_and_asks_nothing(method: str, rate: float) -> None:
+def test_pruning_keeps_the_same_tokens_as_on_the_cpu_without_synchronising(method: str, rate: float) -> None:
     grid, pruning = Grid(9, 6, 7), Pruning(rate, method, seed=3)
     embeds = torch.randn(grid.tokens, 64, generator=torch.Generator().manual_seed(2)).to(CUDA)
     known = dict[str, Scores]()
-    with nobody_waits():
+    with no_synchronisation():
         kept = keep_tokens(embeds, grid, pruning, known)
     scores = {name: tuple(each.cpu() for each in found) for name, found in known.items()}
     assert kept.device.type == "cuda"
@@ -49,17 +49,15 @@ def test_the_device_chooses_as_the_cpu_does_and_asks_nothing(method: str, rate: 
 @pytest.mark.parametrize(
     ("method", "kept"), [("evs", [*range(12)]), ("vidcom2", [0, 1, 2, 6, 7, 8, 12, 13, 14, 18, 19, 20])]
 )
-def test_ties_go_to_the_earlier(method: str, kept: list[int]) -> None:
+def test_ties_go_to_the_earlier_token(method: str, kept: list[int]) -> None:
     assert keep_tokens(torch.ones(24, 8, device=CUDA), Grid(4, 2, 3), Pruning(0.5, method)).tolist() == kept
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_from_frames_to_kept_rows_nobody_waits_but_for_the_rows(
-    family: str, family_checkpoint: Path, method: str
-) -> None:
+def test_only_the_read_of_kept_rows_waits_for_the_device(family: str, family_checkpoint: Path, method: str) -> None:
     tower, shape = load_tower(Checkpoint(family_checkpoint), "bfloat16", CUDA), FAMILIES[family]
     if not tower.forward.varlen:  # type: ignore[attr-defined]
-        pytest.skip("this torch has no attention here that reads where sequences end on the device")
+        pytest.skip("this torch has no attention for this card that reads the ends of sequences on the device")
     frames = torch.randint(0, 256, (2, 4 * shape.token_px, 5 * shape.token_px, 3), dtype=torch.uint8)
     slices, grid = [frames.roll(each, 1) for each in range(6)], Grid(6, 4, 5)
 
@@ -70,7 +68,7 @@ def test_from_frames_to_kept_rows_nobody_waits_but_for_the_rows(
 
     with torch.inference_mode():
         expected = begin().wait()
-        with nobody_waits():
+        with no_synchronisation():
             rows, kept = begin().wait()
     assert rows.is_pinned()
     assert rows.shape[1] == len(kept) == 30
@@ -78,11 +76,11 @@ def test_from_frames_to_kept_rows_nobody_waits_but_for_the_rows(
     assert torch.equal(rows, expected[0])
 
 
-def test_what_the_device_computes_next_does_not_hold_up_what_is_read() -> None:
+def test_a_read_does_not_wait_for_later_work_of_the_device() -> None:
     values = torch.arange(2**20, device=CUDA)
     doubled = 2 * values
     reading = Readback(doubled)
-    torch.cuda._sleep(2_000_000_000)  # about a second of whatever comes next
+    torch.cuda._sleep(2_000_000_000)  # about a second of later work
     (read,) = reading.wait()
     assert not torch.cuda.current_stream().query()
     assert torch.equal(read, 2 * torch.arange(2**20))

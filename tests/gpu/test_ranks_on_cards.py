@@ -1,4 +1,4 @@
-"""A tower of two ranks on two cards: what one of them computes alone."""
+"""A tower with two ranks on two cards computes what one of them computes alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer tha
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 5e-2)])
-def test_two_cards_encode_as_one_does(family: str, family_checkpoint: Path, dtype: str, tolerance: float) -> None:
+def test_two_cards_encode_as_one(family: str, family_checkpoint: Path, dtype: str, tolerance: float) -> None:
     flags = ["--model", str(family_checkpoint), "--device", "cuda", "--data-parallel", "2", "--dtype", dtype]
     side_px, random = FAMILIES[family].token_px, torch.Generator().manual_seed(0)
     sides = [(4, 4), (4, 4), (2, 6), (8, 8), (1, 1), (8, 8), (3, 5)]

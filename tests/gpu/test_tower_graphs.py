@@ -1,6 +1,6 @@
-"""The tower on CUDA: graphs compute what it computes without them, pruning on, and nothing in a forward waits.
+"""The tower on CUDA: graphs compute what the eager forward computes, and no forward synchronises with the device.
 
-A card that has the kernel is one on which it must be right: only older ones are passed over.
+Tests of the variable-length kernel are skipped only on cards that are too old for it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from tests.families import FAMILIES, FamilyUnderTest
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
 CUDA = torch.device("cuda")
-FLASH_FROM = (8, 0)  # the compute capability of the first cards that torch's flash kernel knows
+FLASH_FROM = (8, 0)  # the lowest compute capability of torch's flash kernel
 MOST_TOKENS = 512
 MIB = 2**20
-# bfloat16 and float16 at values of about one, products of other shapes being summed in another order.
+# For values of about one: matrix products of other shapes sum in another order.
 TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
@@ -59,7 +59,7 @@ def tower(request: pytest.FixtureRequest, family_checkpoint: Path, flash: None) 
 
 @pytest.fixture(scope="module")
 def graphed(tower: Tower) -> Iterator[Tower]:
-    """It replays what a graph holds, whether or not that pays."""
+    """The tower with graphs, which it replays even where that is slower."""
     graphed = with_graphs(tower, MOST_TOKENS)
     assert isinstance(graphed.forward, TowerGraphs)
     assert [each.tokens for each in graphed.forward.buckets] == [64, 128, 256, 512]
@@ -69,7 +69,7 @@ def graphed(tower: Tower) -> Iterator[Tower]:
 
 @contextmanager
 def replays(count: int) -> Iterator[None]:
-    """Expects so many within."""
+    """Expects this many replays inside."""
     before = REGISTRY.get_sample_value("framesieve_encoder_graph_replays_total")
     assert before is not None
     yield
@@ -91,14 +91,14 @@ def slices_of(sides: list[tuple[int, int]], shape: FamilyUnderTest, seed: int) -
 
 
 def random_sides(seed: int) -> list[tuple[int, int]]:
-    """One video of several slices, and others' slices around it."""
+    """Sides of slices: up to four of other media, then three equal ones of a video."""
     draw = random.Random(seed)
     others = [(draw.randint(1, 9), draw.randint(1, 9)) for _ in range(draw.randint(0, 4))]
     return [*others, *[(draw.randint(2, 7), draw.randint(2, 7))] * 3]
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_replays_are_the_eager_forward_with_pruning_on(
+def test_replays_equal_the_eager_forward_with_pruning(
     tower: Tower, graphed: Tower, shape: FamilyUnderTest, seed: int
 ) -> None:
     sides = random_sides(seed)
@@ -113,7 +113,7 @@ def test_replays_are_the_eager_forward_with_pruning_on(
     torch.testing.assert_close(replayed[:, kept.long()], eager[:, kept.long()], atol=tolerance, rtol=tolerance)
 
 
-def test_what_was_returned_stays(graphed: Tower, shape: FamilyUnderTest) -> None:
+def test_a_later_replay_does_not_overwrite_returned_embeddings(graphed: Tower, shape: FamilyUnderTest) -> None:
     first = graphed.encode(slices_of([(4, 4)], shape, 0))[0]
     copy = first.clone()
     with replays(1):
@@ -121,7 +121,7 @@ def test_what_was_returned_stays(graphed: Tower, shape: FamilyUnderTest) -> None
     assert torch.equal(first, copy)
 
 
-def test_towers_compute_what_the_cpu_does_in_float32(
+def test_towers_compute_what_float32_on_the_cpu_computes(
     tower: Tower, family_checkpoint: Path, shape: FamilyUnderTest
 ) -> None:
     slices = slices_of([(3, 4), (7, 2)], shape, 0)
@@ -131,14 +131,14 @@ def test_towers_compute_what_the_cpu_does_in_float32(
         assert difference < TOLERANCE[tower.dtype] * expected.abs().mean()
 
 
-def test_frames_may_be_on_the_device_already(graphed: Tower, shape: FamilyUnderTest) -> None:
+def test_frames_that_are_already_on_the_device_are_encoded_alike(graphed: Tower, shape: FamilyUnderTest) -> None:
     slices = slices_of([(3, 4), (7, 2)], shape, 0)
     for sent, there in zip(graphed.encode(slices), graphed.encode([each.to(CUDA) for each in slices]), strict=True):
         assert torch.equal(sent, there)
 
 
 @contextmanager
-def nothing_waits() -> Iterator[None]:
+def no_synchronisation() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -147,25 +147,23 @@ def nothing_waits() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])
-def test_no_forward_without_a_graph_waits_for_the_device(
-    family_checkpoint: Path, shape: FamilyUnderTest, attention: str
-) -> None:
+def test_an_eager_forward_does_not_synchronise(family_checkpoint: Path, shape: FamilyUnderTest, attention: str) -> None:
     tower = load_tower(Checkpoint(family_checkpoint), "bfloat16", CUDA, attention)  # type: ignore[arg-type]
     slices = slices_of([(3, 4), (7, 2)], shape, 0)
     tower.encode(slices)
-    with nothing_waits():
+    with no_synchronisation():
         tower.encode(slices)
 
 
-def test_no_replay_waits_for_the_device(graphed: Tower, shape: FamilyUnderTest) -> None:
+def test_a_replay_does_not_synchronise(graphed: Tower, shape: FamilyUnderTest) -> None:
     for sides, count in (([(3, 4), (7, 2)], 1), ([(8, 8)] * 4, 1), ([(30, 20)], 0)):
         slices = slices_of(sides, shape, 0)
         graphed.encode(slices)
-        with replays(count), nothing_waits():
+        with replays(count), no_synchronisation():
             graphed.encode(slices)
 
 
-def test_what_the_batcher_tells_as_done_is_done(graphed: Tower, shape: FamilyUnderTest) -> None:
+def test_embeddings_that_the_batcher_reports_are_complete(graphed: Tower, shape: FamilyUnderTest) -> None:
     batcher = Batcher(graphed.encode, MOST_TOKENS, graphed.packing)
     slices = slices_of([(6, 5)] * 12, shape, 0)
     levels = 1 + shape.levels
@@ -180,7 +178,7 @@ def test_what_the_batcher_tells_as_done_is_done(graphed: Tower, shape: FamilyUnd
     batcher.close()
 
 
-def test_memory_stays_what_it_was_over_five_hundred_requests(graphed: Tower, shape: FamilyUnderTest) -> None:
+def test_five_hundred_requests_do_not_grow_memory(graphed: Tower, shape: FamilyUnderTest) -> None:
     def encode_fifty(first: int) -> tuple[int, int]:
         for seed in range(first, first + 50):
             embeds = graphed.encode(slices_of(random_sides(seed), shape, seed))
@@ -199,8 +197,8 @@ def test_memory_stays_what_it_was_over_five_hundred_requests(graphed: Tower, sha
 @pytest.mark.parametrize(("heads", "head_dim"), [(16, 80), (16, 72), (2, 16)])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.usefixtures("flash")
-def test_the_variable_length_kernel_is_right(dtype: torch.dtype, heads: int, head_dim: int) -> None:
-    """Longer sequences than the check at the start has, more of them, and the bound of a graph of 2048 tokens."""
+def test_the_variable_length_kernel_is_correct(dtype: torch.dtype, heads: int, head_dim: int) -> None:
+    """With longer and more sequences than the check at startup, and the bound of a graph of 2048 tokens."""
     attend = find_attention("varlen", CUDA, dtype, heads, head_dim)
     assert attend is not None
     lengths = [1024, 7, 256, *[64] * 20, 1]
@@ -215,7 +213,7 @@ def test_the_variable_length_kernel_is_right(dtype: torch.dtype, heads: int, hea
 
 
 class Raising(CudaDevice):
-    """Its captures fail half way."""
+    """Captures that fail halfway."""
 
     def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
         def compute_and_raise() -> Tensor:
@@ -228,7 +226,7 @@ class Raising(CudaDevice):
 
 
 class Waiting(CudaDevice):
-    """What it captures asks the device for a number."""
+    """Captures a computation that synchronises."""
 
     def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
         return super().capture(inputs, lambda: compute() * inputs[0].sum().item())

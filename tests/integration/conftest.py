@@ -1,10 +1,10 @@
-"""Three real processes: one stack for most tests, and a fleet whose processes are killed and replaced."""
+"""Services as real processes, started once a session: one stack of the launcher, and a fleet that tests may kill."""
 
 from __future__ import annotations
 
 import asyncio
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,26 +29,28 @@ KV_CACHE_TOKENS = 2048
 DECODE_MEMORY_BYTES = 192 * 2**20
 FETCH_MAX_BYTES = 1_000_000
 DRAIN_S = 4.0
-HASTY_DRAIN_S = 1.0
-# The long clip's 128 slices of 16 tokens, 64 float32 each: one at a time has room in an encoder of the fleet.
+SHORT_DRAIN_S = 1.0
+# The long clip: 128 slices of 16 tokens, 64 float32 values each. An encoder of the fleet has room for one at a time.
 LONG_ITEM_BYTES = 128 * 16 * 64 * 4
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("served"), TINY, seed=1)
+def checkpoint(tiny_checkpoint: Path) -> Path:
+    return tiny_checkpoint
 
 
 @pytest.fixture(scope="session")
 def media_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a short clip, clip.mp4, and one that takes seconds to decode, long.mp4."""
     folder = tmp_path_factory.mktemp("media")
     (folder / "clip.mp4").write_bytes(media.clip())
+    (folder / "long.mp4").write_bytes(media.long_clip())
     return folder
 
 
 @contextmanager
 def running(model: Path | None, **options: Any) -> Iterator[LocalStack]:
-    """A stack that ends at once, since nobody asks it for anything any more."""
+    """A stack that is killed at the end instead of drained."""
     with LocalStack(model, **options) as stack:
         try:
             yield stack
@@ -58,7 +60,7 @@ def running(model: Path | None, **options: Any) -> Iterator[LocalStack]:
 
 @pytest.fixture(scope="session")
 def adapted(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Any]:
-    """The stack's adapters by their folders, whose names they have, and the whole model with each as PEFT runs it."""
+    """The adapters of `stack`: from folder, which is named like the adapter, to the whole model with it in PEFT."""
     folder, reference = tmp_path_factory.mktemp("adapters"), load_reference("qwen2_5_vl", checkpoint)
     targets = {"small": r".*language_model.*\.(q|v)_proj", "large": r".*language_model.*_proj"}
     return {
@@ -68,11 +70,32 @@ def adapted(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.fixture(scope="session")
-def stack(checkpoint: Path, media_root: Path, adapted: dict[Path, Any]) -> Iterator[LocalStack]:
+def stack(
+    checkpoint: Path, media_root: Path, adapted: dict[Path, Any], fetch_port: int, collector: Collector
+) -> Iterator[LocalStack]:
+    """The three services with two adapters and small limits of decoding and fetching. Tests leave them idle.
+
+    They send their spans to the collector. One worker decodes. Of loopback, only the name localhost may be fetched
+    from; elsewhere only public addresses.
+    """
+    preprocessing = ["--decode-workers", "1", "--decode-memory-bytes", str(DECODE_MEMORY_BYTES)]
+    preprocessing += ["--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1", "--allow-media-domain", "*"]
+    preprocessing += ["--fetch-ports", f"80,{fetch_port}", "--fetch-max-bytes", str(FETCH_MAX_BYTES)]
     adapters = ",".join(f"{folder.name}={folder}" for folder in adapted)
-    flags = {"generation": ["--kv-cache-tokens", str(KV_CACHE_TOKENS), "--adapters", adapters]}
-    with running(checkpoint, media_root=media_root, flags=flags) as stack:
-        yield stack
+    generation = ["--kv-cache-tokens", str(KV_CACHE_TOKENS), "--adapters", adapters]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        flags = {"preprocessing": preprocessing, "generation": generation}
+        with running(checkpoint, media_root=media_root, flags=flags) as stack:
+            patch.undo()  # services that start later send no spans
+            yield stack
+
+
+@pytest.fixture
+async def client(stack: LocalStack) -> AsyncIterator[FramesieveClient]:
+    async with FramesieveClient(stack.address) as connected:
+        yield connected
 
 
 @pytest.fixture(scope="session")
@@ -83,39 +106,13 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def fetch_port() -> int:
-    """Where on this machine services may fetch from."""
+    """The port of localhost that the stack and the fleet may fetch from."""
     return free_port()
-
-
-@pytest.fixture(scope="session")
-def long_media(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of one clip, long.mp4."""
-    folder = tmp_path_factory.mktemp("long")
-    (folder / "long.mp4").write_bytes(media.long_clip())
-    return folder
-
-
-@pytest.fixture(scope="session")
-def strict(checkpoint: Path, fetch_port: int, long_media: Path, collector: Collector) -> Iterator[LocalStack]:
-    """Services of which little is to be had, and that send their spans to the collector.
-
-    One worker decodes, in little memory. This machine may be reached under the name localhost, and everybody else at
-    public addresses alone.
-    """
-    flags = ["--decode-workers", "1", "--decode-memory-bytes", str(DECODE_MEMORY_BYTES)]
-    flags += ["--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1", "--allow-media-domain", "*"]
-    flags += ["--fetch-ports", f"80,{fetch_port}", "--fetch-max-bytes", str(FETCH_MAX_BYTES)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
-        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-        with running(checkpoint, media_root=long_media, flags={"preprocessing": flags}) as stack:
-            patch.undo()  # other services' spans go nowhere
-            yield stack
 
 
 @pytest.fixture
 async def fleet(fleet_of_all_tests: Fleet) -> Fleet:
-    """With the first of each service running, and found by those that ask it."""
+    """With the first replica of each service running and answering."""
     ended = [each for each in fleet_of_all_tests.first if not each.running]
     if ended:
         await asyncio.to_thread(fleet_of_all_tests.start, *ended)
@@ -124,19 +121,25 @@ async def fleet(fleet_of_all_tests: Fleet) -> Fleet:
     return fleet_of_all_tests
 
 
+@pytest.fixture
+async def fleet_client(fleet: Fleet) -> AsyncIterator[FramesieveClient]:
+    async with FramesieveClient(fleet.generation.address) as connected:
+        yield connected
+
+
 @pytest.fixture(scope="session")
 def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int) -> Iterator[Fleet]:
-    """Slow on purpose: a tower that takes its time, one slice at a time, and a prompt in small chunks.
+    """Slow on purpose: a large tower that encodes one slice at a time, and prompts prefilled in small chunks.
 
-    The second of each has little patience where it is told to stop.
+    The second replica of each service has a short grace period to drain in.
     """
     folder = tmp_path_factory.mktemp("fleet")
     sizes = {"tower_hidden": 256, "tower_intermediate": 1024, "tower_depth": 6, "full_attention_blocks": (5,)}
     model = write_checkpoint(folder / "model", replace(TINY, **sizes), seed=1)  # type: ignore[arg-type]
 
     def two(name: str, *flags: str) -> tuple[Service, Service]:
-        hasty = (*flags, "--drain-s", str(HASTY_DRAIN_S))
-        return Service(name, model, folder, flags), Service(name, model, folder, hasty)
+        second = (*flags, "--drain-s", str(SHORT_DRAIN_S))
+        return Service(name, model, folder, flags), Service(name, model, folder, second)
 
     def addresses(services: tuple[Service, Service]) -> str:
         return ",".join(each.address for each in services)
@@ -157,7 +160,7 @@ def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int
 
 
 async def settles(read: Callable[[], object], target: object, within_s: float = 20) -> bool:
-    """Whether what is read becomes `target` in time: gauges follow a step behind."""
+    """Whether `read()` becomes `target` in time. Gauges and logs lag behind answers."""
     with awake() as passed_s:
         while await asyncio.to_thread(read) != target:
             if passed_s() > within_s:
@@ -167,13 +170,13 @@ async def settles(read: Callable[[], object], target: object, within_s: float = 
 
 
 async def idle(stack: LocalStack) -> None:
-    """Returns once no request runs: what the last of them came to is counted after its caller has heard."""
+    """Returns once no request runs. A request is counted as ended only after its caller has the answer."""
     for service in stack.metrics_ports:
         assert await settles(partial(metric, stack, service, "framesieve_requests_running"), 0)
 
 
 def metric(stack: LocalStack, service: str, name: str, **labels: str) -> float:
-    """As `metric_in`, of a service of the stack."""
+    """`metric_in` of a service of the stack."""
     url = f"http://127.0.0.1:{stack.metrics_ports[service]}/metrics"
     with urllib.request.urlopen(url, timeout=READ_S) as answer:
         text = answer.read().decode()

@@ -1,6 +1,6 @@
-"""Services as processes of their own on addresses that stay theirs: started, killed, replaced, and any number of each.
+"""Single service processes with fixed addresses, for tests that kill, drain and restart them one by one.
 
-Where the launcher runs one stack from its start to its end, tests of failures end single processes and start others.
+The launcher only starts and stops a whole stack.
 """
 
 from __future__ import annotations
@@ -31,26 +31,28 @@ READ_S = 30.0
 
 
 def children(process: int) -> set[int]:
+    """The process ids of its child processes."""
     found: set[int] = set()
     for task in Path(f"/proc/{process}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # each reading of metrics is a thread that ends
+        with suppress(FileNotFoundError, ProcessLookupError):  # threads that serve metrics end at any time
             found.update(map(int, (task / "children").read_text().split()))
     return found
 
 
 def runs(process: int) -> bool:
+    """Whether it exists and is not a zombie."""
     try:
         status = Path(f"/proc/{process}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it went since the file was opened
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ended after the file was opened
         return False
     return status.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 @dataclass
 class Service:
-    """One process of a service, on a loopback address, with what it was told by flags; killed by `close`.
+    """One process of a service on a loopback address; `close` kills it.
 
-    program: what it runs, if not the service as it is.
+    program: Python code that runs the service, instead of its module.
     """
 
     name: str
@@ -72,7 +74,7 @@ class Service:
         return self.process.pid
 
     def start(self) -> None:
-        """Returns at once; see `ready`."""
+        """Starts the process and returns at once; see `ready`."""
         command = [
             sys.executable,
             *(("-m", f"services.{self.name}") if self.program is None else ("-c", self.program)),
@@ -83,6 +85,7 @@ class Service:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=ROOT)
 
     def ready(self) -> None:
+        """Returns once the service answers SERVING. Fails with its log if it ends or takes too long."""
         deadline = time.monotonic() + START_S
         while not self.serving():
             assert self.process is not None
@@ -91,7 +94,7 @@ class Service:
             time.sleep(0.05)
 
     def serving(self) -> bool:
-        """What its health says; False where nobody answers."""
+        """Whether its health check answers SERVING."""
         try:
             return is_serving(self.address, NO_CREDENTIALS, timeout_s=1)
         except grpc.RpcError:
@@ -101,7 +104,7 @@ class Service:
         return (self.folder / f"{self.name}-{self.metrics_port}.log").read_text(errors="replace")
 
     def kill(self) -> None:
-        """As a machine that is lost."""
+        """SIGKILL, as if its machine were lost."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
@@ -111,7 +114,7 @@ class Service:
         self.process.send_signal(number)
 
     def ended(self, within_s: float = 20) -> int:
-        """Its exit status, once it has ended."""
+        """Waits for its end and returns the exit status."""
         assert self.process is not None
         return self.process.wait(within_s)
 
@@ -120,12 +123,12 @@ class Service:
             self.kill()
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that carry `labels`."""
+        """The sum over the samples of a metric that have these labels."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=READ_S) as answer:
             return metric_in(answer.read().decode(), name, **labels)
 
     def in_use(self) -> dict[str, float]:
-        """What requests hold here, by the names of the gauges that are not at rest."""
+        """The gauges of resources held by requests that are not 0."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=READ_S) as answer:
             text = answer.read().decode()
         held = {name: metric_in(text, name) for name in ("framesieve_requests_running", *HELD[self.name])}
@@ -134,7 +137,7 @@ class Service:
 
 @contextmanager
 def stopped_workers(*preprocessing: Service) -> Iterator[None]:
-    """Inside, the processes that read and decode for these services stand still: what needs one is held there."""
+    """Inside, the worker processes that read and decode media are stopped (SIGSTOP), so their jobs do not finish."""
     workers = [worker for each in preprocessing for worker in children(each.pid)]
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)
@@ -142,15 +145,15 @@ def stopped_workers(*preprocessing: Service) -> Iterator[None]:
         yield
     finally:
         for worker in workers:
-            with suppress(ProcessLookupError):  # those that did not stop when told to were replaced
+            with suppress(ProcessLookupError):  # a worker whose job was cancelled was replaced
                 os.kill(worker, signal.SIGCONT)
 
 
 @dataclass
 class Fleet:
-    """One generation over replicas, of which the first of each is started, and the second where a test wants it.
+    """One generation service over two preprocessing and two encoder replicas. Tests start the second ones if needed.
 
-    fetch_port: where on this machine preprocessing may fetch from, by the name localhost.
+    fetch_port: the port of localhost that preprocessing may fetch from.
     """
 
     preprocessing: tuple[Service, Service]
@@ -167,7 +170,7 @@ class Fleet:
         return self.preprocessing[1], self.encoder[1]
 
     def start(self, *services: Service) -> None:
-        """Returns once these, of which some may run already, are ready."""
+        """Starts those that do not run yet and returns once they are ready."""
         ended = [each for each in services if not each.running]
         for each in ended:
             each.start()
@@ -197,7 +200,7 @@ HELD = {
 
 
 def metric_in(text: str, name: str, **labels: str) -> float:
-    """0 where there are no samples yet. The metric must exist."""
+    """The sum over the samples of a metric that have these labels, 0 without samples. The metric must exist."""
     assert f"# HELP {name.removesuffix('_count')} " in text, f"there is no metric {name}"
     total = 0.0
     for line in text.splitlines():
@@ -208,15 +211,15 @@ def metric_in(text: str, name: str, **labels: str) -> float:
 
 
 async def until(condition: Callable[[], object], within_s: float = 30) -> None:
-    """Returns once the condition, which may take its time, holds."""
+    """Polls a blocking condition in a thread and returns once it holds."""
     with awake() as passed_s:
         while not await asyncio.to_thread(condition):
-            assert passed_s() < within_s, "it never happened"
+            assert passed_s() < within_s, f"still not true after {within_s} s"
             await asyncio.sleep(0.02)
 
 
 async def at_rest(services: Iterable[Service], within_s: float) -> None:
-    """Returns once nobody holds anything; fails with what is still held after that time."""
+    """Returns once all gauges of held resources are 0. Fails with those that are not after that time."""
     services = tuple(services)
     with awake() as passed_s:
         while held := {each.name: used for each in services if (used := await asyncio.to_thread(each.in_use))}:

@@ -1,4 +1,4 @@
-"""Three services guarded as docs/security.md says: the secrets that it makes, the flags, and who calls with what."""
+"""Three services guarded as docs/security.md says: its secrets, their flags, and the credentials of callers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECURITY = Path(__file__).parents[2] / "docs/security.md"
 class Guarded:
     """The services, and the folders of secrets that docs/security.md makes for them and for alice.
 
-    tokens: by name; bob is a caller of generation, inspector one of the other two.
+    tokens: by caller; bob may call generation, inspector the other two services.
     """
 
     stack: LocalStack
@@ -31,7 +31,7 @@ class Guarded:
     tokens: Mapping[str, str]
 
     def access(self, name: str, **other: Any) -> Access:
-        """With alice's certificate, and the token of that name."""
+        """The certificate of alice with the token of that caller."""
         ca, cert, key = (str(self.secrets / "alice" / name) for name in ("ca.pem", "cert.pem", "key.pem"))
         own = {"tls_ca": ca, "tls_cert": cert, "tls_key": key, "token": self.tokens.get(name, MALLORY)}
         return Access(**{**own, **other})
@@ -41,7 +41,7 @@ class Guarded:
 
 
 def made_secrets(folder: Path) -> tuple[Path, dict[str, str]]:
-    """What docs/security.md makes, run as it stands there, and the tokens."""
+    """Runs the script of docs/security.md; returns the folder that it makes and the tokens by caller."""
     (script,) = re.findall(r"```sh\n(.*?)```", SECURITY.read_text(), re.DOTALL)
     subprocess.run(["sh", "-eu", "-c", script], cwd=folder, check=True, capture_output=True, timeout=60)
     secrets = folder / "secrets"
@@ -67,7 +67,7 @@ def flags_of(service: str, secrets: Path) -> list[str]:
 
 
 def probing(secrets: Path) -> dict[str, str]:
-    """An environment by which health is asked for."""
+    """The environment of a process that checks the health of the services."""
     own = secrets / "alice"
     return {
         "FRAMESIEVE_UPSTREAM_TLS_CA": f"{own}/ca.pem",

@@ -1,4 +1,4 @@
-"""An encoder's replica that sends half of an item and then nothing, so that a request can be held in transfer."""
+"""A proxy of an encoder that sends half of an item and then waits, which holds a request in transfer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ENCODE = "/framesieve.v1.EncoderService/Encode"
 
 
 class Halfway:
-    """Passes calls on to a real encoder, and of the first that gets embeddings only half of them until `release`.
+    """Forwards calls to a real encoder. Of the first embeddings it sends half and waits for `release`.
 
-    calls: those that are not over. holds: whether it has sent that half.
+    calls: how many are running. holds: whether it has sent that half.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
@@ -54,7 +54,7 @@ class Halfway:
 
 
 def halves(answer: EncodeResponse) -> tuple[EncodeResponse, EncodeResponse]:
-    """One piece of an item as two."""
+    """Splits one piece of an item in two."""
     data = answer.embeds.chunk.data
     middle = len(data) // 2
     first, second = EncodeResponse(), EncodeResponse()
@@ -69,7 +69,7 @@ def halves(answer: EncodeResponse) -> tuple[EncodeResponse, EncodeResponse]:
 
 @asynccontextmanager
 async def halfway(address: str, encoder: str) -> AsyncIterator[Halfway]:
-    """Serves at `address` what the encoder at the other answers. On leaving it is gone, as if it had been killed."""
+    """Serves at `address` for the encoder at the other one. On exit all its calls break, as if it were killed."""
     options = [("grpc.max_receive_message_length", MAX_ANSWER_BYTES)]
     async with grpc.aio.insecure_channel(encoder, options=options) as channel:
         replica = Halfway(channel)

@@ -1,4 +1,4 @@
-"""Questions whose answers are read as they come, and a load that has one in each stage at once."""
+"""Questions whose events are collected in the background, and a load that holds one request in each stage at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG_SLICES, SHORT_SLICES = 128, 8
 
 
 def long_clip(seed: int) -> Video:
-    """Slices that no cache knows: seconds of work for the fleet's tower."""
+    """A clip that keeps the tower of the fleet busy for seconds. Another seed is another clip, unknown to caches."""
     return Video(data=media.clip(2 * LONG_SLICES, fps=8, seed=seed), fps=8)
 
 
@@ -33,12 +33,12 @@ def short_clip(seed: int) -> Video:
 
 
 def long_text(seed: int) -> str:
-    """That the fleet prefills for a second, and has not seen."""
+    """A prompt that the fleet prefills for about a second. Another seed shares no prefix with it."""
     return f"Question {seed}: " + "What moves? " * 400
 
 
 class Asked:
-    """One question; leaving cancels it. failed, ended_s: what it failed by, and when it ended by itself."""
+    """One question. failed: its error, if any; ended_s: when it ended by itself (monotonic clock)."""
 
     def __init__(self, stream: AsyncIterator[Event]) -> None:
         self.events: list[Event] = []
@@ -53,13 +53,13 @@ class Asked:
 
     @property
     def half_encoded(self) -> bool:
-        """Whether slices of its media are encoded, and others are yet to be decoded."""
+        """Whether some slices of its long clip are encoded and others not yet decoded."""
         last = self._last_progress
         return last is not None and last.encoded_slices > 0 and last.decoded_slices < LONG_SLICES
 
     @property
     def short_one_encoded(self) -> bool:
-        """Whether the tower is done with its short clip: it is pruned, transferred and prefilled, or has been."""
+        """Whether the tower has encoded all of its short clip."""
         return self._last_progress is not None and self._last_progress.encoded_slices == SHORT_SLICES
 
     @property
@@ -67,6 +67,7 @@ class Asked:
         return next((event for event in reversed(self.events) if isinstance(event, Progress)), None)
 
     async def leave(self) -> None:
+        """Cancels the call, as a client does that disconnects."""
         self.task.cancel()
         with suppress(asyncio.CancelledError):
             await self.task
@@ -81,7 +82,7 @@ class Asked:
 
 
 def endless(client: FramesieveClient, video: Video | None = None) -> Asked:
-    """An answer that goes on for longer than any test."""
+    """A question whose answer takes longer than any test."""
     return Asked(client.stream(video, "What moves?", max_new_tokens=4000, ignore_eos=True))
 
 
@@ -90,14 +91,14 @@ def asked_about(client: FramesieveClient, video: Video) -> Asked:
 
 
 def quick(client: FramesieveClient, seed: int, timeout_s: float = 60) -> Asked:
-    """A question whose clip nobody knows, and is pruned."""
+    """A pruned question of two tokens about a short clip."""
     return Asked(
         client.stream(short_clip(seed), "What moves?", pruning_rate=0.5, max_new_tokens=2, timeout_s=timeout_s)
     )
 
 
 async def is_answered_soon(client: FramesieveClient) -> None:
-    """Channels notice within a second that somebody is there again."""
+    """Asks until a question is answered: channels reconnect within a second after a service is back."""
     with awake() as passed_s:
         for attempt in count():
             again = asked_about(client, short_clip(100 + attempt))
@@ -111,7 +112,7 @@ async def is_answered_soon(client: FramesieveClient) -> None:
 
 @asynccontextmanager
 async def dripping(port: int) -> AsyncIterator[Server]:
-    """Serves media that never come to an end, at `dripped(port)`."""
+    """Serves a file that never ends, at `dripped(port)`."""
 
     async def drip(writer: asyncio.StreamWriter) -> None:
         writer.write(head(200, "Content-Length: 1000000"))
@@ -129,7 +130,7 @@ def dripped(port: int) -> Video:
 
 
 async def in_transfer(client: FramesieveClient, replica: Halfway, seed: int) -> Asked:
-    """A question of whose clip generation has half: the first that comes by way of `replica`. Others are answered."""
+    """Asks until a question goes through `replica`, which then holds back half of its embeddings; returns that one."""
     for number in count(100 * seed):
         asked = asked_about(client, short_clip(number))
         await until(lambda asked=asked: replica.holds or asked.task.done())  # type: ignore[misc]
@@ -140,10 +141,10 @@ async def in_transfer(client: FramesieveClient, replica: Halfway, seed: int) -> 
 
 
 class Load:
-    """One request in each stage, once `held` returns; the first of each service of the fleet holds them.
+    """One request in each stage, once `held` returns, in the first replica of each service of the fleet.
 
-    But for what the fleet's second encoder, or who stands for it, has sent half of. Those that read and decode stand
-    still until `resume`.
+    One request is halfway through its transfer from `halfway`, which listens at the address of the second encoder.
+    The processes that read and decode media are stopped until `resume`.
     """
 
     def __init__(self, fleet: Fleet, client: FramesieveClient, seed: int) -> None:
@@ -191,11 +192,11 @@ class Load:
         assert not prefilling.tokens
 
     def resume(self) -> None:
-        """Those that read and decode go on."""
+        """Lets the processes that read and decode media continue."""
         self._standing_still.close()
 
     async def lose_replica(self) -> None:
-        """Who has sent half of an item is gone."""
+        """Ends the server that has sent half of an item."""
         await self._replica.aclose()
 
     async def leave(self) -> None:

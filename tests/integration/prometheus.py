@@ -1,4 +1,4 @@
-"""A real Prometheus with the rules of `deploy/prometheus`, that scrapes services on this machine."""
+"""A real Prometheus with the rules of `deploy/prometheus` that scrapes services on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _READY_S = 30.0
 
 
 class BadQueryError(Exception):
-    """Prometheus cannot make anything of a query."""
+    """Prometheus refused a query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class Prometheus:
     url: str
 
     def query(self, expression: str) -> list[Any]:
-        """The series that an expression has now, without those that are NaN."""
+        """The current series of an expression, without those that are NaN."""
         found = self._get("query", query=expression)["result"]
         return [each for each in found if not math.isnan(float(each["value"][1]))]
 
     def query_range(self, expression: str, last_s: float) -> list[Any]:
-        """The series that it has had in the last seconds, as a panel asks, without those that were always NaN."""
+        """Its series over the last seconds, as a panel asks for them, without those that were always NaN."""
         now = time.time()
         found = self._get("query_range", query=expression, start=now - last_s, end=now, step=1)["result"]
         return [each for each in found if not all(math.isnan(float(value)) for _, value in each["values"])]
@@ -65,7 +65,7 @@ class Prometheus:
 
 @contextmanager
 def scraping(program: str, folder: Path, ports: Mapping[str, Sequence[int]]) -> Iterator[Prometheus]:
-    """`deploy/prometheus/prometheus.yml` itself, but for where the services' replicas are and for its pace."""
+    """Runs `deploy/prometheus/prometheus.yml` with other targets and shorter intervals."""
     config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"}
     config["rule_files"] = [str(FOLDER / pattern) for pattern in config["rule_files"]]

@@ -1,4 +1,4 @@
-"""An encoder that stands still when it prunes, so that a request can be held in a stage of milliseconds."""
+"""An encoder that waits before it prunes, which holds a request in a stage that takes only milliseconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from framesieve.client.client import FramesieveClient
 from tests.integration.fleet import Fleet, Service, until
 from tests.integration.load import Asked, endless, quick, short_clip
 
-_STANDS_STILL = """
+_WAITS_BEFORE_PRUNING = """
 import signal
 from threading import Event
 from common.serving.server import run
@@ -22,7 +22,7 @@ from services.encoder.items import item as items
 from services.encoder.__main__ import main
 keep_tokens, released = items.keep_tokens, Event()
 def held(*args):
-    print("stands still", flush=True)
+    print("waits before pruning", flush=True)
     released.wait()
     return keep_tokens(*args)
 items.keep_tokens = held
@@ -33,14 +33,14 @@ run(main)
 
 @dataclass
 class Pruning:
-    """The encoder that stands still, the request that it holds until it is released, and one answered beside it."""
+    """The encoder, the request that it holds until `release`, and one that is being answered meanwhile."""
 
     encoder: Service
     asked: Asked
     beside: Asked
 
     async def others_go_on(self) -> None:
-        """They did until now, and have left then."""
+        """Checks that the other request still gets tokens, and ends it."""
         tokens = self.beside.tokens
         await until(lambda: self.beside.tokens > tokens)
         assert self.beside.failed is None
@@ -52,15 +52,15 @@ class Pruning:
 
 @asynccontextmanager
 async def held_in_pruning(fleet: Fleet, client: FramesieveClient, folder: Path, seed: int) -> AsyncIterator[Pruning]:
-    """The first request that comes to an encoder in the place of the fleet's second. Others are answered."""
+    """Starts that encoder at the address of the second one and holds the first request that reaches it."""
     first, second = fleet.encoder
-    encoder = Service("encoder", first.model, folder, first.flags, second.address, program=_STANDS_STILL)
+    encoder = Service("encoder", first.model, folder, first.flags, second.address, program=_WAITS_BEFORE_PRUNING)
     encoder.start()
     try:
         await asyncio.to_thread(encoder.ready)
         for number in count(100 * seed + 1):
             asked = quick(client, number)
-            await until(lambda asked=asked: "stands still" in encoder.log() or asked.task.done())  # type: ignore[misc]
+            await until(lambda asked=asked: "waits before pruning" in encoder.log() or asked.task.done())  # type: ignore[misc]
             if not asked.task.done():
                 break
             assert asked.failed is None

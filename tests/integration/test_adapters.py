@@ -1,4 +1,4 @@
-"""Adapters through three real processes: each answers as PEFT does over transformers' whole model."""
+"""Adapters through three real processes: each answers as PEFT does on transformers' whole model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLEAR_MARGIN = 2e-4
 PARTS = (Video(data=BRIEF, fps=8), Image(data=TALL))
 
 
-async def test_adapters_and_none_answer_side_by_side_as_peft_and_transformers_do(
+async def test_concurrent_requests_with_and_without_adapters_answer_as_peft_and_transformers_do(
     stack: LocalStack, checkpoint: Path, adapted: dict[Path, Any]
 ) -> None:
     messages = [Message("user", (*PARTS, Text("What moves?")))]
@@ -32,7 +32,7 @@ async def test_adapters_and_none_answer_side_by_side_as_peft_and_transformers_do
     reference = load_reference("qwen2_5_vl", checkpoint)
     models = {None: reference} | {folder.name: model for folder, model in adapted.items()}
     async with FramesieveClient(stack.address) as client:
-        names = [*models, *models]  # each twice: the second finds its own prefix, and no other
+        names = [*models, *models]  # each twice: the second hits the prefix cache of its own adapter
         answers = await asyncio.gather(
             *(
                 client.ask(
@@ -59,7 +59,7 @@ async def test_adapters_and_none_answer_side_by_side_as_peft_and_transformers_do
         assert float((one - other).abs().max()) > 0.01, "adapters that change nothing prove nothing"
 
 
-def test_the_command_names_an_adapter_and_learns_which_there_are(stack: LocalStack, media_root: Path) -> None:
+def test_the_command_takes_an_adapter_and_lists_those_it_knows(stack: LocalStack, media_root: Path) -> None:
     asking = ["ask", str(media_root / "clip.mp4"), "What moves?", "--server", stack.address, "--json"]
     asking += ["--max-new-tokens", "3", "--adapter"]
     answer = CliRunner().invoke(app, [*asking, "small"])
@@ -70,7 +70,7 @@ def test_the_command_names_an_adapter_and_learns_which_there_are(stack: LocalSta
     assert "adapter must be one of small, large, got 'huge'" in " ".join(refused.stderr.split())
 
 
-async def test_logs_name_adapters_when_generation_starts_and_when_they_have_answered(
+async def test_logs_name_the_adapters_that_are_loaded_and_that_of_each_request(
     stack: LocalStack, adapted: dict[Path, Any]
 ) -> None:
     async with FramesieveClient(stack.address) as client:
@@ -83,7 +83,7 @@ async def test_logs_name_adapters_when_generation_starts_and_when_they_have_answ
     def ended() -> dict[str, str | None]:
         return {each["request_id"]: each.get("adapter") for each in said() if each["event"] == "request ended"}
 
-    # An end is logged once its caller has heard of it.
+    # The end of a request is logged after its caller has the answer.
     assert await settles(lambda: {"by None", "by large"} <= ended().keys(), True)
     loaded = [(each["adapter"], each["path"]) for each in said() if each["event"] == "adapter loaded"]
     assert loaded == [(folder.name, str(folder)) for folder in adapted]

@@ -1,4 +1,4 @@
-"""`framesieve bench` against three real processes: real clips, a line that is refused, a report and its picture."""
+"""`framesieve bench` and `framesieve capacity` against three real processes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from PIL import Image
 
 from framesieve.cli.launcher import LocalStack
 from tests import media
 
-COMMAND = [sys.executable, "-c", "from framesieve.__main__ import app; app()", "bench"]
+COMMAND = [sys.executable, "-c", "from framesieve.__main__ import app; app()"]
+REQUESTS = 8
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=150)
+def run(*arguments: str) -> str:
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def test_a_mix_is_measured_and_what_is_no_video_is_refused_alone(stack: LocalStack, tmp_path: Path) -> None:
+def test_a_mixed_workload_is_measured_and_only_a_file_that_is_no_video_fails(stack: LocalStack, tmp_path: Path) -> None:
     (tmp_path / "clip.mp4").write_bytes(media.clip())
     (tmp_path / "noise.mp4").write_bytes(bytes(range(256)) * 40)
     (tmp_path / "photo.png").write_bytes(media.picture(112, 112))
@@ -35,39 +39,75 @@ def test_a_mix_is_measured_and_what_is_no_video_is_refused_alone(stack: LocalSta
     rates = ["--pruning-rate", "0", "--pruning-rate", "0.5"]
     load = ["--clients", "4", "--requests", "16", "--warmup", "2", "--max-new-tokens", "4"]
     asked = ["--server", stack.address, "--workload", str(workload), *rates, *load]
-    done = bench(*asked, "--plot", str(picture), "--json", "--records")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    everything, (plain, pruned) = told["all"], told["by_pruning"]
+    report = json.loads(run("bench", *asked, "--plot", str(picture), "--json", "--records"))
+    everything, (plain, pruned) = report["all"], report["by_pruning"]
     assert (everything["asked"], everything["answered"], everything["failed"]) == (16, 12, 4)
-    (error,) = told["errors"]
+    (error,) = report["errors"]
     assert (error["status"], error["reason"], error["count"]) == ("INVALID_ARGUMENT", "MEDIA_REJECTED", 4)
     assert (plain["pruning_rate"], plain["answered"], plain["retained"]) == (0, 6, 1)
     assert (pruned["pruning_rate"], pruned["answered"]) == (0.5, 6)
     assert plain["prompt_tokens_full"] == pruned["prompt_tokens_full"] > pruned["prompt_tokens"]
-    for record in told["records"]:
+    for record in report["records"]:
         if record["error"] is None:
             assert 1 <= record["completion_tokens"] <= 4
             assert len(record["token_gaps_s"]) == record["completion_tokens"] - 1
-            # The client's clock holds the server's, and the way there and back.
+            # The client also measures the way there and back.
             stages_s = record["timings"]
             assert stages_s["time_to_first_token_s"] <= record["first_token_s"] <= record["total_s"]
-            assert record["total_s"] <= told["wall_s"]
+            assert record["total_s"] <= report["wall_s"]
     assert everything["first_token_s"]["p50"] <= everything["total_s"]["p50"] <= everything["total_s"]["max"]
     with Image.open(picture) as drawn:
         assert drawn.format == "PNG"
         drawn.load()
 
 
-def test_poisson_arrivals_of_synthesised_clips_are_answered(stack: LocalStack) -> None:
-    done = bench("--server", stack.address, "--rate", "10", "--requests", "8", "--max-new-tokens", "2", "--warmup", "0")
-    assert done.returncode == 0, done.stderr
-    assert "8 answered, 0 failed" in done.stdout
-    assert "10 Poisson arrivals a second" in done.stdout
+@pytest.mark.deep
+def test_poisson_arrivals_of_generated_clips_are_answered(stack: LocalStack) -> None:
+    load = ["--rate", "10", "--requests", "8", "--max-new-tokens", "2", "--warmup", "0"]
+    report = run("bench", "--server", stack.address, *load)
+    assert "8 answered, 0 failed" in report
+    assert "10 Poisson arrivals a second" in report
 
 
-def test_it_starts_what_it_asks() -> None:
-    done = bench("--start", "--requests", "4", "--warmup", "0")
-    assert done.returncode == 0, done.stderr
-    assert "three services started for this run, the embedded model" in done.stdout
-    assert "4 answered, 0 failed" in done.stdout
+@pytest.mark.deep
+def test_bench_can_start_the_services_itself() -> None:
+    report = run("bench", "--start", "--requests", "4", "--warmup", "0")
+    assert "three services started for this run, the embedded model" in report
+    assert "4 answered, 0 failed" in report
+
+
+# --- capacity ------------------------------------------------------------------------------------------------------
+
+
+def test_capacity_follows_from_the_time_that_services_spent(stack: LocalStack, tmp_path: Path) -> None:
+    metrics = [word for port in stack.metrics_ports.values() for word in ("--metrics", f"127.0.0.1:{port}")]
+    load = ["--clients", "2", "--requests", str(REQUESTS), "--warmup", "2", "--max-new-tokens", "8", "--ignore-eos"]
+    result = tmp_path / "bench.json"
+    result.write_text(run("bench", "--server", stack.address, *metrics, *load, "--json"))
+    measured = json.loads(result.read_text())
+    services = {each["service"]: each for each in measured["services"]}
+    assert services.keys() == {"preprocessing", "encoder", "generation"}
+    assert services["preprocessing"]["workers"] >= 1
+    wall_s = measured["wall_s"]
+    for name, stage, at_once in (
+        ("preprocessing", "decode", services["preprocessing"]["workers"]),
+        ("encoder", "encode", 1),
+        ("generation", "step", 1),
+    ):
+        # No stage is busy for longer than the run, and none is idle: no clip is cached.
+        assert 0 < services[name]["busy_s"][stage] <= wall_s * at_once
+        assert services[name]["processor_s"] > 0
+    # Generation receives clips, and embeddings from the encoder.
+    assert services["generation"]["received_bytes"] > REQUESTS * 1000
+    assert services["encoder"]["sent_bytes"] > services["generation"]["sent_bytes"] > 0
+
+    plan = json.loads(run("capacity", str(result), "--requests-per-s", "100", "--json"))
+    encode_s = sum(services["encoder"]["busy_s"].values()) / REQUESTS
+    assert plan["working"]["encoder"]["used"] == pytest.approx(100 * encode_s)
+    held_s = measured["all"]["held_s"]
+    assert plan["kv_cache"]["used"] == pytest.approx(100 * measured["all"]["kv_token_s"])
+    # The number of tokens times how long each is held: at most all of the time that a request runs.
+    tokens = (measured["all"]["prompt_tokens"] + measured["all"]["completion_tokens"]) / REQUESTS
+    assert 0 < plan["kv_cache"]["used"] < 100 * held_s * tokens
+    assert all(count >= 1 for count in plan["replicas"].values())
+    assert "replicas:  preprocessing " in run("capacity", str(result), "--requests-per-s", "100")

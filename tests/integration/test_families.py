@@ -1,8 +1,8 @@
-"""Every family through three real processes: every mix of media, and transformers' own answers at rate 0."""
+"""Model families through three real processes: mixes of media, pruning methods, and transformers' answers at rate 0."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,22 +30,40 @@ from tests import media
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
 from tests.integration.conftest import running
 
+# Below this distance of the two best logits, either token is right.
 CLEAR_MARGIN = 2e-4
 
+# The mixture of experts differs from Qwen3-VL in the text model alone, which tests of generation cover.
+FAMILY_PARAMS = ["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.deep)]
 
-@pytest.fixture(scope="module")
-def stack(family_checkpoint: Path) -> Iterator[LocalStack]:
-    with running(family_checkpoint) as stack:
-        yield stack
+
+@dataclass(frozen=True)
+class Served:
+    """The services with a checkpoint of a family."""
+
+    family: str
+    folder: Path
+    addresses: Mapping[str, str]
+
+
+@pytest.fixture(scope="module", params=FAMILY_PARAMS)
+def served(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]) -> Iterator[Served]:
+    family: str = request.param
+    if family == "qwen2_5_vl":
+        stack: LocalStack = request.getfixturevalue("stack")
+        yield Served(family, request.getfixturevalue("checkpoint"), stack.addresses)
+        return
+    with running(checkpoints(family)) as stack:
+        yield Served(family, checkpoints(family), stack.addresses)
 
 
 @pytest.fixture
-async def client(stack: LocalStack) -> AsyncIterator[FramesieveClient]:
-    async with FramesieveClient(stack.address) as connected:
+async def client(served: Served) -> AsyncIterator[FramesieveClient]:
+    async with FramesieveClient(served.addresses["generation"]) as connected:
         yield connected
 
 
-# --- every mix ----------------------------------------------------------------------------------------------------
+# --- mixes of media -----------------------------------------------------------------------------------------------
 
 SHORT, WIDE = media.clip(seed=1), media.clip(24, fps=8, width=160, height=96, seed=2)
 PICTURE, TALL = media.picture(112, 84), media.picture(64, 128, seed=1)
@@ -71,7 +89,7 @@ MIXES: dict[str, tuple[tuple[Message, ...], tuple[Image | Video | Text, ...]]] =
 
 @pytest.mark.parametrize("rate", [0.0, 0.75])
 @pytest.mark.parametrize("mix", MIXES)
-async def test_every_mix_of_media_is_answered(client: FramesieveClient, mix: str, rate: float) -> None:
+async def test_every_mix_of_media_keeps_the_tokens_of_its_rate(client: FramesieveClient, mix: str, rate: float) -> None:
     history, parts = MIXES[mix]
     answer = await client.ask(
         list(parts), "What is this?", history=history, pruning_rate=rate, max_new_tokens=3, timeout_s=60
@@ -91,7 +109,7 @@ async def test_every_mix_of_media_is_answered(client: FramesieveClient, mix: str
     ("method", "least"),
     [("evs", "a slice"), ("vidcom2", "a token a slice"), ("random", "a slice"), ("none", "everything")],
 )
-async def test_every_method_keeps_what_its_floor_says(client: FramesieveClient, method: str, least: str) -> None:
+async def test_every_method_keeps_at_least_its_floor(client: FramesieveClient, method: str, least: str) -> None:
     answer = await client.ask(
         Video(data=SHORT), "What moves?", pruning_rate=0.95, pruning_method=method, max_new_tokens=1, timeout_s=60
     )
@@ -100,7 +118,7 @@ async def test_every_method_keeps_what_its_floor_says(client: FramesieveClient, 
     assert item.kept_tokens == max(floors[least], item.grid.tokens * 5 // 100)
 
 
-async def test_a_videos_own_rate_overrides_the_requests(client: FramesieveClient) -> None:
+async def test_the_rate_of_a_video_overrides_that_of_the_request(client: FramesieveClient) -> None:
     own = Video(data=SHORT, pruning=Pruning(0.5, "vidcom2"))
     answer = await client.ask(
         [own, Video(data=SHORT)], "What moves?", pruning_rate=0.25, max_new_tokens=1, timeout_s=60
@@ -109,7 +127,7 @@ async def test_a_videos_own_rate_overrides_the_requests(client: FramesieveClient
     assert [item.kept_tokens for item in answer.usage.media] == [tokens // 2, tokens * 3 // 4]
 
 
-async def test_an_unknown_method_is_refused_with_those_that_exist(client: FramesieveClient) -> None:
+async def test_an_unknown_method_is_refused_with_the_list_of_methods(client: FramesieveClient) -> None:
     with pytest.raises(errors.InvalidRequest, match="evs, vidcom2, random, none"):
         await client.ask(Video(data=SHORT), "What moves?", pruning_rate=0.5, pruning_method="best", timeout_s=60)
 
@@ -119,7 +137,7 @@ async def test_an_unknown_method_is_refused_with_those_that_exist(client: Frames
 
 @dataclass(frozen=True)
 class Preprocessed:
-    """A prompt's plan, and the frames of each item: uint8 [frames, H, W, 3]."""
+    """The plan of a prompt, and the frames of each item: uint8 [frames, H, W, 3]."""
 
     plan: PromptPlan
     frames: list[NDArray[np.uint8]]
@@ -146,7 +164,7 @@ async def preprocess(address: str, messages: list[Message]) -> Preprocessed:
 
 
 def model_inputs(family: FamilyUnderTest, folder: Path, asked: Preprocessed, config: Any) -> dict[str, Tensor]:
-    """What transformers' processor would hand to its model for the same ids and frames."""
+    """The inputs that transformers' processor makes of the same ids and frames."""
     ids = torch.from_numpy(asked.plan.input_ids.astype(np.int64))[None]
     types = torch.zeros_like(ids)
     types[ids == config.image_token_id] = 1
@@ -177,7 +195,7 @@ def patch_grid(item: MediaPlan, merge: int) -> tuple[int, int, int]:
     return grid.t, grid.h * merge, grid.w * merge
 
 
-# A second long, where transformers' positions of the text after a video are the formula's for every family.
+# Of clips of one second, transformers and our formula place the text after a video at the same positions.
 BRIEF, BRIEF_WIDE = media.clip(8, fps=8, seed=3), media.clip(12, fps=12, width=160, height=96, seed=4)
 BRIEF_MIXES: dict[str, tuple[Image | Video | Text, ...]] = {
     "a video before an image": (Video(data=BRIEF, fps=8), Image(data=TALL)),
@@ -188,15 +206,14 @@ BRIEF_MIXES: dict[str, tuple[Image | Video | Text, ...]] = {
 
 @pytest.mark.parametrize("mix", BRIEF_MIXES)
 async def test_at_rate_0_the_answer_is_that_of_transformers_generate(
-    stack: LocalStack, client: FramesieveClient, family: str, family_checkpoint: Path, mix: str
+    served: Served, client: FramesieveClient, mix: str
 ) -> None:
-    """From encoded media to tokens."""
     parts = BRIEF_MIXES[mix]
     messages = [Message("user", (*parts, Text("What moves?")))]
-    asked = await preprocess(stack.addresses["preprocessing"], messages)
-    reference = load_reference(family, family_checkpoint)
+    asked = await preprocess(served.addresses["preprocessing"], messages)
+    reference = load_reference(served.family, served.folder)
     generated = reference.generate(
-        **model_inputs(FAMILIES[family], family_checkpoint, asked, reference.config),
+        **model_inputs(FAMILIES[served.family], served.folder, asked, reference.config),
         max_new_tokens=8,
         do_sample=False,
         output_logits=True,
@@ -216,10 +233,10 @@ async def test_at_rate_0_the_answer_is_that_of_transformers_generate(
 
 
 @pytest.mark.parametrize("method", ["evs", "vidcom2", "random"])
-async def test_embeddings_are_answered_as_the_media_they_come_from(
-    stack: LocalStack, client: FramesieveClient, method: str
+async def test_embeddings_as_input_are_answered_like_the_media_they_come_from(
+    served: Served, client: FramesieveClient, method: str
 ) -> None:
-    clip, picture = await encode(stack.addresses["encoder"], [Video(data=WIDE), Image(data=PICTURE)])
+    clip, picture = await encode(served.addresses["encoder"], [Video(data=WIDE), Image(data=PICTURE)])
     answers = [
         await client.ask(
             list(parts),
@@ -243,10 +260,8 @@ async def test_embeddings_are_answered_as_the_media_they_come_from(
     ]
 
 
-async def test_a_video_of_embeddings_without_a_time_base_is_refused(
-    stack: LocalStack, client: FramesieveClient
-) -> None:
-    (clip,) = await encode(stack.addresses["encoder"], Video(data=SHORT))
+async def test_embeddings_of_a_video_without_times_are_refused(served: Served, client: FramesieveClient) -> None:
+    (clip,) = await encode(served.addresses["encoder"], Video(data=SHORT))
     timeless = replace(clip.as_embeds(), seconds_per_slice=None, timestamps_s=())
     with pytest.raises(errors.InvalidRequest, match="seconds_per_grid or timestamps_s"):
         await client.ask(Video(embeds=timeless), "What moves?", timeout_s=60)

@@ -1,4 +1,7 @@
-"""A thousand mutated calls, and whole ones behind bent peers, against three real processes (`make fuzz-rpc`: more)."""
+"""A few hundred mutated calls, and valid ones behind faulty peers, against three real processes.
+
+`make fuzz-rpc` sends ten thousand.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 from tests.fuzz.rpc import fuzz
 from tests.fuzz.rpc_cases import case
 
-CASES = 1000
+CASES = 300
 
 
 def test_the_same_seed_makes_the_same_calls() -> None:
@@ -25,20 +28,19 @@ def test_the_same_seed_makes_the_same_calls() -> None:
     [
         ("whole", grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
         ("structure", grpc.StatusCode.INTERNAL, "PEER_CONTRACT"),
-        ("structure", grpc.StatusCode.UNKNOWN, ""),
         ("bytes", grpc.StatusCode.CANCELLED, ""),
         ("order", grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"),
         ("peer", grpc.StatusCode.INTERNAL, "INTERNAL"),
         ("peer", grpc.StatusCode.DEADLINE_EXCEEDED, ""),
     ],
 )
-def test_an_end_that_blames_the_wrong_one_is_a_fault(kind: str, code: grpc.StatusCode, reason: str) -> None:
+def test_a_status_that_blames_the_wrong_side_is_a_fault(kind: str, code: grpc.StatusCode, reason: str) -> None:
     made = next(each for number in range(1000) if (each := case(0, number)).kind == kind)
     assert made.fault_of(code, reason)
     assert made.fault_of(grpc.StatusCode.OK, "") is None
 
 
-async def test_whatever_is_sent_and_answered_has_a_clear_end_and_leaves_nothing(checkpoint: Path) -> None:
+async def test_every_fuzzed_call_ends_with_a_clear_status_and_leaves_nothing_behind(checkpoint: Path) -> None:
     report = await fuzz(checkpoint, 0, range(CASES))
     assert report.faults == []
     assert report.ends.total() == CASES

@@ -1,17 +1,21 @@
-"""Services that are killed while they hold requests in every stage: who is told what, what is left, what goes on."""
+"""Services that are killed while they hold requests in every stage: callers are told which service failed.
+
+Requests that do not need the killed service go on, and nothing stays reserved for the others.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import Counter
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from common.contract.errors import Unavailable
+from common.contract.errors import FramesieveError, Unavailable
 from framesieve.client.client import FramesieveClient
 from tests.awake import SOON_S, within
-from tests.integration.fleet import Fleet, at_rest, children, runs, until
+from tests.integration.fleet import Fleet, Service, at_rest, children, runs, until
 from tests.integration.load import Asked, Load, is_answered_soon, short_clip
 from tests.integration.pruning import held_in_pruning
 
@@ -20,19 +24,13 @@ MEDIA = (*FRAMES, "in transfer")
 TEXT = ("prefilling", "generating")
 
 
-@pytest.fixture
-async def client(fleet: Fleet) -> AsyncIterator[FramesieveClient]:
-    async with FramesieveClient(fleet.generation.address) as connected:
-        yield connected
-
-
 @pytest.mark.parametrize(
     ("index", "name", "lost"), [(0, "preprocessing", FRAMES), (1, "encoder", MEDIA), (2, "generation", (*TEXT, *MEDIA))]
 )
-async def test_whoever_needs_a_killed_service_is_told_its_name_and_nobody_else_notices(
-    fleet: Fleet, client: FramesieveClient, index: int, name: str, lost: tuple[str, ...]
+async def test_only_requests_that_need_a_killed_service_fail_and_name_it(
+    fleet: Fleet, fleet_client: FramesieveClient, index: int, name: str, lost: tuple[str, ...]
 ) -> None:
-    victim = fleet.first[index]
+    client, victim = fleet_client, fleet.first[index]
     workers = children(fleet.preprocessing[0].pid)
     async with Load(fleet, client, seed=10 * index) as load:
         await load.held()
@@ -64,17 +62,62 @@ async def test_whoever_needs_a_killed_service_is_told_its_name_and_nobody_else_n
     await at_rest(fleet.first, within_s=SOON_S)
 
 
+# --- replicas -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.deep
+async def test_no_request_fails_when_a_replica_is_killed_under_load(fleet: Fleet) -> None:
+    await asyncio.to_thread(fleet.start, *fleet.second)
+    outcomes: Counter[str] = Counter()
+    both_killed = False
+    numbers = count()
+
+    async def ask_until_both_are_killed() -> None:
+        async with FramesieveClient(fleet.generation.address) as client:
+            while not both_killed:
+                number = next(numbers)
+                clips = [short_clip(2000 + 2 * number), short_clip(2001 + 2 * number)]
+                try:
+                    answer = await client.ask(
+                        clips, "What moves?", pruning_rate=0.5, max_new_tokens=3, ignore_eos=True, timeout_s=60
+                    )
+                except FramesieveError as error:
+                    outcomes[repr(error)] += 1
+                else:
+                    assert answer.usage.completion_tokens == 3
+                    outcomes["answered"] += 1
+
+    clients = [asyncio.create_task(ask_until_both_are_killed()) for _ in range(4)]
+    for replicas, holds in ((fleet.encoder, "encoder_queue_slices"), (fleet.preprocessing, "requests_running")):
+        await until(lambda replicas=replicas: all(map(has_answered, replicas)))  # type: ignore[misc]
+        await until(lambda last=replicas[1], holds=holds: f"framesieve_{holds}" in last.in_use())  # type: ignore[misc]
+        replicas[1].kill()
+        before = outcomes.total()
+        await until(lambda before=before: outcomes.total() >= before + len(clients))  # type: ignore[misc]
+    both_killed = True
+    await asyncio.gather(*clients)
+    assert outcomes == {"answered": outcomes.total()}
+    await at_rest(fleet.first, within_s=SOON_S)
+
+
+def has_answered(replica: Service) -> bool:
+    return replica.metric("framesieve_requests_total", code="OK") > 0
+
+
 # --- while an item is pruned --------------------------------------------------------------------------------------
 
 
-async def is_told(asked: Asked, name: str) -> None:
+async def fails_soon(asked: Asked, name: str) -> None:
     await within(SOON_S, asked.task)
     assert isinstance(asked.failed, Unavailable)
     assert asked.failed.stage == name
 
 
-async def test_preprocessing_is_needed_no_more(fleet: Fleet, client: FramesieveClient, tmp_path: Path) -> None:
-    async with held_in_pruning(fleet, client, tmp_path, seed=21) as held:
+@pytest.mark.deep
+async def test_an_item_that_is_being_pruned_does_not_need_preprocessing(
+    fleet: Fleet, fleet_client: FramesieveClient, tmp_path: Path
+) -> None:
+    async with held_in_pruning(fleet, fleet_client, tmp_path, seed=21) as held:
         fleet.preprocessing[0].kill()
         await asyncio.sleep(SOON_S)
         assert not held.asked.task.done()
@@ -85,10 +128,11 @@ async def test_preprocessing_is_needed_no_more(fleet: Fleet, client: FramesieveC
         await at_rest((held.encoder, fleet.generation), within_s=SOON_S)
 
 
-async def test_another_encoder_does_what_a_killed_one_did(
-    fleet: Fleet, client: FramesieveClient, tmp_path: Path
+@pytest.mark.deep
+async def test_another_encoder_repeats_the_work_of_one_killed_while_it_prunes(
+    fleet: Fleet, fleet_client: FramesieveClient, tmp_path: Path
 ) -> None:
-    async with held_in_pruning(fleet, client, tmp_path, seed=22) as held:
+    async with held_in_pruning(fleet, fleet_client, tmp_path, seed=22) as held:
         held.encoder.kill()
         await asyncio.wait_for(held.asked.task, 30)
         assert held.asked.tokens == 2
@@ -96,20 +140,26 @@ async def test_another_encoder_does_what_a_killed_one_did(
         await at_rest(fleet.first, within_s=SOON_S)
 
 
-async def test_the_last_encoder_is_named(fleet: Fleet, client: FramesieveClient, tmp_path: Path) -> None:
-    async with held_in_pruning(fleet, client, tmp_path, seed=23) as held:
+@pytest.mark.deep
+async def test_a_caller_learns_that_the_last_encoder_is_gone(
+    fleet: Fleet, fleet_client: FramesieveClient, tmp_path: Path
+) -> None:
+    async with held_in_pruning(fleet, fleet_client, tmp_path, seed=23) as held:
         fleet.encoder[0].kill()
         held.encoder.kill()
-        await is_told(held.asked, "encoder")
+        await fails_soon(held.asked, "encoder")
         await held.others_go_on()
         await at_rest((fleet.preprocessing[0], fleet.generation), within_s=SOON_S)
 
 
-async def test_generation_is_named_and_leaves_nothing(fleet: Fleet, client: FramesieveClient, tmp_path: Path) -> None:
-    async with held_in_pruning(fleet, client, tmp_path, seed=24) as held:
+@pytest.mark.deep
+async def test_an_encoder_that_prunes_frees_the_item_once_generation_is_killed(
+    fleet: Fleet, fleet_client: FramesieveClient, tmp_path: Path
+) -> None:
+    async with held_in_pruning(fleet, fleet_client, tmp_path, seed=24) as held:
         fleet.generation.kill()
-        await is_told(held.asked, "generation")
-        await is_told(held.beside, "generation")
+        await fails_soon(held.asked, "generation")
+        await fails_soon(held.beside, "generation")
         await until(lambda: held.encoder.metric("framesieve_requests_total", code="CANCELLED") == 1, within_s=SOON_S)
         held.release()
         await at_rest((fleet.preprocessing[0], fleet.encoder[0], held.encoder), within_s=SOON_S)

@@ -1,4 +1,4 @@
-"""The autoscalers of `deploy/kubernetes` read what real services expose, by rules that prometheus-adapter follows."""
+"""The autoscalers of `deploy/kubernetes` read metrics of real services by the rules of prometheus-adapter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pod_metrics(spec: Any) -> list[Any]:
 
 
 def served_by(rules: list[Any], name: str) -> list[Any]:
-    """The adapter's rules that serve a metric of this name."""
+    """The rules of the adapter that serve a metric of this name."""
     return [
         rule
         for rule in rules
@@ -57,7 +57,7 @@ def test_each_deployment_has_one_autoscaler_and_no_replicas_of_its_own(base: lis
     for name, spec in autoscalers(base).items():
         assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": name}
         assert "replicas" not in deployments[name]
-        assert 2 <= spec["minReplicas"] < spec["maxReplicas"]  # one may go while the other answers
+        assert 2 <= spec["minReplicas"] < spec["maxReplicas"]  # one may be replaced while the other serves
 
 
 def test_each_metric_is_served_by_one_rule(base: list[Manifest], rules: list[Any]) -> None:
@@ -69,7 +69,7 @@ def test_each_metric_is_served_by_one_rule(base: list[Manifest], rules: list[Any
         assert [name for name in names if rule in served_by(rules, name)], rule["seriesQuery"]
 
 
-async def test_every_series_is_one_that_a_service_exposes(
+async def test_every_series_of_a_rule_is_exported_by_a_service(
     base: list[Manifest], rules: list[Any], stack: LocalStack
 ) -> None:
     samples: dict[str, set[tuple[str, str]]] = {}
@@ -88,7 +88,7 @@ async def test_every_series_is_one_that_a_service_exposes(
                 assert label in samples[queried[0]]
 
 
-def test_every_rule_says_whose_series_it_reads_and_keeps_the_autoscalers_choice(rules: list[Any]) -> None:
+def test_every_rule_selects_by_pod_and_keeps_the_selector_of_the_autoscaler(rules: list[Any]) -> None:
     for rule in rules:
         assert rule["resources"]["overrides"] == {"namespace": {"resource": "namespace"}, "pod": {"resource": "pod"}}
         assert 'namespace!="",pod!=""' in rule["seriesQuery"]
@@ -107,18 +107,18 @@ def test_the_monitor_finds_the_port_that_pods_name() -> None:
         assert endpoint["port"] in {each["name"] for each in pod["spec"]["containers"][0]["ports"]}
 
 
-# --- what the queries come to -------------------------------------------------------------------------------------
+# --- the values of queries ----------------------------------------------------------------------------------------
 
 
 def queried(rule: Any, series: str, matchers: str = "") -> str:
-    """A rule's query as the adapter asks it about two pods; matchers: what the autoscaler selects."""
+    """The query of a rule as the adapter sends it for two pods; matchers: the selector of the autoscaler."""
     pods = f'namespace="framesieve",pod=~"a|b"{matchers}'
     query: str = rule["metricsQuery"]
     return query.replace("<<.Series>>", series).replace("<<.LabelMatchers>>", pods).replace("<<.GroupBy>>", "pod")
 
 
-def test_queries_come_to_what_their_names_say(promtool: str, rules: list[Any], tmp_path: Path) -> None:
-    """Pod a: 30 of 40 blocks held, its tower busy half of the time, media waiting for workers; pod b idles."""
+def test_queries_compute_what_their_names_say(promtool: str, rules: list[Any], tmp_path: Path) -> None:
+    """Pod a: 30 of 40 blocks used, its tower busy half of the time, media waiting for workers. Pod b is idle."""
     oldest = "framesieve_preprocessing_queue_oldest_seconds"
     (age,), (busy,), (used,) = (
         served_by(rules, name)

@@ -1,4 +1,4 @@
-"""Clients that vanish, in each stage: within a second nobody works for them, and all that they held is free."""
+"""Clients that disconnect in each stage: within a second all services stop their work and free what they held."""
 
 from __future__ import annotations
 
@@ -15,32 +15,46 @@ import pytest
 from common.contract.errors import DeadlinePassed
 from framesieve.client.client import FramesieveClient
 from tests.awake import SOON_S, within
-from tests.integration.fleet import Fleet, at_rest, stopped_workers, until
-from tests.integration.halfway import halfway
-from tests.integration.load import (
-    Asked,
-    asked_about,
-    dripped,
-    dripping,
-    endless,
-    in_transfer,
-    long_clip,
-    long_text,
-    quick,
-    short_clip,
-)
+from tests.integration.fleet import Fleet, at_rest, until
+from tests.integration.load import Asked, Load, asked_about, endless, long_clip, quick
 from tests.integration.pruning import held_in_pruning
 
 
-@pytest.fixture
-async def client(fleet: Fleet) -> AsyncIterator[FramesieveClient]:
-    async with FramesieveClient(fleet.generation.address) as connected:
-        yield connected
+async def test_callers_that_disconnect_in_every_stage_free_everything(
+    fleet: Fleet, fleet_client: FramesieveClient
+) -> None:
+    async with Load(fleet, fleet_client, seed=40) as load:
+        await load.held()
+        assert fleet.generation.metric("framesieve_generation_media_buffer_used_bytes") > 0
+        assert not [stage for stage, asked in load.asked.items() if asked.task.done()]
+        await load.leave()
+        await at_rest(fleet.first, within_s=SOON_S)
+        await until(lambda: not load.halfway.calls and all(task.done() for task in load.server.serving), SOON_S)
+
+
+async def test_a_deadline_that_passes_while_media_is_encoded_frees_everything(
+    fleet: Fleet, fleet_client: FramesieveClient
+) -> None:
+    asked = Asked(fleet_client.stream(long_clip(1005), "What moves?", timeout_s=1.2))
+    await within(1.2 + SOON_S, asked.task)
+    assert isinstance(asked.failed, DeadlinePassed)
+    await at_rest(fleet.first, within_s=SOON_S)
+
+
+async def test_callers_that_disconnect_free_their_places_and_those_they_wait_for(
+    fleet: Fleet, fleet_client: FramesieveClient
+) -> None:
+    """More requests than run at once: four generate, the fifth waits."""
+    asked = [endless(fleet_client) for _ in range(5)]
+    waiting = partial(fleet.generation.metric, "framesieve_generation_engine_requests", state="waiting")
+    async with leaving(fleet, *asked):
+        await until(lambda: sum(each.tokens > 0 for each in asked) == 4)
+        await until(lambda: waiting() == 1)
 
 
 @asynccontextmanager
 async def leaving(fleet: Fleet, *asked: Asked) -> AsyncIterator[None]:
-    """Has them leave at the end, none of them having ended by itself."""
+    """Ends these requests on exit; none may have ended by itself."""
     yield
     for each in asked:
         assert not each.task.done()
@@ -48,34 +62,11 @@ async def leaving(fleet: Fleet, *asked: Asked) -> AsyncIterator[None]:
     await at_rest(fleet.first, within_s=SOON_S)
 
 
-async def test_while_media_is_fetched(fleet: Fleet, client: FramesieveClient) -> None:
-    async with dripping(fleet.fetch_port) as server:
-        asked = asked_about(client, dripped(fleet.fetch_port))
-        async with leaving(fleet, asked):
-            await until(lambda: server.requests)
-        await until(lambda: all(task.done() for task in server.serving), within_s=SOON_S)
-
-
-async def test_while_media_is_read(fleet: Fleet, client: FramesieveClient) -> None:
-    jobs = partial(fleet.preprocessing[0].metric, "framesieve_preprocessing_jobs", pool="read")
-    with stopped_workers(fleet.preprocessing[0]):
-        asked = asked_about(client, short_clip(1000))
-        async with leaving(fleet, asked):
-            await until(lambda: jobs() == 1)
-
-
-async def test_while_media_is_decoded_and_another_waits_for_the_encoder(fleet: Fleet, client: FramesieveClient) -> None:
-    one, other = long_clip(1001), long_clip(1002)
-    encoding = asked_about(client, one)
-    await until(lambda: encoding.half_encoded)
-    waiting = asked_about(client, other)
-    async with leaving(fleet, waiting, encoding):
-        await until(lambda: fleet.encoder[0].metric("framesieve_encoder_room_waiting") >= 1)
-        assert fleet.preprocessing[0].metric("framesieve_preprocessing_jobs", pool="decode") == 1
-
-
-async def test_while_the_last_slices_are_encoded(fleet: Fleet, client: FramesieveClient) -> None:
-    asked = asked_about(client, long_clip(1003))
+@pytest.mark.deep
+async def test_a_caller_that_disconnects_while_the_last_slices_are_encoded_frees_everything(
+    fleet: Fleet, fleet_client: FramesieveClient
+) -> None:
+    asked = asked_about(fleet_client, long_clip(1003))
     encoder, preprocessing = fleet.encoder[0], fleet.preprocessing[0]
     async with leaving(fleet, asked):
         await until(lambda: encoder.metric("framesieve_encoder_queue_slices"))
@@ -83,9 +74,12 @@ async def test_while_the_last_slices_are_encoded(fleet: Fleet, client: Framesiev
         await until(lambda: encoder.metric("framesieve_encoder_queue_slices"))
 
 
-async def test_while_an_item_is_pruned(fleet: Fleet, client: FramesieveClient, tmp_path: Path) -> None:
-    """The call is over at once, though what prunes is not interrupted: until that is done it holds the item."""
-    async with held_in_pruning(fleet, client, tmp_path, seed=14) as held:
+@pytest.mark.deep
+async def test_a_caller_that_disconnects_while_an_item_is_pruned_ends_the_call_at_once(
+    fleet: Fleet, fleet_client: FramesieveClient, tmp_path: Path
+) -> None:
+    """Pruning itself is not interrupted: the item is held until it is done."""
+    async with held_in_pruning(fleet, fleet_client, tmp_path, seed=14) as held:
         await held.others_go_on()
         async with leaving(fleet, held.asked):
             pass
@@ -94,47 +88,12 @@ async def test_while_an_item_is_pruned(fleet: Fleet, client: FramesieveClient, t
         await at_rest([held.encoder], within_s=SOON_S)
 
 
-async def test_while_half_of_an_item_is_transferred(fleet: Fleet, client: FramesieveClient) -> None:
-    held = partial(fleet.generation.metric, "framesieve_generation_media_buffer_used_bytes")
-    async with halfway(fleet.encoder[1].address, fleet.encoder[0].address) as replica:
-        asked = await in_transfer(client, replica, seed=13)
-        async with leaving(fleet, asked):
-            assert held() > 0
-        await until(lambda: not replica.calls, within_s=SOON_S)
-
-
-async def test_while_a_prompt_is_prefilled(fleet: Fleet, client: FramesieveClient) -> None:
-    running = partial(fleet.generation.metric, "framesieve_generation_engine_requests", state="running")
-    asked = Asked(client.stream(None, long_text(1004), max_new_tokens=4))
-    async with leaving(fleet, asked):
-        await until(lambda: running() == 1)
-        assert not asked.tokens
-
-
-async def test_while_tokens_come_and_others_wait_to_run(fleet: Fleet, client: FramesieveClient) -> None:
-    asked = [endless(client) for _ in range(5)]
-    waiting = partial(fleet.generation.metric, "framesieve_generation_engine_requests", state="waiting")
-    async with leaving(fleet, *asked):
-        await until(lambda: sum(each.tokens > 0 for each in asked) == 4)
-        await until(lambda: waiting() == 1)
-
-
-@pytest.mark.parametrize("timeout_s", [0.3, 1.2])
-async def test_a_deadline_that_passes_is_as_good_as_leaving(
-    fleet: Fleet, client: FramesieveClient, timeout_s: float
-) -> None:
-    asked = Asked(client.stream(long_clip(1005), "What moves?", timeout_s=timeout_s))
-    await within(timeout_s + SOON_S, asked.task)
-    assert isinstance(asked.failed, DeadlinePassed)
-    await at_rest(fleet.first, within_s=SOON_S)
-
-
 # --- at any moment ------------------------------------------------------------------------------------------------
-# Planning and transfer take milliseconds.
+# Planning and transfer take milliseconds, so requests are ended at many moments of an undisturbed run.
 
 
 async def undisturbed(client: FramesieveClient, first_seed: int) -> tuple[float, float, float]:
-    """Seconds from asking to the plan, to the last slice that is encoded, and to the end, when nothing delays them."""
+    """Seconds from asking to the plan, to the last encoded slice and to the end: the fastest of three runs."""
     _, *took = [await timed(client, first_seed + number) for number in range(4)]
     return min(took, key=lambda each: each[-1])
 
@@ -152,25 +111,27 @@ async def timed(client: FramesieveClient, seed: int) -> tuple[float, float, floa
 
 
 async def promptly(condition: Callable[[], object]) -> None:
-    """As `until`, of what this process knows by itself."""
+    """Polls every millisecond until the condition holds, which must not block."""
     async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 
 
 def spread(start_s: float, end_s: float, number: int) -> list[float]:
-    """The middles of so many parts."""
+    """The middles of `number` equal parts of the interval."""
     return [start_s + (end_s - start_s) * (part + 0.5) / number for part in range(number)]
 
 
-async def test_at_any_moment(fleet: Fleet, client: FramesieveClient) -> None:
-    """While it is planned, and so on, and from the tower's last slice on; some of each are left before the next."""
-    planned_s, encoded_s, ended_s = await undisturbed(client, 1100)
+@pytest.mark.deep
+async def test_a_caller_that_disconnects_at_any_moment_frees_everything(
+    fleet: Fleet, fleet_client: FramesieveClient
+) -> None:
+    planned_s, encoded_s, ended_s = await undisturbed(fleet_client, 1100)
     reached: Counter[str] = Counter()
     moments = [(False, after_s) for after_s in (*spread(0, planned_s, 5), *spread(planned_s, encoded_s, 5))]
     moments += [(True, after_s) for after_s in spread(0, ended_s - encoded_s, 5)]
     for number, (encoded, after_s) in enumerate(moments):
-        asked = quick(client, 1104 + number)
+        asked = quick(fleet_client, 1104 + number)
         if encoded:
             await promptly(lambda asked=asked: asked.short_one_encoded)  # type: ignore[misc]
         await asyncio.sleep(after_s)
@@ -183,12 +144,15 @@ async def test_at_any_moment(fleet: Fleet, client: FramesieveClient) -> None:
     assert reached["encoded"]
 
 
-async def test_a_deadline_that_passes_at_any_moment(fleet: Fleet, client: FramesieveClient) -> None:
-    planned_s, encoded_s, ended_s = await undisturbed(client, 1200)
+@pytest.mark.deep
+async def test_a_deadline_that_passes_at_any_moment_frees_everything(
+    fleet: Fleet, fleet_client: FramesieveClient
+) -> None:
+    planned_s, encoded_s, ended_s = await undisturbed(fleet_client, 1200)
     moments = (*spread(0, planned_s, 5), *spread(planned_s, encoded_s, 4), *spread(encoded_s, ended_s, 5))
     passed = 0
     for number, timeout_s in enumerate(moments):
-        asked = quick(client, 1204 + number, timeout_s)
+        asked = quick(fleet_client, 1204 + number, timeout_s)
         await within(timeout_s + SOON_S, asked.task)
         assert isinstance(asked.failed, DeadlinePassed) or asked.tokens == 2
         passed += asked.failed is not None

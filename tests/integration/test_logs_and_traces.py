@@ -1,4 +1,4 @@
-"""One question as an operator sees it: a line in each service's log, and one trace through all three."""
+"""One question is one line in the log of each service and one trace through all three."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.integration.conftest import settles
 from tests.preprocessing.media_server import head, ok, serving
 
 SECRET = "xyzzy"
-# Two processes read their clocks with so much between them at most, on a machine that others keep busy.
+# At most this much time passes between two processes reading their clocks on a busy machine.
 CLOCKS_NS = 200_000_000
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-# What each service does for a question about a video that it has never seen.
+# The spans of each service for a question about an uncached video.
 STAGES = {
     "framesieve-generation": ["transfer", "wait_for_prefill", "prefill", "generate"],
     "framesieve-encoder": ["wait_for_encoder", "encode", "prune"],
@@ -40,19 +40,19 @@ METHODS = {"generation": "Generate", "encoder": "Encode", "preprocessing": "Prep
 
 
 @pytest.fixture
-async def stub(strict: LocalStack) -> AsyncIterator[GenerationServiceStub]:
-    async with open_channel(strict.address) as channel:
+async def stub(stack: LocalStack) -> AsyncIterator[GenerationServiceStub]:
+    async with open_channel(stack.address) as channel:
         yield GenerationServiceStub(channel)
 
 
 def question(video: Video, rate: float = 0.5) -> generation_pb2.GenerateRequest:
-    # So many tokens that every service upstream has ended before generation does, and leaves it.
+    # Enough tokens that both upstream calls end before generation does.
     options: Options = {"pruning_rate": rate, "max_new_tokens": 64, "ignore_eos": True}
     return generate_request([user_turn(video, f"Where is {SECRET}?")], options)
 
 
 def called(request_id: str) -> dict[str, Any]:
-    """With the caller's own id and trace."""
+    """Call options with a request id and a trace context of the caller."""
     trace = ("traceparent", f"00-{TRACE}-{CALLER}-01")
     return {"metadata": ((REQUEST_ID_KEY, request_id), trace), "timeout": 60}
 
@@ -62,7 +62,7 @@ def lines(stack: LocalStack, service: str) -> list[dict[str, Any]]:
 
 
 async def ended(stack: LocalStack, request_id: str) -> dict[str, dict[str, Any]]:
-    """What each service logs of a request's end, one line each, as soon as all have."""
+    """The line that each service logs at the end of a request, once all have."""
 
     def found() -> dict[str, list[dict[str, Any]]]:
         each = {service: lines(stack, service) for service in METHODS}
@@ -76,7 +76,7 @@ async def ended(stack: LocalStack, request_id: str) -> dict[str, dict[str, Any]]
 
 
 async def spans_of(collector: Collector, request_id: str, count: int) -> dict[str, list[Span]]:
-    """A request's spans by the service that sent them, once there are so many; each in the order of beginning."""
+    """The spans of a request by service, in the order of their starts, once `count` have arrived."""
     await settles(lambda: len(collector.of_request(request_id)), count, within_s=20)
     spans = collector.of_request(request_id)
     assert len(spans) == count, [(span.service, span.name) for span in spans]
@@ -89,7 +89,7 @@ def request_span(spans: dict[str, list[Span]], service: str) -> Span:
 
 
 async def test_a_question_is_one_line_in_each_log_and_one_trace(
-    strict: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
+    stack: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
 ) -> None:
     clip = media.clip(16, fps=4, seed=81)
     async with serving(ok(clip), port=fetch_port):
@@ -97,20 +97,20 @@ async def test_a_question_is_one_line_in_each_log_and_one_trace(
         answer = [response async for response in stub.Generate(asked, **called("seen-1"))]
     usage = answer[-1].finished.usage
 
-    told = await ended(strict, "seen-1")
-    for service, line in told.items():
+    logged = await ended(stack, "seen-1")
+    for service, line in logged.items():
         assert (line["service"], line["method"], line["code"]) == (service, METHODS[service], "OK")
         assert line["level"] == "info"
         assert 0 < line["seconds"] < 60
         assert line["sent_bytes"] > 0
-    assert told["preprocessing"]["frames"] == 8
-    assert told["encoder"]["media_tokens_full"] == 64
-    assert told["encoder"]["media_tokens"] == 32
+    assert logged["preprocessing"]["frames"] == 8
+    assert logged["encoder"]["media_tokens_full"] == 64
+    assert logged["encoder"]["media_tokens"] == 32
     for name in ("prompt_tokens_full", "prompt_tokens", "completion_tokens"):
-        assert told["generation"][name] == getattr(usage, name)
+        assert logged["generation"][name] == getattr(usage, name)
     took_s = answer[-1].finished.timings.time_to_first_token_s
-    assert told["generation"]["first_token_ms"] == int(took_s * 1000) < told["generation"]["seconds"] * 1000
-    assert told["preprocessing"]["prompt_tokens_full"] == usage.prompt_tokens_full
+    assert logged["generation"]["first_token_ms"] == int(took_s * 1000) < logged["generation"]["seconds"] * 1000
+    assert logged["preprocessing"]["prompt_tokens_full"] == usage.prompt_tokens_full
 
     spans = await spans_of(collector, "seen-1", len(REQUESTS) + sum(map(len, STAGES.values())))
     parent_id, above = CALLER, None
@@ -132,7 +132,7 @@ async def test_a_question_is_one_line_in_each_log_and_one_trace(
     assert generate["rpc.response.status_code"] == "OK"
 
 
-async def test_stages_follow_each_other_and_take_the_time_that_the_answer_says(
+async def test_spans_are_contiguous_and_as_long_as_the_timings_of_the_answer(
     stub: GenerationServiceStub, collector: Collector
 ) -> None:
     asked = question(Video(data=media.clip(16, fps=4, seed=82)))
@@ -150,8 +150,8 @@ async def test_stages_follow_each_other_and_take_the_time_that_the_answer_says(
     assert request.end_ns >= ordered[-1].end_ns
 
 
-async def test_what_a_cache_holds_has_no_stages(
-    strict: LocalStack, stub: GenerationServiceStub, collector: Collector
+async def test_cache_hits_leave_out_the_spans_of_the_work_they_save(
+    stack: LocalStack, stub: GenerationServiceStub, collector: Collector
 ) -> None:
     video = Video(data=media.clip(16, fps=4, seed=83))
     own = {"framesieve-preprocessing": ["plan"], "framesieve-encoder": ["prune"]}
@@ -164,20 +164,20 @@ async def test_what_a_cache_holds_has_no_stages(
         async for _ in stub.Generate(question(video, rate), **called(name)):
             pass
         spans = await spans_of(collector, name, len(REQUESTS) + sum(map(len, stages.values())))
-        told = {service: sorted(span.name for span in own) for service, own in spans.items()}
-        assert told == {service: sorted([*stages[service], REQUESTS[service]]) for service in REQUESTS}
-    assert (await ended(strict, "another rate"))["encoder"]["cached_media"] == 1
-    assert (await ended(strict, "again"))["generation"]["cached_prompt_tokens"] > 0
+        names = {service: sorted(span.name for span in own) for service, own in spans.items()}
+        assert names == {service: sorted([*stages[service], REQUESTS[service]]) for service in REQUESTS}
+    assert (await ended(stack, "another rate"))["encoder"]["cached_media"] == 1
+    assert (await ended(stack, "again"))["generation"]["cached_prompt_tokens"] > 0
 
 
-async def test_a_refusal_is_a_warning_and_an_error_in_every_service(
-    strict: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
+async def test_a_refusal_is_a_warning_in_each_log_and_a_failed_span_in_each_service(
+    stack: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
 ) -> None:
     async with serving(head(404, "Content-Length: 0"), port=fetch_port):
         asked = question(Video(url=f"http://localhost:{fetch_port}/{SECRET}.mp4?key={SECRET}"))
         with pytest.raises(grpc.aio.AioRpcError):
             [response async for response in stub.Generate(asked, **called("refused-1"))]
-    for line in (await ended(strict, "refused-1")).values():
+    for line in (await ended(stack, "refused-1")).values():
         assert (line["level"], line["code"], line["reason"]) == ("warning", "INVALID_ARGUMENT", "MEDIA_REJECTED")
         assert "was answered with status 404" in line["error"]
     spans = await spans_of(collector, "refused-1", len(REQUESTS) + len(["fetch"]))
@@ -186,24 +186,24 @@ async def test_a_refusal_is_a_warning_and_an_error_in_every_service(
         assert span.attributes["error.type"] == "MEDIA_REJECTED"
 
 
-async def test_a_user_name_in_a_url_is_in_no_log(
-    strict: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
+async def test_a_url_with_a_password_is_refused_and_not_logged(
+    stack: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
 ) -> None:
     asked = question(Video(url=f"http://user:{SECRET}@localhost:{fetch_port}/clip.mp4"))
     with pytest.raises(grpc.aio.AioRpcError):
         [response async for response in stub.Generate(asked, **called("refused-2"))]
-    assert {line["code"] for line in (await ended(strict, "refused-2")).values()} == {"INVALID_ARGUMENT"}
+    assert {line["code"] for line in (await ended(stack, "refused-2")).values()} == {"INVALID_ARGUMENT"}
 
 
-async def test_a_question_that_is_left_ends_its_spans(
-    strict: LocalStack, stub: GenerationServiceStub, collector: Collector
+async def test_a_disconnect_ends_all_spans_as_cancelled(
+    stack: LocalStack, stub: GenerationServiceStub, collector: Collector
 ) -> None:
     call = stub.Generate(question(Video(data=media.clip(512, fps=8))), **called("left-1"))
     async for response in call:
         if response.WhichOneof("response") == "progress":
             break
     call.cancel()
-    assert {line["code"] for line in (await ended(strict, "left-1")).values()} == {"CANCELLED"}
+    assert {line["code"] for line in (await ended(stack, "left-1")).values()} == {"CANCELLED"}
 
     def all_there() -> float:
         return len({span.service for span in collector.of_request("left-1") if span.name in REQUESTS.values()})
@@ -217,10 +217,17 @@ async def test_a_question_that_is_left_ends_its_spans(
     assert decode.end_ns - decode.start_ns > 0
 
 
-def test_neither_logs_nor_traces_hold_what_a_caller_says(strict: LocalStack, collector: Collector) -> None:
-    """After everything that the tests above have asked."""
+async def test_neither_logs_nor_traces_contain_prompts_or_urls(
+    stack: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
+) -> None:
+    """Nor do those of the tests above, which ask with the same secret."""
+    async with serving(ok(media.clip(16, fps=4, seed=81)), port=fetch_port):
+        asked = question(Video(url=f"http://localhost:{fetch_port}/{SECRET}.mp4?key={SECRET}"))
+        async for _ in stub.Generate(asked, **called("secret-1")):
+            pass
+    await ended(stack, "secret-1")
     for service in METHODS:
-        assert lines(strict, service), "every line is JSON"
-        assert SECRET not in strict.log(service)
+        assert lines(stack, service), "every line is JSON"
+        assert SECRET not in stack.log(service)
     assert collector.spans
     assert SECRET.encode() not in collector.sent

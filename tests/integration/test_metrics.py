@@ -1,4 +1,4 @@
-"""What Prometheus reads of three real processes: well-formed, as documented, and adding up."""
+"""Metrics of three real processes: well-formed, documented, and consistent with each other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import re
 import subprocess
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -37,14 +37,14 @@ def exported(stack: LocalStack, service: str) -> str:
 
 
 def families(stack: LocalStack, service: str) -> dict[str, Metric]:
-    """Ours, by the name that queries use: counters end with _total."""
+    """Metrics of the product by the name that queries use: counters end with _total."""
     found = text_string_to_metric_families(exported(stack, service))
     ours = (family for family in found if family.name.startswith("framesieve_"))
     return {family.name + ("_total" if family.type == "counter" else ""): family for family in ours}
 
 
 def values(stack: LocalStack, service: str, sample_name: str) -> dict[tuple[str, ...], float]:
-    """By the values of the labels, which come in the order of their names."""
+    """Samples by the values of their labels, in the order of the label names."""
     samples = (sample for family in families(stack, service).values() for sample in family.samples)
     return {tuple(sample.labels.values()): sample.value for sample in samples if sample.name == sample_name}
 
@@ -53,7 +53,7 @@ def values(stack: LocalStack, service: str, sample_name: str) -> dict[tuple[str,
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_promtool_has_nothing_to_say(stack: LocalStack, promtool: str, service: str) -> None:
+def test_promtool_finds_no_fault(stack: LocalStack, promtool: str, service: str) -> None:
     check = subprocess.run(
         [promtool, "check", "metrics"], input=exported(stack, service), capture_output=True, text=True, timeout=30
     )
@@ -64,7 +64,7 @@ def test_promtool_has_nothing_to_say(stack: LocalStack, promtool: str, service: 
 
 
 def documented(service: str) -> dict[str, tuple[str, Labels]]:
-    """Type and labels of each metric in the service's table. What stands in brackets is anything, told as no value."""
+    """Type and labels of each metric in the table of the service. A label in brackets takes any value: an empty set."""
     section = DOCS.read_text().split(f"\n## {service.capitalize()}\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \|", section, re.MULTILINE)
     return {name: (kind, dict(_labels(labels))) for name, kind, labels in rows}
@@ -87,8 +87,8 @@ def seen(family: Metric, bracketed: set[str]) -> tuple[str, Labels]:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_the_page_lists_all_metrics_and_labels_and_no_others(stack: LocalStack, service: str) -> None:
-    """Of services that other tests have asked all sorts of things: nothing that they sent has become a label."""
+def test_the_documentation_lists_exactly_the_exported_metrics_and_labels(stack: LocalStack, service: str) -> None:
+    """Other tests of the stack have sent all kinds of requests: nothing of those may become a label."""
     listed = documented(service)
     found = {
         name: seen(family, {label for label, each in listed.get(name, ("", {}))[1].items() if not each})
@@ -101,14 +101,8 @@ def test_the_page_lists_all_metrics_and_labels_and_no_others(stack: LocalStack, 
 # --- sums -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-async def client(stack: LocalStack) -> AsyncIterator[FramesieveClient]:
-    async with FramesieveClient(stack.address) as connected:
-        yield connected
-
-
 async def leaves(client: FramesieveClient, seed: int) -> None:
-    """Asks, and is gone after the first token."""
+    """Asks and disconnects after the first token."""
     async for event in client.stream(Video(data=media.clip(seed=seed)), "What moves?", max_new_tokens=500, stop=["\0"]):
         if isinstance(event, Delta):
             return
@@ -128,7 +122,7 @@ def sums(stack: LocalStack) -> dict[str, float]:
     }
 
 
-async def test_over_a_mixed_load_the_stages_add_up_to_the_time_to_first_token(
+async def test_stages_sum_to_the_time_to_first_token_over_a_mixed_load(
     stack: LocalStack, client: FramesieveClient
 ) -> None:
     async def ask(*parts: Part, **options: int | float) -> Answer:
@@ -140,19 +134,19 @@ async def test_over_a_mixed_load_the_stages_add_up_to_the_time_to_first_token(
     gone = [leaves(client, seed) for seed in (902, 903)]
     asked = [ask(), ask(picture), ask(clip), ask(clip, picture, pruning_rate=0.5), ask(clip, n=3, temperature=1.0)]
     answers = [each for each in await asyncio.gather(*asked, *gone, is_refused(client)) if isinstance(each, Answer)]
-    answers += [await ask(clip), await ask(clip, pruning_rate=0.75)]  # a known prefix; known embeddings
+    answers += [await ask(clip), await ask(clip, pruning_rate=0.75)]  # a prefix cache hit; cached embeddings
     assert await settles(lambda: values(stack, "generation", "framesieve_requests_running")[("Generate",)], 0)
     grown = {name: seconds - before[name] for name, seconds in sums(stack).items()}
     assert grown["count"] == grown["prefixes"] == len(answers) + len(gone)
     assert sum(grown[stage] for stage in STAGES) == pytest.approx(grown["whole"], abs=1e-6)
-    told = {stage: sum(answer.timings.stages_s[stage] for answer in answers) for stage in STAGES}
-    assert all(told[stage] <= grown[stage] + 1e-6 for stage in STAGES)
+    answered = {stage: sum(answer.timings.stages_s[stage] for answer in answers) for stage in STAGES}
+    assert all(answered[stage] <= grown[stage] + 1e-6 for stage in STAGES)
     for answer in answers:
         stages_s = answer.timings.stages_s
         assert sum(stages_s.values()) == pytest.approx(answer.timings.time_to_first_token_s, abs=1e-9)
 
 
-async def test_a_stage_that_was_not_needed_took_no_time(client: FramesieveClient) -> None:
+async def test_a_stage_that_is_skipped_takes_no_time(client: FramesieveClient) -> None:
     async def took(*parts: Part, rate: float = 0.0) -> set[str]:
         answer = await client.ask(list(parts) or None, "What moves?", max_new_tokens=1, pruning_rate=rate)
         return {stage for stage, seconds in answer.timings.stages_s.items() if seconds > 0}
@@ -162,11 +156,11 @@ async def test_a_stage_that_was_not_needed_took_no_time(client: FramesieveClient
     of_media = {"decode", "resize", "wait_for_encoder", "encode", "prune", "transfer"}
     assert await took() == text
     assert await took(clip, rate=0.5) == text | of_media
-    assert await took(clip, rate=0.25) == text | {"wait_for_encoder", "prune", "transfer"}  # embeddings are known
-    assert await took(clip, rate=0.5) == text  # the prefix is known
+    assert await took(clip, rate=0.25) == text | {"wait_for_encoder", "prune", "transfer"}  # cached embeddings
+    assert await took(clip, rate=0.5) == text  # a prefix cache hit
 
 
-async def test_a_stage_is_busy_in_the_service_that_works_in_it(stack: LocalStack, client: FramesieveClient) -> None:
+async def test_each_stage_is_counted_by_the_service_that_runs_it(stack: LocalStack, client: FramesieveClient) -> None:
     def busy() -> dict[tuple[str, str], float]:
         name = "framesieve_stage_busy_seconds_count"
         found = {service: values(stack, service, name) for service in SERVICES}

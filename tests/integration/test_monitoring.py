@@ -1,4 +1,4 @@
-"""Real Prometheus scrapes three real services: every rule and every query of the dashboard finds what it asks for."""
+"""A real Prometheus scrapes real services: every rule and every query of the dashboard finds data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.integration.prometheus import Prometheus, scraping
 from tests.rules import ALERTS, RECORDS, RULES
 
 WITHIN_S = 30
-# As Grafana fills in what a panel leaves open, over a window that holds the whole test.
+# The variables of Grafana, with a window that contains the whole test.
 FILLED_IN = {"$__rate_interval": "2m", "$instance": ".*"}
 BOARD = json.loads(dashboard.PATH.read_text())
 PANELS = BOARD["panels"]
@@ -33,7 +33,7 @@ PANELS = BOARD["panels"]
 
 @pytest.fixture(scope="module")
 def replica(checkpoint: Path) -> Iterator[LocalStack]:
-    """One preprocessing more."""
+    """A second preprocessing service."""
     with running(checkpoint, services=["preprocessing"]) as stack:
         yield stack
 
@@ -42,7 +42,7 @@ def replica(checkpoint: Path) -> Iterator[LocalStack]:
 def watching(
     prometheus: str, stack: LocalStack, replica: LocalStack, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
-    """A Prometheus that has watched the services answer some of everything."""
+    """A Prometheus that has scraped the services while they answered requests of every kind."""
     ports = {service: [port] for service, port in stack.metrics_ports.items()}
     ports["preprocessing"].append(replica.metrics_ports["preprocessing"])
     with scraping(prometheus, tmp_path_factory.mktemp("prometheus"), ports) as scraped:
@@ -52,21 +52,21 @@ def watching(
 
 
 async def ask_everything(address: str) -> None:
-    clip = Video(data=media.clip(seed=951))  # which no test before has had encoded
+    clip = Video(data=media.clip(seed=951))  # unknown to the caches
     async with FramesieveClient(address) as client:
         await asyncio.gather(
             client.ask(clip, "What moves?", max_new_tokens=24, pruning_rate=0.5),
             client.ask(Image(data=media.picture(112, 84)), "What is this?", max_new_tokens=24),
             client.ask(None, "Hello?", max_new_tokens=24),
         )
-        await client.ask(clip, "What moves?", max_new_tokens=4, pruning_rate=0.75)  # known embeddings
-        await client.ask(clip, "Where to?", max_new_tokens=4, pruning_rate=0.75)  # a known beginning
+        await client.ask(clip, "What moves?", max_new_tokens=4, pruning_rate=0.75)  # cached embeddings
+        await client.ask(clip, "Where to?", max_new_tokens=4, pruning_rate=0.75)  # a prefix cache hit
         with pytest.raises(errors.MediaRejected):
             await client.ask(Video(data=b"no film"), "What moves?")
 
 
 def left(queries: Mapping[str, str], finds: Callable[[str], bool]) -> dict[str, str]:
-    """What has found nothing in time."""
+    """The queries that find nothing in time."""
     deadline = time.monotonic() + WITHIN_S
     remaining = dict(queries)
     while remaining and time.monotonic() < deadline:
@@ -79,7 +79,7 @@ def left(queries: Mapping[str, str], finds: Callable[[str], bool]) -> dict[str, 
 
 
 def found(watching: Prometheus, expression: str) -> list[Any]:
-    """The series of an expression once there are any: of a service that was scraped too late there are none."""
+    """The series of an expression, once there are any: a service may be scraped late."""
     deadline = time.monotonic() + WITHIN_S
     while not (series := watching.query(expression)):
         assert time.monotonic() < deadline, expression
@@ -94,12 +94,12 @@ def filled_in(expression: str) -> str:
 
 
 def uncompared(expression: str) -> str:
-    """What an alert compares, and that of today where it compares with yesterday."""
+    """The expression of an alert without its comparison, and without that to yesterday."""
     return re.sub(r"([<>]=?|[!=]=) [\d.]+", "", expression.replace(" offset 1d", ""))
 
 
 def recorded_by(rule: Any) -> str:
-    """What a recording rule makes, told apart from what others of that name do."""
+    """A selector of the series that a recording rule makes; several rules may share a name."""
     matchers = [f'{label}="{value}"' for label, value in rule.get("labels", {}).items()]
     return f"{rule['record']}{{{', '.join(matchers)}}}"
 
@@ -115,7 +115,7 @@ def test_every_panel_of_the_dashboard_has_data(watching: Prometheus) -> None:
 
 
 def test_the_stages_stack_up_to_the_mean_time_to_first_token(watching: Prometheus) -> None:
-    """By totals: a rate reaches past its first sample, further where the series was not at zero there."""
+    """Compares totals, since `rate` extrapolates beyond the first sample."""
     (panel,) = (each for each in PANELS if each["title"] == "Time to first token by stage")
     height = " + ".join(f"({filled_in(target['expr'])})" for target in panel["targets"])
     totals, replaced = re.subn(r"\brate\((\w+(?:{[^}]*})?)\[2m\]\)", r"\1", height)
@@ -125,7 +125,7 @@ def test_the_stages_stack_up_to_the_mean_time_to_first_token(watching: Prometheu
     assert float(ratio["value"][1]) == pytest.approx(1, abs=1e-3)
 
 
-def test_the_dashboards_variable_has_every_instance(
+def test_the_variable_of_the_dashboard_lists_every_instance(
     watching: Prometheus, stack: LocalStack, replica: LocalStack
 ) -> None:
     (variable,) = BOARD["templating"]["list"]
@@ -143,14 +143,12 @@ def test_every_rule_has_data_and_none_fails(watching: Prometheus) -> None:
     assert [rule for rule in rules if rule["health"] != "ok" or rule.get("lastError")] == []
 
 
-def test_services_that_are_well_raise_nothing_and_a_replica_that_is_gone_an_alert(
-    watching: Prometheus, replica: LocalStack
-) -> None:
+def test_only_a_replica_that_is_gone_raises_an_alert(watching: Prometheus, replica: LocalStack) -> None:
     assert watching.query('ALERTS{alertstate="firing"}') == []
     os.killpg(replica.processes["preprocessing"].pid, signal.SIGKILL)
     instance = f"127.0.0.1:{replica.metrics_ports['preprocessing']}"
     raised = f'ALERTS{{alertname="FramesieveReplicaDown", job="preprocessing", instance="{instance}"}}'
     assert not left({"gone": raised}, lambda expression: bool(watching.query(expression)))
-    # Whom a busy machine kept from being scraped in time is up again with the next scrape.
+    # On a busy machine a scrape may come too late; the next one ends that alert.
     others = 'ALERTS{alertname="FramesieveServiceDown"}'
     assert not left({"raised": others}, lambda expression: not watching.query(expression))

@@ -1,6 +1,6 @@
-"""What a signal does to a service's process, what its callers are told, and what it ends with.
+"""What SIGTERM and SIGINT do to a service, what its callers are told, and its exit status.
 
-Of preprocessing, which starts in no time; of generation where requests are in every stage.
+A single preprocessing service, which starts quickly, and generation of the fleet with requests in every stage.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ from framesieve.client.client import FramesieveClient
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from tests import media
 from tests.awake import SOON_S, within
-from tests.integration.conftest import DRAIN_S, HASTY_DRAIN_S
+from tests.integration.conftest import DRAIN_S, SHORT_DRAIN_S
 from tests.integration.fleet import Fleet, Service, at_rest, children, runs, stopped_workers, until
 from tests.integration.load import Load, asked_about, short_clip
 
+# Stages that a request cannot finish while generation drains.
 ENDLESS = ("in transfer", "fetching", "generating")
+SOFT_LIMIT, WORKERS_LIMIT = 200, 32
+LARGE_BYTES, MOST_BYTES = 2**40, 2**30
 
 Start = Callable[..., Service]
 
 
 @pytest.fixture
 def start(checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts preprocessing with these flags and one worker that decodes."""
     started: list[Service] = []
 
     def one(*flags: str) -> Service:
@@ -54,45 +58,70 @@ def start(checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
         each.close()
 
 
+def asking_about(video: prompt_pb2.Media) -> preprocessing_pb2.PreprocessRequest:
+    message = prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=[prompt_pb2.Part(video=video)])
+    return preprocessing_pb2.PreprocessRequest(prompt=prompt_pb2.Prompt(messages=[message]))
+
+
 @asynccontextmanager
 async def held_call(service: Service, held: int = 1) -> AsyncIterator[Any]:
-    """A call that gets no answer, of so many: the workers that would read its media stand still.
+    """The last of `held` calls that get no answer, because the processes that would read their media are stopped.
 
-    By a bare channel: one of ours would begin it again.
+    Uses a bare channel, since the channels of the product retry.
     """
-    video = prompt_pb2.Part(video=prompt_pb2.Media(data=media.clip()))
-    message = prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=[video])
     with stopped_workers(service):
         async with grpc.aio.insecure_channel(service.address) as channel:
             call = preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess()
-            await call.write(preprocessing_pb2.PreprocessRequest(prompt=prompt_pb2.Prompt(messages=[message])))
+            await call.write(asking_about(prompt_pb2.Media(data=media.clip())))
             await until(lambda: service.metric("framesieve_preprocessing_jobs", pool="read") == held)
             yield call
 
 
-async def test_a_service_without_requests_ends_with_0_and_leaves_no_worker(start: Start) -> None:
-    service = start()
+async def test_a_service_limits_its_open_files_and_ends_with_0_without_requests(start: Start, tmp_path: Path) -> None:
+    """A service may open as many files as the system allows, a worker only what it needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT_LIMIT, hard))
+    try:
+        service = start("--media-root", str(tmp_path), "--media-max-bytes", str(MOST_BYTES))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     service.ready()
     workers = children(service.pid)
+    assert len(workers) == 3
+    assert resource.prlimit(service.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    for each in workers:
+        assert resource.prlimit(each, resource.RLIMIT_NOFILE) == (WORKERS_LIMIT, WORKERS_LIMIT)
+    await refuses_a_large_file_unread(service, tmp_path / "large.mp4")
     service.tell(signal.SIGTERM)
-    assert service.ended() == 0
+    assert await asyncio.to_thread(service.ended) == ExitStatus.FINISHED
     assert not any(map(runs, workers))
 
 
-async def test_whoever_outlasts_the_grace_is_told_so_and_the_status_is_3(start: Start) -> None:
+async def refuses_a_large_file_unread(service: Service, path: Path) -> None:
+    path.touch()
+    os.truncate(path, LARGE_BYTES)  # reading it would take an hour
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        call = preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess(timeout=60)
+        await call.write(asking_about(prompt_pb2.Media(path=path.name)))
+        refusal = rf"\]\.video has {LARGE_BYTES} bytes, at most {MOST_BYTES} are allowed"
+        with pytest.raises(errors.MediaRejected, match=refusal), upstream_errors("preprocessing"):
+            await call.read()
+
+
+async def test_a_request_that_outlasts_the_grace_period_is_told_so_and_the_status_is_3(start: Start) -> None:
     service = start("--drain-s", "1")
     service.ready()
     async with held_call(service) as call:
         service.tell(signal.SIGTERM)
-        await until(lambda: not service.serving(), within_s=1)
-        with pytest.raises(errors.Unavailable, match="preprocessing is draining") as told, upstream_errors("a proxy"):
+        await until(lambda: not service.serving(), within_s=SOON_S)
+        with pytest.raises(errors.Unavailable, match="preprocessing is draining") as refused, upstream_errors("proxy"):
             await call.read()
-        assert told.value.stage == "preprocessing"
-        assert await asyncio.to_thread(service.ended) == 3
+        assert refused.value.stage == "preprocessing"
+        assert await asyncio.to_thread(service.ended) == ExitStatus.CUT_OFF
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-async def test_a_second_signal_ends_it_at_once(start: Start, second: signal.Signals) -> None:
+async def test_a_second_signal_ends_a_service_at_once(start: Start, second: signal.Signals) -> None:
     service = start("--drain-s", "100")
     service.ready()
     async with held_call(service) as call:
@@ -106,27 +135,27 @@ async def test_a_second_signal_ends_it_at_once(start: Start, second: signal.Sign
         await until(lambda: not any(map(runs, workers)))
 
 
-async def test_a_service_that_is_not_ready_ends_at_once(start: Start) -> None:
+async def test_a_signal_ends_a_service_that_is_not_ready_at_once(start: Start) -> None:
     service = start()
     await until(lambda: children(service.pid))
     service.tell(signal.SIGTERM)
     assert await asyncio.to_thread(service.ended) == 128 + signal.SIGTERM
 
 
-async def test_what_cannot_start_ends_with_2(start: Start) -> None:
+async def test_a_service_that_cannot_start_logs_why_and_ends_with_2(start: Start) -> None:
     service = start("--media-root", "/nowhere")
-    assert await asyncio.to_thread(service.ended) == 2
+    assert await asyncio.to_thread(service.ended) == ExitStatus.CANNOT_START
     last = json.loads(service.log().splitlines()[-1])
     assert re.match(r"\d{4}-\d\d-\d\dT", last.pop("timestamp"))
-    told = {"event": "cannot start", "level": "error", "service": "preprocessing"}
-    assert last == {**told, "error": "--media-root /nowhere is not a folder"}
+    expected = {"event": "cannot start", "level": "error", "service": "preprocessing"}
+    assert last == {**expected, "error": "--media-root /nowhere is not a folder"}
 
 
-async def test_a_service_whose_workers_do_not_start_is_unwell_until_they_do(start: Start) -> None:
+async def test_a_service_whose_workers_cannot_start_is_unhealthy_until_they_can(start: Start) -> None:
     service = start()
     service.ready()
-    async with grpc.aio.insecure_channel(service.address) as prober:
-        health = health_pb2_grpc.HealthStub(prober)
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
 
         async def becomes(status: str) -> None:
             wanted = health_pb2.HealthCheckResponse.ServingStatus.Value(status)
@@ -137,7 +166,7 @@ async def test_a_service_whose_workers_do_not_start_is_unwell_until_they_do(star
         await becomes("SERVING")
         async with held_call(service), held_call(service, held=2):
             limits = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
-            resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (3, limits[1]))  # none is to be had but what is open
+            resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (3, limits[1]))  # it can open nothing more
             for each in children(service.pid):
                 os.kill(each, signal.SIGKILL)
             await becomes("NOT_SERVING")
@@ -145,8 +174,11 @@ async def test_a_service_whose_workers_do_not_start_is_unwell_until_they_do(star
             await becomes("SERVING")
 
 
-async def shared_with(replica: Service, client: FramesieveClient) -> None:
-    """Returns once whoever asks it has found it: channels look again within a second."""
+# --- the fleet ----------------------------------------------------------------------------------------------------
+
+
+async def gets_requests(replica: Service, client: FramesieveClient) -> None:
+    """Asks until the replica has answered a request: channels look for replicas every second."""
     for seed in count(3100):
         asked = asked_about(client, short_clip(seed))
         await asyncio.wait_for(asked.task, 30)
@@ -155,17 +187,15 @@ async def shared_with(replica: Service, client: FramesieveClient) -> None:
             return
 
 
-@pytest.mark.parametrize("name", ["encoder", "preprocessing"])
-async def test_a_replica_passes_new_requests_on_to_the_other_which_is_alone_and_refuses_them(
-    fleet: Fleet, name: str
-) -> None:
-    """Both are told to stop, one after the other, with requests that cannot go on; the second is in a hurry."""
+@pytest.mark.parametrize("name", [pytest.param("encoder", marks=pytest.mark.deep), "preprocessing"])
+async def test_new_requests_avoid_a_draining_replica_and_fail_once_the_last_one_drains(fleet: Fleet, name: str) -> None:
+    """Both replicas get SIGTERM, one after the other, while requests wait; the second has a short grace period."""
     first, second = getattr(fleet, name)
     await asyncio.to_thread(fleet.start, first, second)
     readers = [each for each in fleet.preprocessing if each.running]
     held_by_first, held_by_second = (partial(each.metric, "framesieve_requests_running") for each in (first, second))
     async with FramesieveClient(fleet.generation.address) as client:
-        await shared_with(second, client)
+        await gets_requests(second, client)
         with stopped_workers(*readers):
             held = [asked_about(client, short_clip(seed)) for seed in range(3000, 3004)]
             await until(lambda: held_by_first() == held_by_second() == 2)
@@ -181,14 +211,14 @@ async def test_a_replica_passes_new_requests_on_to_the_other_which_is_alone_and_
         with stopped_workers(*(each for each in readers if each.running)):
             held = [asked_about(client, short_clip(seed)) for seed in range(3010, 3012)]
             await until(lambda: held_by_second() == 2)
-            told_s = time.monotonic()
+            signalled_s = time.monotonic()
             second.tell(signal.SIGTERM)
             await until(lambda: not second.serving(), within_s=SOON_S)
             late = asked_about(client, short_clip(3012))
             await within(SOON_S, late.task)
             for asked in held:
-                await within(HASTY_DRAIN_S + SOON_S, asked.task)
-                assert asked.ended_s - told_s >= HASTY_DRAIN_S
+                await within(SHORT_DRAIN_S + SOON_S, asked.task)
+                assert asked.ended_s - signalled_s >= SHORT_DRAIN_S
             for asked in (late, *held):
                 assert isinstance(asked.failed, errors.Unavailable)
                 assert asked.failed.stage == name
@@ -196,13 +226,13 @@ async def test_a_replica_passes_new_requests_on_to_the_other_which_is_alone_and_
     await at_rest([each for each in fleet.first if each is not first], within_s=SOON_S)
 
 
-async def test_a_generation_that_is_told_to_stop_finishes_what_it_can_and_tells_the_rest(
-    fleet: Fleet,
+async def test_a_draining_generation_finishes_what_it_can_and_fails_the_rest(
+    fleet: Fleet, fleet_client: FramesieveClient
 ) -> None:
-    async with FramesieveClient(fleet.generation.address) as client, Load(fleet, client, seed=30) as load:
+    async with Load(fleet, fleet_client, seed=30) as load:
         await load.held()
         load.resume()
-        told_s = time.monotonic()
+        signalled_s = time.monotonic()
         fleet.generation.tell(signal.SIGTERM)
         for asked in load.asked.values():
             await within(DRAIN_S + SOON_S, asked.task)
@@ -212,9 +242,9 @@ async def test_a_generation_that_is_told_to_stop_finishes_what_it_can_and_tells_
                 continue
             assert isinstance(asked.failed, errors.Unavailable), stage
             assert asked.failed.stage == "generation"
-            # What nothing was said to yet is asked again, and then nobody may be there.
+            # The client retries a call that has had no event yet, and may then find no service.
             assert not asked.events or str(asked.failed) == "generation is draining, and its grace period is over"
-            assert asked.ended_s - told_s >= DRAIN_S
+            assert asked.ended_s - signalled_s >= DRAIN_S
         assert load.asked["prefilling"].failed is None
         assert await asyncio.to_thread(fleet.generation.ended) == ExitStatus.CUT_OFF
         await at_rest(fleet.first[:2], within_s=SOON_S)

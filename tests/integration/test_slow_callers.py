@@ -1,6 +1,6 @@
-"""Callers that drip their prompt or read nothing, in HTTP/2's own frames: nobody else waits, and nothing stays of them.
+"""Callers that send their prompt byte by byte or read no answer delay no other caller and leave nothing behind.
 
-Three real processes, of which the callers know generation.
+They speak HTTP/2 frames to generation, since gRPC clients cannot be that slow.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
 
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
+from framesieve.v1 import prompt_pb2
+from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
 from tests import media
 from tests.integration.conftest import idle, metric, settles
 
@@ -38,7 +38,7 @@ def plain(text: str) -> bytes:
 
 
 def headers(**more: str) -> bytes:
-    """Of a call of Generate: numbers are of HPACK's table, and nothing is compressed."""
+    """The headers of a call of Generate: indices of HPACK's static table and plain literals."""
     post, http, path, authority = b"\x83", b"\x86", b"\x04", b"\x01"
     block = post + http + path + plain("/framesieve.v1.GenerationService/Generate") + authority + plain("localhost")
     own = {"content-type": "application/grpc", "te": "trailers", **more}
@@ -46,7 +46,7 @@ def headers(**more: str) -> bytes:
 
 
 def question(max_new_tokens: int = 1, text: str = "What moves?") -> bytes:
-    """As gRPC frames it: not compressed, its length, the message."""
+    """A message in gRPC's framing: a zero for uncompressed, its length, its bytes."""
     asked = prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=[prompt_pb2.Part(text=text)])
     sampling = Sampling(max_new_tokens=max_new_tokens, ignore_eos=True)
     data = GenerateRequest(prompt=prompt_pb2.Prompt(messages=[asked]), sampling=sampling).SerializeToString()
@@ -66,7 +66,7 @@ async def connected(
 
 
 async def ended(reader: asyncio.StreamReader, stream_ids: Iterable[int]) -> None:
-    """Returns once these streams have ended, each behind data."""
+    """Returns once these streams have ended, each after data."""
     left, answered = set(stream_ids), set[int]()
     while left:
         head = await reader.readexactly(9)
@@ -79,12 +79,6 @@ async def ended(reader: asyncio.StreamReader, stream_ids: Iterable[int]) -> None
             left.remove(stream_id)
 
 
-@pytest.fixture
-async def client(stack: LocalStack) -> AsyncIterator[FramesieveClient]:
-    async with FramesieveClient(stack.address) as connected:
-        yield connected
-
-
 def requests_running(stack: LocalStack) -> float:
     return metric(stack, "generation", "framesieve_requests_running", method="Generate")
 
@@ -93,7 +87,7 @@ def outcomes(stack: LocalStack, code: str) -> float:
     return metric(stack, "generation", "framesieve_requests_total", method="Generate", code=code)
 
 
-async def test_callers_that_drip_hold_nobody_up_and_are_answered_in_the_end(
+async def test_callers_that_send_slowly_delay_no_other_and_are_answered(
     stack: LocalStack, client: FramesieveClient
 ) -> None:
     asked, callers = question(), range(1, 2 * CALLERS, 2)
@@ -121,15 +115,14 @@ async def test_callers_that_drip_hold_nobody_up_and_are_answered_in_the_end(
     assert await settles(partial(outcomes, stack, "OK"), before + 1 + CALLERS)
 
 
-@pytest.mark.parametrize("leaves", ["by going", "by its deadline"])
-async def test_a_caller_that_never_ends_its_prompt_leaves_nothing_behind(stack: LocalStack, leaves: str) -> None:
-    code = "CANCELLED" if leaves == "by going" else "DEADLINE_EXCEEDED"
+@pytest.mark.parametrize("code", ["CANCELLED", "DEADLINE_EXCEEDED"])
+async def test_a_caller_that_never_ends_its_prompt_leaves_nothing_behind(stack: LocalStack, code: str) -> None:
     await idle(stack)
     before = outcomes(stack, code)
     async with connected(stack) as (_, writer):
-        deadline = {} if leaves == "by going" else {"grpc_timeout": "500m"}
+        deadline = {} if code == "CANCELLED" else {"grpc_timeout": "500m"}
         writer.write(frame(HEADERS, END_HEADERS, 1, headers(**deadline)) + frame(DATA, 0, 1, question()[:-1]))
-        if leaves == "by going":
+        if code == "CANCELLED":
             assert await settles(partial(requests_running, stack), 1)
         else:
             assert await settles(partial(outcomes, stack, code), before + 1)
@@ -137,10 +130,10 @@ async def test_a_caller_that_never_ends_its_prompt_leaves_nothing_behind(stack: 
     assert await settles(partial(requests_running, stack), 0)
 
 
-async def test_callers_that_read_nothing_hold_nobody_up_and_leave_nothing_behind(
+async def test_callers_that_read_nothing_delay_no_other_and_leave_nothing_behind(
     stack: LocalStack, client: FramesieveClient
 ) -> None:
-    """They grant the service no byte of an answer."""
+    """Their flow-control window is 0 bytes."""
     nothing = INITIAL_WINDOW_SIZE.to_bytes(2, "big") + bytes(4)
     async with connected(stack, nothing) as (_, writer):
         for caller in range(1, 2 * CALLERS, 2):
@@ -149,7 +142,7 @@ async def test_callers_that_read_nothing_hold_nobody_up_and_leave_nothing_behind
         assert await settles(partial(requests_running, stack), CALLERS)
         answer = await client.ask(Video(data=media.clip()), "What moves?", max_new_tokens=4, timeout_s=30)
         assert answer.usage.completion_tokens
-        # They are answered all the same, which keeps neither a place nor a block.
+        # Their answers are generated all the same and then hold neither a place nor a block.
         for held in ("kv_blocks_used", "engine_requests", "media_buffer_used_bytes"):
             assert await settles(partial(metric, stack, "generation", f"framesieve_generation_{held}"), 0)
         assert requests_running(stack) == CALLERS

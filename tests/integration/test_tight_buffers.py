@@ -1,4 +1,4 @@
-"""Services with little room, for media and for requests, and that are stopped while they work."""
+"""Services with room for one item and few requests: no deadlock, overload is refused, and SIGTERM drains them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PLACES = 48
 
 @pytest.fixture(scope="module")
 def tight(checkpoint: Path) -> Iterator[LocalStack]:
-    """An encoder that holds one item, and a generation that holds as many as a question brings."""
+    """An encoder with room for one item, and generation with room for the media of one request."""
     flags = {
         "encoder": ["--output-buffer-bytes", str(ITEM_BYTES)],
         "generation": [
@@ -50,7 +50,7 @@ def tight(checkpoint: Path) -> Iterator[LocalStack]:
 
 @pytest.fixture
 async def client(tight: LocalStack) -> AsyncIterator[FramesieveClient]:
-    """Of services that hold nothing once the test is over."""
+    """At the end the services must hold nothing."""
     async with FramesieveClient(tight.address) as connected:
         yield connected
     for name in ("generation_kv_blocks_used", "generation_media_buffer_used_bytes", "encoder_room_used_bytes"):
@@ -71,16 +71,8 @@ async def test_eight_requests_of_several_videos_each_do_not_deadlock(client: Fra
     assert [len(answer.usage.media) for answer in answers] == [VIDEOS] * 8
 
 
-async def test_media_that_never_fits_the_buffer_is_refused(client: FramesieveClient) -> None:
-    clip = Video(data=media.clip())
-    with pytest.raises(errors.FramesieveError, match=str(VIDEOS * ITEM_BYTES)):
-        await client.ask([clip] * (VIDEOS + 1), "What moves?", max_new_tokens=1, timeout_s=30)
-    answer = await client.ask(clip, "What moves?", max_new_tokens=1, timeout_s=30)
-    assert answer.usage.completion_tokens == 1
-
-
-async def test_two_hundred_at_once_are_answered_or_refused(client: FramesieveClient) -> None:
-    """Each is answered, or refused with a hint when to come back; none hangs."""
+async def test_two_hundred_requests_at_once_are_answered_or_refused(client: FramesieveClient) -> None:
+    """A refusal says when to retry; no request hangs."""
     clips = [media.clip(8, seed=seed) for seed in range(5)]
 
     async def one(number: int) -> str:
@@ -108,7 +100,7 @@ async def test_two_hundred_at_once_are_answered_or_refused(client: FramesieveCli
 
 
 async def refuses_new_requests(stack: LocalStack) -> None:
-    """Once health says so; who asks all the same is told why."""
+    """Returns once health says that it drains and a request is refused for that reason."""
     assert await settles(lambda: is_serving(stack.address, NO_CREDENTIALS, timeout_s=30), False)
     async with grpc.aio.insecure_channel(stack.address) as channel:
         call = GenerationServiceStub(channel).Generate(GenerateRequest(), timeout=20)
@@ -116,8 +108,8 @@ async def refuses_new_requests(stack: LocalStack) -> None:
             await call.read()
 
 
-async def test_an_answer_completes_although_every_service_is_told_to_stop(tight: LocalStack) -> None:
-    """The last of all, which nobody outlives."""
+async def test_an_answer_completes_while_all_services_drain(tight: LocalStack) -> None:
+    """The last test of the stack."""
     async with FramesieveClient(tight.address) as client:
         deltas = 0
         last = None

@@ -1,4 +1,4 @@
-"""Kills services, and starts them again where they were; samples what they hold. Only processes of its own."""
+"""Kills services of the soak, restarts them at the same addresses, and samples their memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from random import Random
 from benchmarks.media_processes import resident_bytes
 from tests.integration.fleet import Service
 
-# How long after generation is back its callers may still hear that it was gone: a channel tries again within a second.
+# For so long after generation is back, requests may still fail as unavailable: channels reconnect within a second.
 AFTERMATH_S = 5.0
 SAMPLE_S = 1.0
 
 
 class Faults:
-    """One fleet's, in which generation alone has no replica.
+    """Faults of one fleet, in which only generation has no replica.
 
-    killed: how often, by service; ended: services that ended by themselves, in words; memory_bytes: samples of each.
+    killed: how often, by service; ended: descriptions of services that ended by themselves; memory_bytes: samples.
     """
 
     def __init__(self, services: Sequence[Service], random: Random) -> None:
@@ -32,12 +32,12 @@ class Faults:
         self.memory_bytes: list[list[int]] = [[] for _ in services]
 
     def gone_since(self, start_s: float) -> bool:
-        """Whether generation was down at some time since `start_s` of the monotonic clock, or just before."""
+        """Whether generation was down since or just before `start_s` (monotonic clock)."""
         down = self._down is not None and self._down.name == "generation"
         return down or self._gone_s + AFTERMATH_S > start_s
 
     async def kill_for(self, seconds: float, every_s: float) -> None:
-        """Kills one service after another, in an order that is drawn, each about `every_s` after the last is back."""
+        """Kills the services in random order, each about `every_s` after the last one is back."""
         end = time.monotonic() + seconds
         while True:
             for service in self._random.sample(self._services, len(self._services)):
@@ -47,7 +47,7 @@ class Faults:
                 await self._kill(service)
 
     async def sample(self) -> None:
-        """Until it is cancelled. A service that ends by itself is a fault, and is started again."""
+        """Samples until cancelled. A service that ends by itself is recorded as a fault and restarted."""
         while True:
             for service, samples in zip(self._services, self.memory_bytes, strict=True):
                 if service is self._down:
@@ -71,7 +71,7 @@ class Faults:
 
 
 def growth(samples: Sequence[int]) -> float:
-    """The last third's median over the middle third's; the first third fills caches."""
+    """The median of the last third over that of the middle third. During the first third caches fill."""
     third = len(samples) // 3
     middle, last = sorted(samples[third : 2 * third]), sorted(samples[2 * third :])
     return last[len(last) // 2] / middle[len(middle) // 2]

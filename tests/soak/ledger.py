@@ -1,4 +1,4 @@
-"""How requests ended, and what of that should not have been. It knows nothing of services or processes."""
+"""Records how requests ended and which of those ends are faults. It knows no services or processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_FAULTS_TOLD = 20
 
 @dataclass
 class Ledger:
-    """asked: requests that were begun; outcomes: how those ended, by kind; faults: what must not happen, in words."""
+    """asked: requests begun; outcomes: requests by kind and end; faults: descriptions of wrong ends."""
 
     asked: int = 0
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -23,7 +23,7 @@ class Ledger:
 
     @property
     def lost(self) -> int:
-        """Requests that neither were answered nor failed."""
+        """Requests without an end."""
         return self.asked - self.outcomes.total()
 
     def answered(self, question: Question, text: str) -> None:
@@ -37,7 +37,7 @@ class Ledger:
         self._note(question, "left by the caller")
 
     def failed(self, question: Question, error: BaseException, *, gone: bool, impatient: bool) -> None:
-        """gone: generation was killed while the request ran, or just before; impatient: its deadline was short."""
+        """gone: generation was killed during or just before the request; impatient: the deadline was short."""
         self._note(question, error.reason if isinstance(error, FramesieveError) else type(error).__name__)
         match error:
             case Overloaded():

@@ -1,4 +1,4 @@
-"""Who asks: so many at a time, each one question after another, and some of them leave or have little time."""
+"""Concurrent clients of the soak, some of which disconnect early or set short deadlines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMPATIENT_S = (0.05, 0.3, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests to one generation, whose ends go into the ledger."""
+    """Requests to one generation service. The ledger records how they end."""
 
     client: FramesieveClient
     questions: Questions
@@ -30,7 +30,7 @@ class Load:
     random: Random
 
     async def during(self, work: Coroutine[None, None, None], clients: int) -> list[str]:
-        """Asks for as long as the work takes, and until all that was asked has ended; what was wrong with that."""
+        """Asks until the work is done and all requests have ended; returns what went wrong."""
         enough = asyncio.Event()
         asking = [asyncio.create_task(self._keep_asking(enough)) for _ in range(clients)]
         await work
@@ -40,7 +40,7 @@ class Load:
         return [*failures, *(["a request has no end"] * len(stuck))]
 
     async def ask(self, question: Question, limit_s: float = LIMIT_S) -> bool:
-        """One request, noted; whether it may come again later. Raises CancelledError alone: its canceller notes it."""
+        """Asks, records the outcome and returns whether to back off. On CancelledError the caller records it."""
         start_s = time.monotonic()
         self.ledger.asked += 1
         try:

@@ -1,6 +1,6 @@
-"""What the soak asks: good questions of every kind, whose answers are known, and requests that must be refused.
+"""The requests of the soak: good questions of every kind, and bad ones that must be refused.
 
-Fixed questions are asked once in the calm at the start; whatever happens later, an answer to one of them is that one.
+Fixed questions are asked once before the storm; later answers to them must be the same.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ RATES = (0.0, 0.5, 0.75)
 class Question:
     """One request.
 
-    kind: what the report counts it as. known: names those whose answers are all alike; "" where nothing is known.
-    refused_as: what it must be refused with, None for good ones; may_pass: or answered.
+    kind: its row in the report. known: a name shared by questions with the same answer, "" if it is unknown.
+    refused_as: the expected error, None for good questions; may_pass: it may be answered instead.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Questions:
         self._pictures = [_picture(seed) for seed in range(2)]
 
     def fixed(self) -> list[Question]:
-        """Every question whose answer is known to be always the same."""
+        """The questions whose answers never change."""
         found = []
         for number, clip in enumerate(self._clips):
             for rate in RATES:
@@ -76,7 +76,7 @@ class Questions:
         return self._random.choice(self.fixed())
 
     def _new(self) -> Question:
-        """A file that no cache knows."""
+        """A known clip with other bytes, which no cache holds."""
         asked = self._known()
         assert isinstance(asked.media, Video)
         assert asked.media.data is not None

@@ -1,14 +1,13 @@
 """`make soak`: real services under a mixed load in which callers leave, services are killed and requests are bad.
 
-Two preprocessors and two encoders stand behind one generation: whoever of the former is killed costs nobody an answer.
+Two preprocessing and two encoder replicas serve one generation; killing a replica must not fail a request.
 
-    calm       every fixed question once, one after another: what its answer is
+    calm       every fixed question once, one after another, to learn its answer
     storm      the load, with a service killed every now and then        60 % of the time
     steady     the load alone: memory must be flat                       40 %
-    silence    nothing is asked: everything must have been given back
+    silence    no requests: all resources must be free again
 
-Ends with a report, and with status 1 if a request was lost or ended as it should not have, if anything leaked or grew.
-Bounded in time and in requests at a time; loopback and unix sockets only.
+Prints a report and exits with status 1 if a request was lost or ended wrongly, or if resources leaked or memory grew.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from tests.soak.questions import Questions
 STORM = 0.6
 AT_MOST_GROWTH = 1.08
 SETTLE_S = 10.0
-# Small, so that requests fight for room and what is kept is full before memory is judged.
+# Small, so that requests compete for room and caches are full before memory is measured.
 FLAGS = {
     "preprocessing": ["--inflight-bytes", str(8 * 2**20)],
     "encoder": ["--cache-bytes", str(2 * 2**20)],
@@ -51,7 +50,7 @@ FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """faults: everything that should not have been, in words; growth: of memory while the load was steady."""
+    """faults: descriptions of all that went wrong; growth: ratio of memory under steady load, by service."""
 
     seconds: float
     seed: int
@@ -78,7 +77,7 @@ async def soak(seconds: float, seed: int, clients: int, kill_every_s: float) -> 
         try:
             await at_rest(services, SETTLE_S)
         except AssertionError as still:
-            wrong.append(f"though nobody asks, this is held: {still}")
+            wrong.append(f"still held without requests: {still}")
         wrong = [*ledger.faults, *faults.ended, *wrong]
         wrong += [f"{count} × {words}" for words, count in Counter(_errors_logged(services)).items()]
     grown = {f"{each.name} {each.address}": growth(faults.memory_bytes[at]) for at, each in enumerate(services)}
@@ -101,7 +100,7 @@ async def _storm_then_steady(faults: Faults, seconds: float, kill_every_s: float
 
 @contextmanager
 def _running() -> Iterator[list[Service]]:
-    """Two preprocessors, two encoders, and one generation, which comes last."""
+    """Two preprocessing services, two encoders, and generation, which comes last."""
     with tempfile.TemporaryDirectory(prefix="framesieve-soak-") as folder, ExitStack() as running:
 
         def service(name: str, **upstream: str) -> Service:
@@ -122,7 +121,7 @@ def _running() -> Iterator[list[Service]]:
 
 
 def _errors_logged(services: Sequence[Service]) -> Iterator[str]:
-    """What services logged as errors of their own, without what differs from one request to the next."""
+    """Errors of their own that services logged, without request ids."""
     for service in services:
         for line in service.log().splitlines():
             logged = json.loads(line) if line.startswith("{") else {}

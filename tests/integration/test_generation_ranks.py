@@ -1,4 +1,4 @@
-"""Generation as two processes that hold half of the model each: what it answers, and how it ends."""
+"""Generation as two processes: they answer as one process does, and end when one of them ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from tests import media
 from tests.integration.fleet import Service, runs, until
 from tests.integration.load import endless
 
-# A service whose ranks, once they have met, wait for each other no longer than that.
+# Runs generation with a timeout of 6 s for each step of its ranks.
 IMPATIENT = """
 from datetime import timedelta
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -33,83 +33,87 @@ Leading.watch = lambda self, on_lost: (watch(self, on_lost), _set_pg_timeout(tim
 run(main)
 """
 
+Start = Callable[..., Service]
+
 
 @pytest.fixture
-def halves(
-    stack: LocalStack, adapted: Iterable[Path], checkpoint: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[Service]:
-    """A generation of two ranks, behind the stack's preprocessing and encoder. Its parameter is its program."""
+def start(stack: LocalStack, adapted: Iterable[Path], checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts generation with two ranks behind the preprocessing and the encoder of the stack."""
     upstream = [flag for name in ("preprocessing", "encoder") for flag in (f"--{name}", stack.addresses[name])]
     flags = ("--tensor-parallel", "2", "--threads", "1", "--drain-s", "10", *upstream)
     flags += ("--adapters", ",".join(f"{folder.name}={folder}" for folder in adapted))
-    service = Service("generation", checkpoint, tmp_path, flags, program=getattr(request, "param", None))
-    service.start()
-    try:
+    started: list[Service] = []
+
+    def one(program: str | None = None) -> Service:
+        service = Service("generation", checkpoint, tmp_path, flags, program=program)
+        started.append(service)
+        service.start()
         service.ready()
-        yield service
-    finally:
-        service.close()
+        return service
+
+    yield one
+    for each in started:
+        each.close()
 
 
-def other_rank(service: Service) -> int:
+def rank_1(service: Service) -> int:
+    """The process id of the other rank."""
     found = re.search(r'"others": \[(\d+)\]', service.log())
     assert found, service.log()
     return int(found[1])
 
 
-async def test_two_ranks_answer_what_one_does_and_end_together(
-    stack: LocalStack, adapted: Iterable[Path], halves: Service
+async def test_two_ranks_of_generation_answer_as_one_and_end_when_one_is_killed(
+    stack: LocalStack, adapted: Iterable[Path], start: Start
 ) -> None:
     clips = [media.clip(16, fps=4, seed=seed) for seed in (50, 51)]
     rates, adapters = (0.0, 0.75, 0.5), (None, *(folder.name for folder in adapted))
 
     async def answers(address: str) -> list[tuple[int, ...]]:
         async with FramesieveClient(address) as client:
+            options = {"max_new_tokens": 12, "ignore_eos": True}
             asked = [
-                client.ask(
-                    Video(data=clip),
-                    "What moves?",
-                    pruning_rate=rate,
-                    max_new_tokens=12,
-                    ignore_eos=True,
-                    adapter=adapter,
-                )
+                client.ask(Video(data=clip), "What moves?", pruning_rate=rate, adapter=adapter, **options)
                 for clip in clips
                 for rate, adapter in zip(rates, adapters, strict=True)
             ]
             return [answer.token_ids for answer in await asyncio.gather(*asked)]
 
-    assert await answers(halves.address) == await answers(stack.address)
-    rank = other_rank(halves)
-    assert runs(rank)
-    halves.tell(signal.SIGTERM)
-    assert await asyncio.to_thread(halves.ended) == ExitStatus.FINISHED
-    assert not runs(rank)
-
-
-async def test_a_rank_that_dies_takes_the_service_down(halves: Service) -> None:
-    async with FramesieveClient(halves.address) as client:
+    service = start()
+    assert await answers(service.address) == await answers(stack.address)
+    async with FramesieveClient(service.address) as client:
         asked = endless(client)
         await until(lambda: asked.tokens)
-        os.kill(other_rank(halves), signal.SIGKILL)
+        os.kill(rank_1(service), signal.SIGKILL)
         await asyncio.wait_for(asked.task, 60)
         assert isinstance(asked.failed, Unavailable)
         assert asked.failed.stage == "generation"
-    assert await asyncio.to_thread(halves.ended) == ExitStatus.FAILED
-    assert "rank 1 of 2 was ended by signal 9" in halves.log()
-    assert "by a bug" not in halves.log()
+    assert await asyncio.to_thread(service.ended) == ExitStatus.FAILED
+    assert "rank 1 of 2 was ended by signal 9" in service.log()
+    assert "by a bug" not in service.log()
 
 
-@pytest.mark.parametrize("halves", [IMPATIENT], indirect=True)
-async def test_a_rank_that_stands_still_takes_the_service_down(halves: Service) -> None:
-    async with FramesieveClient(halves.address) as client:
+@pytest.mark.deep
+async def test_ranks_of_generation_end_with_it_on_sigterm(start: Start) -> None:
+    service = start()
+    rank = rank_1(service)
+    assert runs(rank)
+    service.tell(signal.SIGTERM)
+    assert await asyncio.to_thread(service.ended) == ExitStatus.FINISHED
+    assert not runs(rank)
+
+
+@pytest.mark.deep
+async def test_a_rank_of_generation_that_hangs_ends_the_service(start: Start) -> None:
+    service = start(IMPATIENT)
+    async with FramesieveClient(service.address) as client:
         asked = endless(client)
         await until(lambda: asked.tokens)
-        rank = other_rank(halves)
+        rank = rank_1(service)
         os.kill(rank, signal.SIGSTOP)
         await asyncio.wait_for(asked.task, 60)
         assert isinstance(asked.failed, Unavailable)
         assert asked.failed.stage == "generation"
-    assert await asyncio.to_thread(halves.ended) == ExitStatus.FAILED
-    assert "the engine ended: ranks are out of step" in halves.log()
+    assert await asyncio.to_thread(service.ended) == ExitStatus.FAILED
+    assert "the engine ended: ranks are out of step" in service.log()
     await until(lambda: not runs(rank))
