@@ -19,7 +19,7 @@ from services.generation.model.runner import Runner
 from services.generation.parallel.group import Group
 from services.generation.settings import AdapterFolder
 from services.generation.startup.adapter_files import load_adapters
-from services.generation.startup.rank import follow
+from services.generation.startup.rank import run_steps
 from tests.tiny import BLOCK_TOKENS
 
 MODULE = "tests.parallel_rank"
@@ -40,7 +40,7 @@ def main() -> None:
         checkpoint = Path(folder.decode())
         model = load_language_model(Checkpoint(checkpoint), torch.float32, device, group)
         load_adapters(adapters_of(checkpoint), model, group)
-        follow(orders, Runner(model, MOST_BLOCKS, BLOCK_TOKENS), group)
+        run_steps(orders, Runner(model, MOST_BLOCKS, BLOCK_TOKENS), group)
 
 
 if __name__ == "__main__":

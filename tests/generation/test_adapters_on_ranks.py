@@ -16,7 +16,7 @@ from torch import nn
 from common.checkpoint import Checkpoint
 from services.generation.families import load_language_model
 from services.generation.model.adapters import AdaptedLinear
-from services.generation.parallel.leading import Leading
+from services.generation.parallel.group import WorkerRanks
 from services.generation.startup.adapter_files import load_adapters
 from tests import parallel_rank
 from tests.adapters import write_adapter
@@ -29,9 +29,9 @@ TARGETS = {"everywhere": "all-linear", "behind-attention": ["o_proj"], "values":
 
 
 @pytest.fixture(scope="module")
-def leading() -> Iterator[Leading]:
+def leading() -> Iterator[WorkerRanks]:
     torch.set_num_threads(1)
-    leading = Leading(2, (), CPU, parallel_rank.MODULE)
+    leading = WorkerRanks(2, (), CPU, parallel_rank.MODULE)
     yield leading
     leading.close()
 
@@ -42,11 +42,11 @@ class Halves:
 
     models: Models
     text: Mapping[str, nn.Module]
-    leading: Leading
+    leading: WorkerRanks
 
 
 @pytest.fixture(scope="module")
-def halves(leading: Leading, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Halves]:
+def halves(leading: WorkerRanks, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Halves]:
     whole = load_models(family, tmp_path_factory.mktemp(family))
     reference = whole.reference.model.language_model
     text = {
@@ -100,8 +100,8 @@ from common.checkpoint import Checkpoint
 from services.generation.startup.adapter_files import load_adapters
 from services.generation.settings import AdapterFolder
 from services.generation.families import load_language_model
-from services.generation.parallel.leading import Leading
-leading = Leading(2, (), torch.device("cpu"), "tests.parallel_rank")
+from services.generation.parallel.group import WorkerRanks
+leading = WorkerRanks(2, (), torch.device("cpu"), "tests.parallel_rank")
 leading.ranks.tell({str(models.folder).encode()!r})
 half = load_language_model(Checkpoint(Path({str(models.folder)!r})), torch.float32, torch.device("cpu"), leading.group)
 load_adapters([AdapterFolder.parse("mine={tmp_path / "mine"}")], half, leading.group)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.generation.model.linears import PackedLinear, pack_linears, packed
+from services.generation.families.text_model import PackedLinear, pack_linears, packed
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")

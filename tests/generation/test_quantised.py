@@ -157,7 +157,7 @@ def test_the_tower_beside_quantised_weights_is_as_it_was(checkpoints: Checkpoint
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "mystery"}, r"quant_method 'mystery' is not among those that transformers 5\.\d+"),
+        ({"quant_method": "mystery"}, r"quant_method 'mystery' is not supported by transformers 5\.\d+"),
         ({"bits": 4}, r"quant_method None is not among those"),
         ({"quant_method": "gptq", "bits": 4}, r"by 'gptq', .* cannot load it here: .*pip install optimum"),
         ({"quant_method": "awq", "bits": 4}, r"by 'awq', .* cannot load it here: .*pip install gptqmodel"),
@@ -184,5 +184,5 @@ def test_a_missing_or_unknown_weight_refuses_to_start_and_is_named(checkpoints: 
 
 def test_several_processes_refuse_a_quantised_checkpoint(checkpoints: Checkpoints) -> None:
     group: Any = SimpleNamespace(ranks=2, rank=0)
-    with pytest.raises(StartupError, match="--tensor-parallel 2: quantised checkpoints run in one process alone"):
+    with pytest.raises(StartupError, match="--tensor-parallel 2: quantised checkpoints support one rank only"):
         load_language_model(Checkpoint(checkpoints.quantised), torch.float32, CPU, group)

@@ -154,7 +154,7 @@ def test_a_missing_weight_refuses_to_start_and_is_named(
 def test_a_weight_of_another_shape_refuses_to_start(family: str, family_checkpoint: Path, tmp_path: Path) -> None:
     norm = name_in(family, "norm.weight")
     broken = copy(family_checkpoint, tmp_path / "broken", lambda weights: weights.update({norm: torch.zeros(3)}))
-    with pytest.raises(StartupError, match=re.escape(f"wants {norm} [64], it is [3]")):
+    with pytest.raises(StartupError, match=re.escape(f"expects {norm} [64], got [3]")):
         load(broken)
 
 

@@ -58,7 +58,7 @@ async def test_an_adapter_that_is_not_loaded_is_refused_before_anyone_else_is_as
     async with service_of(tmp_path, tiny_checkpoint) as service:
         code, reason, said = await refused(service.ask(adapter=name))
         assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
-        assert said == f"adapter must be unset, for none is loaded (--adapters), got {name!r}"
+        assert said == f"adapter must be unset, as none is loaded (--adapters), got {name!r}"
         assert service.encoder.metadata == []
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.parallel.steps import from_bytes, to_bytes
+from services.generation.parallel.group import from_bytes, to_bytes
 from services.generation.request.adapter import AdaptedRows
 from services.generation.request.batch import Context, Packed
 

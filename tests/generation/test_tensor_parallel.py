@@ -26,7 +26,7 @@ from common.contract.errors import StartupError
 from common.exit_status import ExitStatus
 from services.generation.families import check_ranks, load_language_model
 from services.generation.model.language_model import LanguageModel
-from services.generation.parallel.leading import Leading
+from services.generation.parallel.group import WorkerRanks
 from services.generation.parallel.sharding import check_sizes
 from tests import parallel_rank
 from tests.encoder.meeting import ended_by_a_signal
@@ -39,10 +39,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def leading() -> Iterator[Leading]:
+def leading() -> Iterator[WorkerRanks]:
     """One other rank for all tests of this file: a process takes its time to start."""
     torch.set_num_threads(1)
-    leading = Leading(2, (), CPU, parallel_rank.MODULE)
+    leading = WorkerRanks(2, (), CPU, parallel_rank.MODULE)
     yield leading
     leading.close()
 
@@ -53,14 +53,14 @@ class Shared:
 
     whole: Models
     half: Models
-    leading: Leading
+    leading: WorkerRanks
 
     def engine(self, **sizes: int) -> TinyEngine:
         return TinyEngine(self.half.engine, followers=self.leading, **sizes)
 
 
 @pytest.fixture(scope="module")
-def shared(leading: Leading, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+def shared(leading: WorkerRanks, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     whole = load_models(family, tmp_path_factory.mktemp("checkpoint"))
     leading.ranks.tell(str(whole.folder).encode())
     half = load_language_model(Checkpoint(whole.folder), torch.float32, CPU, leading.group)
@@ -119,7 +119,7 @@ def test_a_rank_holds_its_own_heads_and_no_more_of_any_layer(shared: Shared, fam
     assert half.lm_head.weight.shape[0] == -(-len(written["lm_head.weight"]) // 2)  # type: ignore[union-attr, arg-type, index]
 
 
-def test_experts_with_their_axes_swapped_as_published_are_shared_out_alike(leading: Leading, tmp_path: Path) -> None:
+def test_experts_with_their_axes_swapped_as_published_are_shared_out_alike(leading: WorkerRanks, tmp_path: Path) -> None:
     written = write_qwen3_vl_moe(tmp_path / "written", 1)
     swapped = shutil.copytree(written, tmp_path / "swapped")
     weights = load_file(written / "model.safetensors")
@@ -131,7 +131,7 @@ def test_experts_with_their_axes_swapped_as_published_are_shared_out_alike(leadi
 
 
 def test_an_output_layer_that_is_tied_is_the_embeddings_own_rows(
-    family: str, family_checkpoint: Path, leading: Leading, tmp_path: Path
+    family: str, family_checkpoint: Path, leading: WorkerRanks, tmp_path: Path
 ) -> None:
     tied = shutil.copytree(family_checkpoint, tmp_path / "tied")
     weights = load_file(tied / "model.safetensors")
@@ -148,23 +148,23 @@ def test_an_output_layer_that_is_tied_is_the_embeddings_own_rows(
 
 
 def test_a_weight_of_another_shape_refuses_to_start_on_a_rank_too(
-    family: str, family_checkpoint: Path, leading: Leading, tmp_path: Path
+    family: str, family_checkpoint: Path, leading: WorkerRanks, tmp_path: Path
 ) -> None:
     """Also where its part would have the right one."""
     broken = shutil.copytree(family_checkpoint, tmp_path / "broken")
     name = FAMILIES[family].text_prefix + "layers.1.self_attn.q_proj.weight"
     weights = load_file(broken / "model.safetensors") | {name: torch.zeros(63, 64)}
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(StartupError, match=re.escape(f"wants {name} [64, 64], it is [63, 64]")):
+    with pytest.raises(StartupError, match=re.escape(f"expects {name} [64, 64], got [63, 64]")):
         half_of(broken, leading)
 
 
-def half_of(folder: Path, leading: Leading) -> LanguageModel:
+def half_of(folder: Path, leading: WorkerRanks) -> LanguageModel:
     """Rank 0's. Nothing is said to the other rank: a part is read without it."""
     return load_language_model(Checkpoint(folder), torch.float32, CPU, leading.group)
 
 
-def test_a_rank_that_stands_still_is_not_waited_for_for_ever(leading: Leading) -> None:
+def test_a_rank_that_stands_still_is_not_waited_for_for_ever(leading: WorkerRanks) -> None:
     joined: Any = dist.group.WORLD
     assert joined._get_backend(CPU).options._timeout < dist.default_pg_timeout
 
@@ -195,8 +195,8 @@ def test_what_met_may_be_forgotten_after_its_end_whatever_was_opened_meanwhile()
     """torch's store writes to the file once more, which by then was another's."""
     program = """
 import gc, socket, torch
-from services.generation.parallel.leading import Leading
-leading = Leading(2, (), torch.device("cpu"), "tests.parallel_rank")
+from services.generation.parallel.group import WorkerRanks
+leading = WorkerRanks(2, (), torch.device("cpu"), "tests.parallel_rank")
 leading.close()
 opened = [socket.socketpair() for _ in range(20)]
 del leading
@@ -209,8 +209,8 @@ gc.collect()
 def test_a_rank_that_cannot_start_ends_the_service_that_waits_for_it_and_leaves_nothing(tmp_path: Path) -> None:
     program = """
 import torch
-from services.generation.parallel.leading import Leading
-Leading(2, ["--tensor-parallel", "none"], torch.device("cpu"))
+from services.generation.parallel.group import WorkerRanks
+WorkerRanks(2, ["--tensor-parallel", "none"], torch.device("cpu"))
 """
     ended = subprocess.run(
         [sys.executable, "-c", program],

@@ -22,7 +22,7 @@ from common.checkpoint import Checkpoint
 from services.generation.families import load_language_model
 from services.generation.model.graphs import CudaCapture
 from services.generation.model.runner import Runner
-from services.generation.parallel.leading import Leading
+from services.generation.parallel.group import WorkerRanks
 from services.generation.request.batch import Packed
 from services.generation.sampling.sampler import SamplingParams, SamplingState, sample
 from services.generation.settings import GenerationSettings
@@ -165,15 +165,15 @@ def test_the_cache_fills_the_fraction_of_the_device_and_no_more(tiny_checkpoint:
 
 
 @pytest.fixture(scope="module")
-def leading() -> Iterator[Leading]:
+def leading() -> Iterator[WorkerRanks]:
     if torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device on this machine")
-    leading = Leading(2, ("cuda",), CUDA, parallel_rank.MODULE)
+    leading = WorkerRanks(2, ("cuda",), CUDA, parallel_rank.MODULE)
     yield leading
     leading.close()
 
 
-def test_two_cards_answer_what_the_law_says(models: Models, family: str, leading: Leading) -> None:
+def test_two_cards_answer_what_the_law_says(models: Models, family: str, leading: WorkerRanks) -> None:
     leading.ranks.tell(str(models.folder).encode())
     half = load_language_model(Checkpoint(models.folder), torch.float32, CUDA, leading.group)
     engine, asking = TinyEngine(half, followers=leading, chunk_tokens=16), questions(family)
