@@ -9,10 +9,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 
 from common.channels import upstream_errors
 from common.contract import errors
-from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from tests.integration.fleet import Service, children
 
 SOFT_LIMIT = 200

@@ -21,13 +21,13 @@ from typing import Any
 
 import grpc
 import pytest
+from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.channels import upstream_errors
 from common.contract import errors
 from common.exit_status import ExitStatus
 from framesieve.client.client import FramesieveClient
-from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from tests import media
 from tests.awake import SOON_S, within
 from tests.integration.conftest import DRAIN_S, HASTY_DRAIN_S

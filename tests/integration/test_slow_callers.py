@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
+from framesieve.v1 import prompt_pb2
+from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
 
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
 from tests import media
 from tests.integration.conftest import idle, metric, settles
 

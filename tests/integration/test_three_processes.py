@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 
 from common.channels import open_channel
 from common.contract import errors
@@ -16,7 +17,6 @@ from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Accepted, Answer, Delta, Finished, FinishReason, Progress
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, Message, Text, Video
-from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from tests import media
 from tests.integration.conftest import KV_CACHE_TOKENS, idle, metric, settles
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from PIL import Image as Pillow
 
 from common.channels import open_channel, upstream_errors
@@ -21,7 +22,6 @@ from common.contract import errors
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, Video
-from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from tests import media
 from tests.integration.conftest import metric, running, settles
 from tests.integration.fleet import children
