@@ -26,8 +26,8 @@ class AdapterFolder:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(
-                f"an adapter's name must be a letter or digit and at most 63 more letters, digits, '.', '_' or '-', "
-                f"got {self.name!r}"
+                f"{self.name!r} is not an adapter name, which must be a letter or digit and at most 63 more letters, "
+                f"digits, '.', '_' or '-'"
             )
 
     @classmethod
