@@ -29,7 +29,8 @@ def test_the_old_names_of_limits_still_work() -> None:
     old = ["--prefill-chunk-tokens", "5", "--max-prompt-tokens=6", "--max-running-requests", "7"]
     new = ["--max-num-batched-tokens", "5", "--max-model-len=6", "--max-num-seqs", "7"]
     assert GenerationSettings.load(old).model_dump() == GenerationSettings.load(new).model_dump()
-    assert [name for _, name in GenerationSettings.load(old).old_names] == [
+    names = [name for _, name in GenerationSettings.load(old).old_names]
+    assert names == [
         "--max-num-batched-tokens",
         "--max-model-len",
         "--max-num-seqs",
