@@ -146,9 +146,7 @@ async def test_penalties_count_the_tokens_of_the_answer(tmp_path: Path, tiny_che
     for delta in deltas:
         # The best token that is not in the answer yet is among the 20 likeliest: the answer has at most 18.
         top = zip(delta.top_logprobs[0].token_ids, delta.top_logprobs[0].logprobs, strict=True)
-        scores = {
-            token: value - presence * (counts[token] > 0) - frequency * counts[token] for token, value in reported
-        }
+        scores = {token: value - presence * (counts[token] > 0) - frequency * counts[token] for token, value in top}
         assert delta.token_ids[0] == max(scores, key=scores.__getitem__)
         counts[delta.token_ids[0]] += 1
     assert list(counts.elements()) != unpenalised

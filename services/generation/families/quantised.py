@@ -50,19 +50,19 @@ def load_quantised(
     if group is not None:
         raise StartupError(f"--tensor-parallel {group.ranks}: quantised checkpoints support one rank only")
     check_text(config.text_config)
-    said = _settings(checkpoint)
-    in_bits = said.get("load_in_4bit") or said.get("load_in_8bit")  # bitsandbytes' old format
-    method = said.get("quant_method") or ("bitsandbytes" if in_bits else None)
+    quantization = _settings(checkpoint)
+    in_bits = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")  # bitsandbytes' old format
+    method = quantization.get("quant_method") or ("bitsandbytes" if in_bits else None)
     # Imported here because it imports the packages of every quantizer that is installed.
     quantizers = importlib.import_module("transformers.quantizers.auto").AutoHfQuantizer
-    if method is None or not quantizers.supports_quant_method(said):
+    if method is None or not quantizers.supports_quant_method(quantization):
         raise StartupError(
             f"config.json: quantization_config.quant_method {method!r} is not supported by transformers "
             f"{transformers.__version__}"
         )
     if method in _DEQUANTISED:
-        said = said | {"dequantize": True}
-    config.quantization_config = said
+        quantization = quantization | {"dequantize": True}
+    config.quantization_config = quantization
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the conditions that it warns of are checked below
     logging.disable_progress_bar()

@@ -113,38 +113,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     prompt_tokens=usage.prompt_tokens,
                 )
                 yield accepted_response(request_id, usage)
-                unfinished = len(answers)
-                last_token_ns: dict[int, int] = {}  # by answer
-                while unfinished:
-                    at_ns, index, event = await events.get()
-                    match event:
-                        case Progress():
-                            yield progress_response(event)
-                        case PrefillStarted():
-                            clock.finish(Stage.WAIT_FOR_PREFILL, at_ns)
-                        case Tokens():
-                            if clock.token(at_ns):
-                                count_first_token(clock, question.cached_tokens)
-                                first_token_ms = clock.first_token_ns // 10**6
-                                add_request_stats(
-                                    cached_prompt_tokens=question.cached_tokens, first_token_ms=first_token_ms
-                                )
-                            if index in last_token_ns:
-                                count_next_token(at_ns - last_token_ns[index])
-                            last_token_ns[index] = at_ns
-                            GENERATED_TOKENS.inc(len(event.token_ids))
-                            add_request_stats(completion_tokens=len(event.token_ids))
-                            yield delta_response(event, index)
-                        case Finished():
-                            unfinished -= 1
-                            count_answer(event.reason)
-                            usage.completion_tokens = event.completion_tokens
-                            usage.cached_prompt_tokens = question.cached_tokens
-                            yield finished_response(event.reason, usage, clock, index)
-                        case Failed():
-                            raise event.error
-                        case Exception():
-                            raise event
+                responses = Responses(question, usage, clock)
+                while not responses.complete:
+                    if response := responses.next(*await events.get()):
+                        yield response
             except BaseException as error:
                 record_stages(clock, error)
                 raise
@@ -175,12 +147,60 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
     ) -> None:
         """A function of its own, so that no local variable keeps the last item's embeddings alive afterwards."""
-        async for arrival in session.receive(question.wanted_media, clock):
-            if isinstance(arrival, MediaItem):
-                usage.media[arrival.media_index].repaired_frames = arrival.repaired_frames
-                self._engine.deliver(question, arrival)
+        async for received in session.receive(question.wanted_media, clock):
+            if isinstance(received, MediaItem):
+                usage.media[received.media_index].repaired_frames = received.repaired_frames
+                self._engine.deliver(question, received)
             else:
-                events.put(arrival)
+                events.put(received)
+
+
+class Responses:
+    """Turns the events of one request into responses, and counts them."""
+
+    def __init__(self, question: Request, usage: generation_pb2.Usage, clock: StageClock) -> None:
+        self._question = question
+        self._usage = usage
+        self._clock = clock
+        self._unfinished = 1 + len(question.followers)
+        self._last_token_ns: dict[int, int] = {}  # by answer
+
+    @property
+    def complete(self) -> bool:
+        return not self._unfinished
+
+    def next(self, at_ns: int, index: int, event: Event | Progress | Exception) -> GenerateResponse | None:
+        """The response to an event of answer `index`, if it has one. Raises the error of Failed, and exceptions."""
+        match event:
+            case Progress():
+                return progress_response(event)
+            case PrefillStarted():
+                self._clock.finish(Stage.WAIT_FOR_PREFILL, at_ns)
+                return None
+            case Tokens():
+                self._count(event, at_ns, index)
+                return delta_response(event, index)
+            case Finished():
+                self._unfinished -= 1
+                count_answer(event.reason)
+                self._usage.completion_tokens = event.completion_tokens
+                self._usage.cached_prompt_tokens = self._question.cached_tokens
+                return finished_response(event.reason, self._usage, self._clock, index)
+            case Failed():
+                raise event.error
+            case Exception():
+                raise event
+
+    def _count(self, tokens: Tokens, at_ns: int, index: int) -> None:
+        if self._clock.token(at_ns):
+            cached_tokens = self._question.cached_tokens
+            count_first_token(self._clock, cached_tokens)
+            add_request_stats(cached_prompt_tokens=cached_tokens, first_token_ms=self._clock.first_token_ns // 10**6)
+        if index in self._last_token_ns:
+            count_next_token(at_ns - self._last_token_ns[index])
+        self._last_token_ns[index] = at_ns
+        GENERATED_TOKENS.inc(len(tokens.token_ids))
+        add_request_stats(completion_tokens=len(tokens.token_ids))
 
 
 class Events:

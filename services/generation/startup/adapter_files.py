@@ -119,28 +119,28 @@ def _read_config(folder: AdapterFolder, peft: Any) -> Any:
     if not path.is_file():
         raise folder.refusal(f"the folder has no {CONFIG_FILE}")
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        kind = said["peft_type"]
+        given = json.loads(path.read_text(encoding="utf-8"))
+        kind = given["peft_type"]
     except (ValueError, TypeError, KeyError) as error:
         raise folder.refusal(f"{CONFIG_FILE} is not a JSON object with a peft_type: {error}") from error
     if kind != "LORA":
         raise folder.refusal(f"{CONFIG_FILE}: peft_type = {kind!r} is not supported, only 'LORA'")
     known = {field.name for field in fields(peft.LoraConfig)}
-    for name, value in said.items():
+    for name, value in given.items():
         if name not in known and value:
             raise folder.refusal(f"{CONFIG_FILE}: {name} = {value!r} is not known to PEFT {peft.__version__}")
     plain = peft.LoraConfig()
-    for name in known & said.keys() - _Computed.model_fields.keys() - _WITHOUT_EFFECT:
+    for name in known & given.keys() - _Computed.model_fields.keys() - _WITHOUT_EFFECT:
         allowed = _PLAIN_INITIALISATIONS if name == "init_lora_weights" else (getattr(plain, name), None, False, [], {})
-        if said[name] not in allowed:
-            raise folder.refusal(f"{CONFIG_FILE}: {name} = {said[name]!r} is not supported")
+        if given[name] not in allowed:
+            raise folder.refusal(f"{CONFIG_FILE}: {name} = {given[name]!r} is not supported")
     try:
-        config = peft.LoraConfig(**{name: said[name] for name in _Computed.model_fields.keys() & said.keys()})
+        config = peft.LoraConfig(**{name: given[name] for name in _Computed.model_fields.keys() & given.keys()})
         _Computed.model_validate(config)
     except ValidationError as error:
         wrong = error.errors()[0]
         name = wrong["loc"][0]
-        raise folder.refusal(f"{CONFIG_FILE}: {name} = {said[name]!r} is not supported: {wrong['msg']}") from error
+        raise folder.refusal(f"{CONFIG_FILE}: {name} = {given[name]!r} is not supported: {wrong['msg']}") from error
     except (ValueError, TypeError) as error:
         raise folder.refusal(f"{CONFIG_FILE}: {error}") from error
     return config
@@ -164,15 +164,15 @@ def _by_layer(
     found: dict[str, dict[str, Tensor]] = {}
     before: set[str] = set()
     for key, tensor in weights.items():
-        said = _KEY.fullmatch(key)
-        place = said and _IN_TEXT.fullmatch(said["layer"])
-        if not (said and place and place["name"] in layers):
+        match = _KEY.fullmatch(key)
+        place = match and _IN_TEXT.fullmatch(match["layer"])
+        if not (match and place and place["name"] in layers):
             raise folder.refusal(
                 f"{WEIGHTS_FILE} holds {key}; only linear layers of the language model's blocks can be adapted, not "
                 f"experts, embeddings, the output layer or the vision tower"
             )
         before.add(place["before"])
-        found.setdefault(place["name"], {})[said["side"]] = tensor
+        found.setdefault(place["name"], {})[match["side"]] = tensor
     if len(before) != 1:
         raise folder.refusal(
             f"{WEIGHTS_FILE} must hold weights for layers of one model, got the prefixes {sorted(before)}"
