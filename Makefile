@@ -4,9 +4,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROTOS := $(wildcard protos/framesieve/v1/*.proto)
 PYTEST := $(BIN)/python -m pytest
+# Two workers, each on its own core. tests/conftest.py groups the tests that share services and sorts the groups.
+SIDE_BY_SIDE := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos demo test test-gpu lint format bench bench-engine bench-gpu bench-media fuzz fuzz-rpc soak demo-model demo-eval up down clean
+.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gpu bench-media fuzz fuzz-rpc soak demo-model demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,7 +35,10 @@ demo: setup  ## Ask the embedded model about a real clip, at rate 0 and 0.75, th
 	@$(BIN)/python -m demo.run
 
 test: setup  ## Run the tests
-	$(PYTEST)
+	$(PYTEST) $(SIDE_BY_SIDE)
+
+test-deep: setup  ## Run the slow variations that `make test` leaves out
+	$(PYTEST) -m deep
 
 test-gpu: setup  ## Run the checks that need a CUDA device
 	$(PYTEST) tests/gpu

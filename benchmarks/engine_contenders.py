@@ -27,7 +27,7 @@ from services.generation.model.graphs import CudaCapture
 from services.generation.model.runner import Runner
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Event, Failed, Finished, Request, Tokens
-from services.generation.sampling.detokenizer import Detokeniser, load_tokenizer
+from services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
 from services.generation.sampling.sampler import SamplingParams
 
 NEW_TOKENS = 64
@@ -99,9 +99,9 @@ class EngineContender:
     def submit(self, question: Question, on_event: Callable[[Event], None]) -> None:
         """Asks one question; its media is there at once."""
         count = question.embeds.shape[1]
-        detokeniser = Detokeniser(self._tokenizer)
+        detokenizer = Detokenizer(self._tokenizer)
         key = os.urandom(32)  # no question finds what another left in the cache
-        request = Request("bench", question.plan, [count], [key], SamplingParams(NEW_TOKENS), detokeniser, on_event)
+        request = Request("bench", question.plan, [count], [key], SamplingParams(NEW_TOKENS), detokenizer, on_event)
         self.engine.submit(request)
         self.engine.deliver(request, MediaItem(0, question.kept, question.embeds.to(self._dtype), 0, key))
 

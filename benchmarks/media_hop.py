@@ -18,8 +18,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
-from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse
-from framesieve.v1.tensor_pb2 import TensorChunk
 
 from benchmarks.media_processes import cpu_s
 from benchmarks.table import Row, Timings
@@ -27,6 +25,8 @@ from common.channels import open_channel
 from common.contract.tensors import PIECE_BYTES, DType, pieces
 from common.contract.wire import add_chunk, buffer_for, fill_chunk, tensor_chunks
 from common.process import keep_freed_memory
+from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse
+from framesieve.v1.tensor_pb2 import TensorChunk
 
 SERVICE = "benchmarks.Hop"
 DTYPE, SHAPE = DType.FLOAT32, (1, 4096, 4096)

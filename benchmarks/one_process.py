@@ -28,7 +28,7 @@ from services.generation.model.runner import Runner
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Event, Failed, Finished, Request, Tokens
 from services.generation.sampling.defaults import sampling_defaults
-from services.generation.sampling.detokenizer import Detokeniser, load_tokenizer
+from services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
 from services.generation.sampling.params import SamplingRequest
 from services.preprocessing.planner import Conversation, MediaRequest, Planner
 from services.preprocessing.prompt.tokens import Turn
@@ -68,10 +68,10 @@ class OneProcess:
         planned = self._planner.plan(Conversation((turn,), (media,)))
         events: SimpleQueue[Event] = SimpleQueue()
         [sampling] = SamplingRequest(max_new_tokens=max_new_tokens).resolve(self._defaults, max_new_tokens)
-        detokeniser = Detokeniser(self._tokenizer, sampling.stop)
+        detokenizer = Detokenizer(self._tokenizer, sampling.stop)
         kept_counts = [retained_count(planned.plan.media[0].grid, pruning)]
         key = os.urandom(32)  # every question costs what it costs the first time
-        request = Request("bench", planned.plan, kept_counts, [key], sampling, detokeniser, events.put)
+        request = Request("bench", planned.plan, kept_counts, [key], sampling, detokenizer, events.put)
         self._engine.submit(request)
         with planned.files:
             kept, embeds = self._encode(planned.media[0], planned.plan.media[0], pruning)

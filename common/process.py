@@ -1,25 +1,51 @@
-"""What the C library does with memory that was freed. Source: mallopt(3), malloc_trim(3).
+"""What a process asks of its system: memory that malloc keeps, open files, free ports; and the status it exits with.
 
-A service keeps it: tensors of megabytes come and go with every message and every layer, and each that is given back to
-the kernel costs a page fault for every 4 KiB when it is wanted again. A process that waits for its next file gives it
-back.
+Sources: mallopt(3), malloc_trim(3), getrlimit(2).
 """
 
 from __future__ import annotations
 
 import ctypes
+import random
+import resource
+import socket
+from enum import IntEnum
+from itertools import count
 
-# Of glibc's malloc.h. 32 MiB is the most that the first may be.
+# From glibc's malloc.h. 32 MiB is the largest threshold that glibc accepts.
 _M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES = -3, 32 * 2**20
 _M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES = -1, 512 * 2**20
 _M_TOP_PAD, _TOP_PAD_BYTES = -2, 64 * 2**20
 
+_HOST = "127.0.0.1"
+# Below the range of ephemeral ports: an outgoing connection may hold one of those at any time.
+_PORTS = range(10_000, 32_768)
+_TRIES = 1_000
 
 _LIBC = ctypes.CDLL(None)
+_places = count(random.randrange(len(_PORTS)))  # noqa: S311  (no secret)
+
+
+class ExitStatus(IntEnum):
+    """Exit status of a service and of `framesieve serve`. Beside these: 128 + n after signal n, see `at_once`."""
+
+    FINISHED = 0  # stopped by a signal, and every running request finished
+    FAILED = 1  # a bug, or a service of `framesieve serve` that ended by itself
+    CANNOT_START = 2  # a StartupError
+    CUT_OFF = 3  # stopped by a signal, and requests that outlasted the grace period were cancelled
+
+
+def at_once(number: int) -> int:
+    """Exit status of a process that signal `number` ended at once: a second signal, or one before it was ready."""
+    return 128 + number
 
 
 def keep_freed_memory() -> bool:
-    """For the whole process, as far as half a GiB. False where the C library is not glibc, which changes nothing."""
+    """Makes malloc keep up to half a GiB of freed memory. Returns False, and does nothing, without glibc.
+
+    Services allocate and free tensors of megabytes with every message and layer. Memory that goes back to the kernel
+    costs a page fault per 4 KiB when it is allocated again.
+    """
     mallopt = getattr(_LIBC, "mallopt", None)
     if mallopt is None:
         return False
@@ -34,6 +60,28 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Once, whatever of it stands at whole pages; nothing where the C library is not glibc."""
+    """Returns freed memory to the kernel once, for processes that will idle. Does nothing without glibc."""
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
+
+
+def allow_open_files() -> None:
+    """Raises the soft limit of open files to the hard limit. The usual 1024 is for programs that use select(2)."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nothing listens on, a different one with each call. It is not reserved.
+
+    Raises OSError after 1000 ports that are in use.
+    """
+    for _ in range(_TRIES):
+        port = _PORTS[next(_places) % len(_PORTS)]
+        with socket.socket() as probe:
+            try:
+                probe.bind((_HOST, port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"none of {_TRIES} ports of {_HOST} from {_PORTS.start} to {_PORTS.stop - 1} is free")

@@ -18,7 +18,7 @@ import typer
 from common.contract.errors import StartupError
 from common.contract.plan import Modality
 from common.contract.retention import EVS, NONE, RANDOM, VIDCOM2, Pruning
-from common.exit_status import ExitStatus, at_once
+from common.process import ExitStatus, at_once
 from framesieve.bench.capacity import capacity
 from framesieve.bench.command import bench
 from framesieve.cli.ask import ask

@@ -1,18 +1,71 @@
-"""Fixtures that many tests share: checkpoints in transformers' format, made once a session, and Prometheus' tools."""
+"""Fixtures that many tests share, and how the tests run side by side under pytest-xdist."""
 
 from __future__ import annotations
 
 import os
+
+# One core a worker, and one for each service that tests start. Set before torch is imported, which reads it once.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import random
 import shutil
+import signal
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import count
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from common import process
 from services.preprocessing.families import FAMILIES
 
 settings.register_profile("framesieve", deadline=None, derandomize=True)
 settings.load_profile("framesieve")
+
+# Fixtures that start services for several files: the tests of one fixture run in one worker, or it would start twice.
+FLEETS = {"fleet": "fleet", "strict": "stack", "stack": "stack"}
+# Long groups go first, so that no worker is left with one at the end. Folders that are not named here come last.
+LONGEST_FIRST = ("integration", "generation", "encoder", "framesieve", "preprocessing")
+
+
+def pytest_configure() -> None:
+    """Gives each worker ports of its own: `free_port` gives each port once, but only within one process."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    share = len(process._PORTS) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    process._places = count(worker * share + random.randrange(share // 2))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups the tests for `--dist loadgroup` and sorts the groups."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=_rank)
+
+
+def _group(item: pytest.Item) -> str:
+    """The fleet of services that a test asks, else its file, so that fixtures of a module are made once."""
+    path = item.path.relative_to(Path(__file__).parent)
+    if path.parts[0] == "integration":
+        for fixture, group in FLEETS.items():
+            if fixture in item.fixturenames:  # type: ignore[attr-defined]
+                return group
+    return str(path)
+
+
+def _rank(item: pytest.Item) -> int:
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Lets SIGINT end processes that tests start. Children of a shell's background job inherit an ignored SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")
@@ -25,17 +78,23 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", params=sorted(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
-    """The model type of each family in turn: whatever a test asks of this, it asks of all of them."""
+    """The model type of each family in turn."""
     name: str = request.param
     return name
 
 
 @pytest.fixture(scope="session")
-def family_checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random checkpoint of that family in float32."""
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Tiny random checkpoints in float32 by model type, each written once."""
     from tests import families
 
-    return families.FAMILIES[family].write(tmp_path_factory.mktemp(family), 1)
+    return cache(lambda name: families.FAMILIES[name].write(tmp_path_factory.mktemp(name), 1))
+
+
+@pytest.fixture(scope="session")
+def family_checkpoint(family: str, checkpoints: Callable[[str], Path]) -> Path:
+    """A tiny random checkpoint of that family in float32."""
+    return checkpoints(family)
 
 
 @pytest.fixture(scope="session")
@@ -49,10 +108,9 @@ def prometheus() -> str:
 
 
 def _debian(program: str, package: str) -> str:
-    """Where a program is that no Python package brings."""
+    """The path of a program that comes with a Debian package. Without it the test is skipped, in CI it fails."""
     found = shutil.which(program)
     if found is None:
         how = f"{program} is not installed: apt-get install {package}"
-        # Nothing may be left out where changes are judged.
         pytest.fail(how) if os.environ.get("CI") else pytest.skip(how)
     return found

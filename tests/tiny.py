@@ -22,12 +22,11 @@ from services.generation.engine.stats import Step
 from services.generation.families import load_language_model
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.model.language_model import LanguageModel
-from services.generation.model.runner import Followers, Runner
-from services.generation.request.adapter import Adapter
+from services.generation.model.runner import Runner, Workers
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
-from services.generation.request.request import Event, Failed, Finished, Request, Tokens
-from services.generation.sampling.sampler import SamplingParams
+from services.generation.request.request import Adapter, Event, Failed, Finished, Request, Tokens
+from services.generation.sampling.sampler import SampledToken, SamplingParams
 from services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
 from tests.oracle import Item, Text
@@ -65,28 +64,30 @@ class WholeWords:
 class RecordingRunner(Runner):
     """Remembers the logits that each request's tokens were chosen from."""
 
-    def __init__(
-        self, model: LanguageModel, blocks: int, block_tokens: int, followers: Followers | None = None
-    ) -> None:
-        super().__init__(model, blocks, block_tokens, followers)
+    def __init__(self, model: LanguageModel, blocks: int, block_tokens: int, workers: Workers | None = None) -> None:
+        super().__init__(model, blocks, block_tokens, workers)
         self._requests: dict[str, Request] = {}
         self._logits: dict[str, list[Tensor]] = {}
         self.steps: list[list[tuple[str, int, int]]] = []
 
     @property
     def logits(self) -> dict[str, list[Tensor]]:
-        """By request, one row for each token of its answer; what followed a wrong guess is not among them."""
+        """By request, one row for each token of its answer; rows after a rejected draft token are left out."""
         return {name: rows[: len(self._requests[name].output_ids)] for name, rows in self._logits.items()}
 
-    def run(self, windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
+    def run(self, windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
         self.steps.append([(window.request.id, window.start, window.end) for window in windows])
+        return super().run(windows)
+
+    def forward(self, windows: Sequence[Window]) -> Tensor:
         self._logits = self.logits
-        sampled, logits = super().run(windows)
+        logits = super().forward(windows)
         rows = iter(logits)
-        for window in sampled:
-            self._requests[window.request.id] = window.request
-            self._logits.setdefault(window.request.id, []).extend(islice(rows, 1 + window.guesses))
-        return sampled, logits
+        for window in windows:
+            if window.samples:
+                self._requests[window.request.id] = window.request
+                self._logits.setdefault(window.request.id, []).extend(islice(rows, 1 + window.num_draft_tokens))
+        return logits
 
 
 @dataclass
@@ -115,26 +116,26 @@ class Asked:
 class TinyEngine:
     model: LanguageModel
     blocks: int = 64
-    chunk_tokens: int = 64
-    max_running: int = 8
+    max_num_batched_tokens: int = 64
+    max_num_seqs: int = 8
     max_waiting: int = 64
-    guess_tokens: int = 0
+    max_draft_tokens: int = 0
     on_step: Callable[[Step], None] = lambda _: None
     on_end: Callable[[], object] = lambda: None
-    followers: Followers | None = None
+    workers: Workers | None = None
     runner: RecordingRunner = field(init=False)
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
-        self.runner = RecordingRunner(self.model, self.blocks, BLOCK_TOKENS, self.followers)
+        self.runner = RecordingRunner(self.model, self.blocks, BLOCK_TOKENS, self.workers)
         allocator = BlockAllocator(self.blocks, BLOCK_TOKENS)
         self.engine = Engine(
             self.runner,
             allocator,
-            self.chunk_tokens,
-            self.max_running,
+            self.max_num_batched_tokens,
+            self.max_num_seqs,
             self.max_waiting,
-            self.guess_tokens,
+            self.max_draft_tokens,
             self.on_step,
             self.on_end,
         )
@@ -150,10 +151,10 @@ class TinyEngine:
         asked = make_request(name, parts, params, self.model.adapters.find(adapter) if adapter else None)
         for number, each in enumerate(others, 1):
             events: list[Event] = []
-            follower = asked.request.add_follower(f"{name}#{number}", each, WholeWords(), events.append)
-            asked.others.append(Asked(follower, events))
+            sibling = asked.request.add_sibling(f"{name}#{number}", each, WholeWords(), events.append)
+            asked.others.append(Asked(sibling, events))
         self.engine.submit(asked.request)
-        asked.spared = tuple(set(range(len(asked.request.answers))) - set(asked.request.wanted_media))
+        asked.spared = tuple(set(range(len(asked.request.encoded_media))) - set(asked.request.wanted_media))
         return asked
 
     def deliver(self, asked: Asked, index: int, item: Item, kept: Sequence[int]) -> None:

@@ -14,9 +14,7 @@ import grpc
 import structlog
 
 from common.contract.errors import StartupError
-from common.exit_status import ExitStatus, at_once
-from common.open_files import allow_open_files
-from common.process import keep_freed_memory
+from common.process import ExitStatus, allow_open_files, at_once, keep_freed_memory
 from common.security.credentials import is_unix
 from common.security.quotas import ClientBudgets
 from common.serving.exposition import serve_metrics

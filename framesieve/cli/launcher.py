@@ -28,8 +28,7 @@ from typing import Self
 import grpc
 
 from common.contract.errors import StartupError
-from common.exit_status import ExitStatus
-from common.ports import free_port
+from common.process import ExitStatus, free_port
 from common.security.credentials import Credentials, is_unix
 from common.serving.probe import is_serving, own_credentials
 

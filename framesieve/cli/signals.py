@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn, TypeAlias
 
-from common.exit_status import at_once
+from common.process import at_once
 from framesieve.cli.launcher import LocalStack
 
 Handler: TypeAlias = Callable[[int, FrameType | None], None]

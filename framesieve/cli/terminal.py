@@ -16,7 +16,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
 from common.contract.errors import FramesieveError, StartupError, Unavailable
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from framesieve.client.answer import Accepted, Progress, Timings, Usage
 
 stderr = Console(stderr=True, highlight=False)

@@ -9,7 +9,7 @@ from functools import partial
 from common.byte_semaphore import ByteSemaphore
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from common.security.credentials import Credentials
 from common.serving.guards import upstream_credentials
 from common.serving.server import run, serve

@@ -14,7 +14,7 @@ import torch
 from common.byte_semaphore import ByteSemaphore
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from common.serving.guards import upstream_credentials
 from common.serving.server import run, serve
 from common.telemetry.logs import configure_logging

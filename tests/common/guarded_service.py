@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from common.ports import free_port
+from common.process import free_port
 from common.security.quotas import ClientBudgets
 from common.serving.guards import guarded_server, listen
 from common.serving.health import Health

@@ -18,7 +18,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from common.channels import ATTEMPTS, open_channel, upstream_errors
 from common.contract.errors import StartupError, Unavailable
-from common.ports import free_port
+from common.process import free_port
 from common.serving.probe import NO_CREDENTIALS, is_serving
 from framesieve.v1 import encoder_pb2_grpc
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import pytest
 
-from common.ports import free_port
+from common.process import free_port
 from common.serving import exposition
 from common.serving.guards import metrics_tls
 from common.serving.settings import ServiceSettings

@@ -9,7 +9,7 @@ import sys
 SERVICE = """
 import asyncio, time
 from common.serving import server
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 
 async def main():
     stopping = server._first_signal()

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.channels import open_channel
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from common.serving import health
 from tests.common.guarded_service import TIMEOUT_S, Echo, GuardedService, ask, guarded, refusal
 from tests.common.loopback import logged
@@ -32,7 +32,7 @@ WATCH = {
 }
 SERVICE = """
 import asyncio
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from common.serving.server import run, serve
 from common.serving.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2_grpc

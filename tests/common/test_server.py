@@ -22,8 +22,7 @@ from prometheus_client import REGISTRY
 
 from common.channels import error_from_status, open_channel, upstream_errors
 from common.contract import errors
-from common.exit_status import ExitStatus
-from common.ports import free_port
+from common.process import ExitStatus, free_port
 from common.serving.server import serve
 from common.serving.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, tensor_pb2

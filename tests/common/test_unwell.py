@@ -23,7 +23,7 @@ import services.generation.__main__ as generation_process
 from common.channels import upstream_errors
 from common.checkpoint import Checkpoint
 from common.contract.errors import Unavailable
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from framesieve.v1 import encoder_pb2_grpc, generation_pb2_grpc
 from framesieve.v1.generation_pb2 import GenerateRequest
 from services.encoder.items.batcher import Batcher

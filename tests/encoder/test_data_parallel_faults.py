@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from common.contract.errors import Unavailable
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from services.encoder.tower.parallel.exchange import Exchange
 from services.encoder.tower.parallel.rank_failure import Loss
 from services.encoder.tower.tower import Tower

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from framesieve.cli.launcher import SERVICES
 from tests.framesieve.stand_ins import stopped
 

@@ -21,7 +21,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.channels import MAX_RECEIVE_BYTES, REQUEST_ID_KEY
-from common.ports import free_port
+from common.process import free_port
 from framesieve.cli.launcher import Endpoint, LocalStack
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse

@@ -12,13 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from services.generation.engine.engine import Engine
-from services.generation.request.adapter import Adapter
 from services.generation.request.batch import Window
-from services.generation.request.request import Event, Request
-from services.generation.sampling.sampler import SamplingParams
+from services.generation.request.request import Adapter, Event, Request
+from services.generation.sampling.sampler import SampledToken, SamplingParams, sample_and_verify
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Asked, WholeWords, make_request, media_item
 
@@ -30,10 +28,10 @@ class SequenceRunner:
     model: Any = field(default_factory=lambda: SimpleNamespace(hidden_size=1, device=torch.device("cpu")))
     slots: dict[int, tuple[object, ...]] = field(default_factory=dict)
 
-    def run(self, windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
+    def run(self, windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
         for window in windows:
             adapter = window.request.adapter and window.request.adapter.digest
-            sequence = [(adapter, *row(window.request, token)) for token in range(window.end)]
+            sequence = [(adapter, *row(window, token)) for token in range(window.end)]
             for token in range(window.end):
                 block = window.request.blocks[token // BLOCK_TOKENS]
                 slot = block * BLOCK_TOKENS + token % BLOCK_TOKENS
@@ -42,19 +40,23 @@ class SequenceRunner:
                 assert self.slots[slot] == tuple(sequence[: token + 1]), f"{window} reads another sequence at {token}"
         sampled = [window for window in windows if window.samples]
         # Two tokens, by turns: answers of different requests are as alike as their prompts.
-        ends = [end for window in sampled for end in range(window.end - window.guesses, window.end + 1)]
-        return sampled, torch.tensor([[0.0, 1.0 - end % 2, 0.5] for end in ends])
+        ends = [end for window in sampled for end in range(window.end - window.num_draft_tokens, window.end + 1)]
+        logits = torch.tensor([[0.0, 1.0 - end % 2, 0.5] for end in ends])
+        states = [window.request.sampling_state for window in sampled]
+        drafts = [window.draft_tokens for window in sampled]
+        return dict(zip(sampled, sample_and_verify(logits, states, drafts), strict=True))
 
 
-def row(request: Request, token: int) -> tuple[object, ...]:
+def row(window: Window, token: int) -> tuple[object, ...]:
     """What a token's own key depends on, from the request's item and what was kept of it."""
+    request = window.request
     if token >= request.rope.tokens:
-        said = [*request.output_ids, *request.guesses]
+        said = [*request.output_ids, *window.draft_tokens]
         return (said[token - request.rope.tokens], (token + request.rope.delta,) * 3)
     place = tuple(request.rope.positions[:, token].tolist())
     for span in request.rope.spans:
         if span.offset <= token < span.end:
-            answer = request.answers[span.media_index]
+            answer = request.encoded_media[span.media_index]
             assert answer
             assert answer.kept is not None
             item: Item = ITEMS_OF[request][span.media_index]
@@ -78,9 +80,9 @@ class Desk:
         ITEMS_OF[asked.request] = contents
         for number in range(others):
             own: list[Event] = []
-            follower = asked.request.add_follower(str(number), SamplingParams(new_tokens), WholeWords(), own.append)
-            asked.others.append(Asked(follower, own))
-            ITEMS_OF[follower] = contents
+            sibling = asked.request.add_sibling(str(number), SamplingParams(new_tokens), WholeWords(), own.append)
+            asked.others.append(Asked(sibling, own))
+            ITEMS_OF[sibling] = contents
         if asked.request.max_tokens > self.engine.stats().blocks_total * BLOCK_TOKENS:
             return
         self.engine.submit(asked.request)

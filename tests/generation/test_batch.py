@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.request.adapter import Adapter
-from services.generation.request.batch import Window, pack, singles_first
+from services.generation.request.batch import Window, decodes_first, pack
+from services.generation.request.request import Adapter
 from services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text, expected_sequence
 from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, make_request
@@ -59,7 +59,7 @@ def test_packed_windows_hold_what_the_formulas_say(cuts: list[tuple[int, int]]) 
     windows = [
         Window(request, start, end, samples=end % 2 == 0) for request, (start, end) in zip(requests, cuts, strict=True)
     ]
-    packed, media = pack(windows, BLOCK_TOKENS)
+    packed, media = pack(decodes_first(windows), BLOCK_TOKENS)
     ids = [*EXPECTED.ids, *ANSWER]
     prompt = len(EXPECTED.ids)
     answer_positions = [(prompt + i + EXPECTED.delta,) * 3 for i in range(len(ANSWER))]
@@ -68,12 +68,12 @@ def test_packed_windows_hold_what_the_formulas_say(cuts: list[tuple[int, int]]) 
     rows: dict[int, tuple[str, int, int]] = {}
     last_rows: list[int] = []
     ordered = [window for window in windows if window.tokens == 1] + [w for w in windows if w.tokens > 1]
-    assert singles_first(windows) == ordered
+    assert decodes_first(windows) == ordered
     contexts = [(window.start, window.end, window.request.blocks) for window in ordered]
     for context, (start, end, blocks) in zip(packed.contexts, contexts, strict=True):
         assert (context.start, context.end) == (start, end)
         assert context.blocks == [block for n, block in enumerate(blocks) if n * BLOCK_TOKENS < end]
-    assert packed.singles == sum(window.tokens == 1 for window in windows)
+    assert packed.num_decodes == sum(window.tokens == 1 for window in windows)
     for window in ordered:
         for token in range(window.start, window.end):
             assert packed.ids[at] == ids[token]
@@ -103,7 +103,7 @@ def test_windows_of_one_adapter_stand_beside_each_other() -> None:
         request = make_request(str(number), [Text((10 + number,) * 3)], SamplingParams(1), adapter).request
         request.blocks = [number]
         windows.append(Window(request, 0, count, samples=False))
-    packed, _ = pack(windows, BLOCK_TOKENS)
-    assert packed.singles == 7
+    packed, _ = pack(decodes_first(windows), BLOCK_TOKENS)
+    assert packed.num_decodes == 7
     adapted = sorted((rows.digest, packed.ids[rows.start : rows.end].tolist()) for rows in packed.adapted)
     assert adapted == [(one.digest, [10, 10, 16, 16, 16]), (one.digest, [13, 18]), (two.digest, [12, 15, 17])]

@@ -124,7 +124,7 @@ def test_replays_compute_what_eager_steps_compute(
     limits = [new_tokens + number % 3 for number in range(len(prompts))]
     found = []
     for capture in (None, Recorder()):
-        tiny = TinyEngine(models.engine, blocks=blocks, chunk_tokens=chunk_tokens, max_running=5)
+        tiny = TinyEngine(models.engine, blocks=blocks, max_num_batched_tokens=chunk_tokens, max_num_seqs=5)
         if capture:
             tiny.runner.capture_decoding(5, 4 * blocks, capture)
         asked = answers(tiny, family, prompts, limits, rate)
@@ -154,7 +154,7 @@ def test_a_cache_that_reads_paged_blocks_has_one_graph_per_number_of_rows(models
 
 def test_steps_without_sampled_rows_are_not_replayed(models: Models) -> None:
     """Nothing would synchronise before the next replay reuses their pinned rows."""
-    capture, tiny = Recorder(), TinyEngine(models.engine, chunk_tokens=1)
+    capture, tiny = Recorder(), TinyEngine(models.engine, max_num_batched_tokens=1)
     tiny.runner.capture_decoding(2, 256, capture)
     asked = tiny.ask("0", [Text(tuple(range(10, 40)))], SamplingParams(8))
     tiny.drain()

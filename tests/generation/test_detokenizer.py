@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from common.contract.errors import StartupError
-from services.generation.sampling.detokenizer import WINDOW_TOKENS, Detokeniser, load_tokenizer
+from services.generation.sampling.detokenizer import WINDOW_TOKENS, Detokenizer, load_tokenizer
 
 WORDS = ("😀", "👩‍👩‍👧", "é", "日本", "a", "b", " ", "\n", "\ufffd", "stop", "👍🏽")
 
@@ -50,14 +50,14 @@ def split(data: bytes, lengths: list[int]) -> list[bytes]:
 
 
 def streamed(tokenizer: Splits, stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
-    detokeniser = Detokeniser(tokenizer, stop)
+    detokenizer = Detokenizer(tokenizer, stop)
     texts = []
     for token in tokenizer.ids:
-        text, stopped = detokeniser.add(token)
+        text, stopped = detokenizer.add(token)
         texts.append(text)
         if stopped:
             return texts, True
-    texts.append(detokeniser.flush())
+    texts.append(detokenizer.flush())
     return texts, False
 
 
@@ -129,12 +129,12 @@ def test_a_token_of_a_long_answer_costs_as_much_as_one_of_a_short_answer() -> No
 def test_the_checkpoints_tokenizer_is_read(tiny_checkpoint: Path) -> None:
     tokenizer = load_tokenizer(tiny_checkpoint)
     assert isinstance(tokenizer, Tokenizer)
-    detokeniser = Detokeniser(tokenizer)
+    detokenizer = Detokenizer(tokenizer)
     text = "What moves? 動くもの 😀"
-    parts = [detokeniser.add(token)[0] for token in tokenizer.encode(text).ids]
-    assert "".join(parts) + detokeniser.flush() == text
+    parts = [detokenizer.add(token)[0] for token in tokenizer.encode(text).ids]
+    assert "".join(parts) + detokenizer.flush() == text
 
 
 def test_a_folder_without_a_tokenizer_refuses_to_start(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(StartupError, match=r"tokenizer\.json is not a tokenizer"):
         load_tokenizer(tmp_path)

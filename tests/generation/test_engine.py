@@ -14,7 +14,7 @@ from common.contract.errors import InvalidRequest, Overloaded, PeerContract, Pro
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Event, Failed, Finished, FinishReason, PrefillStarted, Tokens
-from services.generation.sampling.sampler import SamplingParams
+from services.generation.sampling.sampler import SampledToken, SamplingParams
 from tests.generation.engine_questions import ABOUT_VIDEO, KEPT, PROMPT, VIDEO, greedy_answer
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine
@@ -87,7 +87,7 @@ def test_a_stop_string_ends_the_answer_and_only_a_limit_releases_held_text(
     tiny: TinyEngine, stops: bool, finished: Finished, text: str
 ) -> None:
     asked = tiny.ask("a", PROMPT, SamplingParams(5))
-    asked.request.detokeniser = StopsAtThird(stops)
+    asked.request.detokenizer = StopsAtThird(stops)
     tiny.drain()
     assert asked.finished == finished
     assert "".join(event.text for event in asked.events if isinstance(event, Tokens)) == text
@@ -119,7 +119,7 @@ def test_a_seeded_draw_does_not_depend_on_neighbours_or_preemption(models: Model
     alone = TinyEngine(models.engine)
     expected = alone.ask("alone", PROMPT, params)
     alone.drain()
-    tiny = TinyEngine(models.engine, blocks=6, chunk_tokens=3)
+    tiny = TinyEngine(models.engine, blocks=6, max_num_batched_tokens=3)
     every = [tiny.ask(name, PROMPT, params) for name in "abc"]
     tiny.drain()
     assert tiny.engine.stats().totals.preemptions > 0
@@ -141,8 +141,8 @@ def test_delivered_embeddings_are_sent_to_the_device_and_an_answers_last_rows_st
     with monkeypatch.context() as patched:
         patched.setattr("services.generation.engine.engine.tensor_to_device", send)
         tiny.deliver(asked, 0, VIDEO, KEPT)
-        tiny.engine._take_commands()
-    [embeds], [answer] = asked.request.embeds, asked.request.answers
+        tiny.engine._run_commands()
+    [embeds], [answer] = asked.request.embeds, asked.request.encoded_media
     assert embeds is not None
     assert embeds.is_meta
     assert answer
@@ -185,7 +185,7 @@ def test_a_sequence_that_can_never_fit_is_refused(models: Models) -> None:
 
 
 def test_a_full_queue_refuses_until_somebody_leaves(models: Models) -> None:
-    tiny = TinyEngine(models.engine, max_running=1, max_waiting=1)
+    tiny = TinyEngine(models.engine, max_num_seqs=1, max_waiting=1)
     tiny.ask("a", PROMPT, SamplingParams(2))
     second = tiny.ask("b", ABOUT_VIDEO, SamplingParams(2))
     with pytest.raises(Overloaded, match="2 answers are running or waiting"):
@@ -199,7 +199,7 @@ def test_a_full_queue_refuses_until_somebody_leaves(models: Models) -> None:
 
 
 def test_more_answers_than_may_ever_run_and_wait_are_refused_for_good(models: Models) -> None:
-    tiny = TinyEngine(models.engine, max_running=1, max_waiting=2)
+    tiny = TinyEngine(models.engine, max_num_seqs=1, max_waiting=2)
     with pytest.raises(InvalidRequest, match=r"sampling\.n must be at most 3 here.*got 4"):
         tiny.ask("a", PROMPT, SamplingParams(2), [SamplingParams(2)] * 3)
 
@@ -254,7 +254,7 @@ def test_a_failing_forward_fails_the_requests_of_its_step_and_no_other(
     tiny.engine.step()
     working = tiny.runner.run
 
-    def broken(windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
+    def broken(windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
         raise RuntimeError("the device caught fire")
 
     monkeypatch.setattr(tiny.runner, "run", broken)

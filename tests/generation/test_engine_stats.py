@@ -22,7 +22,7 @@ def timed(act: Callable[[], object]) -> tuple[int, int]:
 
 
 def test_the_oldest_of_each_state_says_since_when_it_is_so(models: Models) -> None:
-    tiny = TinyEngine(models.engine, max_running=1)
+    tiny = TinyEngine(models.engine, max_num_seqs=1)
     stats = tiny.engine.stats()
     assert (stats.running_since_ns, stats.waiting_since_ns, stats.awaiting_media_since_ns) == (None, None, None)
     about = tiny.ask("about a video", ABOUT_VIDEO, SamplingParams(1))
@@ -31,7 +31,7 @@ def test_the_oldest_of_each_state_says_since_when_it_is_so(models: Models) -> No
         for name in ("first", "second")
     )
     stats = tiny.engine.stats()  # as of now, before any step
-    assert (stats.running, stats.waiting, stats.awaiting_media, stats.following) == (0, 2, 1, 2)
+    assert (stats.running, stats.waiting, stats.awaiting_media, stats.awaiting_sibling) == (0, 2, 1, 2)
     assert stats.awaiting_media_since_ns is not None
     assert stats.awaiting_media_since_ns < first[0]
     assert stats.waiting_since_ns is not None
@@ -49,7 +49,7 @@ def test_the_oldest_of_each_state_says_since_when_it_is_so(models: Models) -> No
 
 def test_steps_tell_what_they_computed_of_prompts_and_of_answers(models: Models) -> None:
     steps: list[Step] = []
-    tiny = TinyEngine(models.engine, chunk_tokens=4, on_step=steps.append)
+    tiny = TinyEngine(models.engine, max_num_batched_tokens=4, on_step=steps.append)
     tiny.ask("text", PROMPT, SamplingParams(3))
     start_ns = monotonic_ns()
     tiny.drain()
@@ -67,14 +67,14 @@ def test_steps_tell_what_they_computed_of_prompts_and_of_answers(models: Models)
 def test_steps_add_up_to_what_the_engine_counts(models: Models) -> None:
     """With guesses, and with too few blocks for all, so that some give way."""
     steps: list[Step] = []
-    tiny = TinyEngine(models.engine, blocks=10, guess_tokens=3, on_step=steps.append)
+    tiny = TinyEngine(models.engine, blocks=10, max_draft_tokens=3, on_step=steps.append)
     again = [Text((10, 11, 12, 10, 11, 12, 10, 11))]
     asked = [tiny.ask(str(number), again, SamplingParams(24)) for number in range(3)]
     tiny.drain()
     assert all(each.finished for each in asked)
     stats = tiny.engine.stats()
     assert sum(step.preemptions for step in steps) == stats.totals.preemptions > 0
-    assert sum(step.guesses for step in steps) == stats.totals.guesses > 0
-    assert sum(step.right_guesses for step in steps) == stats.totals.right_guesses
+    assert sum(step.draft_tokens for step in steps) == stats.totals.draft_tokens > 0
+    assert sum(step.accepted_draft_tokens for step in steps) == stats.totals.accepted_draft_tokens
     assert sum(step.prompt_tokens + step.answer_tokens for step in steps) == stats.totals.tokens
     assert len(steps) == len(tiny.runner.steps)

@@ -14,7 +14,7 @@ from torch import Tensor
 from common.contract.errors import FramesieveError, Unavailable
 from services.generation.request.batch import Packed, Window
 from services.generation.request.request import Failed
-from services.generation.sampling.sampler import SamplingParams
+from services.generation.sampling.sampler import SampledToken, SamplingParams
 from tests.generation.engine_questions import ABOUT_VIDEO, KEPT, PROMPT, VIDEO, greedy_answer
 from tests.tiny import Asked, Models, TinyEngine
 
@@ -29,7 +29,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_many_threads_are_answered_by_one(models: Models) -> None:
-    tiny = TinyEngine(models.engine, blocks=24, chunk_tokens=16, max_running=3)
+    tiny = TinyEngine(models.engine, blocks=24, max_num_batched_tokens=16, max_num_seqs=3)
     tiny.engine.start()
     answers: dict[int, Asked] = {}
 
@@ -161,7 +161,7 @@ def test_the_thread_computes_where_the_models_device_is_the_current_one(
         yield
         current.clear()
 
-    def note(windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
+    def note(windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
         seen.extend(current)
         return run(windows)
 
@@ -181,7 +181,7 @@ def test_a_rank_that_is_lost_ends_the_thread(models: Models) -> None:
             raise BrokenPipeError
 
     ended = threading.Event()
-    tiny = TinyEngine(models.engine, on_end=ended.set, followers=Gone())
+    tiny = TinyEngine(models.engine, on_end=ended.set, workers=Gone())
     tiny.engine.start()
     assert not ended.is_set()
     asked = tiny.ask("a", PROMPT, SamplingParams(1))
@@ -197,7 +197,7 @@ def test_nobody_waits_for_a_step_that_is_given_up(models: Models, monkeypatch: p
     tiny, begun, go_on = TinyEngine(models.engine), threading.Event(), threading.Event()
     run = tiny.runner.run
 
-    def stuck(windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
+    def stuck(windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
         begun.set()
         assert go_on.wait(20)
         return run(windows)

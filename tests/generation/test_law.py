@@ -34,8 +34,8 @@ def test_log_probabilities_do_not_depend_on_chunks_neighbours_lateness_or_preemp
     engine = TinyEngine(
         models.engine,
         blocks=least_blocks + data.draw(st.sampled_from((0, 1, 2, 4, 16))),
-        chunk_tokens=data.draw(st.sampled_from((1, 2, 3, 5, 8, 16, 64, 512))),
-        max_running=data.draw(st.integers(1, 4)),
+        max_num_batched_tokens=data.draw(st.sampled_from((1, 2, 3, 5, 8, 16, 64, 512))),
+        max_num_seqs=data.draw(st.integers(1, 4)),
     )
     arrivals = data.draw(st.lists(st.integers(0, 8), max_size=5))
     deliveries = data.draw(st.lists(st.integers(0, 20), max_size=10))
@@ -46,8 +46,8 @@ def test_log_probabilities_do_not_depend_on_chunks_neighbours_lateness_or_preemp
     assert engine.engine.stats().blocks_used == 0
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 512])
-def test_twenty_images_in_one_prompt_obey_the_law(models: Models, chunk_tokens: int) -> None:
+@pytest.mark.parametrize("max_num_batched_tokens", [1, 7, 512])
+def test_twenty_images_in_one_prompt_obey_the_law(models: Models, max_num_batched_tokens: int) -> None:
     parts: list[Text | Item] = []
     for number in range(20):
         parts += [
@@ -55,7 +55,7 @@ def test_twenty_images_in_one_prompt_obey_the_law(models: Models, chunk_tokens: 
             random_item(models.family, (1, 1 + number % 3, 1 + number % 4), None, seed=number),
         ]
     questions = [Question((*parts, Text((5, 6, 7))), 4)]
-    engine = TinyEngine(models.engine, chunk_tokens=chunk_tokens)
+    engine = TinyEngine(models.engine, max_num_batched_tokens=max_num_batched_tokens)
     assert_law(models, engine, questions, answer(engine, questions, deliveries=range(19, -1, -1)))
 
 
@@ -66,7 +66,7 @@ def test_a_prompt_cut_anywhere_obeys_the_law(models: Models) -> None:
     questions = [Question((Text((30, 31)), video, Text((32,)), picture, Text((33, 34))), 2, kept_seed=1)]
     assert {token // 6 for token in questions[0].kept[0]} < set(range(4))
     for cut in range(1, questions[0].prompt_tokens + 1):
-        engine = TinyEngine(models.engine, chunk_tokens=cut)
+        engine = TinyEngine(models.engine, max_num_batched_tokens=cut)
         asked = answer(engine, questions)
         assert engine.runner.steps[0] == [("0", 0, cut)]
         assert_law(models, engine, questions, asked)
@@ -76,7 +76,7 @@ def test_preempted_answers_obey_the_law(models: Models) -> None:
     """Two of three questions fit together until their answers have grown."""
     video = random_item(models.family, (4, 2, 2), Fraction(1), rate=0.5)
     questions = [Question((Text((30 + i, 31, 32)), video, Text((40, 41))), 16) for i in range(3)]
-    engine = TinyEngine(models.engine, blocks=2 * questions[0].most_blocks - 1, chunk_tokens=64)
+    engine = TinyEngine(models.engine, blocks=2 * questions[0].most_blocks - 1, max_num_batched_tokens=64)
     asked = answer(engine, questions)
     assert engine.engine.stats().totals.preemptions > 0
     assert_law(models, engine, questions, asked)
@@ -88,7 +88,7 @@ def test_late_media_and_reclaimed_blocks_obey_the_law(models: Models) -> None:
     late = Question((Text(tuple(range(10, 26))), video, Text((7,))), 3)
     whole_cache = Question((Text(tuple(range(100, 96 + BLOCK_TOKENS * late.most_blocks))),), 5)
     questions = [late, whole_cache]
-    engine = TinyEngine(models.engine, blocks=late.most_blocks, chunk_tokens=64)
+    engine = TinyEngine(models.engine, blocks=late.most_blocks, max_num_batched_tokens=64)
     asked = answer(engine, questions, arrivals=[0, 2], deliveries=[6])
     early = [window for step in engine.runner.steps for window in step if window[0] == "0"]
     before_media = 16 + len(video.texts[0].ids if video.texts else ())
@@ -97,7 +97,7 @@ def test_late_media_and_reclaimed_blocks_obey_the_law(models: Models) -> None:
 
 
 @pytest.mark.parametrize(
-    ("grids", "chunk_tokens"),
+    ("grids", "max_num_batched_tokens"),
     [
         ([("image", 1, 2, 3)], 512),
         ([("video", 3, 2, 4)], 5),
@@ -106,7 +106,7 @@ def test_late_media_and_reclaimed_blocks_obey_the_law(models: Models) -> None:
     ],
 )
 def test_at_rate_0_answers_are_those_of_transformers_generate(
-    models: Models, grids: list[tuple[str, int, int, int]], chunk_tokens: int
+    models: Models, grids: list[tuple[str, int, int, int]], max_num_batched_tokens: int
 ) -> None:
     """The whole model with pixels. Where slices make one grid, t stays within max(h, w): there its positions are the
     formula's."""
@@ -117,7 +117,7 @@ def test_at_rate_0_answers_are_those_of_transformers_generate(
         parts += [seen, Text((302, 303, 304))]
         inputs |= pixels
     asking = Question(tuple(parts), 12)
-    engine = TinyEngine(models.engine, chunk_tokens=chunk_tokens)
+    engine = TinyEngine(models.engine, max_num_batched_tokens=max_num_batched_tokens)
     asked = answer(engine, [asking])[0]
     prompt, kinds = prompt_of_transformers(models, asking)
     generated = models.reference.generate(

@@ -43,8 +43,8 @@ def test_log_probabilities_do_not_depend_on_what_others_left_in_the_cache(models
     engine = TinyEngine(
         models.engine,
         blocks=least_blocks + data.draw(st.sampled_from((0, 1, 2, 4, 16, 64))),
-        chunk_tokens=data.draw(st.sampled_from((1, 3, 8, 64, 512))),
-        max_running=data.draw(st.integers(1, 4)),
+        max_num_batched_tokens=data.draw(st.sampled_from((1, 3, 8, 64, 512))),
+        max_num_seqs=data.draw(st.integers(1, 4)),
     )
     arrivals = data.draw(st.lists(st.sampled_from((0, 3, 20, 60)), min_size=len(questions), max_size=len(questions)))
     deliveries = data.draw(st.lists(st.integers(0, 20), max_size=10))
@@ -155,24 +155,24 @@ def test_the_law_holds_where_several_answers_guess_and_fight_for_blocks(models: 
     engine = TinyEngine(
         models.engine,
         blocks=max(each.most_blocks for each in questions) + data.draw(st.sampled_from((0, 1, 3))),
-        chunk_tokens=data.draw(st.sampled_from((2, 8, 64))),
-        max_running=data.draw(st.integers(2, 9)),
-        guess_tokens=data.draw(st.sampled_from((0, 3))),
+        max_num_batched_tokens=data.draw(st.sampled_from((2, 8, 64))),
+        max_num_seqs=data.draw(st.integers(2, 9)),
+        max_draft_tokens=data.draw(st.sampled_from((0, 3))),
     )
     arrivals = data.draw(st.lists(st.sampled_from((0, 2, 9)), min_size=3, max_size=3))
     firsts = answer(engine, questions, arrivals, data.draw(st.lists(st.integers(0, 9), max_size=6)))
     asked = [each for first in firsts for each in (first, *first.others)]
     event(f"preempted: {engine.engine.stats().totals.preemptions > 0}")
-    event(f"guessed: {engine.engine.stats().totals.guesses > 0}")
+    event(f"guessed: {engine.engine.stats().totals.draft_tokens > 0}")
     assert_law(models, engine, [asking for asking in questions for _ in range(asking.answers)], asked)
     assert engine.engine.stats().blocks_used == 0
 
 
-@pytest.mark.parametrize("chunk_tokens", [5, 512])
-def test_several_answers_share_one_prefill(models: Models, chunk_tokens: int) -> None:
+@pytest.mark.parametrize("max_num_batched_tokens", [5, 512])
+def test_several_answers_share_one_prefill(models: Models, max_num_batched_tokens: int) -> None:
     video = random_item(models.family, (3, 2, 3), Fraction(1), rate=0.25)
     asking = about(video, 30, 31, 32)
-    engine = TinyEngine(models.engine, chunk_tokens=chunk_tokens)
+    engine = TinyEngine(models.engine, max_num_batched_tokens=max_num_batched_tokens)
     sampled = [SamplingParams(5, temperature=1.0, seed=seed) for seed in (1, 2)]
     asked = engine.ask("0", asking.parts, SamplingParams(5), [*sampled, SamplingParams(5)])
     engine.deliver(asked, 0, video, asking.kept[0])

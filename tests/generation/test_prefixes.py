@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from services.generation.engine.engine import Engine
 from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.request.adapter import Adapter
-from services.generation.request.request import Failed, Finished
+from services.generation.request.request import Adapter, Failed, Finished
 from tests.generation.sequence_desk import ITEMS_OF, Desk, SequenceRunner
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, media_item
@@ -85,7 +84,7 @@ def test_a_block_is_read_by_those_alone_whose_sequence_it_holds(data: st.DataObj
 def test_blocks_come_back_after_a_thousand_mixed_cancelled_and_preempted_requests() -> None:
     ITEMS_OF.clear()
     runner: Any = SequenceRunner()
-    engine = Engine(runner, BlockAllocator(24, BLOCK_TOKENS), 16, 4, 64, guess_tokens=2)
+    engine = Engine(runner, BlockAllocator(24, BLOCK_TOKENS), 16, 4, 64, max_draft_tokens=2)
     desk = Desk(engine)
     random = np.random.default_rng(5)
     item = Item(4, 1, 3, Fraction(1), np.zeros((12, 1), np.float32), 0.5, method="random")
@@ -115,15 +114,15 @@ def test_blocks_come_back_after_a_thousand_mixed_cancelled_and_preempted_request
         desk.deliver(0, 0)
     desk.run()
     stats = engine.stats()
-    assert min(spared, cancelled, stats.totals.preemptions, stats.totals.right_guesses) > 50
+    assert min(spared, cancelled, stats.totals.preemptions, stats.totals.accepted_draft_tokens) > 50
     assert stats.blocks_used == 0
     engine.check_integrity()
 
 
-def desk_of(blocks: int, budget_tokens: int = 64, guess_tokens: int = 0) -> Desk:
+def desk_of(blocks: int, max_num_batched_tokens: int = 64, max_draft_tokens: int = 0) -> Desk:
     ITEMS_OF.clear()
     runner: Any = SequenceRunner()
-    return Desk(Engine(runner, BlockAllocator(blocks, BLOCK_TOKENS), budget_tokens, 4, 64, guess_tokens))
+    return Desk(Engine(runner, BlockAllocator(blocks, BLOCK_TOKENS), max_num_batched_tokens, 4, 64, max_draft_tokens))
 
 
 def test_what_an_adapter_computes_again_after_a_preemption_is_read_by_its_own_alone() -> None:
@@ -161,7 +160,7 @@ def test_an_older_request_runs_on_when_a_newer_one_gives_way_to_what_it_has_pinn
 
 
 def test_guesses_do_not_keep_a_prompt_from_being_computed() -> None:
-    desk = desk_of(40, budget_tokens=3, guess_tokens=2)
+    desk = desk_of(40, max_num_batched_tokens=3, max_draft_tokens=2)
     desk.ask([Text((1, 2)), VIDEO, Text((1, 2) * 5)], 4, 0)
     older = desk.asked[-1]
     desk.ask([Text((5, 6))], 90, 0)
@@ -176,7 +175,7 @@ def test_guesses_do_not_keep_a_prompt_from_being_computed() -> None:
 
 def test_what_others_hold_too_is_no_room_for_a_newcomer() -> None:
     """Many questions that begin alike: none is admitted only to push another out."""
-    desk = desk_of(40, budget_tokens=32)
+    desk = desk_of(40, max_num_batched_tokens=32)
     alike = Text(tuple(range(100, 164)))
     desk.ask([alike, Text((5,))], 1, 0)
     desk.run()
@@ -211,7 +210,7 @@ def test_further_answers_end_with_the_one_that_they_wait_for() -> None:
     desk.leave(desk.asked[-1])
     desk.run()
     desk.ask([OPENING, VIDEO, Text((1,))], 5, 63)
-    assert desk.asked[-1].request.followers, "places were lost"
+    assert desk.asked[-1].request.siblings, "places were lost"
 
 
 def test_a_further_answer_that_is_given_up_before_it_begins_harms_no_other() -> None:

@@ -194,7 +194,7 @@ def test_levels_are_handed_over_only_with_the_rows_that_carry_them(family: str, 
             seen.append((tokens, [], []))
 
     model.text.register_forward_pre_hook(watch, with_kwargs=True)
-    engine = TinyEngine(model, chunk_tokens=4)
+    engine = TinyEngine(model, max_num_batched_tokens=4)
     picture = Item(1, 1, 3, None, *np.zeros((1, 3, 64), np.float32), deepstack=(np.ones((3, 64), np.float32),) * levels)
     asked = engine.ask("a", [PROMPT, picture, Text((15, 16))], SamplingParams(2))
     engine.deliver(asked, 0, picture, [0, 1, 2])

@@ -23,7 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from services.generation.sampling.sampler import Chosen, SamplingParams, SamplingState, sample, truncate
+from services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState, sample, truncate
 
 VOCABULARY = 61
 GREEDY = SamplingParams(max_new_tokens=8)
@@ -212,7 +212,7 @@ def test_a_greedy_batch_takes_the_likeliest_and_leaves_logits_alone() -> None:
     logits = logits_of(1, 3)
     before = logits.clone()
     chosen = sample(logits, [state_of(GREEDY, [0])] * 3)
-    assert chosen == [Chosen(token) for token in before.argmax(-1).tolist()]
+    assert chosen == [SampledToken(token) for token in before.argmax(-1).tolist()]
     assert torch.equal(logits, before)
 
 

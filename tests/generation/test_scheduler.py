@@ -24,9 +24,9 @@ VIDEO = Item(2, 2, 2, Fraction(1), np.zeros((8, 1), np.float32))
 class Desk:
     """A scheduler whose forwards cost nothing: every window that samples yields a token."""
 
-    def __init__(self, blocks: int = 64, budget_tokens: int = 16, max_running: int = 8) -> None:
-        self.scheduler = Scheduler(BlockAllocator(blocks, BLOCK_TOKENS), budget_tokens, max_running)
-        self.budget_tokens, self.max_running = budget_tokens, max_running
+    def __init__(self, blocks: int = 64, max_num_batched_tokens: int = 16, max_num_seqs: int = 8) -> None:
+        self.scheduler = Scheduler(BlockAllocator(blocks, BLOCK_TOKENS), max_num_batched_tokens, max_num_seqs)
+        self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.arrivals = 0
 
     def add(self, prompt_tokens: int, new_tokens: int, *, video: bool = False) -> Request:
@@ -43,11 +43,11 @@ class Desk:
         self.scheduler.media_complete(request)
 
     def step(self) -> list[Window]:
-        before = {request.id: request.computed for request in self.scheduler.requests()}
+        before = {request.id: request.num_computed_tokens for request in self.scheduler.requests()}
         windows = self.scheduler.schedule()
         self.check(windows, before)
         for window in windows:
-            self.scheduler.computed(window.request, window.end)
+            self.scheduler.mark_computed(window.request, window.end)
             if window.samples:
                 window.request.output_ids.append(1)
                 if len(window.request.output_ids) == window.request.sampling.max_new_tokens:
@@ -56,14 +56,14 @@ class Desk:
         return windows
 
     def check(self, windows: Sequence[Window], before: dict[str, int]) -> None:
-        assert sum(window.tokens for window in windows) <= self.budget_tokens
-        assert len(self.scheduler.running) <= self.max_running
+        assert sum(window.tokens for window in windows) <= self.max_num_batched_tokens
+        assert len(self.scheduler.running) <= self.max_num_seqs
         assert len({window.request.id for window in windows}) == len(windows)
         for window in windows:
             request = window.request
             # Whoever was preempted begins anew, behind the blocks that are still there.
             assert window.start == before[request.id] or window.start % BLOCK_TOKENS == 0
-            assert window.start == request.computed < window.end <= request.ready_tokens
+            assert window.start == request.num_computed_tokens < window.end <= request.ready_tokens
             assert window.samples == (request.rope.complete and window.end == request.tokens)
             assert len(request.blocks) * BLOCK_TOKENS >= window.end
             assert request.status is (Status.RUNNING if request.rope.complete else Status.AWAITING_MEDIA)
@@ -101,7 +101,7 @@ def test_everybody_finishes_whatever_comes_goes_and_runs_out(data: st.DataObject
 
 
 def test_decodes_come_before_prefill_and_older_prompts_before_newer_ones() -> None:
-    desk = Desk(budget_tokens=10)
+    desk = Desk(max_num_batched_tokens=10)
     first = desk.add(5, 9)
     desk.step()
     second, third = desk.add(21, 9), desk.add(12, 9)
@@ -111,7 +111,7 @@ def test_decodes_come_before_prefill_and_older_prompts_before_newer_ones() -> No
 
 
 def test_text_before_a_late_video_is_prefilled_with_what_nobody_else_wants() -> None:
-    desk = Desk(budget_tokens=10, max_running=1)
+    desk = Desk(max_num_batched_tokens=10, max_num_seqs=1)
     late = desk.add(8, 2, video=True)
     prompt = desk.add(7, 3)
     assert [(w.request, w.end) for w in desk.step()] == [(prompt, 7), (late, 3)]
@@ -124,7 +124,7 @@ def test_text_before_a_late_video_is_prefilled_with_what_nobody_else_wants() -> 
 
 
 def test_blocks_of_a_request_that_awaits_media_are_reclaimed_first_and_it_is_not_prefilled_again_until_then() -> None:
-    desk = Desk(blocks=6, budget_tokens=64)
+    desk = Desk(blocks=6, max_num_batched_tokens=64)
     late = desk.add(11, 2, video=True)
     desk.step()
     assert len(late.blocks) == 3
@@ -140,7 +140,7 @@ def test_blocks_of_a_request_that_awaits_media_are_reclaimed_first_and_it_is_not
 
 
 def test_whoever_awaits_media_loses_blocks_before_one_whose_media_came() -> None:
-    desk = Desk(blocks=8, budget_tokens=64, max_running=1)
+    desk = Desk(blocks=8, max_num_batched_tokens=64, max_num_seqs=1)
     runs = desk.add(7, 14)
     awaits, waits = desk.add(8, 1, video=True), desk.add(8, 1, video=True)
     desk.step()
@@ -158,7 +158,7 @@ def test_whoever_awaits_media_loses_blocks_before_one_whose_media_came() -> None
 
 
 def test_the_newest_is_preempted_and_comes_back_before_those_that_wait() -> None:
-    desk = Desk(blocks=6, budget_tokens=64, max_running=2)
+    desk = Desk(blocks=6, max_num_batched_tokens=64, max_num_seqs=2)
     old, new = desk.add(8, 12), desk.add(12, 12)
     waiting = desk.add(1, 1)
     while not desk.scheduler.preemptions:
@@ -176,7 +176,7 @@ def test_the_newest_is_preempted_and_comes_back_before_those_that_wait() -> None
 
 
 def test_a_prompt_is_not_admitted_where_it_would_push_another_out() -> None:
-    desk = Desk(blocks=8, budget_tokens=8)
+    desk = Desk(blocks=8, max_num_batched_tokens=8)
     desk.add(20, 4)
     desk.step()
     second = desk.add(16, 1)  # 4 blocks: 3 are free beside the 5 that the first one's prompt needs
@@ -186,9 +186,9 @@ def test_a_prompt_is_not_admitted_where_it_would_push_another_out() -> None:
     assert desk.scheduler.preemptions == 0
 
 
-@pytest.mark.parametrize("budget_tokens", [1, 3])
-def test_more_decodes_than_budget_still_all_finish(budget_tokens: int) -> None:
-    desk = Desk(budget_tokens=budget_tokens)
+@pytest.mark.parametrize("max_num_batched_tokens", [1, 3])
+def test_more_decodes_than_budget_still_all_finish(max_num_batched_tokens: int) -> None:
+    desk = Desk(max_num_batched_tokens=max_num_batched_tokens)
     requests = [desk.add(2, 5) for _ in range(6)]
     while desk.step():
         pass

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from services.generation.engine.speculation import guess
+from services.generation.engine.speculation import propose_draft_tokens
 from services.generation.sampling.sampler import SamplingParams
 from tests.families import FamilyUnderTest
 from tests.law import answer, assert_law, question
@@ -32,33 +32,33 @@ def test_a_guess_is_what_followed_the_last_three_tokens_or_two_when_they_stood_t
         for first in range(len(history) - length):
             if history[first : first + length] == history[-length:]:
                 expected = history[first + length : first + length + most]
-    assert guess(request, most) == tuple(expected)
+    assert propose_draft_tokens(request, most) == tuple(expected)
 
 
 def test_media_are_neither_found_again_nor_guessed() -> None:
     request = make_request("a", [Text((5, 6)), VIDEO, Text((7,)), VIDEO, Text((5, 6))], SamplingParams(9)).request
     for index in (0, 1):
         request.rope.deliver(index, None, 1 + index)
-    assert guess(request, 3) == ()
+    assert propose_draft_tokens(request, 3) == ()
     request = make_request("a", [VIDEO, Text((7,)), VIDEO], SamplingParams(9)).request
     for index in (0, 1):
         request.rope.deliver(index, None, 1 + index)
-    assert guess(request, 3) == ()
+    assert propose_draft_tokens(request, 3) == ()
 
 
 def test_a_prompt_is_masked_once_for_all_answers_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     first = make_request("a", [Text((5, 6, 7, 5, 6))], SamplingParams(9)).request
-    assert guess(first, 2) == (7, 5)
+    assert propose_draft_tokens(first, 2) == (7, 5)
 
     def again(*_: object) -> None:
         raise AssertionError
 
     monkeypatch.setattr(np, "where", again)
-    assert guess(first, 2) == (7, 5)
-    follower = make_request("b", [Text((5, 6, 7, 5, 6))], SamplingParams(9)).request
-    follower.share_prompt(first)
-    follower.output_ids = [7]
-    assert guess(follower, 1) == (5,)
+    assert propose_draft_tokens(first, 2) == (7, 5)
+    sibling = make_request("b", [Text((5, 6, 7, 5, 6))], SamplingParams(9)).request
+    sibling.share_prompt(first)
+    sibling.output_ids = [7]
+    assert propose_draft_tokens(sibling, 1) == (5,)
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +74,13 @@ def test_guessing_obeys_the_law(models: Models, data: st.DataObject) -> None:
     engine = TinyEngine(
         models.engine,
         blocks=least_blocks + data.draw(st.sampled_from((0, 1, 4, 16))),
-        chunk_tokens=data.draw(st.sampled_from((1, 2, 5, 16, 512))),
-        max_running=data.draw(st.integers(1, 4)),
-        guess_tokens=data.draw(st.integers(1, 5)),
+        max_num_batched_tokens=data.draw(st.sampled_from((1, 2, 5, 16, 512))),
+        max_num_seqs=data.draw(st.integers(1, 4)),
+        max_draft_tokens=data.draw(st.integers(1, 5)),
     )
     asked = answer(engine, questions, data.draw(st.lists(st.integers(0, 8), max_size=4)))
     stats = engine.engine.stats()
-    event(f"guessed: {stats.totals.guesses > 0}, right: {stats.totals.right_guesses > 0}")
+    event(f"guessed: {stats.totals.draft_tokens > 0}, right: {stats.totals.accepted_draft_tokens > 0}")
     assert_law(models, engine, questions, asked)
     assert stats.blocks_used == 0
 
@@ -100,8 +100,8 @@ def test_guessing_obeys_the_law(models: Models, data: st.DataObject) -> None:
 def test_answers_are_those_without_guessing(models: Models, params: SamplingParams) -> None:
     parts = repetitive(models.family)
     answers = []
-    for guess_tokens in (0, 4):
-        engine = TinyEngine(models.engine, blocks=128, guess_tokens=guess_tokens)
+    for max_draft_tokens in (0, 4):
+        engine = TinyEngine(models.engine, blocks=128, max_draft_tokens=max_draft_tokens)
         asked = [engine.ask(str(seed), parts, replace(params, seed=params.seed + seed)) for seed in range(3)]
         item = next(part for part in parts if isinstance(part, Item))
         for each in asked:
@@ -110,7 +110,7 @@ def test_answers_are_those_without_guessing(models: Models, params: SamplingPara
         engine.engine.check_integrity()
         answers.append([each.answer for each in asked])
     assert answers[0] == answers[1]
-    assert engine.engine.stats().totals.guesses > 0
+    assert engine.engine.stats().totals.draft_tokens > 0
 
 
 def test_right_guesses_save_steps_and_end_where_the_answer_ends(models: Models) -> None:
@@ -118,17 +118,17 @@ def test_right_guesses_save_steps_and_end_where_the_answer_ends(models: Models) 
     parts = repetitive(models.family)
     item = next(part for part in parts if isinstance(part, Item))
     told: list[tuple[list[int], int]] = []
-    for guess_tokens in (0, 4):
-        engine = TinyEngine(models.engine, blocks=128, guess_tokens=guess_tokens)
+    for max_draft_tokens in (0, 4):
+        engine = TinyEngine(models.engine, blocks=128, max_draft_tokens=max_draft_tokens)
         asked = engine.ask("0", parts, SamplingParams(60))
         engine.deliver(asked, 0, item, range(item.tokens))
         engine.drain()
         told.append((asked.answer, len(engine.runner.steps)))
-        right = engine.engine.stats().totals.right_guesses
+        right = engine.engine.stats().totals.accepted_draft_tokens
     assert told[0][0] == told[1][0]
     assert told[1][1] == told[0][1] - right
     end = told[0][0][-1]
-    engine = TinyEngine(models.engine, blocks=128, guess_tokens=4)
+    engine = TinyEngine(models.engine, blocks=128, max_draft_tokens=4)
     asked = engine.ask("0", parts, SamplingParams(60, eos_ids=(end,)))
     engine.deliver(asked, 0, item, range(item.tokens))
     engine.drain()

@@ -26,13 +26,12 @@ from torch import nn
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from services.generation.families import check_ranks, load_language_model
 from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import WorkerRanks, from_bytes, to_bytes
 from services.generation.parallel.sharding import check_sizes
-from services.generation.request.adapter import AdaptedRows
-from services.generation.request.batch import Context, Packed
+from services.generation.request.batch import AdaptedRows, Context, Packed
 from services.generation.startup.adapter_files import load_adapters
 from tests import parallel_rank
 from tests.adapters import write_adapter
@@ -114,9 +113,9 @@ def test_two_ranks_answer_as_one(shared: Shared, family: str, few_blocks: bool, 
     """few_blocks: some requests are preempted."""
     asking, arrivals, deliveries = questions(family), [0, 0, 1, 2, 5, 9], [0, 3, 1, 4]
     blocks = max(each.most_blocks for each in asking) + 1 if few_blocks else parallel_rank.MOST_BLOCKS
-    sizes = {"blocks": blocks, "chunk_tokens": chunk_tokens, "guess_tokens": 3 if chunk_tokens > 3 else 0}
+    sizes = {"blocks": blocks, "max_num_batched_tokens": chunk_tokens, "max_draft_tokens": 3 if chunk_tokens > 3 else 0}
     one = TinyEngine(shared.whole.engine, **sizes)
-    two = TinyEngine(shared.half.engine, followers=shared.workers, **sizes)
+    two = TinyEngine(shared.half.engine, workers=shared.workers, **sizes)
     expected, found = answer(one, asking, arrivals, deliveries), answer(two, asking, arrivals, deliveries)
     assert [each.answer for each in found] == [each.answer for each in expected]
     assert [other.answer for each in found for other in each.others] == [
@@ -133,7 +132,7 @@ def test_two_ranks_answer_as_one(shared: Shared, family: str, few_blocks: bool, 
 def test_a_rank_holds_half_of_every_layer_of_its_cache_and_of_its_adapters(shared: Shared, family: str) -> None:
     whole, half = shared.whole.engine, shared.half.engine
     assert (half.heads, half.kv_heads) == (whole.heads // 2, whole.kv_heads // 2)
-    runner = TinyEngine(half, followers=shared.workers).runner
+    runner = TinyEngine(half, workers=shared.workers).runner
     assert {layer.shape[0] for layer in runner._cache.keys} == {whole.kv_heads // 2}  # type: ignore[attr-defined]
     prefix = FAMILIES[family].text_prefix
     written = load_file(shared.whole.folder / "model.safetensors")
@@ -255,7 +254,7 @@ def packed(draw: st.DrawFn) -> Packed:
     adapted = st.builds(AdaptedRows, st.binary(min_size=32, max_size=32), NUMBERS, NUMBERS)
     return Packed(
         contexts=tuple(draw(st.lists(contexts, min_size=1, max_size=4))),
-        singles=draw(NUMBERS),
+        num_decodes=draw(NUMBERS),
         ids=np.array(draw(row)),
         positions=np.array([draw(row), draw(row), draw(row)]),
         slots=np.array(draw(row)),
@@ -269,7 +268,7 @@ def packed(draw: st.DrawFn) -> Packed:
 @given(packed())
 def test_a_step_arrives_as_it_was_sent(sent: Packed) -> None:
     found = from_bytes(to_bytes(sent))
-    assert (found.contexts, found.singles, found.adapted) == (sent.contexts, sent.singles, sent.adapted)
+    assert (found.contexts, found.num_decodes, found.adapted) == (sent.contexts, sent.num_decodes, sent.adapted)
     for name in ("ids", "positions", "slots", "media_rows", "last_rows"):
         array = getattr(found, name)
         assert np.array_equal(array, getattr(sent, name))

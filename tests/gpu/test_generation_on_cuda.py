@@ -63,7 +63,8 @@ def questions(family: str) -> list[Question]:
 @pytest.mark.parametrize("chunk_tokens", [3, 64])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_the_law_holds(models: Models, family: str, dtype: torch.dtype, chunk_tokens: int, graphs: bool) -> None:
-    engine = TinyEngine(load_language_model(Checkpoint(models.folder), dtype, CUDA), chunk_tokens=chunk_tokens)
+    model = load_language_model(Checkpoint(models.folder), dtype, CUDA)
+    engine = TinyEngine(model, max_num_batched_tokens=chunk_tokens)
     if graphs:
         assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA)) == can_capture(family, dtype)
     asking = questions(family)
@@ -81,7 +82,7 @@ def test_the_host_never_waits_within_a_step(
 ) -> None:
     if not can_capture(family, dtype):
         pytest.skip("torch itself waits in the products of its experts")
-    engine = TinyEngine(load_language_model(Checkpoint(models.folder), dtype, CUDA), chunk_tokens=16)
+    engine = TinyEngine(load_language_model(Checkpoint(models.folder), dtype, CUDA), max_num_batched_tokens=16)
     if graphs:
         assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA))
     answer(engine, questions(family))  # whatever is set up at its first use
@@ -176,7 +177,7 @@ def leading() -> Iterator[WorkerRanks]:
 def test_two_cards_answer_what_the_law_says(models: Models, family: str, leading: WorkerRanks) -> None:
     leading.ranks.tell(str(models.folder).encode())
     half = load_language_model(Checkpoint(models.folder), torch.float32, CUDA, leading.group)
-    engine, asking = TinyEngine(half, followers=leading, chunk_tokens=16), questions(family)
+    engine, asking = TinyEngine(half, workers=leading, max_num_batched_tokens=16), questions(family)
     tolerance = TOLERANCES[torch.float32]
     assert_law(replace(models, engine=half), engine, asking, answer(engine, asking), tolerance, 2 * tolerance)
     leading.ranks.tell(b"")

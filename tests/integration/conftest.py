@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from common.ports import free_port
+from common.process import free_port
 from demo.checkpoint import TINY, write_checkpoint
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import grpc
 
-from common.ports import free_port
+from common.process import free_port
 from common.security.credentials import NO_CREDENTIALS
 from common.serving.probe import is_serving
 from tests.awake import awake

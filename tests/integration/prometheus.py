@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from common.ports import free_port
+from common.process import free_port
 from tests.rules import FOLDER
 
 _READY_S = 30.0

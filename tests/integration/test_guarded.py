@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from common.channels import open_channel
 from common.contract import errors
 from common.contract.retention import Pruning
-from common.ports import free_port
+from common.process import free_port
 from framesieve.__main__ import app
 from framesieve.cli.inspection import inspect
 from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack

@@ -21,13 +21,13 @@ from typing import Any
 
 import grpc
 import pytest
-from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.channels import upstream_errors
 from common.contract import errors
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from framesieve.client.client import FramesieveClient
+from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from tests import media
 from tests.awake import SOON_S, within
 from tests.integration.conftest import DRAIN_S, HASTY_DRAIN_S
@@ -119,7 +119,7 @@ async def test_what_cannot_start_ends_with_2(start: Start) -> None:
     last = json.loads(service.log().splitlines()[-1])
     assert re.match(r"\d{4}-\d\d-\d\dT", last.pop("timestamp"))
     told = {"event": "cannot start", "level": "error", "service": "preprocessing"}
-    assert last == {**told, "error": "--media-root /nowhere is no folder"}
+    assert last == {**told, "error": "--media-root /nowhere is not a folder"}
 
 
 async def test_a_service_whose_workers_do_not_start_is_unwell_until_they_do(start: Start) -> None:

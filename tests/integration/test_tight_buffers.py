@@ -11,8 +11,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from framesieve.v1.generation_pb2 import GenerateRequest
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 
 from common.channels import upstream_errors
 from common.contract import errors
@@ -23,6 +21,8 @@ from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Delta, Finished
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
+from framesieve.v1.generation_pb2 import GenerateRequest
+from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import media
 from tests.integration.conftest import metric, running, settles
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.contract.errors import Unavailable
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video

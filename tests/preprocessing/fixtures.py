@@ -15,10 +15,10 @@ import pytest_asyncio
 
 from services.preprocessing.rpc import servicer
 from services.preprocessing.video.slices import PlannedMedia, PlannedVideo
-from services.preprocessing.workers import crew
+from services.preprocessing.workers import worker_pool
+from services.preprocessing.workers.job_queue import JobQueue
 from services.preprocessing.workers.jobs import Job, VideoSlices, slices_job
 from services.preprocessing.workers.limits import Limits
-from services.preprocessing.workers.pool import Pool
 from services.preprocessing.workers.process import Fault
 from tests.preprocessing.pool_asks import ENTRY, LIMITS, MIB, children, open_descriptors
 from tests.preprocessing.service import Pools, running_pools, serving
@@ -36,7 +36,7 @@ async def nothing_is_left() -> AsyncIterator[None]:
 @pytest.fixture
 def no_stop_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps workers that others' work on this machine keeps from stopping at once."""
-    monkeypatch.setattr(crew, "_STOP_S", 20.0)
+    monkeypatch.setattr(worker_pool, "_STOP_S", 20.0)
 
 
 @pytest.fixture
@@ -46,11 +46,11 @@ def replaced() -> list[Fault]:
 
 
 @pytest.fixture
-def pool_of(replaced: list[Fault]) -> Callable[..., Pool]:
+def pool_of(replaced: list[Fault]) -> Callable[..., JobQueue]:
     """Makes a pool of so many workers with `inflight_bytes` and limits."""
 
-    def make(size: int = 1, inflight_bytes: int = 64 * MIB, limits: Limits = LIMITS) -> Pool:
-        return Pool(size, limits, inflight_bytes, replaced.append, ENTRY)
+    def make(size: int = 1, inflight_bytes: int = 64 * MIB, limits: Limits = LIMITS) -> JobQueue:
+        return JobQueue(size, limits, inflight_bytes, replaced.append, ENTRY)
 
     return make
 

@@ -17,58 +17,58 @@ from typing import Any
 
 import numpy as np
 
-from services.preprocessing.sources.memory import sealed
+from services.preprocessing.sources.sealed_memory import sealed
 from services.preprocessing.workers import worker
-from services.preprocessing.workers.worker import Answer, Task
+from services.preprocessing.workers.worker import Piece, Task
 
 MIB = 2**20
 
 
-def count(task: Task) -> Generator[Answer, None, None]:
+def count(task: Task) -> Generator[Piece, None, None]:
     """Pieces of 1 MiB that say their number, from `first` on, each `piece_s` seconds long in the making."""
     for number in range(task.facts.integer("first", 0, 2**31), 2**31):
         time.sleep(task.facts.seconds("piece_s"))
-        yield Answer({"number": number, "worker": os.getpid()}, np.full(MIB, number % 256, np.uint8))
+        yield Piece({"number": number, "worker": os.getpid()}, np.full(MIB, number % 256, np.uint8))
 
 
-def crash(task: Task) -> Generator[Answer, None, None]:
+def crash(task: Task) -> Generator[Piece, None, None]:
     ctypes.string_at(0)
-    yield Answer({})
+    yield Piece({})
 
 
-def hang(task: Task) -> Generator[Answer, None, None]:
+def hang(task: Task) -> Generator[Piece, None, None]:
     while True:
         time.sleep(1)
-    yield Answer({})
+    yield Piece({})
 
 
-def grow(task: Task) -> Generator[Answer, None, None]:
+def grow(task: Task) -> Generator[Piece, None, None]:
     held = []
     while True:
         held.append(np.ones(MIB))
-    yield Answer({})
+    yield Piece({})
 
 
-def end(task: Task) -> Generator[Answer, None, None]:
+def end(task: Task) -> Generator[Piece, None, None]:
     os._exit(3)
-    yield Answer({})
+    yield Piece({})
 
 
-def bug(task: Task) -> Generator[Answer, None, None]:
+def bug(task: Task) -> Generator[Piece, None, None]:
     raise ZeroDivisionError("secret detail")
-    yield Answer({})
+    yield Piece({})
 
 
-def fork(task: Task) -> Generator[Answer, None, None]:
+def fork(task: Task) -> Generator[Piece, None, None]:
     """Leaves a process behind that keeps the connection open."""
     child = os.fork()
     if child == 0:
         signal.pause()
-    yield Answer({"child": child})
+    yield Piece({"child": child})
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def say(task: Task) -> Generator[Answer, None, None]:
+def say(task: Task) -> Generator[Piece, None, None]:
     """Sends something that is no message of the protocol, or a piece whose memory is not to be trusted."""
     connection = socket.socket(fileno=os.dup(int(sys.argv[1])))
     piece = b'{"kind": "piece", "facts": {}}'
@@ -97,12 +97,12 @@ def say(task: Task) -> Generator[Answer, None, None]:
     data, descriptors = everything[task.facts.text("what")]
     socket.send_fds(connection, [data], descriptors)
     time.sleep(60)
-    yield Answer({})
+    yield Piece({})
 
 
-def confined(task: Task) -> Generator[Answer, None, None]:
+def confined(task: Task) -> Generator[Piece, None, None]:
     """What it can see and reach."""
-    yield Answer(
+    yield Piece(
         {
             "proc": _outcome(lambda: Path("/proc/self/status").read_text()),
             "password": _outcome(lambda: Path("/etc/passwd").read_text()),

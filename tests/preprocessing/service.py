@@ -30,10 +30,10 @@ from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.fetch.policy import FetchPolicy
 from services.preprocessing.planner import Planner
 from services.preprocessing.rpc.metrics import watch
+from services.preprocessing.rpc.planning_threads import PlanningThreads
 from services.preprocessing.rpc.servicer import PreprocessingServicer
-from services.preprocessing.rpc.threads import Threads
+from services.preprocessing.workers.job_queue import JobQueue, started
 from services.preprocessing.workers.limits import Limits
-from services.preprocessing.workers.pool import Pool, started
 from services.preprocessing.workers.process import Fault
 from tests.preprocessing.media_server import Resolver, Server, fetched_files, policy
 
@@ -48,8 +48,8 @@ EVERYTHING = PreprocessRequest(select=prompt_pb2.Select(all=True))
 class Pools:
     """Of one worker each, and why any was replaced."""
 
-    reading: Pool
-    decoding: Pool
+    reading: JobQueue
+    decoding: JobQueue
     replaced: list[Fault]
 
     @property
@@ -62,8 +62,8 @@ class Pools:
 async def running_pools() -> AsyncIterator[Pools]:
     limits = Limits(wall_s=60, memory_bytes=2**31, file_bytes=2**30, frames=2**20, length_s=10_000, pixels=2**40)
     replaced: list[Fault] = []
-    reading = Pool(1, limits, 2**20, replaced.append)
-    decoding = Pool(1, limits, INFLIGHT_SLICES * SLICE_BYTES, replaced.append)
+    reading = JobQueue(1, limits, 2**20, replaced.append)
+    decoding = JobQueue(1, limits, INFLIGHT_SLICES * SLICE_BYTES, replaced.append)
     async with started(reading, decoding):
         yield Pools(reading, decoding, replaced)
 
@@ -78,7 +78,7 @@ async def serving(
         interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", 20 * 2**20)]
     )
     fetcher = fetcher or Fetcher(FetchPolicy())
-    async with Threads(1) as quick, Threads(threads) as slow:
+    async with PlanningThreads(1) as quick, PlanningThreads(threads) as slow:
         watch(pools.reading, pools.decoding, quick, slow)
         made = PreprocessingServicer(planner, fetcher, quick, slow, pools.reading, pools.decoding)
         preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(made, server)
@@ -197,9 +197,9 @@ async def fetching_from(
 
 
 @contextmanager
-def stopped(pool: Pool) -> Iterator[int]:
+def stopped(pool: JobQueue) -> Iterator[int]:
     """Its only worker does nothing inside, as if its decoder hung."""
-    (worker,) = pool.crew._workers
+    (worker,) = pool.workers._workers
     os.kill(worker.pid, signal.SIGSTOP)
     yield worker.pid
 

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.contract.errors import InvalidRequest
-from services.preprocessing.fetch.data_uri import decode_data_uri
+from services.preprocessing.fetch.urls import decode_data_uri
 
 
 @given(st.binary())

@@ -225,8 +225,8 @@ def with_frame_sampling() -> prompt_pb2.Media:
         ({"image": embeds(1, 2, 2, timestamps_s=[0.0])}, r"image\.embeds\.seconds_per_grid and timestamps_s are for"),
         ({"image": embeds(2, 2, 2)}, r"image\.embeds\.grid\.t of an image must be 1, got 2"),
         ({"video": without_grid()}, r"video\.embeds\.grid must be set"),
-        ({"video": embeds(2, 0, 2, **TIMES["a step"])}, r"video\.embeds\.grid is no grid: .* got 2×0×2"),
-        ({"video": embeds(2, 2**20, 2**20, **TIMES["a step"])}, r"video\.embeds\.grid is no grid: .* at most 4194304"),
+        ({"video": embeds(2, 0, 2, **TIMES["a step"])}, r"video\.embeds\.grid is invalid: .* got 2×0×2"),
+        ({"video": embeds(2, 2**20, 2**20, **TIMES["a step"])}, r"video\.embeds\.grid is invalid: .* at most 4194304"),
         (
             {"video": embeds(2, 2, 2, seconds_per_grid=prompt_pb2.Rational(numerator=1))},
             r"video\.embeds\.seconds_per_grid\.denominator must be at least 1, got 0",

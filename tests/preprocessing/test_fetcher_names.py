@@ -11,8 +11,8 @@ from contextlib import suppress
 import pytest
 
 from common.contract.errors import MediaRejected, Overloaded
-from services.preprocessing.fetch.fetcher import AT_ONCE, Fetcher
-from services.preprocessing.fetch.names import Names
+from services.preprocessing.fetch.addresses import SystemResolver
+from services.preprocessing.fetch.fetcher import MAX_CONCURRENT_FETCHES, Fetcher
 from tests.preprocessing.media_server import Resolver, ok, policy, redirect, serving
 
 V6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("2606::1", 0, 0, 0))
@@ -45,13 +45,15 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[NameServers]:
 
 
 async def test_the_system_is_asked_for_all_addresses_of_a_name(servers: NameServers) -> None:
-    assert await Names(1).look_up("example.org") == ["2606::1", "127.0.0.1"]
+    assert await SystemResolver(1).look_up("example.org") == ["2606::1", "127.0.0.1"]
 
 
 async def test_names_whose_servers_are_silent_keep_no_other_waiting(servers: NameServers) -> None:
     async with serving(ok()) as server:
         fetcher = Fetcher(policy(server.port, look_up_s=TIMEOUT_S))
-        dead = [asyncio.create_task(fetcher.fetch("video", "http://dead.test/")) for _ in range(AT_ONCE - 1)]
+        dead = [
+            asyncio.create_task(fetcher.fetch("video", "http://dead.test/")) for _ in range(MAX_CONCURRENT_FETCHES - 1)
+        ]
         async with asyncio.timeout(TIMEOUT_S):
             while servers.waiting < len(dead):
                 await asyncio.sleep(0.01)
@@ -63,7 +65,7 @@ async def test_names_whose_servers_are_silent_keep_no_other_waiting(servers: Nam
 
 
 async def test_look_ups_that_nobody_waits_for_any_more_are_nobody_elses_fault(servers: NameServers) -> None:
-    names = Names(3)
+    names = SystemResolver(3)
     left = [asyncio.create_task(names.look_up("dead.test")) for _ in range(3)]
     async with asyncio.timeout(TIMEOUT_S):
         while servers.waiting < len(left):
@@ -71,7 +73,7 @@ async def test_look_ups_that_nobody_waits_for_any_more_are_nobody_elses_fault(se
         for each in left:
             each.cancel()
         await asyncio.wait(left)
-        with pytest.raises(Overloaded, match="name cannot be looked up now: 3 others are"):
+        with pytest.raises(Overloaded, match="name cannot be looked up now: 3 lookups are running"):
             await names.look_up("clip.test")
         servers.answers.set()
         while True:
@@ -85,7 +87,7 @@ async def test_look_ups_that_nobody_waits_for_any_more_are_nobody_elses_fault(se
 async def test_a_look_up_that_takes_too_long_names_the_host_and_the_limit(servers: NameServers) -> None:
     with pytest.raises(MediaRejected) as refused:
         await Fetcher(policy(80, look_up_s=0.1)).fetch("video", "http://dead.test/")
-    told = "video.url has a host whose name took longer to look up than the 0.1 s it may take: 'dead.test'"
+    told = "video.url has a host whose name lookup took longer than the allowed 0.1 s: 'dead.test'"
     assert str(refused.value) == told
 
 
@@ -102,5 +104,5 @@ async def test_where_a_redirect_leads_is_not_told_when_its_look_up_takes_too_lon
             await Fetcher(policy(server.port, look_up_s=0.1), resolve).fetch(
                 "video", f"http://clip.test:{server.port}/"
             )
-    told = "video.url redirects to a host whose name took longer to look up than the 0.1 s it may take"
+    told = "video.url redirects to a host whose name lookup took longer than the allowed 0.1 s"
     assert str(refused.value) == told

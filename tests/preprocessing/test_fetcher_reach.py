@@ -87,7 +87,7 @@ async def test_a_redirect_to_what_may_not_be_reached_is_forbidden_and_not_told(l
 )
 async def test_a_redirect_to_what_is_no_url_is_rejected(location: str) -> None:
     async with serving(redirect(location)) as server:
-        with pytest.raises(MediaRejected, match=r"video\.url redirects to what is no URL"):
+        with pytest.raises(MediaRejected, match=r"video\.url redirects to a malformed URL"):
             await fetched(server)
 
 

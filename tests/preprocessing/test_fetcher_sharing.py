@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from common.contract.errors import MediaRejected, Overloaded
-from services.preprocessing.fetch.fetcher import AT_ONCE, Fetcher
+from services.preprocessing.fetch.fetcher import MAX_CONCURRENT_FETCHES, Fetcher
 from tests.preprocessing.fetching import fetched, fetcher_of, forever, open_files, url_of
 from tests.preprocessing.media_server import BODY, Resolver, head, ok, policy, serving
 
@@ -72,16 +72,16 @@ async def test_no_more_than_so_many_run_at_once_and_the_next_starts_when_one_end
         writer.write(ok(b"a"))
 
     async with serving(when_told) as server:
-        urls = {str(number): url_of(server) for number in range(AT_ONCE + 3)}
+        urls = {str(number): url_of(server) for number in range(MAX_CONCURRENT_FETCHES + 3)}
         fetching = asyncio.create_task(fetcher_of(server).fetch_all(urls))
-        while server.connections < AT_ONCE:
+        while server.connections < MAX_CONCURRENT_FETCHES:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
-        assert server.connections == AT_ONCE
+        assert server.connections == MAX_CONCURRENT_FETCHES
         enough.set()
         for source in (await fetching).values():
             source.close()
-    assert server.connections == AT_ONCE + 3
+    assert server.connections == MAX_CONCURRENT_FETCHES + 3
 
 
 async def test_files_share_the_disk_and_give_it_back_when_they_are_closed() -> None:

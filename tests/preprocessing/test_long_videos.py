@@ -23,9 +23,9 @@ from services.preprocessing.video import decode
 from services.preprocessing.video.packets import read_packets
 from services.preprocessing.video.sampling import FrameSampling
 from services.preprocessing.video.slices import PlannedVideo
+from services.preprocessing.workers.job_queue import JobQueue
 from services.preprocessing.workers.jobs import IndexVideo, VideoSlices
 from services.preprocessing.workers.limits import Limits
-from services.preprocessing.workers.pool import Pool
 from tests.awake import awake
 from tests.preprocessing.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, number_of, transformers_indices
 
@@ -80,7 +80,7 @@ def planned(checkpoint: Path, folder: Path, **wish: float) -> Iterator[tuple[Pla
 
 
 async def test_its_packets_are_read_in_little_memory_and_time(hour: Source) -> None:
-    async with Pool(1, LIMITS, MIB, lambda _: None) as pool:
+    async with JobQueue(1, LIMITS, MIB, lambda _: None) as pool:
         with awake() as passed_s:
             index = await pool.call(IndexVideo(hour))
             assert passed_s() < 10
@@ -98,7 +98,7 @@ async def test_its_packets_are_read_in_little_memory_and_time(hour: Source) -> N
     ],
 )
 async def test_limits_of_length_and_frames_hold_to_the_last(hour: Source, limits: Limits, told: str) -> None:
-    async with Pool(1, limits, MIB, lambda _: None) as pool:
+    async with JobQueue(1, limits, MIB, lambda _: None) as pool:
         with pytest.raises(MediaRejected, match=told):
             await pool.call(IndexVideo(hour))
 
@@ -110,7 +110,7 @@ async def test_frames_from_all_over_it_are_those_that_were_asked_for(
         assert prompt.plan.media[0].frames == 768
         assert list(video.places) == transformers_indices(FRAMES, RATE, 2.0, 4, 768)
         small = replace(video, height_px=HEIGHT_PX, width_px=WIDTH_PX)
-        async with Pool(1, LIMITS, 64 * MIB, lambda _: None) as pool, pool.ahead(VideoSlices(small)) as slices:
+        async with JobQueue(1, LIMITS, 64 * MIB, lambda _: None) as pool, pool.stream(VideoSlices(small)) as slices:
             sent = [number_of(row) for each in [each async for each in slices] for row in each.pixels]
         assert sent == [place % GROUP for place in video.places]
         first = replace(small, places=video.places[:96])

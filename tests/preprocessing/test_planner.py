@@ -156,8 +156,8 @@ def test_a_picture_read_as_a_video_has_another_hash_than_as_an_image(tiny: Plann
 @pytest.mark.parametrize(
     ("look", "error", "named"),
     [
-        (video(b"garbage"), MediaRejected, "video is no video that can be read"),
-        (image(b"garbage"), MediaRejected, "image is no image that can be read"),
+        (video(b"garbage"), MediaRejected, "video is not a readable video"),
+        (image(b"garbage"), MediaRejected, "image is not a readable image"),
         (
             image(picture(1, 201)),
             MediaRejected,

@@ -13,7 +13,7 @@ from time import monotonic_ns
 import pytest
 
 from common.contract.errors import MediaRejected, StartupError
-from services.preprocessing.workers.pool import Pool, started
+from services.preprocessing.workers.job_queue import JobQueue, started
 from services.preprocessing.workers.process import Fault, WorkerProcess
 from tests.preprocessing.pool_asks import (
     LIMITS,
@@ -30,34 +30,34 @@ pytest_plugins = ["tests.preprocessing.fixtures"]
 pytestmark = pytest.mark.usefixtures("nothing_is_left", "no_stop_is_late")
 
 
-async def test_pieces_come_in_order_with_what_they_hold(pool_of: Callable[..., Pool]) -> None:
-    async with pool_of() as pool, pool.ahead(counting(20)) as pieces:
+async def test_pieces_come_in_order_with_what_they_hold(pool_of: Callable[..., JobQueue]) -> None:
+    async with pool_of() as pool, pool.stream(counting(20)) as pieces:
         assert pieces_made([each async for each in pieces]) == list(range(20))
 
 
 async def test_time_is_counted_while_the_worker_works_and_not_while_the_reader_does(
-    pool_of: Callable[..., Pool],
+    pool_of: Callable[..., JobQueue],
 ) -> None:
     limits = replace(LIMITS, wall_s=1.5)
     async with pool_of(inflight_bytes=MIB, limits=limits) as pool:
-        async with pool.ahead(counting(5, piece_s=0.02)) as pieces:
+        async with pool.stream(counting(5, piece_s=0.02)) as pieces:
             read = []
             async for each in pieces:
                 read.append(each)
                 await asyncio.sleep(0.4)
         assert pieces_made(read) == list(range(5))
-        async with pool.ahead(counting(50, piece_s=0.05)) as pieces:
+        async with pool.stream(counting(50, piece_s=0.05)) as pieces:
             with pytest.raises(MediaRejected, match=r"more than 1\.5 s"):
                 _ = [each async for each in pieces]
 
 
 @pytest.mark.parametrize("inflight", [1, 3, 10])
 async def test_a_worker_runs_ahead_of_its_reader_by_the_bytes_in_flight(
-    pool_of: Callable[..., Pool], inflight: int
+    pool_of: Callable[..., JobQueue], inflight: int
 ) -> None:
     async with pool_of(inflight_bytes=inflight * MIB) as pool:
         before = open_memories()
-        async with pool.ahead(counting(100)) as pieces:
+        async with pool.stream(counting(100)) as pieces:
             first = await anext(pieces)
             await holds(before + inflight)
             second = await anext(pieces)
@@ -73,14 +73,14 @@ async def holds(memories: int) -> None:
     assert open_memories() == memories
 
 
-async def test_jobs_share_the_bytes_in_flight_evenly(pool_of: Callable[..., Pool]) -> None:
+async def test_jobs_share_the_bytes_in_flight_evenly(pool_of: Callable[..., JobQueue]) -> None:
     async with pool_of(2, inflight_bytes=8 * MIB) as pool:
         before = open_memories()
-        async with pool.ahead(counting(100, piece_s=0.2)) as greedy:
+        async with pool.stream(counting(100, piece_s=0.2)) as greedy:
             facts, _ = await anext(greedy)
             worker = facts.integer("worker", 1, 2**31)
             await until(lambda: open_memories() == before + 8)
-            async with pool.ahead(counting(100)) as late:
+            async with pool.stream(counting(100)) as late:
                 # The first job holds everything, and yet the second has its piece.
                 assert pieces_made([await anext(late)]) == [0]
                 for _ in range(6):
@@ -93,24 +93,24 @@ async def test_jobs_share_the_bytes_in_flight_evenly(pool_of: Callable[..., Pool
 
 
 async def test_a_slow_reader_gives_its_worker_to_those_who_wait_and_goes_on_where_it_stood(
-    pool_of: Callable[..., Pool], replaced: list[Fault]
+    pool_of: Callable[..., JobQueue], replaced: list[Fault]
 ) -> None:
-    async with pool_of(inflight_bytes=2 * MIB) as pool, pool.ahead(counting(12)) as slow:
+    async with pool_of(inflight_bytes=2 * MIB) as pool, pool.stream(counting(12)) as slow:
         read = [await anext(slow)]
         async with asyncio.timeout(20):
-            async with pool.ahead(counting(30)) as quick:
+            async with pool.stream(counting(30)) as quick:
                 assert pieces_made([each async for each in quick]) == list(range(30))
         read += [each async for each in slow]
         assert pieces_made(read) == list(range(12))
         assert replaced == []
 
 
-async def test_many_jobs_on_few_workers_all_end(pool_of: Callable[..., Pool], replaced: list[Fault]) -> None:
+async def test_many_jobs_on_few_workers_all_end(pool_of: Callable[..., JobQueue], replaced: list[Fault]) -> None:
     async with pool_of(2, inflight_bytes=6 * MIB) as pool:
 
         async def read(pause_s: float) -> list[int]:
             numbers = []
-            async with pool.ahead(counting(15)) as pieces:
+            async with pool.stream(counting(15)) as pieces:
                 async for facts, _ in pieces:
                     numbers.append(facts.integer("number", 0, 100))
                     await asyncio.sleep(pause_s)
@@ -123,24 +123,24 @@ async def test_many_jobs_on_few_workers_all_end(pool_of: Callable[..., Pool], re
 
 
 async def test_a_reader_that_leaves_frees_its_worker_at_the_next_piece(
-    pool_of: Callable[..., Pool], replaced: list[Fault]
+    pool_of: Callable[..., JobQueue], replaced: list[Fault]
 ) -> None:
     async with pool_of() as pool:
         descriptors = open_descriptors()
         (worker,) = children()
-        async with pool.ahead(counting(1000, piece_s=0.05)) as pieces:
+        async with pool.stream(counting(1000, piece_s=0.05)) as pieces:
             await anext(pieces)
         assert pieces_made([await pool.call(counting(1))]) == [0]
         assert children() == {worker}
         assert open_descriptors() == descriptors
 
 
-async def test_readers_cancelled_at_any_moment_leak_nothing(pool_of: Callable[..., Pool]) -> None:
+async def test_readers_cancelled_at_any_moment_leak_nothing(pool_of: Callable[..., JobQueue]) -> None:
     async with pool_of(2, inflight_bytes=4 * MIB) as pool:
         descriptors, processes = open_descriptors(), children()
 
         async def read() -> None:
-            async with pool.ahead(counting(50, piece_s=0.002)) as pieces:
+            async with pool.stream(counting(50, piece_s=0.002)) as pieces:
                 async for _ in pieces:
                     await asyncio.sleep(0.001)
 
@@ -153,7 +153,7 @@ async def test_readers_cancelled_at_any_moment_leak_nothing(pool_of: Callable[..
             del reader
         async with AsyncExitStack() as stack:  # both workers are free again, and so are all the bytes
             for _ in range(2):
-                pieces = await stack.enter_async_context(pool.ahead(counting(1)))
+                pieces = await stack.enter_async_context(pool.stream(counting(1)))
                 await anext(pieces)
             assert children() == processes
             del pieces
@@ -161,7 +161,7 @@ async def test_readers_cancelled_at_any_moment_leak_nothing(pool_of: Callable[..
 
 
 async def test_pools_start_side_by_side_and_stop_together(
-    pool_of: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+    pool_of: Callable[..., JobQueue], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def never(_: WorkerProcess) -> None:
         await asyncio.Event().wait()
@@ -179,26 +179,26 @@ async def test_pools_start_side_by_side_and_stop_together(
     assert starting.cancelled()
 
 
-async def test_a_pool_that_does_not_start_takes_the_others_along(pool_of: Callable[..., Pool]) -> None:
+async def test_a_pool_that_does_not_start_takes_the_others_along(pool_of: Callable[..., JobQueue]) -> None:
     with pytest.raises(StartupError, match="ended with status 1"):
-        async with started(pool_of(), Pool(1, LIMITS, MIB, lambda _: None, "no.such.module")):
+        async with started(pool_of(), JobQueue(1, LIMITS, MIB, lambda _: None, "no.such.module")):
             pass
 
 
 async def test_jobs_that_wait_for_a_worker_are_told_and_since_when_the_first_of_them(
-    pool_of: Callable[..., Pool],
+    pool_of: Callable[..., JobQueue],
 ) -> None:
     async with pool_of(size=1) as pool, AsyncExitStack() as reading:
-        assert (pool.jobs, pool.crew.busy, pool.crew.waiting, pool.crew.oldest_ns) == (0, 0, 0, None)
-        first = await reading.enter_async_context(pool.ahead(counting(100, piece_s=0.1)))
+        assert (pool.jobs, pool.workers.busy, pool.workers.waiting, pool.workers.oldest_ns) == (0, 0, 0, None)
+        first = await reading.enter_async_context(pool.stream(counting(100, piece_s=0.1)))
         await anext(first)
-        assert (pool.jobs, pool.crew.busy, pool.crew.waiting, pool.crew.oldest_ns) == (1, 1, 0, None)
+        assert (pool.jobs, pool.workers.busy, pool.workers.waiting, pool.workers.oldest_ns) == (1, 1, 0, None)
         before_ns = monotonic_ns()
-        async with pool.ahead(counting(1)), pool.ahead(counting(1)):
-            await until(lambda: pool.crew.waiting == 2)
-            assert (pool.jobs, pool.crew.busy) == (3, 1)
-            assert pool.crew.oldest_ns is not None
-            assert before_ns < pool.crew.oldest_ns < monotonic_ns()
-        await until(lambda: pool.crew.waiting == 0)
-        assert (pool.jobs, pool.crew.busy, pool.crew.oldest_ns) == (1, 1, None)
-    await until(lambda: pool.crew.busy == 0)
+        async with pool.stream(counting(1)), pool.stream(counting(1)):
+            await until(lambda: pool.workers.waiting == 2)
+            assert (pool.jobs, pool.workers.busy) == (3, 1)
+            assert pool.workers.oldest_ns is not None
+            assert before_ns < pool.workers.oldest_ns < monotonic_ns()
+        await until(lambda: pool.workers.waiting == 0)
+        assert (pool.jobs, pool.workers.busy, pool.workers.oldest_ns) == (1, 1, None)
+    await until(lambda: pool.workers.busy == 0)

@@ -19,8 +19,8 @@ import pytest
 import structlog
 
 from common.contract.errors import FramesieveError, MediaRejected, Overloaded, PeerContract, StartupError, Unavailable
-from services.preprocessing.rpc.threads import Threads
-from services.preprocessing.workers.pool import Pool
+from services.preprocessing.rpc.planning_threads import PlanningThreads
+from services.preprocessing.workers.job_queue import JobQueue
 from services.preprocessing.workers.process import Fault
 from tests.preprocessing.pool_asks import (
     LIMITS,
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
     ],
 )
 async def test_a_decoder_that_fails_costs_one_job_and_is_replaced(
-    pool_of: Callable[..., Pool], replaced: list[Fault], job: str, wall_s: float, told: str, reason: Fault
+    pool_of: Callable[..., JobQueue], replaced: list[Fault], job: str, wall_s: float, told: str, reason: Fault
 ) -> None:
     async with pool_of(limits=replace(LIMITS, wall_s=wall_s)) as pool:
         with pytest.raises(MediaRejected, match=rf"^video cannot be decoded: {told}$"):
@@ -60,14 +60,14 @@ async def test_a_decoder_that_fails_costs_one_job_and_is_replaced(
         assert len(children()) == 1
 
 
-async def test_the_log_names_the_request_whose_worker_is_replaced(pool_of: Callable[..., Pool]) -> None:
+async def test_the_log_names_the_request_whose_worker_is_replaced(pool_of: Callable[..., JobQueue]) -> None:
     loop = asyncio.get_running_loop()
 
     def from_a_thread() -> object:  # as those that plan do
         return asyncio.run_coroutine_threadsafe(pool.call(Ask("crash")), loop).result()
 
     with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logged:
-        async with pool_of() as pool, Threads(1) as planning:
+        async with pool_of() as pool, PlanningThreads(1) as planning:
             with structlog.contextvars.bound_contextvars(request_id="first"), pytest.raises(MediaRejected):
                 await pool.call(Ask("crash"))
             with structlog.contextvars.bound_contextvars(request_id="second"), pytest.raises(MediaRejected):
@@ -76,8 +76,8 @@ async def test_the_log_names_the_request_whose_worker_is_replaced(pool_of: Calla
     assert [line["request_id"] for line in logged if line["event"] == "worker replaced"] == ["first", "second"]
 
 
-async def test_a_crash_leaves_the_jobs_of_other_workers_alone(pool_of: Callable[..., Pool]) -> None:
-    async with pool_of(2) as pool, pool.ahead(counting(20, piece_s=0.02)) as pieces:
+async def test_a_crash_leaves_the_jobs_of_other_workers_alone(pool_of: Callable[..., JobQueue]) -> None:
+    async with pool_of(2) as pool, pool.stream(counting(20, piece_s=0.02)) as pieces:
         first = await anext(pieces)
         with pytest.raises(MediaRejected, match="signal 11"):
             await pool.call(Ask("crash"))
@@ -85,11 +85,11 @@ async def test_a_crash_leaves_the_jobs_of_other_workers_alone(pool_of: Callable[
 
 
 async def test_an_array_that_no_descriptor_is_free_for_costs_its_request_and_no_worker(
-    pool_of: Callable[..., Pool], replaced: list[Fault]
+    pool_of: Callable[..., JobQueue], replaced: list[Fault]
 ) -> None:
     async with pool_of(inflight_bytes=MIB) as pool:
         before = children()
-        async with pool.ahead(counting(20)) as pieces:
+        async with pool.stream(counting(20)) as pieces:
             read = [await anext(pieces)]
             with no_descriptor_left(), pytest.raises(Overloaded, match=r"^video .*: Too many open files$"):
                 read += [each async for each in pieces]
@@ -102,7 +102,7 @@ async def test_an_array_that_no_descriptor_is_free_for_costs_its_request_and_no_
 
 
 async def test_an_array_that_no_memory_is_free_for_costs_its_request_and_no_worker(
-    pool_of: Callable[..., Pool], replaced: list[Fault], monkeypatch: pytest.MonkeyPatch
+    pool_of: Callable[..., JobQueue], replaced: list[Fault], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lacking(*_: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -117,7 +117,7 @@ async def test_an_array_that_no_memory_is_free_for_costs_its_request_and_no_work
 
 
 async def test_a_worker_waits_while_too_many_descriptors_are_on_their_way(
-    pool_of: Callable[..., Pool], replaced: list[Fault]
+    pool_of: Callable[..., JobQueue], replaced: list[Fault]
 ) -> None:
     async with pool_of() as pool:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -130,7 +130,7 @@ async def test_a_worker_waits_while_too_many_descriptors_are_on_their_way(
         assert replaced == []
 
 
-async def test_a_bug_is_nobodys_media_and_told_to_the_log_alone(pool_of: Callable[..., Pool]) -> None:
+async def test_a_bug_is_nobodys_media_and_told_to_the_log_alone(pool_of: Callable[..., JobQueue]) -> None:
     async with pool_of() as pool:
         with pytest.raises(PeerContract, match="ZeroDivisionError: secret detail"):
             await pool.call(Ask("bug"))
@@ -160,7 +160,7 @@ async def test_a_bug_is_nobodys_media_and_told_to_the_log_alone(pool_of: Callabl
     ],
 )
 async def test_a_worker_that_breaks_the_contract_is_killed(
-    pool_of: Callable[..., Pool], replaced: list[Fault], what: str
+    pool_of: Callable[..., JobQueue], replaced: list[Fault], what: str
 ) -> None:
     async with pool_of() as pool:
         descriptors = open_descriptors()
@@ -173,9 +173,9 @@ async def test_a_worker_that_breaks_the_contract_is_killed(
         assert open_descriptors() == descriptors
 
 
-async def test_what_a_worker_started_dies_with_it(pool_of: Callable[..., Pool]) -> None:
+async def test_what_a_worker_started_dies_with_it(pool_of: Callable[..., JobQueue]) -> None:
     async with pool_of() as pool:
-        async with pool.ahead(Ask("fork", pieces=2)) as pieces:
+        async with pool.stream(Ask("fork", pieces=2)) as pieces:
             facts, _ = await anext(pieces)
             child = facts.integer("child", 1, 2**31)
             with pytest.raises(MediaRejected, match="signal 11"):
@@ -184,7 +184,7 @@ async def test_what_a_worker_started_dies_with_it(pool_of: Callable[..., Pool]) 
 
 
 async def test_a_worker_that_dies_idle_costs_nobody_anything(
-    pool_of: Callable[..., Pool], replaced: list[Fault]
+    pool_of: Callable[..., JobQueue], replaced: list[Fault]
 ) -> None:
     async with pool_of() as pool:
         (idle,) = children()
@@ -194,7 +194,7 @@ async def test_a_worker_that_dies_idle_costs_nobody_anything(
         assert replaced == [Fault.CRASHED]
 
 
-async def test_a_worker_that_does_not_stop_is_replaced(pool_of: Callable[..., Pool], replaced: list[Fault]) -> None:
+async def test_a_worker_that_does_not_stop_is_replaced(pool_of: Callable[..., JobQueue], replaced: list[Fault]) -> None:
     async with pool_of() as pool:
         asked = asyncio.create_task(pool.call(Ask("hang")))
         await asyncio.sleep(0.2)
@@ -205,7 +205,7 @@ async def test_a_worker_that_does_not_stop_is_replaced(pool_of: Callable[..., Po
         assert replaced == [Fault.ABANDONED]
 
 
-async def test_leaving_kills_the_workers_and_tells_who_still_reads(pool_of: Callable[..., Pool]) -> None:
+async def test_leaving_kills_the_workers_and_tells_who_still_reads(pool_of: Callable[..., JobQueue]) -> None:
     async with pool_of() as pool:
         asked = asyncio.create_task(pool.call(Ask("hang")))
         await asyncio.sleep(0.2)
@@ -214,9 +214,9 @@ async def test_leaving_kills_the_workers_and_tells_who_still_reads(pool_of: Call
         await asked
 
 
-async def test_a_job_that_is_asked_for_while_the_pool_is_left_is_told(pool_of: Callable[..., Pool]) -> None:
+async def test_a_job_that_is_asked_for_while_the_pool_is_left_is_told(pool_of: Callable[..., JobQueue]) -> None:
     async with pool_of() as pool:
-        pieces = await (running := pool.ahead(counting(1))).__aenter__()
+        pieces = await (running := pool.stream(counting(1))).__aenter__()
         # Nothing is awaited between: what makes the pieces is yet to take its first step.
     async with asyncio.timeout(5):
         with pytest.raises(Unavailable, match="stopping"):
@@ -227,7 +227,7 @@ async def test_a_job_that_is_asked_for_while_the_pool_is_left_is_told(pool_of: C
 async def test_workers_die_with_their_service_whatever_they_do() -> None:
     program = """
 import asyncio, os
-from services.preprocessing.workers.pool import Pool
+from services.preprocessing.workers.job_queue import Pool
 from tests.preprocessing.pool_asks import ENTRY, LIMITS, Ask
 async def main():
     async with Pool(2, LIMITS, 1, print, ENTRY) as pool:
@@ -245,12 +245,12 @@ asyncio.run(main())
 
 async def test_a_pool_whose_workers_do_not_start_says_so(replaced: list[Fault]) -> None:
     with pytest.raises(StartupError, match="ended with status 1"):
-        async with Pool(2, LIMITS, MIB, replaced.append, "no.such.module"):
+        async with JobQueue(2, LIMITS, MIB, replaced.append, "no.such.module"):
             pass
 
 
 async def test_a_pool_whose_workers_the_system_has_no_room_for_says_so(
-    pool_of: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+    pool_of: Callable[..., JobQueue], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lacking(*_: object, **__: object) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -262,19 +262,19 @@ async def test_a_pool_whose_workers_the_system_has_no_room_for_says_so(
 
 
 async def test_a_pool_is_unable_while_no_worker_starts_and_able_again_once_one_does(
-    pool_of: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+    pool_of: Callable[..., JobQueue], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pool_of(2) as pool:
-        monkeypatch.setattr(pool.crew, "_entry", "no.such.module")
+        monkeypatch.setattr(pool.workers, "_entry", "no.such.module")
         with pytest.raises(MediaRejected):
             await pool.call(Ask("crash"))
         await until(lambda: len(children()) == 1)
-        assert pool.crew.able
+        assert pool.workers.healthy
         with pytest.raises(MediaRejected):
             await pool.call(Ask("crash"))
-        await until(lambda: not pool.crew.able)
+        await until(lambda: not pool.workers.healthy)
         monkeypatch.undo()
-        await until(lambda: pool.crew.able)
+        await until(lambda: pool.workers.healthy)
         assert pieces_made([await pool.call(counting(1))]) == [0]
 
 
@@ -286,7 +286,7 @@ def port() -> Iterator[int]:
 
 
 async def test_a_worker_sees_its_media_and_nothing_else(
-    pool_of: Callable[..., Pool], port: int, monkeypatch: pytest.MonkeyPatch
+    pool_of: Callable[..., JobQueue], port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FRAMESIEVE_SECRET", "secret")
     async with pool_of() as pool:

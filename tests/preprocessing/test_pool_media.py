@@ -21,8 +21,8 @@ from services.preprocessing.video.pictures import decode_picture, read_picture
 from services.preprocessing.video.resize import resize
 from services.preprocessing.video.slices import PlannedPicture, Slice
 from services.preprocessing.workers import process, protocol
+from services.preprocessing.workers.job_queue import JobQueue
 from services.preprocessing.workers.jobs import IndexPicture, IndexVideo, Order, PictureSlices, VideoSlices
-from services.preprocessing.workers.pool import Pool
 from services.preprocessing.workers.process import Fault
 from tests.preprocessing.pool_asks import MIB, open_descriptors
 from tests.preprocessing.pool_media import LIMITS, numbers_of, planned
@@ -34,8 +34,8 @@ MUTATIONS = 2000
 
 
 @pytest.fixture
-async def pool(replaced: list[Fault]) -> AsyncIterator[Pool]:
-    async with Pool(2, LIMITS, 64 * MIB, replaced.append) as made:
+async def pool(replaced: list[Fault]) -> AsyncIterator[JobQueue]:
+    async with JobQueue(2, LIMITS, 64 * MIB, replaced.append) as made:
         yield made
 
 
@@ -61,13 +61,13 @@ def same(ours: list[Slice], theirs: list[Slice]) -> bool:
     ],
 )
 async def test_a_video_comes_out_as_it_does_in_process(
-    pool: Pool, container: str, codec: str, replaced: list[Fault]
+    pool: JobQueue, container: str, codec: str, replaced: list[Fault]
 ) -> None:
     source = bytes_source("video", clip(40, container=container, codec=codec, options={"g": "12"}))
     index = await pool.call(IndexVideo(source))
     assert index == read_packets(source)
     video = planned(source, index, (0, 1, 7, 7, 13, 20, 31, 39))
-    async with pool.ahead(VideoSlices(video)) as slices:
+    async with pool.stream(VideoSlices(video)) as slices:
         ours = [each async for each in slices]
     assert numbers_of(ours) == list(video.places)
     assert same(ours, list(video.slices()))
@@ -75,7 +75,7 @@ async def test_a_video_comes_out_as_it_does_in_process(
 
 
 @pytest.mark.parametrize("format", ["AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"])
-async def test_a_picture_comes_out_as_it_does_in_process(pool: Pool, format: str) -> None:  # noqa: A002
+async def test_a_picture_comes_out_as_it_does_in_process(pool: JobQueue, format: str) -> None:  # noqa: A002
     file = io.BytesIO()
     noise = np.random.default_rng(1).integers(0, 255, (31, 45, 3), np.uint8)
     exif = Image.Exif()
@@ -86,16 +86,16 @@ async def test_a_picture_comes_out_as_it_does_in_process(pool: Pool, format: str
     header = await pool.call(IndexPicture(source))
     assert header == read_picture(source)
     assert (header.height_px, header.width_px) == ((45, 31) if told else (31, 45))
-    async with pool.ahead(PictureSlices(PlannedPicture(source, header, 56, 28))) as slices:
+    async with pool.stream(PictureSlices(PlannedPicture(source, header, 56, 28))) as slices:
         (ours,) = [each async for each in slices]
     assert np.array_equal(ours.pixels[0], resize(decode_picture(source, header), 56, 28))
 
 
-async def test_a_file_may_be_closed_as_soon_as_its_job_is_left(pool: Pool, tmp_path: Path) -> None:
+async def test_a_file_may_be_closed_as_soon_as_its_job_is_left(pool: JobQueue, tmp_path: Path) -> None:
     (tmp_path / "clip.mp4").write_bytes(clip(60))
     source = path_source("video", "clip.mp4", tmp_path)
     video = planned(source, await pool.call(IndexVideo(source)), tuple(range(60)))
-    async with pool.ahead(VideoSlices(video)) as slices:
+    async with pool.stream(VideoSlices(video)) as slices:
         assert numbers_of([await anext(slices)]) == [0, 1]
     source.close()
     other = bytes_source("video", clip(10))
@@ -118,7 +118,7 @@ async def test_a_video_that_made_way_goes_on_with_the_same_frames(container: str
     source = bytes_source("video", clip(48, container=container, options={"g": "12", "bf": "2"}))
     index = read_packets(source)
     job = Watched(planned(source, index, tuple(range(0, 48, 3))))
-    async with Pool(1, LIMITS, 2 * MIB, replaced.append) as pool, pool.ahead(job) as slices:
+    async with JobQueue(1, LIMITS, 2 * MIB, replaced.append) as pool, pool.stream(job) as slices:
         slow = [await anext(slices)]
         for _ in range(3):
             assert await pool.call(IndexVideo(source)) == index
@@ -138,7 +138,7 @@ async def made_way_at(slices_before: int, data: bytes, places: tuple[int, ...], 
     """What comes of a video whose only worker goes to somebody else after so many slices and comes back."""
     source = bytes_source("video", data)
     job = Watched(planned(source, read_packets(source), places))
-    async with Pool(1, LIMITS, MIB, replaced.append) as pool, pool.ahead(job) as slices:
+    async with JobQueue(1, LIMITS, MIB, replaced.append) as pool, pool.stream(job) as slices:
         before = [await anext(slices) for _ in range(slices_before)]
         await pool.call(IndexVideo(source))
         whole = before + [each async for each in slices]
@@ -171,7 +171,7 @@ async def test_more_than_a_tenth_of_the_whole_video_is_damage_wherever_it_made_w
 
 
 async def test_bytes_are_put_into_shared_memory_once_however_many_jobs_read_them(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
+    pool: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files: list[int] = []
     send = protocol.send
@@ -184,24 +184,24 @@ async def test_bytes_are_put_into_shared_memory_once_however_many_jobs_read_them
     monkeypatch.setattr(process, "send", noted)
     source = bytes_source("video", clip(10))
     video = planned(source, await pool.call(IndexVideo(source)), (0, 9))
-    async with pool.ahead(VideoSlices(video)) as slices:
+    async with pool.stream(VideoSlices(video)) as slices:
         assert numbers_of([each async for each in slices]) == [0, 9]
     assert len(files) == 2
     assert len(set(files)) == 1
 
 
-async def test_damage_is_told_as_it_is_in_process(pool: Pool, replaced: list[Fault]) -> None:
-    with pytest.raises(MediaRejected, match="video is no video that can be read"):
+async def test_damage_is_told_as_it_is_in_process(pool: JobQueue, replaced: list[Fault]) -> None:
+    with pytest.raises(MediaRejected, match="video is not a readable video"):
         await pool.call(IndexVideo(bytes_source("video", b"no video at all")))
     source = bytes_source("video", without_packets(clip(20, options={"g": "1"}), range(5, 10)))
     video = planned(source, await pool.call(IndexVideo(source)), tuple(range(20)))
-    async with pool.ahead(VideoSlices(video)) as slices:
+    async with pool.stream(VideoSlices(video)) as slices:
         with pytest.raises(MediaDamaged, match="frames cannot be decoded"):
             _ = [each async for each in slices]
     assert replaced == []
 
 
-async def test_mutated_files_end_no_worker_and_leak_nothing(pool: Pool, replaced: list[Fault]) -> None:
+async def test_mutated_files_end_no_worker_and_leak_nothing(pool: JobQueue, replaced: list[Fault]) -> None:
     clips = [clip(12, container=container) for container in ("mp4", "matroska", "mpegts", "avi", "h264")]
     chance = random.Random(4)
     descriptors = open_descriptors()
@@ -214,7 +214,7 @@ async def test_mutated_files_end_no_worker_and_leak_nothing(pool: Pool, replaced
         try:
             index = await pool.call(IndexVideo(source))
             frames = min(len(index.times.ticks), 12) // 2 * 2
-            async with pool.ahead(VideoSlices(planned(source, index, tuple(range(frames))))) as slices:
+            async with pool.stream(VideoSlices(planned(source, index, tuple(range(frames))))) as slices:
                 decoded += len([each async for each in slices])
         except InvalidRequest:
             pass

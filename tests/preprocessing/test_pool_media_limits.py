@@ -12,9 +12,9 @@ from common.contract.errors import InvalidRequest, MediaRejected
 from services.preprocessing.sources.source import bytes_source
 from services.preprocessing.video.packets import read_packets
 from services.preprocessing.video.slices import PlannedPicture, PlannedVideo
+from services.preprocessing.workers.job_queue import JobQueue
 from services.preprocessing.workers.jobs import IndexPicture, IndexVideo, PictureSlices, VideoSlices
 from services.preprocessing.workers.limits import Limits
-from services.preprocessing.workers.pool import Pool
 from services.preprocessing.workers.process import Fault
 from tests.preprocessing.pool_asks import MIB
 from tests.preprocessing.pool_media import LIMITS, numbers_of, planned
@@ -38,7 +38,7 @@ async def _end(video: PlannedVideo, memory_mib: int) -> str | None:
     """How a video with so much memory is refused, if it is."""
     limits = replace(LIMITS, memory_bytes=memory_mib * MIB)
     try:
-        async with Pool(1, limits, MIB, lambda _: None) as pool, pool.ahead(VideoSlices(video)) as slices:
+        async with JobQueue(1, limits, MIB, lambda _: None) as pool, pool.stream(VideoSlices(video)) as slices:
             _ = [each async for each in slices]
     except InvalidRequest as error:
         return str(error)
@@ -55,7 +55,7 @@ async def _end(video: PlannedVideo, memory_mib: int) -> str | None:
 )
 async def test_media_that_pass_a_limit_are_rejected(limits: Limits, told: str, replaced: list[Fault]) -> None:
     source = bytes_source("video", clip(60))
-    async with Pool(1, limits, MIB, replaced.append) as pool:
+    async with JobQueue(1, limits, MIB, replaced.append) as pool:
         with pytest.raises(MediaRejected, match=told):
             await pool.call(IndexVideo(source))
     assert replaced == []
@@ -65,9 +65,9 @@ async def test_a_picture_that_needs_too_much_memory_costs_a_worker_and_one_reque
     file = io.BytesIO()
     Image.new("RGB", (6000, 6000)).save(file, "PNG")
     source = bytes_source("image", file.getvalue())
-    async with Pool(1, replace(LIMITS, memory_bytes=64 * MIB), MIB, replaced.append) as pool:
+    async with JobQueue(1, replace(LIMITS, memory_bytes=64 * MIB), MIB, replaced.append) as pool:
         header = await pool.call(IndexPicture(source))
-        async with pool.ahead(PictureSlices(PlannedPicture(source, header, 28, 28))) as slices:
+        async with pool.stream(PictureSlices(PlannedPicture(source, header, 28, 28))) as slices:
             with pytest.raises(MediaRejected, match="image cannot be decoded: it needed more than 64 MiB"):
                 await anext(slices)
         assert replaced == [Fault.MEMORY]
@@ -78,10 +78,10 @@ async def test_a_video_of_too_many_pixels_is_rejected_though_few_frames_are_want
     source = bytes_source("video", clip(60, options={"g": "60"}))
     index = read_packets(source)
     pixels = 50 * HEIGHT_PX * WIDTH_PX
-    async with Pool(1, replace(LIMITS, pixels=pixels), MIB, replaced.append) as pool:
-        async with pool.ahead(VideoSlices(planned(source, index, (0, 30)))) as slices:
+    async with JobQueue(1, replace(LIMITS, pixels=pixels), MIB, replaced.append) as pool:
+        async with pool.stream(VideoSlices(planned(source, index, (0, 30)))) as slices:
             assert numbers_of([each async for each in slices]) == [0, 30]
-        async with pool.ahead(VideoSlices(planned(source, index, (0, 59)))) as slices:
+        async with pool.stream(VideoSlices(planned(source, index, (0, 59)))) as slices:
             with pytest.raises(MediaRejected, match=f"video has more than {pixels} pixels"):
                 await anext(slices)
     assert replaced == []

@@ -22,10 +22,10 @@ from services.encoder.tower.tower import Tower
 from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.fetch.policy import FetchPolicy
 from services.preprocessing.planner import Planner
+from services.preprocessing.rpc.planning_threads import PlanningThreads
 from services.preprocessing.rpc.servicer import PreprocessingServicer
-from services.preprocessing.rpc.threads import Threads
+from services.preprocessing.workers.job_queue import JobQueue
 from services.preprocessing.workers.limits import Limits
-from services.preprocessing.workers.pool import Pool
 from tests.common.loopback import TIMEOUT_S, serving
 from tests.encoder.encoder_service import running
 from tests.generation.generation_service import service_of
@@ -41,8 +41,8 @@ LIMITS = Limits(wall_s=1, memory_bytes=2**26, file_bytes=1, frames=1, length_s=1
 @asynccontextmanager
 async def preprocessing(folder: Path, checkpoint: Path) -> AsyncIterator[str]:
     """Its address. It is asked about text alone, so its pools are never started."""
-    reading, decoding = (Pool(1, LIMITS, 1, print) for _ in range(2))
-    async with Threads(1) as quick, Threads(1) as slow:
+    reading, decoding = (JobQueue(1, LIMITS, 1, print) for _ in range(2))
+    async with PlanningThreads(1) as quick, PlanningThreads(1) as slow:
         planner = Planner(Checkpoint(checkpoint), None)
         servicer = PreprocessingServicer(planner, Fetcher(FetchPolicy()), quick, slow, reading, decoding)
         async with serving(f"unix:{folder}/p", servicer):

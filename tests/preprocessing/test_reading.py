@@ -10,9 +10,9 @@ import pytest
 
 from common.contract.errors import Unavailable
 from services.preprocessing.sources.source import path_source
-from services.preprocessing.workers.pool import Pool
+from services.preprocessing.workers.job_queue import JobQueue
+from services.preprocessing.workers.media_reader import MediaReader
 from services.preprocessing.workers.process import Fault
-from services.preprocessing.workers.reading import Reading
 from tests.preprocessing.pool_asks import SOURCE
 from tests.preprocessing.preprocessing_media import clip
 
@@ -20,31 +20,31 @@ pytest_plugins = ["tests.preprocessing.fixtures"]
 pytestmark = pytest.mark.usefixtures("nothing_is_left", "no_stop_is_late")
 
 
-async def test_nothing_is_read_for_a_request_that_has_left(pool_of: Callable[..., Pool]) -> None:
+async def test_nothing_is_read_for_a_request_that_has_left(pool_of: Callable[..., JobQueue]) -> None:
     async with pool_of() as pool:
-        reading = Reading(pool)
-        reading.leave()
+        reading = MediaReader(pool)
+        reading.cancel()
         for read in (reading.packets, reading.picture):
-            with pytest.raises(Unavailable, match="has left"):
+            with pytest.raises(Unavailable, match="was cancelled"):
                 await asyncio.to_thread(read, SOURCE)
         assert pool.jobs == 0
 
 
-async def test_a_plan_is_wanted_until_its_request_leaves(pool_of: Callable[..., Pool]) -> None:
+async def test_a_plan_is_wanted_until_its_request_leaves(pool_of: Callable[..., JobQueue]) -> None:
     async with pool_of() as pool:
-        reading = Reading(pool)
-        reading.check_wanted()
-        reading.leave()
-        with pytest.raises(Unavailable, match="has left"):
-            reading.check_wanted()
+        reading = MediaReader(pool)
+        reading.check_cancelled()
+        reading.cancel()
+        with pytest.raises(Unavailable, match="was cancelled"):
+            reading.check_cancelled()
 
 
 async def test_requests_that_leave_at_any_moment_leave_nothing_behind(
-    pool_of: Callable[..., Pool], replaced: list[Fault], tmp_path: Path
+    pool_of: Callable[..., JobQueue], replaced: list[Fault], tmp_path: Path
 ) -> None:
     (tmp_path / "clip.mp4").write_bytes(clip(10))
 
-    def read(reading: Reading) -> int:
+    def read(reading: MediaReader) -> int:
         source = path_source("video", "clip.mp4", tmp_path)
         try:
             return len(reading.packets(source).times.ticks)
@@ -54,13 +54,13 @@ async def test_requests_that_leave_at_any_moment_leave_nothing_behind(
     ends: list[int | BaseException] = []
     async with pool_of() as pool:
         for attempt in range(40):
-            reading = Reading(pool)
+            reading = MediaReader(pool)
             job = asyncio.create_task(asyncio.to_thread(read, reading))
             await asyncio.sleep(attempt * 0.0005)
-            reading.leave()
+            reading.cancel()
             ends += await asyncio.gather(job, return_exceptions=True)
         assert pool.jobs == 0
-        assert await asyncio.to_thread(read, Reading(pool)) == 10
+        assert await asyncio.to_thread(read, MediaReader(pool)) == 10
     assert {type(each) for each in ends} <= {int, Unavailable}
     assert Unavailable in {type(each) for each in ends}
     assert replaced == []

@@ -77,7 +77,7 @@ def test_without_a_root_no_path_is_opened(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "why"), [("gone.mp4", "No such file"), ("inner", "no file"), ("", "got ''"), ("a\0b", "got")]
+    ("path", "why"), [("gone.mp4", "No such file"), ("inner", "not a regular file"), ("", "got ''"), ("a\0b", "got")]
 )
 def test_what_is_no_file_is_rejected(root: Path, path: str, why: str) -> None:
     with pytest.raises(MediaRejected, match=why):
@@ -107,15 +107,15 @@ def test_a_file_that_nobody_wants_any_more_is_not_read_to_its_end(root: Path) ->
     os.truncate(root / "inner" / "clip.mp4", 8 * 2**20)
     asked = 0
 
-    def check_wanted() -> None:
+    def check_cancelled() -> None:
         nonlocal asked
         asked += 1
         if asked == 3:
-            raise Unavailable("the request has left", "preprocessing")
+            raise Unavailable("the request was cancelled", "preprocessing")
 
     before = open_descriptors()
-    with pytest.raises(Unavailable, match="has left"):
-        path_source("video", "inner/clip.mp4", root, check_wanted)
+    with pytest.raises(Unavailable, match="was cancelled"):
+        path_source("video", "inner/clip.mp4", root, check_cancelled)
     assert asked == 3
     assert open_descriptors() == before
 
@@ -123,18 +123,18 @@ def test_a_file_that_nobody_wants_any_more_is_not_read_to_its_end(root: Path) ->
 def test_a_file_that_is_too_large_is_refused_before_a_byte_of_it_is_read(root: Path) -> None:
     os.truncate(root / "inner" / "clip.mp4", 2**40)  # of which nothing lies on the disk
 
-    def check_wanted() -> None:
+    def check_cancelled() -> None:
         raise AssertionError("it is read")
 
     with pytest.raises(MediaRejected, match=rf"^video has {2**40} bytes, at most {2**34} are allowed$"):
-        path_source("video", "inner/clip.mp4", root, check_wanted, max_bytes=2**34)
+        path_source("video", "inner/clip.mp4", root, check_cancelled, max_bytes=2**34)
     with pytest.raises(AssertionError, match="it is read"):
-        path_source("video", "inner/clip.mp4", root, check_wanted, max_bytes=2**40)
+        path_source("video", "inner/clip.mp4", root, check_cancelled, max_bytes=2**40)
 
 
 def test_a_pipe_is_rejected_and_hangs_nobody(root: Path) -> None:
     os.mkfifo(root / "pipe")
-    with pytest.raises(MediaRejected, match="no file"):
+    with pytest.raises(MediaRejected, match="not a regular file"):
         path_source("video", "pipe", root)
 
 

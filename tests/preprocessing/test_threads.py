@@ -8,18 +8,18 @@ import time
 
 import pytest
 
-from services.preprocessing.rpc.threads import Threads
+from services.preprocessing.rpc.planning_threads import PlanningThreads
 
 
 async def test_what_a_function_returns_or_raises_reaches_its_caller() -> None:
-    async with Threads(1) as threads:
+    async with PlanningThreads(1) as threads:
         assert await threads.call(threading.current_thread) is not threading.current_thread()
         with pytest.raises(ZeroDivisionError):
             await threads.call(lambda: 1 // 0)
 
 
 async def test_no_more_run_at_once_than_there_are_threads() -> None:
-    async with Threads(2) as threads:
+    async with PlanningThreads(2) as threads:
         both = threading.Barrier(2)
         async with asyncio.timeout(5):
             await asyncio.gather(*(threads.call(both.wait) for _ in range(2)))
@@ -34,7 +34,7 @@ async def test_those_that_wait_are_told_from_those_that_run() -> None:
         entered.set()
         held.wait(5)
 
-    async with Threads(1) as threads:
+    async with PlanningThreads(1) as threads:
         assert (threads.jobs, threads.waiting, threads.oldest_ns) == (0, 0, None)
         before_ns = time.monotonic_ns()
         calls = [asyncio.create_task(threads.call(hold)) for _ in range(3)]
@@ -62,7 +62,7 @@ async def test_leaving_lets_what_runs_use_the_event_loop() -> None:
         started.set()
         return asyncio.run_coroutine_threadsafe(answer(), loop).result(5)
 
-    async with Threads(1) as threads:
+    async with PlanningThreads(1) as threads:
         asked = asyncio.create_task(threads.call(ask))
         await asyncio.to_thread(started.wait, 5)
     assert await asked == 42

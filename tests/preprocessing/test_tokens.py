@@ -178,15 +178,15 @@ def test_large_texts_are_tokenised_one_at_a_time_and_small_ones_beside_them(
 def test_a_large_text_that_nobody_wants_any_more_does_not_wait_for_its_turn(ours: ChatTokens) -> None:
     left = threading.Event()
 
-    def check_wanted() -> None:
+    def check_cancelled() -> None:
         if left.is_set():
-            raise Unavailable("the request has left", "preprocessing")
+            raise Unavailable("the request was cancelled", "preprocessing")
 
     with ThreadPoolExecutor(1) as thread, ours._large:
-        waiting = thread.submit(ours.conversation, [Turn("user", ("x" * 2**17,))], [], check_wanted)
+        waiting = thread.submit(ours.conversation, [Turn("user", ("x" * 2**17,))], [], check_cancelled)
         time.sleep(0.05)
         left.set()
-        with pytest.raises(Unavailable, match="has left"):
+        with pytest.raises(Unavailable, match="was cancelled"):
             waiting.result(20)
 
 

@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from common.contract.errors import StartupError
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from common.ranks import Orders
 from common.telemetry.logs import configure_logging
 from services.encoder.settings import EncoderSettings

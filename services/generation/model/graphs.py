@@ -87,7 +87,7 @@ class DecodeGraphs:
 
         Steps with no sampled row are not replayed: nothing synchronises before the pinned input is reused.
         """
-        if packed.media_rows.size or packed.singles < len(packed.contexts) or not packed.last_rows.size:
+        if packed.media_rows.size or packed.num_decodes < len(packed.contexts) or not packed.last_rows.size:
             return None
         if packed.adapted:  # graphs are captured without adapters
             return None

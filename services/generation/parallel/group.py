@@ -22,10 +22,9 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.contract.errors import StartupError
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from common.ranks import Ranks, heeding_signals, meeting_place
-from services.generation.request.adapter import AdaptedRows
-from services.generation.request.batch import Context, Packed
+from services.generation.request.batch import AdaptedRows, Context, Packed
 
 WORKER_MODULE = "services.generation.startup.rank"
 
@@ -36,7 +35,7 @@ _INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAM
 # ends the process; NCCL does not watch operations inside replayed graphs.
 _TIMEOUT = timedelta(minutes=2)
 
-# A serialised step: int64 numbers, first `singles` and the size of each part, then the parts.
+# A serialised step: int64 numbers, first `num_decodes` and the size of each part, then the parts.
 _PARTS = 12
 _HEADER = 1 + _PARTS
 _DIGEST_NUMBERS = 4  # int64 numbers of an adapter's 32-byte digest
@@ -152,14 +151,14 @@ def to_bytes(packed: Packed) -> bytes:
         np.frombuffer(b"".join(each.digest for each in adapted), np.int64),
     ]
     assert len(parts) == _PARTS
-    header = np.array([packed.singles, *(part.size for part in parts)], np.int64)
+    header = np.array([packed.num_decodes, *(part.size for part in parts)], np.int64)
     return np.concatenate([header, *parts]).tobytes()
 
 
 def from_bytes(data: bytes) -> Packed:
     """The packed batch that `to_bytes` serialised."""
     numbers = np.frombuffer(data, np.int64)
-    singles, *sizes = numbers[:_HEADER].tolist()
+    num_decodes, *sizes = numbers[:_HEADER].tolist()
     ids, positions, slots, media_rows, last_rows, starts, ends, counts, blocks, firsts, lasts, digests = (
         # Copied: torch requires writable arrays.
         numbers[_HEADER + end - size : _HEADER + end].copy()
@@ -169,7 +168,7 @@ def from_bytes(data: bytes) -> Packed:
     each = zip(starts.tolist(), ends.tolist(), counts.tolist(), accumulate(counts.tolist()), strict=True)
     return Packed(
         contexts=tuple(Context(start, end, tables[last - count : last]) for start, end, count, last in each),
-        singles=singles,
+        num_decodes=num_decodes,
         ids=ids,
         positions=positions.reshape(3, -1),
         slots=slots,

@@ -49,7 +49,7 @@ from common.telemetry.metrics import busy
 from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
-from services.generation.kv_cache.encoded_media import answer_key
+from services.generation.kv_cache.encoded_media import encoded_media_key
 from services.generation.request.encoded_media import MediaItem
 from services.generation.rpc.prompt_limit import advice
 from services.generation.rpc.timing import Stage, StageClock
@@ -146,7 +146,7 @@ class MediaClient:
 class MediaSession:
     """Plan and media of one request.
 
-    prunings, kept_counts, answer_keys: one for each item of the plan; the keys look up encoded media in the cache.
+    prunings, kept_counts, media_keys: one for each item of the plan; the keys look up encoded media in the cache.
     Raises PromptTooLong if the embeddings of all items together exceed the whole buffer.
     """
 
@@ -164,8 +164,8 @@ class MediaSession:
         self.kept_counts = tuple(
             retained_count(item.grid, how, item.modality) for item, how in zip(plan.media, prunings, strict=True)
         )
-        self.answer_keys = tuple(
-            answer_key(item, how, count, plan.fingerprint)
+        self.media_keys = tuple(
+            encoded_media_key(item, how, count, plan.fingerprint)
             for item, how, count in zip(plan.media, prunings, self.kept_counts, strict=True)
         )
         self._row_bytes = (1 + model.embed_levels) * model.hidden_size * model.dtype.itemsize

@@ -94,7 +94,7 @@ def watch(engine: Engine, room: ByteSemaphore, max_running: int, max_waiting: in
     QUEUE.labels("running").set_function(lambda: engine.stats().running)
     QUEUE.labels("waiting").set_function(lambda: engine.stats().waiting)
     QUEUE.labels("awaiting_media").set_function(lambda: engine.stats().awaiting_media)
-    QUEUE.labels("following").set_function(lambda: engine.stats().following)
+    QUEUE.labels("following").set_function(lambda: engine.stats().awaiting_sibling)
     QUEUE_OLDEST_SECONDS.labels("running").set_function(lambda: age_seconds(engine.stats().running_since_ns))
     QUEUE_OLDEST_SECONDS.labels("waiting").set_function(lambda: age_seconds(engine.stats().waiting_since_ns))
     QUEUE_OLDEST_SECONDS.labels("awaiting_media").set_function(
@@ -118,8 +118,8 @@ def count_step(step: Step) -> None:
     COMPUTED_TOKENS.labels("prefill").inc(step.prompt_tokens)
     COMPUTED_TOKENS.labels("decode").inc(step.answer_tokens)
     PREEMPTIONS.inc(step.preemptions)
-    DRAFT_TOKENS.inc(step.guesses)
-    ACCEPTED_DRAFT_TOKENS.inc(step.right_guesses)
+    DRAFT_TOKENS.inc(step.draft_tokens)
+    ACCEPTED_DRAFT_TOKENS.inc(step.accepted_draft_tokens)
     if step.prompt_tokens:
         STAGE_BUSY_SECONDS.labels("prefill").observe(step.seconds)
 

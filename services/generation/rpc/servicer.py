@@ -44,7 +44,7 @@ from services.generation.rpc.metrics import (
 from services.generation.rpc.prompt_limit import PromptLimit
 from services.generation.rpc.timing import Stage, StageClock, record_stages
 from services.generation.sampling.defaults import SamplingDefaults
-from services.generation.sampling.detokenizer import Detokeniser, Tokenizer
+from services.generation.sampling.detokenizer import Detokenizer, Tokenizer
 from services.generation.sampling.sampler import SamplingParams
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -92,13 +92,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             usage = usage_message(plan, prunings, kept_counts)
             first, *others = wanted.resolve(self._defaults, room)
             events = Events(1 + len(others))
-            keys, listener = session.answer_keys, events.listener
+            keys, listener = session.media_keys, events.listener
             question = Request(
-                request_id, plan, kept_counts, keys, first, self._detokeniser(first), listener(0), adapter=adapter
+                request_id, plan, kept_counts, keys, first, self._detokenizer(first), listener(0), adapter=adapter
             )
             for index, each in enumerate(others, 1):
-                question.add_follower(f"{request_id}#{index}", each, self._detokeniser(each), listener(index))
-            answers = (question, *question.followers)
+                question.add_sibling(f"{request_id}#{index}", each, self._detokenizer(each), listener(index))
+            answers = (question, *question.siblings)
             # Submitted before its media are selected, so that the text before them is prefilled in the meantime.
             self._engine.submit(question)
             _note_repairs(usage, question)
@@ -128,8 +128,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 fetching.cancel()
                 await asyncio.wait([fetching])
 
-    def _detokeniser(self, sampling: SamplingParams) -> Detokeniser:
-        return Detokeniser(self._tokenizer, sampling.stop)
+    def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:
+        return Detokenizer(self._tokenizer, sampling.stop)
 
     async def _fetch(
         self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
@@ -162,7 +162,7 @@ class Responses:
         self._question = question
         self._usage = usage
         self._clock = clock
-        self._unfinished = 1 + len(question.followers)
+        self._unfinished = 1 + len(question.siblings)
         self._last_token_ns: dict[int, int] = {}  # by answer
 
     @property
@@ -239,9 +239,9 @@ class Events:
 
 def _note_repairs(usage: generation_pb2.Usage, question: Request) -> None:
     """Copies repaired_frames of media found in the cache, as the encoder does not send them again."""
-    for media, answer in zip(usage.media, question.answers, strict=True):
-        if answer:
-            media.repaired_frames = answer.repaired_frames
+    for media, encoded in zip(usage.media, question.encoded_media, strict=True):
+        if encoded:
+            media.repaired_frames = encoded.repaired_frames
 
 
 def _request_id(given: str) -> str:

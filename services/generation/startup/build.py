@@ -13,7 +13,7 @@ from common.contract.errors import StartupError
 from services.generation.families import load_language_model
 from services.generation.model.graphs import CudaCapture
 from services.generation.model.language_model import LanguageModel
-from services.generation.model.runner import Followers, Runner
+from services.generation.model.runner import Runner, Workers
 from services.generation.parallel.group import Group
 from services.generation.settings import GenerationSettings
 from services.generation.startup.adapter_files import load_adapters
@@ -41,11 +41,11 @@ def build(
     settings: GenerationSettings,
     checkpoint: Checkpoint,
     group: Group | None = None,
-    followers: Followers | None = None,
+    workers: Workers | None = None,
 ) -> Built:
     """Loads model and adapters, sizes the KV cache and captures decode steps.
 
-    group: this rank's; followers: on rank 0, the other ranks. Raises StartupError if the settings cannot be met.
+    group: this rank's; workers: on rank 0, the other ranks. Raises StartupError if the settings cannot be met.
     """
     device = device_of(settings, group.rank if group else 0)
     if device.type == "cuda" and device.index is not None:
@@ -54,7 +54,7 @@ def build(
     load_adapters(settings.adapters, model, group)
     blocks = -(-_cache_tokens(settings, model, group) // BLOCK_TOKENS)
     limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
-    runner = Runner(model, blocks, BLOCK_TOKENS, followers)
+    runner = Runner(model, blocks, BLOCK_TOKENS, workers)
     if model.device.type == "cuda":
         captured = _capture(runner, settings, limit_tokens)
         if group and not group.least(int(captured)):  # all ranks replay a step, or none does

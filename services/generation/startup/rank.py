@@ -14,7 +14,7 @@ import torch
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from common.ranks import Orders
 from common.telemetry.logs import configure_logging
 from services.generation.model.runner import Runner

@@ -1,7 +1,7 @@
-"""What a video holds, found by reading its packets; one frame is decoded where the video may lie on its side.
+"""The packet index of a video: reads all packets to find when each frame is shown, without decoding.
 
-It owns the container: how one is opened safely, and when which frame is shown. A header's count and duration are
-never believed: damaged files promise frames that do not come, and Matroska declares none.
+Only where the header hints at a display matrix, one frame is decoded. It owns how containers are opened safely. The
+header's frame count and duration are not trusted: damaged files declare missing frames, and Matroska declares none.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from services.preprocessing.video.timing import MAX_LENGTH_S
 
 MAX_FRAME_PX = 2**26
 MAX_PACKETS = 2**22
-# Of a frame's time, either way, in ticks. Differences have room in int64 as well.
+# Limit on |presentation time| in ticks. Differences of two still fit into int64.
 MAX_PTS = 2**62
 
-# A playlist inside a file must not reach other files or hosts: the source itself is read without any protocol.
+# A playlist inside a file must not open other files or hosts. The source itself is read without any protocol.
 _OPEN_OPTIONS = {"protocol_whitelist": "none"}
 _FALLBACK_RATE = Fraction(25)
-# Among so many packets the first frame must be found where its orientation is wanted.
+# The orientation is taken from a frame within this many first packets.
 _FIRST_PACKETS = 64
 
 
@@ -45,10 +45,9 @@ class PacketIndex:
     keyframes: 0                     2048            pts from which decoding may start
 
     times: the same times, relative to the first frame.
-    pts, keyframes: int64; for a long video, tuples take ten times the memory, and tenths of a second to be made.
-    pts: None where the container stores no usable ones: then frames are known by their order alone.
-    height_px, width_px: of a frame, once upright.
-    orientation: EXIF's number for how a decoded frame becomes that.
+    pts, keyframes: int64 arrays; tuples would take ten times the memory for a long video.
+    pts: None where the container stores no usable ones: frames are then identified by their order.
+    height_px, width_px: of an upright frame. orientation: EXIF number of the turn that makes a decoded frame upright.
     """
 
     times: FrameTimes
@@ -61,14 +60,14 @@ class PacketIndex:
 
 @contextmanager
 def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """The container and its first moving picture. Raises MediaRejected if there is none, or for what is no media."""
+    """Opens the container and its first video stream that is not a cover image. Raises MediaRejected without one."""
     with source.open() as file:
         try:
             container = av.open(file, mode="r", options=_OPEN_OPTIONS)
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError) as error:
-            raise MediaRejected(f"{source.name} is no video that can be read: {_reason(error)}") from error
+            raise MediaRejected(f"{source.name} is not a readable video: {_reason(error)}") from error
         with container:
             streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
             if not streams:

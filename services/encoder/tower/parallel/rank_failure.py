@@ -9,7 +9,7 @@ from threading import Event
 import structlog
 
 from common.contract.errors import Unavailable
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 
 # By then the end of a process whose connections are broken is known.
 _KNOWN_S = 2.0

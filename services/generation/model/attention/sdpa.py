@@ -63,8 +63,8 @@ class SdpaCache:
         """Implements `PagedCache.batch`."""
         like = self.keys[0]
         views: list[WindowView] = []
-        at = packed.singles
-        for each in packed.contexts[packed.singles :]:
+        at = packed.num_decodes
+        for each in packed.contexts[packed.num_decodes :]:
             mask = None
             if each.start:
                 seen = torch.ones(each.tokens, each.end, dtype=torch.bool, device=like.device).tril(each.start)
@@ -72,7 +72,7 @@ class SdpaCache:
             views.append(WindowView(at, at + each.tokens, _slots(self, each), mask))
             at += each.tokens
         new_slots = to_device(packed.slots, like.device)
-        return SdpaBatch(self, new_slots, tuple(_singles(self, packed.contexts[: packed.singles])), tuple(views))
+        return SdpaBatch(self, new_slots, tuple(_decodes(self, packed.contexts[: packed.num_decodes])), tuple(views))
 
     def decode_batch(self, table: Tensor, lengths: Tensor) -> SdpaBatch:
         """Implements `PagedCache.decode_batch`."""
@@ -81,13 +81,13 @@ class SdpaCache:
         slots = (table.long()[:, :, None] * block_tokens + within).flatten(1)  # [R, W · block_tokens]
         seen = torch.arange(slots.shape[1], device=table.device) < lengths[:, None]
         new_slots = slots.gather(1, lengths.long()[:, None] - 1)[:, 0]
-        singles = Singles(
+        decodes = Decodes(
             rows=slice(0, len(slots)),
             runs=(),
             slots=slots.where(seen, slots[:, :1]),
             mask=_additive(seen, self.keys[0])[:, None, None],
         )
-        return SdpaBatch(self, new_slots, (singles,), ())
+        return SdpaBatch(self, new_slots, (decodes,), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class WindowView:
 
 
 @dataclass(frozen=True, slots=True)
-class Singles:
+class Decodes:
     """Some or all of the packed rows that are single-token windows.
 
     rows: their indices, as a slice or int64 [count].
@@ -125,7 +125,7 @@ class SdpaBatch:
 
     cache: SdpaCache
     new_slots: Tensor
-    singles: tuple[Singles, ...]
+    decodes: tuple[Decodes, ...]
     windows: tuple[WindowView, ...]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -135,10 +135,10 @@ class SdpaBatch:
         values.index_copy_(1, self.new_slots, value)
         (heads, rows, head_dim), kv_heads = query.shape, key.shape[0]
         out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
-        for singles in self.singles:
+        for decodes in self.decodes:
             # The query heads that share a KV head become query rows of that head, so no keys are repeated.
-            grouped = query[:, singles.rows].transpose(0, 1).unflatten(1, (kv_heads, -1))
-            out[singles.rows] = _attend_singles(singles, grouped, keys, values, scaling).flatten(1, 2)
+            grouped = query[:, decodes.rows].transpose(0, 1).unflatten(1, (kv_heads, -1))
+            out[decodes.rows] = _attend_decodes(decodes, grouped, keys, values, scaling).flatten(1, 2)
         for view in self.windows:
             own_keys, own_values, shared = _read(keys, view.slots), _read(values, view.slots), heads // kv_heads
             if view.mask is not None and query.device.type in REPEATING_DEVICES:
@@ -157,20 +157,20 @@ class SdpaBatch:
         return out
 
 
-def _attend_singles(singles: Singles, rows: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+def _attend_decodes(decodes: Decodes, rows: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
     """rows: [S, kv_heads, query heads per KV head, head_dim]; returns the same shape."""
     parts: list[tuple[Tensor, Tensor]] = []
-    if singles.runs:
+    if decodes.runs:
         found = [
             _attend(row[None], _read(keys, run), _read(values, run), None, scaling)
-            for row, run in zip(rows, singles.runs, strict=True)
+            for row, run in zip(rows, decodes.runs, strict=True)
         ]
         parts.append((torch.cat([attended for attended, _ in found]), torch.cat([log_sum for _, log_sum in found])))
-    if singles.slots is not None:
-        read = _read(keys, singles.slots), _read(values, singles.slots)
+    if decodes.slots is not None:
+        read = _read(keys, decodes.slots), _read(values, decodes.slots)
         if not parts:
-            return F.scaled_dot_product_attention(rows, *read, attn_mask=singles.mask, scale=scaling)
-        parts.append(_attend(rows, *read, singles.mask, scaling))
+            return F.scaled_dot_product_attention(rows, *read, attn_mask=decodes.mask, scale=scaling)
+        parts.append(_attend(rows, *read, decodes.mask, scaling))
     if len(parts) == 1:
         return parts[0][0]
     (in_place, log_sum), (gathered, gathered_log_sum) = parts
@@ -195,7 +195,7 @@ def _read(layer: Tensor, slots: Slots) -> Tensor:
     return rows.view(-1, *slots.shape, layer.shape[2]).transpose(0, 1)
 
 
-def _singles(cache: SdpaCache, contexts: Sequence[Context]) -> Iterator[Singles]:
+def _decodes(cache: SdpaCache, contexts: Sequence[Context]) -> Iterator[Decodes]:
     if not contexts:
         return
     like = cache.keys[0]
@@ -215,7 +215,7 @@ def _singles(cache: SdpaCache, contexts: Sequence[Context]) -> Iterator[Singles]
             table[seen] = np.concatenate([rests[row] for row in rows])
             slots = to_device(table, like.device)
             mask = _additive(to_device(seen, like.device), like)[:, None, None]
-        yield Singles(
+        yield Decodes(
             slice(0, len(rows)) if len(rows) == len(contexts) else to_device(rows, like.device),
             tuple(read[row] for row in rows) if in_place else (),
             slots,

@@ -1,4 +1,7 @@
-"""The worker processes of a pool: started, lent to one job at a time, and replaced when something is wrong with one."""
+"""The pool of worker processes: starts them, lends each to one job at a time, and replaces those that fail.
+
+It knows nothing of jobs: `job_queue` decides what a borrowed worker does.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ from services.preprocessing.workers.limits import Limits
 from services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
 from services.preprocessing.workers.protocol import Kind
 
-# A worker that does not stop so soon is replaced: starting one costs less than waiting for it.
+# A worker that does not confirm STOP within this time is replaced: starting another costs less than waiting longer.
 _STOP_S = 0.5
 _RESTART_S = 1.0
 
 log = structlog.get_logger()
 
 
-class Background:
-    """Tasks that nobody waits for, till they are cancelled together."""
+class BackgroundTasks:
+    """Tasks that run on their own until they finish or are cancelled together."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -36,28 +39,28 @@ class Background:
         return task
 
     async def cancel(self) -> None:
-        """Returns once all have ended, those as well that they start meanwhile."""
+        """Returns once all tasks have ended, including those that they start meanwhile."""
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
 
 
-class Crew:
-    """`size` workers, started on entering and killed on leaving. Raises StartupError if they cannot be started."""
+class WorkerPool:
+    """`size` workers, started on entering and killed on leaving. Entering raises StartupError if one does not start."""
 
     def __init__(self, size: int, limits: Limits, on_replaced: Callable[[Fault], None], entry: str) -> None:
-        """entry: the module that workers run."""
+        """entry: the module whose `main` the workers run."""
         self.size = size
         self._limits = limits
         self._on_replaced = on_replaced
         self._entry = entry
         self._workers: set[WorkerProcess] = set()
-        self._missing: set[WorkerProcess] = set()  # those whose successors do not start
+        self._missing: set[WorkerProcess] = set()  # ended workers whose replacement does not start
         self._idle: asyncio.Queue[WorkerProcess] = asyncio.Queue()
         self.busy = 0  # workers that are lent
-        self._waiting: dict[object, int] = {}  # since when, the first first
-        self._background = Background()
+        self._waiting: dict[object, int] = {}  # monotonic start of each wait, the oldest first
+        self._background = BackgroundTasks()
 
     async def __aenter__(self) -> Self:
         try:
@@ -66,7 +69,7 @@ class Crew:
             await self.__aexit__(None, None, None)
             if isinstance(error, WorkerFault | PeerContract | OSError):
                 hint = f"`python -c 'import {self._entry}'` may say why"
-                raise StartupError(f"workers that decode do not start: {error}; {hint}") from error
+                raise StartupError(f"decoding workers do not start: {error}; {hint}") from error
             raise
         return self
 
@@ -78,25 +81,26 @@ class Crew:
             await self._end(worker)
 
     @property
-    def able(self) -> bool:
-        """Whether there are workers, or none has failed to start: else whoever waits does so for nobody."""
+    def healthy(self) -> bool:
+        """False while every worker is gone and none of their replacements starts: no job can be served then."""
         return len(self._missing) < self.size
 
     @property
     def waiting(self) -> int:
-        """How many wait for a worker."""
+        """Jobs that wait for a worker."""
         return len(self._waiting)
 
     @property
     def oldest_ns(self) -> int | None:
-        """Since when the first of them has waited, on the monotonic clock; from any thread."""
+        """Monotonic time at which the longest waiting job began to wait. May be read from any thread."""
         return next(iter(list(self._waiting.values())), None)
 
     @asynccontextmanager
-    async def lent(self, name: str, on_waiting: Callable[[], None]) -> AsyncIterator[WorkerProcess]:
-        """The next worker that is free, inside. name: of the media that it is for. on_waiting: told that one is wanted.
+    async def borrow(self, name: str, on_waiting: Callable[[], None]) -> AsyncIterator[WorkerProcess]:
+        """Lends the next idle worker for the length of the block.
 
-        Raises MediaRejected for what the worker comes to grief by.
+        name: of the media, for error texts. on_waiting: called when the wait begins.
+        Raises MediaRejected for a WorkerFault inside the block; the worker is then replaced.
         """
         worker = await self._next_idle(on_waiting)
         fault: Fault | None = None
@@ -125,10 +129,10 @@ class Crew:
         return worker
 
     async def _settle(self, worker: WorkerProcess) -> None:
-        """Ends what the worker does, if anything, and sets it free."""
+        """Stops the worker's job, if it still has one, and marks the worker idle."""
         try:
             async with asyncio.timeout(_STOP_S):
-                worker.tell(Kind.STOP)
+                worker.send(Kind.STOP)
                 while worker.working:
                     (await worker.receive()).close()
         except TimeoutError:
@@ -144,13 +148,13 @@ class Crew:
         self._on_replaced(fault)
         log.warning("worker replaced", fault=fault, pid=worker.pid)
         await self._end(worker)
-        while not await self._started():
+        while not await self._try_start():
             self._missing.add(worker)
             await asyncio.sleep(_RESTART_S)
         self._missing.discard(worker)
 
-    async def _started(self) -> bool:
-        """Whether a worker more could be started."""
+    async def _try_start(self) -> bool:
+        """Starts one more worker. Returns False if it does not start."""
         try:
             await self._start()
         except (WorkerFault, PeerContract, OSError) as error:

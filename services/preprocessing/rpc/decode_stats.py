@@ -1,6 +1,6 @@
-"""What decoding and resizing an item takes, for metrics and traces: they take turns in its worker, slice by slice.
+"""Metrics and trace spans of decoding and resizing one media item. A worker alternates between both, slice by slice.
 
-asked for ── decode ── resize ── decode ── resize ── over        a span each, and the busy time within it
+selected ── decode ── resize ── decode ── resize ── done        one span for each stage, and its busy time
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from common.telemetry.tracing import record
 from services.preprocessing.video.slices import Slice
 
 
-class Work:
-    """One item's, from when it is asked for."""
+class DecodeStats:
+    """Collects the times of one item's slices, from its selection on."""
 
     def __init__(self, media_index: int) -> None:
         self._media_index = media_index
@@ -34,26 +34,26 @@ class Work:
         self._resizing_ns = self._resizing_ns or made.decoded_ns
         self._decoded_ns, self._resized_ns = made.decoded_ns, made.resized_ns
 
-    def tell(self, error: BaseException | None) -> None:
-        """error: what it ended by, if it was not finished."""
+    def report(self, error: BaseException | None) -> None:
+        """Records the metrics and spans. error: the exception that ended the item, if any."""
         STAGE_BUSY_SECONDS.labels("decode").observe(self._decode_s)
         STAGE_BUSY_SECONDS.labels("resize").observe(self._resize_s)
         now_ns = monotonic_ns()
         item = {"media_index": self._media_index, "frames": self._frames}
         decoded_ns, resized_ns = (self._decoded_ns, self._resized_ns) if error is None else (now_ns, now_ns)
-        # The moments are a worker's own words.
+        # `min`: times come from a worker, which is not trusted.
         record("decode", self._began_ns, min(decoded_ns, now_ns), error, busy_s=self._decode_s, **item)
         if self._frames:
             record("resize", self._resizing_ns, min(resized_ns, now_ns), error, busy_s=self._resize_s, **item)
 
 
 @contextmanager
-def worked_on(media_index: int) -> Iterator[Work]:
-    """Takes the slices of an item as they come, and tells of them when the block is left."""
-    work = Work(media_index)
+def recording_decode(media_index: int) -> Iterator[DecodeStats]:
+    """Collects the stats of one item inside the block, and reports them when it is left."""
+    stats = DecodeStats(media_index)
     try:
-        yield work
+        yield stats
     except BaseException as error:
-        work.tell(error)
+        stats.report(error)
         raise
-    work.tell(None)
+    stats.report(None)

@@ -1,4 +1,4 @@
-"""The threads that plan: they check, hash, tokenise and lay out beside the event loop. Media are decoded elsewhere."""
+"""Threads that plan prompts outside the event loop: they check, hash, tokenise and lay out, but decode nothing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Self, TypeVar
 T = TypeVar("T")
 
 
-class Threads:
-    """A bounded number of threads. An async context manager: leaving waits for what runs, and nothing more starts."""
+class PlanningThreads:
+    """A bounded thread pool. Leaving it waits for running functions and starts no more."""
 
     def __init__(self, count: int) -> None:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="planning")
         self._jobs: set[object] = set()
-        self._waiting: dict[object, int] = {}  # since when, the first first
+        self._waiting: dict[object, int] = {}  # monotonic start of each wait, the oldest first
 
     async def __aenter__(self) -> Self:
         return self
@@ -27,29 +27,28 @@ class Threads:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Not on the event loop: what runs may wait for it.
+        # Not in the event loop's thread: a running function may wait for the loop.
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     @property
     def jobs(self) -> int:
-        """How many functions run, or wait for a thread, whether anybody waits for them or not."""
+        """Functions that run or wait for a thread, including those whose caller was cancelled."""
         return len(self._jobs)
 
     @property
     def waiting(self) -> int:
-        """How many of these wait."""
+        """Functions that wait for a thread."""
         return len(self._waiting)
 
     @property
     def oldest_ns(self) -> int | None:
-        """Since when the first of them has waited, on the monotonic clock; from any thread."""
+        """Monotonic time at which the longest waiting function began to wait. May be read from any thread."""
         return next(iter(list(self._waiting.values())), None)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Runs it on a thread, for the caller's request.
+        """Runs the function on a thread, with the caller's context variables.
 
-        If the caller is cancelled, one that has begun runs on, and nobody sees what it returns; one that still waits
-        for a thread never runs.
+        If the caller is cancelled, a running function continues and its result is dropped; a waiting one never runs.
         """
         place = object()
         self._jobs.add(place)

@@ -1,7 +1,7 @@
-"""Sealed memory, in which bytes change hands between the service and its worker processes without being copied.
+"""Sealed memory (memfd): passes bytes between the service and its worker processes without copying them.
 
-It has a descriptor and no name, and can never change once it is made. A container's /dev/shm would be too small.
-Source: memfd_create(2), and fcntl(2) on sealing.
+It has a descriptor but no name, and its content cannot change once it is sealed. /dev/shm is not used: in a container
+it is too small. Source: memfd_create(2), and fcntl(2) on sealing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class SealedMemory:
-    """Holds the bytes till it is closed or forgotten. Raises OSError where descriptors or memory lack."""
+    """Owns sealed memory until it is closed or garbage collected. Raises OSError without descriptors or memory."""
 
     def __init__(self, data: memoryview) -> None:
         self.descriptor = sealed(data)
@@ -37,7 +37,7 @@ class SealedMemory:
 
 
 def sealed(data: memoryview) -> int:
-    """A descriptor of memory that holds the bytes and can never change. The caller closes it."""
+    """A descriptor of sealed memory that holds the bytes. The caller closes it."""
     descriptor = os.memfd_create("framesieve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         rest = data.cast("B") if data.nbytes else memoryview(b"")
@@ -51,20 +51,20 @@ def sealed(data: memoryview) -> int:
 
 
 def mapped(descriptor: int, max_bytes: int) -> UInt8Array:
-    """The bytes of sealed memory, uint8 [size], freed with the array. Closes the descriptor.
+    """Maps sealed memory, uint8 [size], unmapped with the array. Closes the descriptor.
 
-    Raises PeerContract if they could still change, or there are none or too many. Without the seals a worker could
-    shrink the memory under whoever reads it, which the kernel answers by SIGBUS.
+    Raises PeerContract if the memory is not sealed, is empty, or holds more than `max_bytes`. Without the seals a
+    worker could shrink the memory while this process reads it, and the kernel would send SIGBUS.
     """
     try:
         try:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         except OSError:
-            seals = 0  # no memory but a file or a socket
+            seals = 0  # a file or a socket
         size_bytes = os.fstat(descriptor).st_size
         if seals & _SEALS != _SEALS or not 0 < size_bytes <= max_bytes:
             raise PeerContract(f"a worker's memory has {size_bytes} bytes of at most {max_bytes}, seals {seals:#x}")
-        # Private: kernels before 6.7 refuse to share what is sealed against writing.
+        # Private: kernels before 6.7 refuse shared mappings of memory that is sealed against writing.
         memory = mmap.mmap(descriptor, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_POPULATE, mmap.PROT_READ)
         return np.frombuffer(memory, np.uint8)
     finally:

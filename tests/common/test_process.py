@@ -1,0 +1,60 @@
+"""Process settings: free ports and memory that malloc keeps."""
+
+from __future__ import annotations
+
+import platform
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from common.process import free_port
+
+
+def test_free_ports_differ_and_lie_below_the_ephemeral_range() -> None:
+    lowest, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = [free_port() for _ in range(50)]
+    assert len(set(ports)) == len(ports)
+    assert all(1024 <= port < lowest for port in ports)
+
+
+def test_a_port_in_use_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = free_port()
+    with ExitStack() as listeners:
+        taken = [listeners.enter_context(socket.create_server(("127.0.0.1", free_port()))) for _ in range(3)]
+        ports = [each.getsockname()[1] for each in taken]
+        monkeypatch.setattr("common.process._PORTS", [*ports, first])
+        assert {free_port() for _ in range(2)} == {first}
+        monkeypatch.setattr("common.process._PORTS", range(ports[0], ports[0] + 1))
+        with pytest.raises(OSError, match=f"none of 1000 ports of 127.0.0.1 from {ports[0]} to {ports[0]} is free"):
+            free_port()
+
+
+PROGRAM = """
+import resource, sys
+import numpy as np
+from common.process import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def touch():
+    for number in range(4):
+        several = [np.ones(mebibytes << 20, np.uint8) for mebibytes in (8, 20, 31, 12)]
+touch()
+before = faults()
+touch()
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt belongs to glibc")
+def test_kept_memory_is_reused_without_page_faults() -> None:
+    kept, returned = (
+        int(subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("keep", "leave")
+    )
+    assert kept < returned / 10
