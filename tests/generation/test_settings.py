@@ -12,7 +12,7 @@ import pytest
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
-from common.exit_status import ExitStatus
+from common.process import ExitStatus
 from services.generation.settings import AdapterFolder, GenerationSettings
 from services.generation.startup.build import build, device_of
 
