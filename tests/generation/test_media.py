@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from common.byte_semaphore import ByteSemaphore
-from common.channels import open_channel
 from common.contract import errors
 from framesieve.v1 import tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from services.generation.request.encoded_media import MediaItem
-from services.generation.rpc.media import MediaClient, Progress
+from services.generation.rpc.media import Progress
 from services.generation.rpc.timing import StageClock
 from tests.generation.generation_peers import (
     Encoder,
@@ -128,14 +126,6 @@ async def test_upstream_errors_pass_through(tmp_path: Path, fault: errors.Frames
         with pytest.raises(type(fault), match=str(fault)):
             await ask(client)
         assert room.held_bytes == 0
-
-
-async def test_an_unreachable_encoder_is_named(tmp_path: Path) -> None:
-    async with open_channel(f"unix:{tmp_path}/missing") as channel:
-        client = MediaClient(channel, channel, MODEL, ByteSemaphore(SIZE_BYTES))
-        with pytest.raises(errors.Unavailable, match="encoder") as info:
-            await ask(client)
-    assert info.value.stage == "encoder"
 
 
 async def test_the_plan_of_a_prompt_without_media_comes_from_preprocessing(tmp_path: Path) -> None:

@@ -124,20 +124,6 @@ async def test_invalid_requests_are_refused_and_the_next_one_is_served(tmp_path:
         assert f"{len(KEPT) * HIDDEN * 4} bytes; --media-buffer-bytes holds 100" in message
 
 
-async def test_a_full_queue_is_overloaded_and_later_requests_are_served(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    hold = asyncio.Event()
-    async with service_of(tmp_path, tiny_checkpoint, max_requests=5, hold=hold) as service:
-        calls = [service.ask() for _ in range(5)]
-        for call in calls:
-            assert (await call.read()).HasField("accepted")
-        code, reason, _ = await refused(service.ask_text())
-        assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
-        hold.set()
-        for call in calls:
-            assert len(token_ids(await answers(call))) == 5
-        assert len(token_ids(await answers(service.ask_text()))) == 5
-
-
 async def test_a_peers_violation_is_internal_without_details(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint, items=video_items()[:-1]) as service:
         code, reason, message = await refused(service.ask())
