@@ -1,6 +1,6 @@
-"""The services' own parts called one after the other in this process: what is left when the split is taken away.
+"""The parts of the services called one after another in this process, to measure what the split costs.
 
-No gRPC, no protobuf, no other process; decoding, tower, pruning and engine are the services' code, in their order.
+Decoding, tower, pruning and engine are the services' code, in the same order, without gRPC, protobuf or processes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class OneProcess:
         [sampling] = SamplingRequest(max_new_tokens=max_new_tokens).resolve(self._defaults, max_new_tokens)
         detokenizer = Detokenizer(self._tokenizer, sampling.stop)
         kept_counts = [retained_count(planned.plan.media[0].grid, pruning)]
-        key = os.urandom(32)  # every question costs what it costs the first time
+        key = os.urandom(32)  # unique, so that no question hits the prefix cache
         request = Request("bench", planned.plan, kept_counts, [key], sampling, detokenizer, events.put)
         self._engine.submit(request)
         with planned.files:
@@ -85,7 +85,7 @@ class OneProcess:
         return Timed(times[0], time.perf_counter() - start, event.completion_tokens)
 
     def _encode(self, media: PlannedMedia, plan: MediaPlan, pruning: Pruning) -> tuple[Tensor, Tensor]:
-        """kept int32 [K], and the embeddings [1, K, D] of one item."""
+        """The kept indices, int32 [K], and the embeddings [1, K, D] of one item."""
         embeds = torch.cat(self._tower.encode([torch.from_numpy(each.pixels) for each in media.slices()]), dim=1)
         kept = keep_tokens(embeds[0], plan.grid, pruning)
         return kept, embeds[:, kept]

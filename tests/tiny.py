@@ -1,4 +1,4 @@
-"""A tiny checkpoint, an engine over it, and requests for that engine, for the tests of generation."""
+"""A tiny model, an engine over it, and requests for that engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def load_models(family: str, folder: Path) -> Models:
 
 
 class WholeWords:
-    """A detokeniser that shows every token as its number."""
+    """A detokenizer whose text for a token is its number."""
 
     def add(self, token_id: int) -> tuple[str, bool]:
         return f"{token_id} ", False
@@ -62,7 +62,7 @@ class WholeWords:
 
 
 class RecordingRunner(Runner):
-    """Remembers the logits that each request's tokens were chosen from."""
+    """Records the windows of each step, and the logits that each request's tokens were sampled from."""
 
     def __init__(self, model: LanguageModel, blocks: int, block_tokens: int, workers: Workers | None = None) -> None:
         super().__init__(model, blocks, block_tokens, workers)
@@ -72,7 +72,7 @@ class RecordingRunner(Runner):
 
     @property
     def logits(self) -> dict[str, list[Tensor]]:
-        """By request, one row for each token of its answer; rows after a rejected draft token are left out."""
+        """For each request one row for each token of its answer; rows after a rejected draft token are left out."""
         return {name: rows[: len(self._requests[name].output_ids)] for name, rows in self._logits.items()}
 
     def run(self, windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
@@ -92,7 +92,7 @@ class RecordingRunner(Runner):
 
 @dataclass
 class Asked:
-    """A request, and what came of it. spared: media items that the engine did not want; others: further answers."""
+    """A request and its events. spared: media items that the engine has cached; others: siblings."""
 
     request: Request
     events: list[Event]
@@ -158,7 +158,7 @@ class TinyEngine:
         return asked
 
     def deliver(self, asked: Asked, index: int, item: Item, kept: Sequence[int]) -> None:
-        """One item, unless the engine has it in its cache."""
+        """Delivers an item unless the engine has it cached."""
         if index in asked.request.wanted_media:
             arrived = media_item(index, item, kept)
             self.engine.deliver(asked.request, replace(arrived, embeds=arrived.embeds.to(self.model.dtype)))
@@ -179,20 +179,20 @@ def make_request(
 
 
 def key_of(item: Item) -> bytes:
-    """What the engine remembers an item's answer by: what it is, and how it is pruned."""
-    said = repr((item.t, item.h, item.w, item.time_step, item.rate, item.method))
-    return hashlib.sha256(said.encode() + item.embeds.tobytes()).digest()
+    """The key of an item in the cache of encoded media: the item and its pruning."""
+    pruned = repr((item.t, item.h, item.w, item.time_step, item.rate, item.method))
+    return hashlib.sha256(pruned.encode() + item.embeds.tobytes()).digest()
 
 
 def media_item(index: int, item: Item, kept: Sequence[int]) -> MediaItem:
-    """An item as it comes from the encoder."""
+    """An item as received from the encoder."""
     rows = np.stack([item.embeds, *item.deepstack])[:, list(kept)]
     digest = hashlib.sha256(repr(list(kept)).encode() + rows.tobytes()).digest()
     return MediaItem(index, np.array(kept, np.int32), torch.from_numpy(rows), 0, digest)
 
 
 def make_plan(parts: Sequence[Text | Item]) -> PromptPlan:
-    """The plan that preprocessing would send, positions by its own code."""
+    """The plan of preprocessing, with positions by preprocessing's own code."""
     ids: list[int] = []
     spans: list[TextSpan | GridSpan] = []
     media: list[MediaPlan] = []
@@ -217,7 +217,7 @@ def make_plan(parts: Sequence[Text | Item]) -> PromptPlan:
 
 
 def _pieces(item: Item) -> Iterator[Text | Grid]:
-    """What an item's placeholder becomes: one grid, or each slice's with text around it."""
+    """The layout of an item: one grid, or one grid for each slice with text around it."""
     if not item.texts:
         yield Grid(item.t, item.h, item.w)
         return
@@ -249,7 +249,7 @@ def random_item(
     rate: float = 0.0,
     method: str = "evs",
 ) -> Item:
-    """An item of random embeddings, with whatever else this family's items have."""
+    """An item of random embeddings, with the deepstack levels and texts that this family's items have."""
     random = np.random.default_rng(seed)
     shape = (math.prod(sides), family.hidden)
     levels = [random.normal(0, 0.3, shape).astype(np.float32) for _ in range(1 + family.levels)]

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import grpc
-from framesieve.v1 import prompt_pb2, tensor_pb2
-from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
-from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from google.protobuf.message import Message
 
 from common.contract.errors import PeerContract
 from demo.checkpoint import TINY
+from framesieve.v1 import prompt_pb2, tensor_pb2
+from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
+from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from tests import media
 from tests.fuzz.rpc_mutations import mutate, mutate_bytes
 

@@ -1,11 +1,11 @@
-"""A window of the pruned sequence is cut into text and media rows wherever it starts and ends."""
+"""Windows that start and end anywhere are packed into the text and media rows of the formulas."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.generation.request.batch import Window, decodes_first, pack
@@ -21,7 +21,7 @@ def video(t: int, h: int, w: int, *texts: Text) -> Item:
     return Item(t, h, w, Fraction(1), np.zeros((t * h * w, 1), np.float32), rate=0.5, texts=texts)
 
 
-# The last video's slices stand alone, and the second of them loses both its tokens.
+# The slices of the last video are separated by text; the second slice loses both tokens.
 PARTS = [
     Text((10, 11, 12)),
     video(3, 2, 2),
@@ -45,6 +45,7 @@ def gathered(name: str, blocks: list[int]) -> Asked:
     return asked
 
 
+@settings(max_examples=50)
 @given(
     cuts=st.lists(
         st.tuples(st.integers(0, len(EXPECTED.ids) + 4), st.integers(1, 30)).map(
@@ -54,7 +55,7 @@ def gathered(name: str, blocks: list[int]) -> Asked:
         max_size=4,
     )
 )
-def test_packed_windows_hold_what_the_formulas_say(cuts: list[tuple[int, int]]) -> None:
+def test_packed_windows_are_those_of_the_formulas(cuts: list[tuple[int, int]]) -> None:
     requests = [gathered(str(n), list(range(40 * n, 40 * n + 10))[::-1]).request for n in range(len(cuts))]
     windows = [
         Window(request, start, end, samples=end % 2 == 0) for request, (start, end) in zip(requests, cuts, strict=True)
@@ -94,8 +95,8 @@ def test_packed_windows_hold_what_the_formulas_say(cuts: list[tuple[int, int]]) 
     assert packed.media_rows.tolist() == sorted(rows)
 
 
-def test_windows_of_one_adapter_stand_beside_each_other() -> None:
-    """Of single tokens, and of the others; among themselves they stay in order."""
+def test_windows_of_one_adapter_are_adjacent() -> None:
+    """Within decodes and within other windows; otherwise the order stays."""
     one, two = Adapter("one", bytes(31) + b"1"), Adapter("two", bytes(31) + b"2")
     named, tokens = (one, None, two, one, None, two, one, two, one), (2, 1, 1, 1, 1, 1, 3, 1, 1)
     windows = []

@@ -22,7 +22,7 @@ from common.contract import errors
 from common.contract.retention import Pruning
 from common.process import free_port
 from framesieve.__main__ import app
-from framesieve.cli.inspection import inspect
+from framesieve.cli.inspection import inspect_media
 from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
 from framesieve.client.answer import Accepted, Answer, Delta, Progress
 from framesieve.client.client import FramesieveClient
@@ -110,7 +110,7 @@ async def test_the_services_behind_take_their_own_callers_tokens_alone(guarded: 
     # Of a call that is refused while it is written to, gRPC loses the status now and then.
     with pytest.raises((errors.Unauthenticated, errors.Unavailable)):
         await encode(addresses["encoder"], Video(data=CLIP), **guarded.access("alice"))
-    seen = await inspect(
+    seen = await inspect_media(
         addresses["preprocessing"],
         addresses["encoder"],
         Video(data=CLIP),

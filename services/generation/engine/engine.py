@@ -66,8 +66,6 @@ class Engine:
         self._lock = threading.Lock()  # protects everything except the runner
         self._in_flight = 0
         self._arrivals = 0
-        self._draft_tokens = 0
-        self._accepted_draft_tokens = 0
         self._stopping = False
         self._given_up = False
         self._totals = Totals()
@@ -158,11 +156,12 @@ class Engine:
         self._run_commands()
         began_ns = monotonic_ns()
         windows: list[Window] = []
+        accepted = 0
         try:
             windows = self._schedule()
             if windows:
                 sampled = self._runner.run(windows)
-                self._postprocess(windows, sampled)
+                accepted = self._postprocess(windows, sampled)
         except (torch.AcceleratorError, OutOfStep):  # the device or the other ranks are unusable: the thread must end
             raise
         except Exception as error:
@@ -171,7 +170,7 @@ class Engine:
             with self._lock:
                 self._fail([window.request for window in windows] or self._scheduler.requests(), _as_failure(error))
         if windows:
-            self._publish(windows, began_ns)
+            self._publish(windows, accepted, began_ns)
         return bool(windows)
 
     def check_integrity(self) -> None:
@@ -187,21 +186,21 @@ class Engine:
                     self._send(request, PrefillStarted())
         return windows
 
-    def _postprocess(self, windows: Sequence[Window], sampled: Mapping[Window, Sequence[SampledToken]]) -> None:
-        """Appends sampled tokens to their answers, ends answers and sends events.
+    def _postprocess(self, windows: Sequence[Window], sampled: Mapping[Window, Sequence[SampledToken]]) -> int:
+        """Appends sampled tokens to their answers, ends answers and sends events. Returns the accepted draft tokens.
 
         sampled: for each window that samples, its accepted draft tokens and one more.
         """
+        total_accepted = 0
         with self._lock:
             for window in windows:
                 request, num_computed = window.request, window.end - window.num_draft_tokens
-                self._draft_tokens += window.num_draft_tokens
                 self._scheduler.mark_computed(request, num_computed)
                 for accepted, token in enumerate(sampled.get(window, ())):
                     if request.status is Status.DONE:  # ended within the draft tokens
                         break
                     if accepted:  # the token before this one was a draft token: its keys and values are in the cache
-                        self._accepted_draft_tokens += 1
+                        total_accepted += 1
                         self._scheduler.mark_computed(request, num_computed + accepted)
                     tokens, reason = request.append(token)
                     self._scheduler.start_siblings(request)
@@ -209,16 +208,13 @@ class Engine:
                     if reason:
                         self._forget(request)
                         self._send(request, Finished(reason, len(request.output_ids)))
+        return total_accepted
 
-    def _publish(self, windows: Sequence[Window], began_ns: int) -> None:
-        before = self._totals
-        self._totals = Totals(
-            before.tokens + sum(window.tokens for window in windows),
-            self._scheduler.preemptions,
-            self._draft_tokens,
-            self._accepted_draft_tokens,
-        )
-        self._on_step(Step.between(before, self._totals, windows, (monotonic_ns() - began_ns) * 1e-9))
+    def _publish(self, windows: Sequence[Window], accepted: int, began_ns: int) -> None:
+        preemptions = self._scheduler.preemptions - self._totals.preemptions
+        step = Step.of(windows, accepted, preemptions, (monotonic_ns() - began_ns) * 1e-9)
+        self._totals = self._totals.plus(step)
+        self._on_step(step)
 
     def _loop(self) -> None:
         try:

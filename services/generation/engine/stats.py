@@ -11,16 +11,6 @@ from services.generation.request.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
-    """Counters up to the last step. tokens: computed tokens of prompts and answers, draft tokens included."""
-
-    tokens: int = 0
-    preemptions: int = 0
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """What one step computed and how long it took. answer_tokens: draft tokens included."""
 
@@ -33,17 +23,35 @@ class Step:
     accepted_draft_tokens: int
 
     @classmethod
-    def between(cls, before: Totals, after: Totals, windows: Sequence[Window], seconds: float) -> Step:
+    def of(cls, windows: Sequence[Window], accepted_draft_tokens: int, preemptions: int, seconds: float) -> Step:
         """The step that computed `windows`."""
         prompt_tokens = sum(map(_prompt_tokens, windows))
         return cls(
             seconds=seconds,
             sequences=len(windows),
             prompt_tokens=prompt_tokens,
-            answer_tokens=after.tokens - before.tokens - prompt_tokens,
-            preemptions=after.preemptions - before.preemptions,
-            draft_tokens=after.draft_tokens - before.draft_tokens,
-            accepted_draft_tokens=after.accepted_draft_tokens - before.accepted_draft_tokens,
+            answer_tokens=sum(window.tokens for window in windows) - prompt_tokens,
+            preemptions=preemptions,
+            draft_tokens=sum(window.num_draft_tokens for window in windows),
+            accepted_draft_tokens=accepted_draft_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over all steps. tokens: computed tokens of prompts and answers, draft tokens included."""
+
+    tokens: int = 0
+    preemptions: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+
+    def plus(self, step: Step) -> Totals:
+        return Totals(
+            self.tokens + step.prompt_tokens + step.answer_tokens,
+            self.preemptions + step.preemptions,
+            self.draft_tokens + step.draft_tokens,
+            self.accepted_draft_tokens + step.accepted_draft_tokens,
         )
 
 

@@ -129,7 +129,7 @@ class WorkerRanks:
         if self._on_lost is None:  # other threads may be blocked waiting for that rank
             log.error("cannot start", error=lost)
             os._exit(ExitStatus.CANNOT_START)
-        log.error("a rank was lost, the service ends", error=lost)
+        log.error("a rank is lost, and the service ends", error=lost)
         self._on_lost()
 
 

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: a video is one grid, whose slices are as many positions apart as their time says.
+"""Qwen2.5-VL: a video is one grid, and the time between its slices determines their distance in positions.
 
 The pixel budget applies to each frame. Source: `Qwen2VLVideoProcessor` and `Qwen2_5_VLProcessor` of transformers 5.23,
 index for index; the time base of Qwen2.5-VL, arXiv 2502.13923.

@@ -8,7 +8,7 @@ import threading
 from common.contract.errors import Overloaded
 
 
-class Disk:
+class DiskBudget:
     """A budget of `size_bytes` for all fetched media together. Thread-safe: any thread may close a file."""
 
     def __init__(self, size_bytes: int) -> None:
@@ -17,8 +17,8 @@ class Disk:
         self.folder = tempfile.gettempdir()
         self._lock = threading.Lock()
 
-    def take(self, size_bytes: int) -> None:
-        """Reserves bytes. Raises Overloaded where so many are not free."""
+    def reserve(self, size_bytes: int) -> None:
+        """Raises Overloaded if not enough bytes are free."""
         with self._lock:
             if self.held_bytes + size_bytes > self.size_bytes:
                 raise Overloaded(f"finds no room: fetched media may take {self.size_bytes} bytes together")
@@ -33,7 +33,7 @@ class Disk:
 class FetchedFile:
     """An unnamed temporary file; closing it deletes it and releases its bytes. Raises OSError."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: DiskBudget) -> None:
         self._disk = disk
         self._file = tempfile.TemporaryFile(dir=disk.folder, buffering=0)  # noqa: SIM115
         self.size_bytes = 0
@@ -44,7 +44,7 @@ class FetchedFile:
 
     def write(self, piece: bytes) -> None:
         """Appends. Raises Overloaded where the budget is exhausted, OSError where the disk itself is full."""
-        self._disk.take(len(piece))
+        self._disk.reserve(len(piece))
         self.size_bytes += len(piece)
         left = memoryview(piece)
         while left:

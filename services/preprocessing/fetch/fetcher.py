@@ -26,7 +26,7 @@ import structlog
 
 from common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected, Overloaded
 from services.preprocessing.fetch.addresses import IPAddress, SystemResolver
-from services.preprocessing.fetch.disk import Disk, FetchedFile
+from services.preprocessing.fetch.disk import DiskBudget, FetchedFile
 from services.preprocessing.fetch.policy import FetchPolicy
 from services.preprocessing.fetch.urls import Url, parse_url
 from services.preprocessing.sources.source import Source, resource_errors_as_overloaded
@@ -52,7 +52,7 @@ class Fetcher:
         self._policy = policy
         self._resolve = resolve or SystemResolver(MAX_CONCURRENT_FETCHES).look_up
         self._tls = tls or httpx.create_ssl_context()
-        self._disk = Disk(policy.disk_bytes)
+        self._disk = DiskBudget(policy.disk_bytes)
         self._running = asyncio.Semaphore(MAX_CONCURRENT_FETCHES)
 
     async def fetch_all(self, urls: Mapping[str, str]) -> dict[str, Source]:

@@ -110,7 +110,7 @@ class ChatTokens:
         return self._tokenise(self._expand(rendered, expansions), texts, grids, check_cancelled)
 
     def _expand(self, rendered: str, expansions: Sequence[Expansion]) -> str:
-        """Replaces each placeholder by its item's expansion, in which one placeholder stands for each grid."""
+        """Replaces each placeholder by its item's expansion, with one placeholder for each grid."""
         following = iter(expansions)
 
         def replaced(match: re.Match[str]) -> str:

@@ -26,7 +26,7 @@ from services.preprocessing.video.slices import Slice
 # A family may put text around each slice: planning far more slices would take minutes.
 MAX_EMBEDS_SLICES = 2**15
 # Keeps one prompt from flooding another server with requests.
-MAX_LINKS = 32
+MAX_URLS = 32
 
 _ROLES = {
     prompt_pb2.ROLE_SYSTEM: "system",
@@ -82,9 +82,9 @@ def _check_sums(media: Sequence[MediaRequest]) -> None:
     embeds = [item.location for item in media if isinstance(item.location, Embeds)]
     files = [item.location for item in media if isinstance(item.location, bytes)]
     check_inline_bytes(sum(map(len, files)) + sum(each.size_bytes for each in embeds))
-    links = sum(isinstance(item.location, MediaUrl) for item in media)
-    if links > MAX_LINKS:
-        raise InvalidRequest(f"prompt.messages hold {links} media by URL, at most {MAX_LINKS} are allowed")
+    urls = sum(isinstance(item.location, MediaUrl) for item in media)
+    if urls > MAX_URLS:
+        raise InvalidRequest(f"prompt.messages hold {urls} media by URL, at most {MAX_URLS} are allowed")
     slices = sum(each.grid.t for each in embeds)
     if slices > MAX_EMBEDS_SLICES:
         raise InvalidRequest(

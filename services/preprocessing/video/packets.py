@@ -77,12 +77,12 @@ def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 
 def packets_of(container: InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
-    """The stream's packets from where the container stands, up to its end or to where reading fails."""
+    """The stream's packets from the container's current position to its end, or to where reading fails."""
     packets = container.demux(stream)
     while True:
         try:
             packet = next(packets, None)
-        except IndexError:  # PyAV, at a packet of a stream that the header did not announce
+        except IndexError:  # raised by PyAV at a packet of a stream that the header did not announce
             packets = container.demux(stream)
             continue
         except av.FFmpegError:
@@ -94,7 +94,7 @@ def packets_of(container: InputContainer, stream: VideoStream) -> Iterator[Packe
 
 
 def read_packets(source: Source) -> PacketIndex:
-    """Reads every packet of the video stream. Raises MediaRejected for what holds no frames or passes a limit."""
+    """Reads every packet of the video stream. Raises MediaRejected for no frames or an exceeded limit."""
     with open_video(source) as (container, stream):
         height, width = _frame_size(source, stream)
         pts: list[int | None] = []
@@ -115,7 +115,7 @@ def read_packets(source: Source) -> PacketIndex:
             rate for rate in (stream.average_rate, stream.guessed_rate, stream.base_rate) if rate and rate > 0
         )
         known = [each for each in pts if each is not None]
-        # AVI stores no presentation times, and what FFmpeg makes up for B-frames is out of order.
+        # AVI stores no presentation times, and those that FFmpeg makes up are out of order where there are B-frames.
         if len(known) < len(pts) or container.format.name == "avi" or stream.time_base is None:
             times, shown = _by_order(len(pts), rates), None
         else:
@@ -150,7 +150,7 @@ def _by_order(frames: int, rates: tuple[Fraction, ...]) -> FrameTimes:
 
 
 def _orientation(source: Source) -> int:
-    """How its frames become upright: as the first that can be decoded says, if the header makes it worth asking."""
+    """The orientation of the first frame that can be decoded, if the header hints at a display matrix."""
     with source.open() as file:
         if not may_be_turned(file):
             return UPRIGHT
@@ -168,16 +168,16 @@ def _orientation(source: Source) -> int:
 
 def _frame_size(source: Source, stream: VideoStream) -> tuple[int, int]:
     if stream.codec_context is None:
-        raise MediaRejected(f"{source.name} is encoded in a way that is not known here")
+        raise MediaRejected(f"{source.name} uses an unsupported codec")
     height, width = stream.codec_context.height, stream.codec_context.width
     if height < 1 or width < 1:
-        raise MediaRejected(f"{source.name} does not say how large its frames are: it is damaged or no video")
+        raise MediaRejected(f"{source.name} does not declare its frame size: it is damaged or not a video")
     check_frame_size(source.name, height, width)
     return height, width
 
 
 def check_frame_size(name: str, height_px: int, width_px: int) -> None:
-    """Raises MediaRejected for a frame so large that decoding it would harm others."""
+    """Raises MediaRejected for frames of more than MAX_FRAME_PX pixels."""
     if height_px * width_px > MAX_FRAME_PX:
         raise MediaRejected(f"{name} has frames of {width_px}×{height_px} pixels, at most {MAX_FRAME_PX} are allowed")
 

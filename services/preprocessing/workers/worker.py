@@ -118,21 +118,14 @@ def main(jobs: JobTable = JOBS) -> None:
     """Serves a connection. Arguments: its descriptor, the limits as JSON, and the service's process id."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     limits = Limits(**json.loads(sys.argv[2]))
-    _warm_up_blas()
     confine(limits.memory_bytes, int(sys.argv[3]))
     _send(connection, Kind.READY)
     while True:
         message = _receive(connection)
         if message.kind is Kind.JOB:
             _run(connection, message, limits, jobs)
-            gc.collect()  # a container and its streams refer to one another
+            gc.collect()  # PyAV's containers and streams are reference cycles
             give_back_freed_memory()
-
-
-def _warm_up_blas() -> None:
-    """OpenBLAS allocates its buffer at the first large product, and ends the process if that fails."""
-    large = np.zeros((512, 512), np.float32)
-    np.matmul(large, large)
 
 
 def _run(connection: socket.socket, message: Message, limits: Limits, jobs: JobTable) -> None:
