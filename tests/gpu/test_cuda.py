@@ -13,7 +13,7 @@ from torch import Tensor
 from common.checkpoint import Checkpoint
 from services.encoder.families import load_tower
 from services.generation.families import load_language_model
-from services.generation.model.attention.sizes import CacheSizes
+from services.generation.model.attention.cache import CacheSizes
 from services.generation.model.attention.varlen import check_kernel, find_kernel
 from services.generation.model.graphs import CudaCapture
 from services.generation.sampling.sampler import SamplingParams
