@@ -17,7 +17,6 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from services.encoder.items.cache_key import cache_key
 
 from common.channels import ERROR_DOMAIN, error_from_status, open_channel, status_details, upstream_errors
 from common.contract import errors
@@ -32,6 +31,7 @@ from framesieve.v1.encoder_pb2 import EncodeRequest
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from services.encoder.items.cache import cache_key
 from services.generation.kv_cache.encoded_media import answer_key
 from tests import media
 from tests.generation.generation_peers import prompt_plan
