@@ -119,7 +119,7 @@ async def test_stages_in_an_order_that_cannot_be_harm_no_sum(tmp_path: Path) -> 
 async def test_a_moment_that_cannot_have_been_breaks_the_contract(tmp_path: Path, stage: str, wrong_s: float) -> None:
     sent = messages()
     setattr(sent[3].embeds.ages, stage, wrong_s)
-    with pytest.raises(errors.PeerContract, match="nothing was"):
+    with pytest.raises(errors.PeerContract, match="an age must be"):
         await seconds(tmp_path, PLAN, sent)
 
 
@@ -143,5 +143,5 @@ async def test_the_plan_says_when_media_had_been_fetched(tmp_path: Path, plan: P
     just_now = await stages(0.0)
     assert just_now[Stage.FETCH] > just_now[Stage.PLAN] > 0
     for wrong_s in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(errors.PeerContract, match="nothing was"):
+        with pytest.raises(errors.PeerContract, match="an age must be"):
             await stages(wrong_s)

@@ -19,11 +19,11 @@ import grpc
 
 from common.byte_semaphore import ByteSemaphore
 from common.contract.errors import PeerContract, PromptTooLong, Unavailable
-from common.contract.requests import check_prompt
 from common.contract.plan import PromptPlan
+from common.contract.requests import check_prompt
 from common.contract.retention import Pruning, retained_count
 from common.contract.wire import grid_message, modalities_of, named_media, prunings_of
-from common.serving.upstream import Retries
+from common.serving.retries import Retries
 from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub

@@ -18,9 +18,8 @@ import structlog
 from common.channels import end_writing, read_from, write_to
 from common.contract.errors import DeadlinePassed, PeerContract, Unavailable
 from common.contract.plan import PromptPlan
-from common.contract.wire import PlanReceiver
-from common.serving.upstream import Retries
-from common.contract.wire import from_ago_s
+from common.contract.wire import PlanReceiver, from_ago_s
+from common.serving.retries import Retries
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
 Selected: TypeAlias = "asyncio.Future[Sequence[int]]"
