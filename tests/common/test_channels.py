@@ -244,9 +244,7 @@ async def test_a_replica_that_starts_later_is_found(sockets: tuple[str, str]) ->
 
 
 @pytest.mark.parametrize("missing", ["google.rpc", "grpc_status"])
-def test_without_the_packages_of_details_the_code_decides(
-    monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
+def test_without_the_packages_of_details_the_code_decides(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setitem(sys.modules, missing, None)  # type: ignore[arg-type]  # its import fails
     empty = grpc.aio.Metadata()
     for code, expected in (
