@@ -50,7 +50,7 @@ INCIDENTS: dict[str, tuple[str, ...]] = {
     "metadata from a lying peer": (
         "common/test_lying_peers.py::test_metadata_of_a_lying_encoder_breaks_the_contract",
         "common/test_wire_contract.py::test_a_plan_that_contradicts_itself_is_a_broken_contract",
-        "encoder/test_forged_peers.py::test_a_status_survives_the_details_that_are_forged_beside_it",
+        "encoder/test_forged_peers.py::test_a_status_survives_forged_details",
     ),
     "a hash collision of 30×100 and 100×30": (f"{HERE}::test_the_same_bytes_of_another_shape_are_other_content",),
     "server-side request forgery": (
@@ -64,7 +64,7 @@ INCIDENTS: dict[str, tuple[str, ...]] = {
     ),
     "a memory address in an error": (
         "integration/test_errors.py::test_a_refusal_tells_nothing_of_the_inside",
-        "encoder/test_forged_peers.py::test_what_a_peer_says_of_itself_is_not_passed_on",
+        "encoder/test_forged_peers.py::test_a_peers_error_text_is_not_passed_on",
     ),
     "a frame-count bomb": (
         f"{HERE}::test_two_billion_frames_that_a_header_counts_cost_nothing",
