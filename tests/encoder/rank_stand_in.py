@@ -1,4 +1,4 @@
-"""A rank that computes nothing: it writes down what it is told, into the folder that its facts name."""
+"""A rank that computes nothing, and writes the messages that it gets to a file in the folder of its facts."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_a_torch_without_a_kernel_for_the_device_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "told"),
+    ("module", "complaint"),
     [
         (None, "No module named"),
         (SimpleNamespace(), "no attribute 'varlen_attn'"),
@@ -75,8 +75,7 @@ def test_a_torch_without_a_kernel_for_the_device_is_named() -> None:
         (SimpleNamespace(varlen_attn=lambda query: query), "takes 1 positional argument"),
     ],
 )
-def test_a_missing_or_wrong_kernel_is_not_used(module: SimpleNamespace | None, told: str) -> None:
-
+def test_a_missing_or_wrong_kernel_is_not_used(module: SimpleNamespace | None, complaint: str) -> None:
     def find(name: str) -> SimpleNamespace:
         if module is None:
             raise ModuleNotFoundError(f"No module named {name!r}")
@@ -86,7 +85,7 @@ def test_a_missing_or_wrong_kernel_is_not_used(module: SimpleNamespace | None, t
         kernel, obstacle = attention._try_kernel(CPU, HALF, 2, 16)
     assert kernel is None
     assert obstacle is not None
-    assert told in obstacle
+    assert complaint in obstacle
 
 
 def test_a_kernel_that_follows_the_formula_passes() -> None:

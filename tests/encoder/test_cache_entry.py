@@ -63,6 +63,7 @@ async def test_a_slow_tower_holds_the_decoder_back_until_the_entry_is_closed(
     assert not third.done()
     tower.open(1)
     await asyncio.wait_for(third, TIMEOUT_S)
+    assert await asyncio.to_thread(tower.started.acquire, timeout=TIMEOUT_S)  # the forward of slice 2
     fourth = asyncio.create_task(entry.add_slice(slice_of(4, 3)))
     await asyncio.sleep(0)
     await other.add_slice(slice_of(7, 0))

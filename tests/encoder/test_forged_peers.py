@@ -95,7 +95,7 @@ def ending(code: grpc.StatusCode, words: str, details: bytes | None = None) -> B
     return behaviour
 
 
-async def told(call: Any) -> FramesieveError:
+async def error_of(call: Any) -> FramesieveError:
     """The error of a call to either service."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in call:
@@ -119,7 +119,7 @@ MALFORMED = {
 async def test_malformed_answers_break_the_contract(behind: Any, name: str) -> None:
     async with behind(saying(*[MALFORMED[name]] * 3)) as ask:
         for _ in range(2):
-            error = await told(ask())
+            error = await error_of(ask())
             assert type(error) is errors.PeerContract
             assert re.fullmatch(r"a peer of \w+ broke the contract, request id \w+", str(error))
 
@@ -130,7 +130,7 @@ SECRET = "Traceback: /srv/app/common/wire.py <Tensor object at 0x7f2a9c0d1e50>"
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE])
 async def test_a_peers_error_text_is_not_passed_on(behind: Any, code: grpc.StatusCode) -> None:
     async with behind(ending(code, SECRET)) as ask:
-        error = await told(ask())
+        error = await error_of(ask())
     assert re.fullmatch(r"(preprocessing|encoder) (failed|cannot be reached)", str(error))
     assert isinstance(error, errors.Unavailable) == (code is grpc.StatusCode.UNAVAILABLE)
 
@@ -159,7 +159,7 @@ def forged(retry: duration_pb2.Duration | None = None) -> bytes:
 )
 async def test_a_status_survives_forged_details(behind: Any, details: bytes, retry_after_s: float) -> None:
     async with behind(ending(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", details)) as ask:
-        error = await told(ask())
+        error = await error_of(ask())
     assert isinstance(error, errors.Overloaded)
     assert (str(error), error.retry_after_s) == ("full", retry_after_s)
 
@@ -167,5 +167,5 @@ async def test_a_status_survives_forged_details(behind: Any, details: bytes, ret
 async def test_the_address_of_an_absent_peer_is_not_disclosed(behind: Any, tmp_path: Path) -> None:
     async with behind(saying()) as ask:
         (tmp_path / "peer").rename(tmp_path / "gone")
-        error = await told(ask())
+        error = await error_of(ask())
     assert re.fullmatch(r"(preprocessing|encoder) cannot be reached", str(error))

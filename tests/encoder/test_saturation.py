@@ -146,8 +146,8 @@ def test_overflows_within_a_layer_stay_finite(
     assert encode_all(load_tower(Checkpoint(copy), "float16", CPU), video, shape).isfinite().all()
 
 
-def test_values_that_are_not_turned_reach_as_far_as_float16(copy: Path, family: str, shape: FamilyUnderTest) -> None:
-    """Beside what else is added to a third of the channels, it shows how large they are."""
+def test_attention_values_use_the_whole_range_of_float16(copy: Path, family: str, shape: FamilyUnderTest) -> None:
+    """Unlike queries and keys, which are clamped to a smaller value. The bias of a third of the channels reveals it."""
     rewrite(copy, {"blocks.0.attn.proj.bias": add(20000, 0, 0), "blocks.0.attn.qkv.bias": add(0, 0, 60000)})
     video = random_frames(4, 4 * shape.token_px, 3 * shape.token_px)
     found = encode_all(load_tower(Checkpoint(copy), "float16", CPU), video, shape)

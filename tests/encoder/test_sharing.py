@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 
 from common.contract import errors
 from common.contract.plan import Grid
@@ -192,7 +193,8 @@ async def test_an_error_of_one_item_does_not_fail_waiters_of_the_next(stack: Sta
 async def test_an_internal_error_of_the_tower_fails_all_waiters_and_no_later_request(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patched:
+    # Logs are captured because rendering the traceback is slow.
+    with monkeypatch.context() as patched, structlog.testing.capture_logs():
         calls = [await stalled(stack, VIDEO), opened(stack, VIDEO)]
         await waiters(2)
         patched.setattr(stack.batcher, "_encode", lambda slices: [][0])

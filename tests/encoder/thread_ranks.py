@@ -1,4 +1,4 @@
-"""Ranks of a data-parallel tower as threads, with gloo groups of their own, which record what they are told and run."""
+"""Ranks of a data-parallel tower as threads with gloo groups of their own, recording messages and forwards."""
 
 from __future__ import annotations
 
