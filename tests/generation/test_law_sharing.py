@@ -123,3 +123,14 @@ def test_media_are_sent_again_if_pinning_their_blocks_could_starve_a_large_reque
     asked = answer(engine, [large, second])
     assert asked[1].spared == ()
     assert_law(models, engine, [large, second], asked)
+
+
+def test_a_video_with_the_layout_of_another_shares_no_blocks_with_it(models: Models) -> None:
+    video = random_item(models.family, (3, 2, 2), Fraction(1))
+    twin = random_item(models.family, (3, 2, 2), Fraction(1), seed=6)
+    other = replace(video, embeds=twin.embeds, deepstack=twin.deepstack)
+    questions = [about(video, 30), about(other, 30)]
+    engine = TinyEngine(models.engine)
+    asked = answer(engine, questions, arrivals=[0, 20])
+    assert asked[1].spared == ()
+    assert_law(models, engine, questions, asked)
