@@ -48,7 +48,7 @@ def gathered(name: str, blocks: list[int]) -> Asked:
 @settings(max_examples=50)
 @given(
     cuts=st.lists(
-        st.tuples(st.integers(0, len(EXPECTED.ids) + 4), st.integers(1, 30)).map(
+        st.tuples(st.integers(0, len(EXPECTED.ids) + 4), st.just(1) | st.integers(1, 30)).map(
             lambda cut: (cut[0], min(cut[0] + cut[1], len(EXPECTED.ids) + len(ANSWER)))
         ),
         min_size=1,

@@ -68,7 +68,9 @@ def cut(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
 
 texts = st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=30).map("".join)
 splits = st.lists(st.integers(1, 6), max_size=80)
-stops = st.lists(st.sampled_from(("stop", "to", "p", "ab", "aab", "b a", "😀", "é日", "\n\n")), max_size=3).map(tuple)
+stops = st.lists(st.sampled_from(("stop", "top", "p", "ab", "aab", "b a", "😀", "é日", "\n\n")), max_size=3).map(
+    tuple
+)
 
 
 @settings(max_examples=60)
@@ -99,18 +101,6 @@ def test_pieces_hold_whole_characters(text: str, lengths: list[int]) -> None:
 def test_text_that_may_begin_a_stop_string_is_held() -> None:
     tokenizer = Splits([b"x", b"s", b"t", b"a", b"s", b"t", b"o", b"p", b"y"])
     assert streamed(tokenizer, ("stop",)) == (["x", "", "", "sta", "", "", "", ""], True)
-
-
-def test_of_several_stop_strings_the_first_complete_and_then_the_longest_ends_the_answer() -> None:
-    for tokens in ([b"abcd"], [b"a", b"b", b"c", b"d"], [b"ab", b"cd"]):
-        pieces, stopped = streamed(Splits(tokens), ("abcd", "bc"))
-        assert ("".join(pieces), stopped) == ("a", True)
-        pieces, stopped = streamed(Splits(tokens), ("c", "abc"))
-        assert ("".join(pieces), stopped) == ("", True)
-
-
-def test_held_text_is_flushed_at_the_end() -> None:
-    assert streamed(Splits([b"x", b"sto"]), ("stop",)) == (["x", "", "sto"], False)
 
 
 def test_special_tokens_have_no_text() -> None:

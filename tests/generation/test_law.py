@@ -35,7 +35,8 @@ def test_the_law_holds_for_any_mix(models: Models, data: st.DataObject) -> None:
 
 
 @pytest.mark.deep
-@settings(LAW, max_examples=400)
+@pytest.mark.timeout(3600)
+@settings(LAW, max_examples=300)
 @given(st.data())
 def test_the_law_holds_for_many_mixes(models: Models, data: st.DataObject) -> None:
     assert_law_of_any_mix(models, data)

@@ -74,15 +74,6 @@ def test_the_next_turn_of_a_conversation_computes_only_what_is_new(models: Model
     assert_law(models, engine, [turn], asked)
 
 
-def test_a_video_at_another_rate_is_sent_again(models: Models) -> None:
-    video = random_item(models.family, (4, 2, 2), Fraction(1), rate=0.25)
-    questions = [about(video, 30), about(replace(video, rate=0.5), 30)]
-    engine = TinyEngine(models.engine)
-    asked = answer(engine, questions, arrivals=[0, 20])
-    assert asked[1].spared == ()
-    assert_law(models, engine, questions, asked)
-
-
 def test_media_encoded_again_with_other_tokens_share_no_blocks_with_the_first_encoding(models: Models) -> None:
     video = random_item(models.family, (4, 2, 2), Fraction(1), rate=0.5, method="random")
     once = about(video, 30, 31)
@@ -132,3 +123,14 @@ def test_media_are_sent_again_if_pinning_their_blocks_could_starve_a_large_reque
     asked = answer(engine, [large, second])
     assert asked[1].spared == ()
     assert_law(models, engine, [large, second], asked)
+
+
+def test_a_video_with_the_layout_of_another_shares_no_blocks_with_it(models: Models) -> None:
+    video = random_item(models.family, (3, 2, 2), Fraction(1))
+    twin = random_item(models.family, (3, 2, 2), Fraction(1), seed=6)
+    other = replace(video, embeds=twin.embeds, deepstack=twin.deepstack)
+    questions = [about(video, 30), about(other, 30)]
+    engine = TinyEngine(models.engine)
+    asked = answer(engine, questions, arrivals=[0, 20])
+    assert asked[1].spared == ()
+    assert_law(models, engine, questions, asked)

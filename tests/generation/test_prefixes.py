@@ -177,7 +177,8 @@ def test_a_block_is_read_only_by_requests_whose_sequence_it_holds(data: st.DataO
 
 
 @pytest.mark.deep
-@settings(max_examples=2000, deadline=None)
+@pytest.mark.timeout(3600)
+@settings(max_examples=1000, deadline=None)
 @given(st.data())
 def test_a_block_is_read_only_by_requests_whose_sequence_it_holds_in_many_cases(data: st.DataObject) -> None:
     assert_blocks_hold_what_is_read(data)

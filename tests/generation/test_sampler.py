@@ -148,14 +148,6 @@ def test_greedy_tokens_are_penalised_as_in_transformers(params: SamplingParams, 
         history.append(token)
 
 
-def test_presence_counts_once_and_frequency_every_time() -> None:
-    logits = torch.tensor([[3.0, 2.0, 0.0]])
-    # 3 − presence stays above 2; 3 − 2 · 0.75 falls below.
-    assert answer_of(logits, replace(GREEDY, presence_penalty=0.75), 4) == [0, 0, 0, 0]
-    assert answer_of(logits, replace(GREEDY, frequency_penalty=0.75), 4) == [0, 0, 1, 0]
-    assert answer_of(logits, replace(GREEDY, presence_penalty=0.75, frequency_penalty=0.75), 4) == [0, 1, 0, 0]
-
-
 @pytest.mark.parametrize("penalty", [1e-300, 1e-30, 100.0])
 def test_extreme_repetition_penalties_never_give_a_token_without_probability(penalty: float) -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0, -torch.inf]])
@@ -178,14 +170,6 @@ def test_an_answer_does_not_depend_on_its_neighbours_or_their_options(
     for step in range(4):
         logits = logits_of(seed + step, len(states)).round()  # with ties
         assert sample(logits[place : place + 1], [alone]) == [sample(logits, states)[place]]
-
-
-def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
-    def answer(seed: int) -> list[int]:
-        return answer_of(torch.zeros(1, VOCABULARY), replace(DRAWN, seed=seed), 32)
-
-    assert answer(7) == answer(7)
-    assert answer(7) != answer(8)
 
 
 @pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2**-53])

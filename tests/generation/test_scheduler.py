@@ -186,14 +186,6 @@ def test_a_prompt_is_not_admitted_if_it_would_preempt_another() -> None:
     assert desk.scheduler.preemptions == 0
 
 
-def test_more_decodes_than_budget_still_all_finish() -> None:
-    desk = Desk(max_num_batched_tokens=3)
-    requests = [desk.add(2, 5) for _ in range(6)]
-    while desk.step():
-        pass
-    assert all(request.status is Status.DONE for request in requests)
-
-
 def test_a_finished_request_cannot_change_its_status() -> None:
     desk = Desk()
     request = desk.add(2, 1)
