@@ -1,13 +1,13 @@
-# One file, three images: `--target preprocessing`, `encoder` or `generation`.
+# Builds three images: `--target preprocessing`, `--target encoder` or `--target generation`.
 
 FROM python:3.11-slim-bookworm AS base
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-# gRPC's core writes past our logs; below errors it says what nobody needs.
+# gRPC's core bypasses the services' logs. Restrict it to errors; its other lines are noise.
 ENV GRPC_VERBOSITY=ERROR
 WORKDIR /app
 RUN python -m venv /venv
 ENV PATH=/venv/bin:$PATH
-# Dependencies alone (README.md because pyproject.toml names it), so that a change of code does not install them again.
+# Only the files that pip needs (pyproject.toml refers to README.md): a change of code does not reinstall dependencies.
 COPY pyproject.toml README.md ./
 
 FROM base AS protos
@@ -18,7 +18,8 @@ RUN python -m grpc_tools.protoc -I protos --python_out=. --grpc_python_out=. pro
 FROM base AS preprocessing-dependencies
 RUN pip install '.[preprocessing,otel]'
 
-# torch first and pinned. PyPI's build may carry gigabytes of CUDA: --build-arg TORCH=… takes any wheel's address.
+# torch is installed first and pinned. PyPI's build may include gigabytes of CUDA libraries; to use another build, set
+# --build-arg TORCH=… to the URL of a wheel.
 FROM base AS torch-dependencies
 ARG TORCH=torch==2.13.0
 RUN pip install "$TORCH" && pip install '.[encoder,generation,otel]'

@@ -1,3 +1,3 @@
-"""What is measured, and against what."""
+"""Benchmarks: each measures a part of the system against another way to do the same."""
 
 import services  # noqa: F401  # its OpenMP setting holds for the peer too

@@ -1,10 +1,10 @@
-"""`make bench-engine`: the engine by itself, in this process, against transformers' `generate` and against itself.
+"""`make bench-engine`: the generation engine in this process, against transformers' `generate` and between settings.
 
-Two checkpoints: the demo's, and a random one of about 60 M parameters. Prompts of 830 tokens, 800 of them a video's,
-no two alike; 64 new tokens, end tokens ignored; greedy; float32 unless said otherwise. Contenders take turns round by
-round, so that what else the machine does is shared by all; medians over rounds, ratios within one run. Prints Markdown,
-or JSON, to stdout and progress to stderr. A measurement is a function in `engine_measures.py` and a line in
-MEASUREMENTS; `engine_services.py` asks the three services.
+Two checkpoints: the demo's, and a random one of about 60 M parameters. Distinct prompts of 830 tokens, 800 of them of a
+video; 64 new tokens, end tokens ignored; greedy; float32 unless stated otherwise. Contenders alternate in every round,
+so that other load on the machine affects all of them; medians over rounds, ratios within one run. Prints Markdown or
+JSON to stdout and progress to stderr. A measurement is a function in `engine_measures.py` and a line in MEASUREMENTS;
+`engine_services.py` measures the three services.
 """
 
 from __future__ import annotations

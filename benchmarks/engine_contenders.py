@@ -1,4 +1,4 @@
-"""Who answers the engine's questions: the engine, in this process and by itself, and transformers' `generate`."""
+"""The contenders of the engine benchmark: the engine alone, in this process, and transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from services.generation.model.graphs import CudaCapture
 from services.generation.model.runner import Runner
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Event, Failed, Finished, Request, Tokens
-from services.generation.sampling.detokenizer import Detokeniser, load_tokenizer
+from services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
 from services.generation.sampling.sampler import SamplingParams
 
 NEW_TOKENS = 64
-BLOCK_TOKENS, BLOCKS = 16, 2048  # as many as the service has by default
+BLOCK_TOKENS, BLOCKS = 16, 2048  # the service's defaults
 CHUNK_TOKENS = 2048
 MAX_RUNNING = 64
 CPU = torch.device("cpu")
 
 
 class EngineContender:
-    """The engine over one checkpoint, made as the service makes it. A context manager; greedy, end tokens ignored."""
+    """The engine with one checkpoint, built as in the service. A context manager; greedy, end tokens ignored."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU, blocks: int = BLOCKS) -> None:
         keep_freed_memory()
@@ -60,7 +60,7 @@ class EngineContender:
         self.engine.stop()
 
     def answer(self, questions: Sequence[Question], clients: int) -> tuple[list[Timed], list[tuple[int, ...]]]:
-        """Answers all, `clients` of them in flight at a time, in a closed loop. Times and tokens, as they finish."""
+        """Answers all questions in a closed loop of `clients`. Returns times and tokens in order of completion."""
         events: SimpleQueue[tuple[int, Event]] = SimpleQueue()
         left = iter(enumerate(questions))
         started: dict[int, float] = {}
@@ -91,23 +91,23 @@ class EngineContender:
         return timed, answers
 
     def requests_per_s(self, questions: Sequence[Question], clients: int) -> float:
-        """Answers all, `clients` of them in flight at a time."""
+        """Answers all questions in a closed loop of `clients`; returns requests per second."""
         start = time.perf_counter()
         self.answer(questions, clients)
         return len(questions) / (time.perf_counter() - start)
 
     def submit(self, question: Question, on_event: Callable[[Event], None]) -> None:
-        """Asks one question; its media is there at once."""
+        """Submits one question with its media already encoded."""
         count = question.embeds.shape[1]
-        detokeniser = Detokeniser(self._tokenizer)
-        key = os.urandom(32)  # no question finds what another left in the cache
-        request = Request("bench", question.plan, [count], [key], SamplingParams(NEW_TOKENS), detokeniser, on_event)
+        detokenizer = Detokenizer(self._tokenizer)
+        key = os.urandom(32)  # unique, so that no question hits the prefix cache
+        request = Request("bench", question.plan, [count], [key], SamplingParams(NEW_TOKENS), detokenizer, on_event)
         self.engine.submit(request)
         self.engine.deliver(request, MediaItem(0, question.kept, question.embeds.to(self._dtype), 0, key))
 
 
 class Generate:
-    """transformers' `generate` over the same checkpoint and the same embeddings, one question after another."""
+    """transformers' `generate` with the same checkpoint and embeddings, one question after another."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self._model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=dtype)
@@ -117,7 +117,7 @@ class Generate:
         assert question.kept is None, "transformers knows no pruning"
         ids = torch.from_numpy(question.plan.input_ids).long()[None]
         encoded: Any = BaseModelOutputWithPooling()
-        encoded.pooler_output = (question.embeds[0],)  # one tensor a video
+        encoded.pooler_output = (question.embeds[0],)  # one tensor per video
         streamer = _Clock()
         start = time.perf_counter()
         with torch.inference_mode():
@@ -125,9 +125,9 @@ class Generate:
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 mm_token_type_ids=(ids == self._model.config.video_token_id).int() * 2,
-                # In patches, of which two by two are one token.
+                # In patches; 2 × 2 patches are one token.
                 video_grid_thw=torch.tensor([(GRID.t, 2 * GRID.h, 2 * GRID.w)]),
-                second_per_grid_ts=torch.tensor([0.5]),  # times the checkpoint's two positions a second
+                second_per_grid_ts=torch.tensor([0.5]),  # times 2 positions per second
                 mm_encoder_outputs={"video": encoded},
                 max_new_tokens=NEW_TOKENS,
                 eos_token_id=None,
@@ -140,7 +140,7 @@ class Generate:
 
 
 class _Clock(BaseStreamer):
-    """When each token came; `generate` hands over the prompt first."""
+    """Records the time of each token; `generate` first passes the prompt, which is skipped."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

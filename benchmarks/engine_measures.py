@@ -1,4 +1,4 @@
-"""What is measured of the engine, each a function of a model and a number of rounds that returns rows."""
+"""Measurements of the engine: functions of a model and a number of rounds that return rows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from common.checkpoint import Checkpoint
 
 CLIENTS = (1, 2, 4, 8, 16, 32)
 RATE = 0.75
-GENERATED = 4  # questions that transformers answers in a round
+GENERATED = 4  # questions that transformers answers per round
 FLOAT32 = torch.float32
 
 
 def throughput(model: Model, rounds: int) -> list[Row]:
-    """Requests a second at 8 and 32 clients, unpruned, against `generate` and against what batching could give."""
+    """Requests/s at 8 and 32 clients, unpruned, against `generate` and against ideal batching."""
     taken, questions = Timings(), _questions(model, 0.0, 32)
     generate = Generate(model.folder, FLOAT32)
     with EngineContender(model.folder, FLOAT32) as engine:
@@ -71,7 +71,7 @@ def throughput(model: Model, rounds: int) -> list[Row]:
 
 
 def pruning(model: Model, rounds: int) -> list[Row]:
-    """Requests a second at rate 0.75 against rate 0."""
+    """Requests/s at rate 0.75 against rate 0."""
     taken = Timings()
     kept = {rate: _questions(model, rate, max(CLIENTS)) for rate in (0.0, RATE)}
     with EngineContender(model.folder, FLOAT32) as engine:
@@ -90,7 +90,7 @@ def pruning(model: Model, rounds: int) -> list[Row]:
             taken.median(f"{clients} {RATE}"),
             taken.median(f"{clients} 0.0"),
             "1/s",
-            # From 8 clients on, decoding is shared by many and prefill dominates.
+            # From 8 clients on, decode steps are shared by many requests and prefill dominates.
             at_least=1.5 if clients >= 8 else 1.0,
         )
         for clients in CLIENTS
@@ -98,7 +98,7 @@ def pruning(model: Model, rounds: int) -> list[Row]:
 
 
 def prefill(model: Model, rounds: int) -> list[Row]:
-    """How much sooner the first token comes at rate 0.75, against how many operations less there are."""
+    """Speed-up of the first token at rate 0.75, against the ratio of arithmetic operations."""
     taken = Timings()
     kept = {rate: _questions(model, rate, GENERATED) for rate in (0.0, RATE)}
     with EngineContender(model.folder, FLOAT32) as engine:
@@ -125,9 +125,9 @@ def prefill(model: Model, rounds: int) -> list[Row]:
 
 
 def step(model: Model, rounds: int) -> list[Row]:
-    """A decode step's wall time outside the model's forward, with 8 running."""
+    """Wall time of a decode step outside the model's forward, with 8 running requests."""
     taken = Timings()
-    contender = EngineContender(model.folder, FLOAT32)  # stepped by hand
+    contender = EngineContender(model.folder, FLOAT32)  # the benchmark calls step() itself
     spent, began = [0.0], [0.0]
 
     def begin(*_: object) -> None:
@@ -165,7 +165,7 @@ def step(model: Model, rounds: int) -> list[Row]:
 
 
 def bfloat16(model: Model, rounds: int) -> list[Row]:
-    """Requests a second in bfloat16 against float32, where the processor multiplies it."""
+    """Requests/s in bfloat16 against float32, on processors with bfloat16 arithmetic."""
     flags = Path("/proc/cpuinfo")
     if not flags.exists() or not {"avx512_bf16", "amx_bf16"} & set(flags.read_text().split()):
         print("bfloat16: this processor does not multiply it", file=sys.stderr)

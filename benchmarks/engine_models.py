@@ -1,6 +1,6 @@
-"""The checkpoints that the engine is measured on, and the prompts: a video's embeddings between two pieces of text.
+"""The checkpoints and prompts of the engine benchmark. A prompt is a video's embeddings between two pieces of text.
 
-The embeddings are random and no two prompts share any, so nothing is found in a cache; transformers gets the same ones.
+Embeddings are random and different in every prompt, so nothing hits a cache; transformers gets the same ones.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from services.preprocessing.prompt.positions import GridSpan, TextSpan, position
 
 GRID = Grid(8, 10, 10)
 BEFORE_TOKENS, AFTER_TOKENS = 14, 16  # of text; 830 tokens in all
-TIME_STEP = Fraction(1)  # transformers' positions are these as long as a clip is no longer than it is wide
+TIME_STEP = Fraction(1)  # transformers yields the same positions as long as t is at most the grid's width
 MERGED_PX = 28
 
-# Qwen2.5's proportions (0.5B: 896 wide, 5.4 times that in its MLP, 64 a head, tied) at a smaller size.
+# The proportions of Qwen2.5-0.5B (hidden size 896, MLP 5.4 times that, heads of 64, tied) at a smaller size.
 RANDOM = Shape(
     merges=320,
     hidden=512,
@@ -55,7 +55,7 @@ RANDOM_VOCABULARY = 32_000
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A checkpoint to measure on. parameters: of the language model, tied ones once; small: goals are for the other."""
+    """A checkpoint. parameters: of the language model, tied ones once; small: goals apply to the other one only."""
 
     name: str
     folder: Path
@@ -65,7 +65,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One prompt. embeds: float32 [1, K, D]; kept: int32 [K], None where nothing is pruned."""
+    """One prompt. embeds: float32 [1, K, D]; kept: int32 [K], None if unpruned."""
 
     plan: PromptPlan
     kept: Int32Array | None
@@ -73,13 +73,13 @@ class Question:
 
     @property
     def tokens(self) -> int:
-        """After pruning."""
+        """The prompt's tokens after pruning."""
         return self.plan.tokens - self.plan.media[0].grid.tokens + self.embeds.shape[1]
 
 
 @contextmanager
 def models() -> Iterator[list[Model]]:
-    """The demo's checkpoint, and a random one of about 60 M parameters, which is written for as long as it is used."""
+    """The demo's checkpoint, and a random one of about 60 M parameters, written to a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         parameters = _write_random(Path(folder))
         yield [
@@ -103,7 +103,7 @@ def _count(model: Any) -> int:
 
 
 def question(checkpoint: Checkpoint, rate: float, seed: int, grid: Grid = GRID) -> Question:
-    """A prompt of 30 tokens and a video's, before pruning. Which are kept is drawn too: the engine cannot tell."""
+    """A prompt of 30 text tokens and a video. The kept tokens are random, which makes no difference to the engine."""
     random = np.random.default_rng(seed)
     config = checkpoint.config
     hidden = int((config.get("text_config") or config)["hidden_size"])

@@ -1,7 +1,7 @@
-"""One client asks the three services about a file: against transformers from the same bytes on, and asked again.
+"""One client of the three services against transformers, from the file's bytes to the tokens; and a second question.
 
-Float32 on both sides, 64 new tokens, end tokens ignored. The file is another to every cache each time, but for the
-second question, which is the one about a video that has just been asked about at the same rate.
+Float32 on both sides, 64 new tokens, end tokens ignored. Every question is about a file that no cache knows, except the
+second question, which is about the same video at the same rate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RATES = (0.0, 0.75)
 
 
 def through_services(model: Model, rounds: int) -> list[Row]:
-    """Time to the first token and tokens a second of one client, and the first token of a second question."""
+    """Time to first token and tokens/s of one client, and the time to first token of a second question."""
     return asyncio.run(_through_services(model, rounds))
 
 
@@ -80,7 +80,7 @@ async def _through_services(model: Model, rounds: int) -> list[Row]:
 
 
 async def _ask(client: FramesieveClient, video: Video, question: str, rate: float) -> tuple[float, float]:
-    """Seconds to the first token, and tokens a second over the whole answer."""
+    """Seconds to the first token, and tokens/s over the whole completion."""
     start = time.perf_counter()
     first_token_s = 0.0
     stream = client.stream(

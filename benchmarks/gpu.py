@@ -1,8 +1,8 @@
-"""`make bench-gpu`: the tower, pruning and the engine on a CUDA device, against what that device can do at the best.
+"""`make bench-gpu`: the tower, pruning and the engine on a CUDA device, against the device's peak rates.
 
-The checkpoint has the shape of Qwen2.5-VL-7B and random weights that are drawn on the device. Everything is in this
-process but for the last measurement, which asks three services. Medians over rounds; ratios within one run. Prints
-Markdown, or JSON, to stdout and progress to stderr. `--target tiny --device cpu` tries the benchmark itself anywhere.
+The checkpoint has the shape of Qwen2.5-VL-7B and random weights drawn on the device. All measurements run in this
+process except the last, which starts the three services. Medians over rounds; ratios within one run. Prints Markdown or
+JSON to stdout and progress to stderr. `--target tiny --device cpu` tries the benchmark itself on any machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a device can do at the best, measured on it: the rates that everything else is held against."""
+"""Measures a device's peak rates, which the other measurements are compared with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REPEATS = 20
 
 
 def seconds(work: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
-    """Median wall time of `work`, until the device has done it; the first call is not counted."""
+    """Median wall time of `work`, until the device has finished it; the first call does not count."""
     taken = []
     for index in range(repeats + 1):
         wait(device)
@@ -31,20 +31,20 @@ def wait(device: torch.device) -> None:
 
 
 def operations_per_s(device: torch.device, dtype: torch.dtype, side: int) -> float:
-    """Of one product of two square matrices: 2 · side³ operations."""
+    """Operations/s of one product of two square matrices: 2 · side³ operations."""
     one, other = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     return 2 * side**3 / seconds(lambda: one @ other, device)
 
 
 def copied_bytes_per_s(device: torch.device, size_bytes: int) -> float:
-    """Of one copy within the device's memory: bytes read and bytes written count."""
+    """Bytes/s of one copy within the device's memory, counting bytes read and written."""
     source = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size_bytes / seconds(lambda: target.copy_(source), device)
 
 
 def give_back(device: torch.device) -> None:
-    """What is no longer used: the next measurement begins with the memory that the first had, and so do services."""
+    """Frees unused device memory, so that the next measurement or service has all of it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The tower on a device: graphs against none, pruning against the tower, both against what the device can do."""
+"""The tower on a device: with and without CUDA graphs, pruning against the tower, and the tower against peak rates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH_TOKENS: int = EncoderSettings.model_fields["batch_tokens"].default
 
 
 def graphs(run: Run) -> list[Row]:
-    """A video encoded and pruned at rate 0.75, the tower's forwards replayed as graphs and not."""
+    """A video encoded and pruned at rate 0.75, with and without CUDA graphs."""
     plain, rows = _tower(run), []
     replaying = with_graphs(plain, BATCH_TOKENS)
     for grid in _grids(run):
@@ -50,7 +50,7 @@ def graphs(run: Run) -> list[Row]:
 
 
 def pruning(run: Run) -> list[Row]:
-    """Scoring, choosing and gathering at rate 0.75 against the tower's forwards of the same video, as served."""
+    """Scoring, selecting and gathering at rate 0.75 against the tower's forwards of the same video."""
     tower, rows = with_graphs(_tower(run), BATCH_TOKENS), []
     for grid in _grids(run):
         slices = _slices(tower, grid, run.device)
@@ -62,12 +62,12 @@ def pruning(run: Run) -> list[Row]:
 
 
 def tower(run: Run) -> list[Row]:
-    """Operations a second of the tower's forwards, as served."""
+    """Operations/s of the tower's forwards, as in the service."""
     tower, rows = with_graphs(_tower(run), BATCH_TOKENS), []
     best = gpu_device.operations_per_s(run.device, run.dtype, run.target.side)
     for grid in _grids(run):
         slices = _slices(tower, grid, run.device)
-        operations = 2 * tower.cost(grid.slice_tokens) * grid.t  # multiplications, and as many additions
+        operations = 2 * tower.cost(grid.slice_tokens) * grid.t  # multiplications and additions
         taken_s = _median(run, partial(_encode, tower, slices, grid))
         what = f"the tower on {grid.t}×{grid.h}×{grid.w}: operations"
         rows.append(Row(what, f"one product of {run.target.side}² matrices", operations / taken_s, best, "1/s"))
@@ -91,7 +91,7 @@ def _at_once(grid: Grid) -> int:
 
 
 def _encode(tower: Tower, slices: list[Tensor], grid: Grid) -> Tensor:
-    """In forwards of as many slices as the service's batches have room for."""
+    """Encodes in forwards of as many slices as fit the service's batches."""
     most = _at_once(grid)
     forwards = (slices[start : start + most] for start in range(0, len(slices), most))
     return torch.cat([embeds for forward in forwards for embeds in tower.encode(forward)], dim=1)
@@ -107,7 +107,7 @@ def _prune(embeds: Tensor, grid: Grid) -> Tensor:
 
 
 def _slices(tower: Tower, grid: Grid, device: torch.device) -> list[Tensor]:
-    """uint8 (F, H, W, 3) each, on the device: how frames get there is not measured here."""
+    """Slices of uint8 (F, H, W, 3) on the device; the transfer of frames is not measured."""
     side_px = tower.patches.token_px
     shape = (grid.t, tower.patches.temporal_patch, grid.h * side_px, grid.w * side_px, 3)
     draw = torch.Generator(device).manual_seed(0)

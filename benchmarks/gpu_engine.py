@@ -1,4 +1,4 @@
-"""The engine on a device: prefill against its products, decoding against its memory, pruning against none."""
+"""The engine on a device: prefill against peak arithmetic, decode against peak bandwidth, pruned against unpruned."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from common.contract.plan import Grid
 
 RATES = (0.0, 0.75)
 CLIENTS = (1, 2, 4, 8, 16, 32)
-ASKED = 4  # questions a round, of those that are asked one after another
+ASKED = 4  # sequential questions per round
 
 
 def prefill(run: Run) -> list[Row]:
-    """Operations a second of an unpruned prefill, and how much sooner the first token comes at rate 0.75."""
+    """Operations/s of an unpruned prefill, and the speed-up of the first token at rate 0.75."""
     rows = []
     best = gpu_device.operations_per_s(run.device, run.dtype, run.target.side)
     with _engine(run) as engine:
@@ -63,12 +63,12 @@ def prefill(run: Run) -> list[Row]:
 
 
 def decode(run: Run) -> list[Row]:
-    """Bytes that decode steps must read, weights once and each sequence's keys and values, against a copy's."""
+    """Bytes/s that decode steps must read (weights once, and the KV cache of each sequence) against those of a copy."""
     copied = gpu_device.copied_bytes_per_s(run.device, run.target.copied_bytes)
-    engine = _engine(run)  # stepped by hand
+    engine = _engine(run)  # the benchmark calls step() itself
     model = engine.runner.model
     weights = sum(each.numel() * each.element_size() for part in (model.text, model.lm_head) for each in _unique(part))
-    weights -= model.embed_tokens.weight.numel() * model.dtype.itemsize  # of which a step reads a row a sequence
+    weights -= model.embed_tokens.weight.numel() * model.dtype.itemsize  # a step reads one row per sequence
     row_bytes = 2 * model.layers * model.kv_heads * model.head_dim * model.dtype.itemsize
     rows = []
     for running in (1, 8, 32):
@@ -103,7 +103,7 @@ def decode(run: Run) -> list[Row]:
 
 
 def throughput(run: Run) -> list[Row]:
-    """Requests a second at rate 0.75 against rate 0."""
+    """Requests/s at rate 0.75 against rate 0."""
     taken = Timings()
     kept = {rate: _questions(run, run.target.shared, rate, 2 * max(CLIENTS)) for rate in RATES}
     with _engine(run) as engine:

@@ -1,4 +1,4 @@
-"""The checkpoints that a GPU is measured on, with random weights that are drawn on the device itself."""
+"""The checkpoints of the GPU benchmark, with random weights drawn on the device."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from demo.checkpoint import TINY, Shape, make_config, make_tokenizer, randomise,
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is measured: a checkpoint, on a device, with videos as large as the device can take.
+    """A checkpoint and the sizes to measure it with.
 
-    grids: whose prefill is compared with and without pruning. shared: of each video where many are asked about at
-    once. short: of a single short video for the tower; uneven: of one whose forwards no budget of tokens fits exactly.
-    side: of the matrices whose product is the device's best.
+    grids: videos whose prefill is compared with and without pruning. shared: each video of concurrent requests.
+    short: a single short video for the tower; uneven: a video whose forwards match no token budget exactly.
+    side: of the square matrices whose product measures peak arithmetic.
     """
 
     shape: Shape
@@ -70,7 +70,7 @@ TARGETS: Mapping[str, Target] = {
         copied_bytes=2**32,
         blocks=8192,
     ),
-    # For a look at the benchmark itself, on any processor.
+    # To try the benchmark itself, on any processor.
     "tiny": Target(
         replace(TINY, context_tokens=4096),
         None,
@@ -87,7 +87,7 @@ TARGETS: Mapping[str, Target] = {
 
 @contextmanager
 def written(target: Target, device: torch.device, dtype: torch.dtype) -> Iterator[Path]:
-    """A folder with the target's checkpoint, for as long as it is used."""
+    """A temporary folder with the target's checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tokenizer(target.shape)
         config: Any = make_config(target.shape, tokenizer)

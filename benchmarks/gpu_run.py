@@ -1,4 +1,4 @@
-"""One run of `make bench-gpu`: what is measured, where, and how often."""
+"""The parameters of a run of `make bench-gpu`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.gpu_models import Target
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """folder: the target's checkpoint. rounds: measurements of each configuration, after one that is not counted."""
+    """folder: the target's checkpoint. rounds: measurements of each configuration, after one warm-up."""
 
     target: Target
     folder: Path

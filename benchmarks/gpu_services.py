@@ -1,4 +1,4 @@
-"""Where the time to first token goes when the three services answer a question about 120 frames, at both rates."""
+"""Time to first token by stage, for a question about 120 frames through the three services, at both rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUESTION = "What happens in the video?"
 
 
 def first_token(run: Run) -> list[Row]:
-    """Seconds of each stage, which sum to the time to first token; no clip is like another to any cache."""
+    """Seconds of each stage, which sum to the time to first token; every clip is new to all caches."""
     return asyncio.run(_first_token(run))
 
 

@@ -1,8 +1,8 @@
-"""`make bench-media`: the media path, from a file to pruned embeddings, against other ways to do the same.
+"""`make bench-media`: the media path, from a file to pruned embeddings, against other implementations.
 
-Contenders take turns round by round, so that what else the machine does is shared by all; medians over rounds, ratios
-within one run. Prints Markdown, or JSON, to stdout and progress to stderr. A measurement is a function in a file of its
-own (`media_*.py`) that takes a number of rounds and returns rows, and a line in MEASUREMENTS.
+Contenders alternate in every round, so that other load on the machine affects all of them; medians over rounds, ratios
+within one run. Prints Markdown or JSON to stdout and progress to stderr. A measurement is a function in its own file
+(`media_*.py`) that takes a number of rounds and returns rows, and a line in MEASUREMENTS.
 """
 
 from __future__ import annotations

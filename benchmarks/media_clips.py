@@ -1,4 +1,4 @@
-"""Clips for the media benchmarks, encoded on the spot: textured, moving, with keyframes where they are wanted."""
+"""Clips for the media benchmarks: textured, moving, with keyframes at given distances."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FILES = itertools.count()
 
 
 def clip(frames: int, height_px: int, width_px: int, keyframe_every: int) -> bytes:
-    """An H.264 mp4 with B-frames and no keyframe but those that are due."""
+    """An H.264 mp4 with B-frames and a keyframe at every `keyframe_every` frames only."""
     options: dict[str, object] = {
         "preset": "veryfast",
         "g": str(keyframe_every),
@@ -36,19 +36,19 @@ def clip(frames: int, height_px: int, width_px: int, keyframe_every: int) -> byt
 
 
 def another_file(data: bytes) -> bytes:
-    """The same clip in other bytes, which no cache knows: with a box at its end that every reader skips."""
+    """The same clip with different bytes, unknown to every cache: a box that readers skip is appended."""
     return data + struct.pack(">I4sQ", 16, b"free", next(_FILES))
 
 
 def another_path(folder: Path, data: bytes) -> str:
-    """The name of a new file in `folder`: the same clip in other bytes."""
+    """Writes the same clip with different bytes to a new file in `folder`; returns its name."""
     name = f"{next(_FILES)}.mp4"
     (folder / name).write_bytes(another_file(data))
     return name
 
 
 def pictures(frames: int, height_px: int, width_px: int) -> Iterator[NDArray[np.uint8]]:
-    """uint8 [height_px, width_px, 3]: blocks that pan, squares that move across them, a little noise."""
+    """Frames, uint8 [height_px, width_px, 3]: a panning background, moving squares, a little noise."""
     random = np.random.default_rng(0)
     ground = random.integers(30, 200, (height_px // 16 + 1, width_px // 16 + 1, 3), np.uint8)
     ground = ground.repeat(16, 0).repeat(16, 1)[:height_px, :width_px]

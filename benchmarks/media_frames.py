@@ -1,4 +1,4 @@
-"""A Preprocess call of the media benchmarks: one video, selected at once, read to its end."""
+"""A Preprocess call for one video, which selects all and reads all frames."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
+
+from framesieve.client.messages import prompt_message
+from framesieve.client.prompt import Video, user_turn
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
-
-from framesieve.client.prompt import Video, user_turn
-from framesieve.client.wire import prompt_message
 
 
 async def responses(channel: grpc.aio.Channel, video: Video) -> AsyncIterator[PreprocessResponse]:
@@ -22,5 +22,5 @@ async def responses(channel: grpc.aio.Channel, video: Video) -> AsyncIterator[Pr
 
 
 async def read_frames(channel: grpc.aio.Channel, video: Video) -> int:
-    """Reads all, and returns the bytes of its frames."""
+    """Reads all responses; returns the number of bytes of the frames."""
     return sum([len(each.frames.chunk.data) async for each in responses(channel, video)])

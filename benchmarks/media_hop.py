@@ -1,9 +1,8 @@
-"""A tensor of 64 MiB from one process to another over gRPC, as services send it, against a bare stream of bytes.
+"""Sends a tensor of 64 MiB between two processes over gRPC, as services do, against a stream of raw bytes.
 
-Ours is cut into TensorChunk messages, sent, and put together in a TensorBuffer; a second row wraps each of them as the
-encoder does. The bare stream sends pieces of the same size that are cut beforehand, neither serialised nor parsed nor
-put together: what is left is gRPC. Both come from one server, over a unix socket. `python -m benchmarks.media_hop
-ADDRESS` is that server.
+Ours is split into TensorChunk messages, sent, and reassembled in a TensorBuffer; a second row wraps each chunk in the
+encoder's message. The raw stream sends chunks of the same size without splitting, serialising, parsing or reassembling:
+what remains is the cost of gRPC. One server sends both over a unix socket: `python -m benchmarks.media_hop ADDRESS`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ AT_LEAST = 0.9
 
 
 def hop(rounds: int) -> list[Row]:
-    """Bytes per second, from the first message to the last."""
+    """Bytes/s, from the first message to the last."""
     return asyncio.run(_hop(rounds))
 
 
@@ -60,7 +59,7 @@ async def _hop(rounds: int) -> list[Row]:
                             received = sum([await contender(channel) for _ in range(HOPS)])
                             seconds = time.perf_counter() - start
                             assert received == HOPS * SIZE_BYTES
-                            if number:  # not the first: it warms up
+                            if number:  # the first is a warm-up
                                 taken.add(name, received / seconds)
                                 cpu.add(name, (cpu_s(server.pid) + time.process_time() - cpu_start) / received)
             finally:
@@ -93,7 +92,7 @@ def _stream(channel: Any, name: str, parse: Callable[[bytes], Any] | None) -> As
 
 
 async def _collect(chunks: AsyncIterator[TensorChunk]) -> int:
-    """As receivers do: one buffer for all. Returns its bytes."""
+    """Reassembles the tensor as receivers do. Returns its number of bytes."""
     buffer = buffer_for(first := await anext(chunks), [DTYPE], SHAPE)
     add_chunk(buffer, first)
     async for chunk in chunks:
@@ -106,7 +105,7 @@ async def _collect(chunks: AsyncIterator[TensorChunk]) -> int:
 
 
 async def serve(address: str) -> None:
-    keep_freed_memory()  # as services do, for all three
+    keep_freed_memory()  # as the services do
     data = memoryview(os.urandom(SIZE_BYTES))
     cut = [bytes(piece) for _, piece in pieces(data)]
 

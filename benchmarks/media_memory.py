@@ -1,9 +1,8 @@
 """Resident memory of the three services over 200 requests of mixed size, four at a time.
 
-A service counts with the workers that it has started. What is meant to fill up is made small enough to be full before
-the measuring begins: the encoder's cache (CACHE_BYTES) and the KV cache, whose blocks keep what they hold until they
-are needed again (KV_TOKENS). Every second request asks again about what an earlier one
-showed.
+A service's memory includes its worker processes. The caches are small enough to be full when measuring begins: the
+encoder's cache (CACHE_BYTES) and the KV cache (KV_TOKENS), whose blocks are kept until they are needed again. Every
+second request repeats the media of an earlier one.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, PartLike, Video
 
 REQUESTS, WARM_UP, AT_ONCE = 200, 50, 4
-SETTLING_S = 0.1  # a worker gives memory back once it has told that it is done
+SETTLING_S = 0.1  # a worker frees memory after it has reported its result
 CACHE_BYTES, KV_TOKENS = 4 * 2**20, 4096
 FIRST_SEED = 11_100_000
 AT_MOST = 1.05
 
 
 def memory(_: int) -> list[Row]:
-    """One run, whatever the rounds: medians of the last 50 requests against those after the warm-up."""
+    """One run, regardless of rounds: medians of the last 50 requests against those after the warm-up."""
     samples = asyncio.run(_memory())
     return [_row(service, samples[service]) for service in SERVICES]
 
@@ -48,12 +47,12 @@ def _row(service: str, bytes_by_request: Sequence[int]) -> Row:
 
 
 def early_and_late(samples: Sequence[int]) -> tuple[float, float]:
-    """Medians of as many samples as the warm-up has: those that follow it, and the last."""
+    """Medians of the samples right after the warm-up and of the last ones, as many as the warm-up has."""
     return statistics.median(samples[WARM_UP : 2 * WARM_UP]), statistics.median(samples[-WARM_UP:])
 
 
 async def _memory() -> dict[str, list[int]]:
-    """By service, once for each request: what is held when the four that ran together have ended."""
+    """Bytes by service, sampled whenever the four concurrent requests have ended."""
     flags = {
         "encoder": ["--cache-bytes", str(CACHE_BYTES)],
         "generation": ["--kv-cache-tokens", str(KV_TOKENS)],
@@ -74,7 +73,7 @@ async def _ask(client: FramesieveClient, media: PartLike, rate: float) -> None:
 
 
 def requests() -> Iterator[tuple[PartLike, float]]:
-    """Media and pruning rates: the demo's clips, 720p clips, pictures, and every second time one that came before."""
+    """Media and pruning rates: the demo's clips, 720p clips, pictures; every second request repeats an earlier one."""
     random = Random(0)
     large = clip(3 * RATE, 720, 1280, keyframe_every=60)
     seen: list[PartLike] = []
@@ -95,7 +94,7 @@ def _new_media(number: int, random: Random, large: bytes) -> PartLike:
 
 
 def _picture(random: Random) -> bytes:
-    """A PNG of noise of some size."""
+    """A PNG of noise, of random size."""
     shape = (random.randrange(200, 1200), random.randrange(200, 1200), 3)
     pixels = np.random.default_rng(random.getrandbits(32)).integers(0, 256, shape, np.uint8)
     file = io.BytesIO()

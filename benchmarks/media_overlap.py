@@ -1,16 +1,16 @@
-"""The first token on a long clip: stages that overlap, as they do, against the same stages one after another.
+"""Time to first token on a long clip: overlapping stages against the same stages one after another.
 
-The clip is 60 s of 640×360, of which 120 frames at 2 a second are looked at, sized so that decoding and encoding cost
-about alike. One after another is the sum of
+The clip has 60 s of 640×360 video, sampled at 2 frames/s (120 frames), so that decoding and encoding cost about the
+same. The sequential time is the sum of
 
-    decoding   Preprocess by itself, plan and frames, read to the end
-    encoding   Encode by itself, plan to the last embedding, by another encoder with the same flags, whose preprocessing
-               is a server in this process that has every frame at hand
-    prefill    the stages `wait_for_prefill` and `prefill` of the answer of ours: nothing overlaps them
-    less       those frames from that server, read by themselves: frames cross the wire in the first two, once is due
+    decoding   a Preprocess call alone: plan and frames
+    encoding   an Encode call alone, from the plan to the last embedding, by another encoder with the same flags; its
+               preprocessing is a server in this process that has all frames in memory
+    prefill    the stages `wait_for_prefill` and `prefill` of our own completion: nothing overlaps them
+    minus      the time to read those frames from that server: they cross the wire in both calls, but should count once
 
-which is fair: each stage is the services' own, has the machine to itself and its input ready, and nothing but the order
-differs. The plan counts once, with decoding; the transfer of embeddings counts with encoding.
+The comparison is fair: each stage runs the services' code, has the machine to itself and its input ready; only the
+order differs. The plan counts once, with decoding; the transfer of embeddings counts with encoding.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from framesieve.v1 import preprocessing_pb2_grpc
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 
 from benchmarks.media_clips import RATE, another_path, clip
 from benchmarks.media_frames import read_frames, responses
@@ -37,12 +35,14 @@ from framesieve.cli.launcher import Endpoint, LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import encode
 from framesieve.client.prompt import Video
+from framesieve.v1 import preprocessing_pb2_grpc
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 
 FRAMES, SECONDS = 120, 60
 MAX_PX = 400 * 400
 QUESTION, PRUNING_RATE = "What happens in the video?", 0.75
 AT_MOST = 0.75
-# Every request is to cost what it costs the first time. With one thread a stage, two stages have a core each.
+# No caching: every request costs as much as the first. With one thread a stage, two stages have a core each.
 FLAGS = {
     "one thread for the tower": ["--cache-bytes", "0", "--threads", "1"],
     "torch's threads": ["--cache-bytes", "0"],
@@ -50,7 +50,7 @@ FLAGS = {
 
 
 def overlap(rounds: int) -> list[Row]:
-    """Seconds to the first token, with one thread for the tower and with as many as torch would choose."""
+    """Seconds to the first token, with one thread for the tower and with torch's default."""
     with tempfile.TemporaryDirectory() as name:
         folder, data = Path(name), clip(SECONDS * RATE, 360, 640, keyframe_every=60)
         return [asyncio.run(_overlap(rounds, folder, data, each)) for each in FLAGS]
@@ -74,7 +74,7 @@ async def _overlap(rounds: int, folder: Path, data: bytes, flags_name: str) -> R
             encoder = encoder_alone.addresses["encoder"]
             encode_s = await timed(encode(encoder, asked[2], Pruning(PRUNING_RATE)))
             wire_s = await timed(read_frames(replay, asked[2]))
-            if not number:  # the first warms up
+            if not number:  # the first is a warm-up
                 continue
             prefill_s = stages_s["wait_for_prefill"] + stages_s["prefill"]
             found = {"decoding": decode_s, "encoding": encode_s, "prefill": prefill_s, "the wire": wire_s}
@@ -89,7 +89,7 @@ async def _overlap(rounds: int, folder: Path, data: bytes, flags_name: str) -> R
 
 
 def video(folder: Path, data: bytes) -> Video:
-    """Another file each time, so that no cache knows it."""
+    """A different file each time, unknown to all caches."""
     return Video(server_path=another_path(folder, data), fps=FRAMES / SECONDS, max_pixels=MAX_PX)
 
 
@@ -104,7 +104,7 @@ def endpoints(folder: Path, preprocessing: str) -> dict[str, Endpoint]:
 
 
 class _Replay(preprocessing_pb2_grpc.PreprocessingServiceServicer):
-    """Answers every prompt with the same plan and, once they are selected, the same frames."""
+    """Sends the same plan for every prompt and, once selected, the same frames."""
 
     def __init__(self, recorded: Sequence[PreprocessResponse]) -> None:
         self._recorded = recorded

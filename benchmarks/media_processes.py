@@ -1,4 +1,4 @@
-"""What running services cost, as Linux tells it: a process and all that it has started."""
+"""Memory and processor time of a process and its descendants, from /proc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def tree(pid: int) -> Iterator[int]:
-    """The process and its descendants, as far as they still run."""
+    """The process and its running descendants."""
     yield pid
     for task in _entries(Path(f"/proc/{pid}/task")):
         for child in _text(task / "children").split():
@@ -18,13 +18,13 @@ def tree(pid: int) -> Iterator[int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Of the process and its descendants in sum: memory that they share counts for each."""
+    """Resident memory of the process and its descendants; shared memory counts for each."""
     lines = (line for each in tree(pid) for line in _text(Path(f"/proc/{each}/status")).splitlines())
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time of the process and its descendants that still run, in all their threads."""
+    """Processor seconds of the process and its running descendants, over all threads."""
     fields = (_text(Path(f"/proc/{each}/stat")).rpartition(")")[2].split() for each in tree(pid))
     return sum(int(each[11]) + int(each[12]) for each in fields if each) / _TICKS_PER_S
 

@@ -1,6 +1,6 @@
-"""Efficient Video Sampling, from embeddings to those that are kept, against the tower's forwards for the same tokens.
+"""Efficient Video Sampling, from embeddings to kept embeddings, against the tower's forwards for the same tokens.
 
-Both in this process with the same threads, on the demo's tower in float32, in forwards as large as the encoder's.
+Both run in this process with the same threads, on the demo's tower in float32, in forwards as large as the encoder's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.encoder.families import load_tower
 from services.encoder.pruning.methods import keep_tokens
 from services.encoder.tower.tower import Tower
 
-# The demo's clips become the first; the second is two minutes of 448×448.
+# The first is the grid of the demo's clips; the second that of two minutes of 448×448.
 GRIDS = (Grid(16, 4, 4), Grid(60, 16, 16))
 BATCH_TOKENS = 2048
 RATE = 0.75
@@ -26,7 +26,7 @@ AT_MOST = 0.02
 
 
 def pruning(rounds: int) -> list[Row]:
-    """Scoring, choosing and gathering at rate 0.75; whole towers are measured, none is scaled."""
+    """Scoring, selecting and gathering at rate 0.75; all forwards of the tower are measured, none extrapolated."""
     tower = load_tower(Checkpoint(DEMO_MODEL), "float32", torch.device("cpu"))
     return [_row(tower, grid, rounds) for grid in GRIDS]
 
@@ -47,7 +47,7 @@ def _row(tower: Tower, grid: Grid, rounds: int) -> Row:
             gathered = embeds[:, kept.long()]
             end = time.perf_counter()
             assert gathered.shape[1] == kept.numel() < grid.tokens
-            if number:  # not the first: it warms up
+            if number:  # the first is a warm-up
                 taken.add("tower", encoded_at - start)
                 taken.add("pruning", end - joined_at)
     what = f"EVS of {grid.t} slices of {grid.h}×{grid.w} tokens, scored, chosen and gathered"
@@ -55,7 +55,7 @@ def _row(tower: Tower, grid: Grid, rounds: int) -> Row:
 
 
 def _slices(tower: Tower, grid: Grid) -> list[torch.Tensor]:
-    """uint8 (F, H, W, 3) each."""
+    """Slices of uint8 (F, H, W, 3)."""
     frames, token_px = tower.patches.temporal_patch, tower.patches.token_px
     moving = [torch.from_numpy(each) for each in pictures(frames * grid.t, grid.h * token_px, grid.w * token_px)]
     return [torch.stack(moving[first : first + frames]) for first in range(0, len(moving), frames)]

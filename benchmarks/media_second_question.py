@@ -1,4 +1,4 @@
-"""A second question, at another rate, about a video that has been asked about: its time to the first token."""
+"""Time to first token of a second question about the same video, at another rate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AT_MOST = 0.15
 
 
 def second_question(rounds: int) -> list[Row]:
-    """A video of some size, and the demo's, where fixed costs are most of either question."""
+    """For a larger video, and for the demo's, where fixed costs dominate both questions."""
     return asyncio.run(_second_question(rounds))
 
 
@@ -42,7 +42,7 @@ async def _row(client: FramesieveClient, name: str, videos: Sequence[Video]) -> 
         for which, (question, rate) in QUESTIONS.items():
             seconds, stages_s = await first_token(client, video, question, rate)
             names = tuple(stages_s)
-            if not number:  # the first warms up
+            if not number:  # the first is a warm-up
                 continue
             taken.add(which, seconds)
             for stage, stage_s in stages_s.items():
@@ -60,7 +60,7 @@ async def _row(client: FramesieveClient, name: str, videos: Sequence[Video]) -> 
 async def first_token(
     client: FramesieveClient, video: Video, question: str, rate: float
 ) -> tuple[float, dict[str, float]]:
-    """Seconds on this side's clock, and the service's stages."""
+    """Seconds on the client's clock, and the stages that the service reports."""
     start = time.perf_counter()
     seconds = 0.0
     async for event in client.stream(video, question, pruning_rate=rate, max_new_tokens=2, temperature=0):

@@ -1,4 +1,4 @@
-"""Few frames of a long clip: this decoder against decoding everything and against seeking to each frame."""
+"""Few frames of a long clip: our decoder against decoding everything and against seeking to each frame."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MOST = 1.15
 
 
 def ours(data: bytes, places: Sequence[int]) -> int:
-    """The packet index is read as well: a plan has no other way to know where frames are."""
+    """Our decoder, including reading the packet index, which planning needs."""
     source = bytes_source("clip", data)
     return sum(int(frame.pixels[0, 0, 0]) for frame in decode_frames(source, read_packets(source), places))
 
 
 def decode_all(data: bytes, places: Sequence[int]) -> int:
-    """From the first frame to the last that is wanted, as transformers reads with PyAV; only wanted ones to RGB."""
+    """Decodes up to the last wanted frame, as transformers does with PyAV; converts only wanted frames to RGB."""
     wanted, found = set(places), 0
     with av.open(io.BytesIO(data), "r") as container:
         container.streams.video[0].thread_type = "AUTO"
@@ -43,7 +43,7 @@ def decode_all(data: bytes, places: Sequence[int]) -> int:
 
 
 def seek_each(data: bytes, places: Sequence[int]) -> int:
-    """To the keyframe before each frame, and on from there."""
+    """Seeks to the keyframe before each wanted frame and decodes from there."""
     found = 0
     with av.open(io.BytesIO(data), "r") as container:
         stream = container.streams.video[0]
@@ -67,7 +67,7 @@ CONTENDERS: Mapping[str, Callable[[bytes, Sequence[int]], int]] = {
 
 
 def seeking(rounds: int) -> list[Row]:
-    """Seconds from a clip's bytes to RGB frames; of a busy machine, processor time tells more."""
+    """Seconds from a clip's bytes to RGB frames; on a busy machine, processor time is more reliable."""
     rows = []
     for every in KEYFRAMES_EVERY:
         data = clip(CLIP_FRAMES, HEIGHT_PX, WIDTH_PX, every)

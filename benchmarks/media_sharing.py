@@ -1,4 +1,4 @@
-"""Short videos through preprocessing and encoder: many at once, whose slices share forwards, against one by one."""
+"""Short videos through preprocessing and encoder: concurrent, so that slices share forwards, against sequential."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AT_LEAST = 1.5
 
 
 def sharing(rounds: int) -> list[Row]:
-    """Videos per second on the demo's tower; the cache is off, and every video is another."""
+    """Videos/s on the demo's tower; the cache is off, and every video is different."""
     return [asyncio.run(_sharing(rounds))]
 
 
@@ -34,7 +34,7 @@ async def _sharing(rounds: int) -> Row:
             middle = time.perf_counter()
             await asyncio.gather(*(encode_media(address, video) for video in videos))
             end = time.perf_counter()
-            if number:  # not the first: it warms up
+            if number:  # the first is a warm-up
                 taken.add("at once", VIDEOS / (end - middle))
                 taken.add("in turn", VIDEOS / (middle - start))
     what = f"{VIDEOS} of the demo's clips encoded at once, videos per second"

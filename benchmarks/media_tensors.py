@@ -1,8 +1,8 @@
-"""Decoded frames to what a vision tower reads: this system's uint8 slices against transformers' float patches.
+"""From decoded frames to the tower's input: our uint8 slices against transformers' float patches.
 
-Ours is what preprocessing does: each frame resized into its slice, which leaves. Theirs is what Qwen2VLVideoProcessor
-of transformers 5.23 does on a CPU: its own operations, without torchvision. Cutting uint8 frames into patches is the
-encoder's, and has a row of its own.
+Ours is preprocessing's work: it resizes each frame into its slice and sends the slice. Theirs is what
+Qwen2VLVideoProcessor of transformers 5.23 does on a CPU, with the same operations but without torchvision. Splitting
+uint8 frames into patches is the encoder's work and has its own row.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from services.preprocessing.video.resize import PixelBudget, resize, smart_resiz
 
 FRAMES, HEIGHT_PX, WIDTH_PX = 32, 720, 1280
 PATCH_PX, MERGE, TEMPORAL_PATCH = 14, 2, 2
-# What qwen-vl-utils allows a frame of a video: 128 to 768 tokens.
+# The limits of qwen-vl-utils for a video frame: 128 to 768 tokens.
 SENT_PX = smart_resize(HEIGHT_PX, WIDTH_PX, PixelBudget(PATCH_PX * MERGE, 128 * 28 * 28, 768 * 28 * 28))
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def ours(frames: NDArray[np.uint8]) -> list[Any]:
-    """uint8 [2, h, w, 3] a slice."""
+    """One uint8 [2, h, w, 3] per slice."""
     slices = []
     for first in range(0, len(frames), TEMPORAL_PATCH):
         pixels = np.empty((TEMPORAL_PATCH, *SENT_PX, 3), np.uint8)
@@ -45,7 +45,7 @@ def ours(frames: NDArray[np.uint8]) -> list[Any]:
 
 
 def ours_in_patches(frames: NDArray[np.uint8]) -> list[Any]:
-    """uint8 (patches, values) a slice, as the tower of the encoder reads them."""
+    """One uint8 (patches, values) per slice: the input of the encoder's tower."""
     import torch
 
     from services.encoder.tower.patches import PatchShape, patchify
@@ -55,7 +55,7 @@ def ours_in_patches(frames: NDArray[np.uint8]) -> list[Any]:
 
 
 def theirs(frames: NDArray[np.uint8]) -> list[Any]:
-    """float32 (patches, values)."""
+    """transformers' float32 (patches, values)."""
     import torch
     import torch.nn.functional as F
 
@@ -79,7 +79,7 @@ CONTENDERS: Mapping[str, Callable[[NDArray[np.uint8]], list[Any]]] = {
 
 
 def tensors(rounds: int) -> list[Row]:
-    """Time, bytes and peak memory after decoding, and what decoding itself takes."""
+    """Time, bytes and peak memory after decoding, and the time of decoding itself."""
     frames = np.stack(list(pictures(FRAMES, HEIGHT_PX, WIDTH_PX)))
     data = clip(FRAMES, HEIGHT_PX, WIDTH_PX, FRAMES)
     timings, size_bytes = Timings(), {}
@@ -87,7 +87,7 @@ def tensors(rounds: int) -> list[Row]:
         for name, contender in CONTENDERS.items():
             start = time.perf_counter()
             made = contender(frames)
-            if number:  # not the first: it fills caches
+            if number:  # the first fills caches
                 timings.add(name, time.perf_counter() - start)
             size_bytes[name] = sum(each.nbytes for each in made)
             del made
@@ -112,7 +112,7 @@ def tensors(rounds: int) -> list[Row]:
 
 
 def _peak_bytes_of(name: str) -> int:
-    """In a process of its own, above what it held with the decoded frames in memory."""
+    """Peak memory in a new process, above that with the decoded frames."""
     command = [sys.executable, "-m", "benchmarks.media_tensors", name]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     peak_bytes: int = json.loads(found.stdout)
@@ -128,10 +128,10 @@ def _print_peak(name: str) -> None:
     frames = np.empty((FRAMES, HEIGHT_PX, WIDTH_PX, 3), np.uint8)
     for row, picture in zip(frames, pictures(FRAMES, HEIGHT_PX, WIDTH_PX), strict=True):
         row[:] = picture
-    CONTENDERS[name](frames[:TEMPORAL_PATCH])  # loads what is loaded on first use
-    ctypes.CDLL(None).malloc_trim(0)  # else what was freed so far counts as held
+    CONTENDERS[name](frames[:TEMPORAL_PATCH])  # loads libraries that are loaded on first use
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise freed memory counts as held
     held_bytes = _status_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     made = CONTENDERS[name](frames)
     print(json.dumps(_status_bytes("VmHWM") - held_bytes))
     del made

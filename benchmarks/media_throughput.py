@@ -1,9 +1,9 @@
-"""Videos per second through preprocessing, four at once: against the same decoder in threads, and one after another.
+"""Videos/s through preprocessing, four at once: against the same decoder in threads, and against one at a time.
 
-Every video is 8 s of 1280×720 in H.264 at 30 frames a second, of which 16 frames at 2 a second are sent, two a slice,
-at most 768 tokens of 28×28 pixels each. Ours is the service as a process, its streams read to their end by this one.
-The threads' side is the same planner, decoder and resizing in threads of this process, whose slices go nowhere: no
-worker process, no copy, no gRPC. Both have one decoding thread or process a core, and FFmpeg's own threads in each.
+Every video has 8 s of 1280×720 H.264 at 30 frames/s, of which 16 frames (2 per second) are sent, two per slice, each of
+at most 768 tokens of 28×28 pixels. Ours is the service as a process; this process reads its streams. The other side is
+the same planner, decoder and resizing in threads of this process, with the slices discarded: no worker process, no
+copy, no gRPC. Both have one decoding thread or process per core, and FFmpeg's own threads in each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ AT_LEAST_OF_THREADS, AT_LEAST_OF_IN_TURN = 0.95, 1.6
 
 
 def throughput(rounds: int) -> list[Row]:
-    """Every video is in a file of its own; all are in the page cache."""
+    """Every video has its own file; all are in the page cache."""
     with tempfile.TemporaryDirectory() as name:
         data = clip(8 * RATE, 720, 1280, keyframe_every=60)
         names = [another_path(Path(name), data) for _ in range(VIDEOS)]
@@ -65,7 +65,7 @@ async def _throughput(rounds: int, folder: Path, names: Sequence[str]) -> list[R
                     start, cpu_start = time.perf_counter(), cpu_s(pid)
                     sent.add(await contender())
                     seconds = time.perf_counter() - start
-                    if number:  # not the first: it warms up
+                    if number:  # the first is a warm-up
                         taken.add(name, VIDEOS / seconds)
                         cores_used.add(name, (cpu_s(pid) - cpu_start) / seconds)
                 assert len(sent) == 1, "the contenders sent different frames"

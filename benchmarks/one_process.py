@@ -1,6 +1,6 @@
-"""The services' own parts called one after the other in this process: what is left when the split is taken away.
+"""The parts of the services called one after another in this process, to measure what the split costs.
 
-No gRPC, no protobuf, no other process; decoding, tower, pruning and engine are the services' code, in their order.
+Decoding, tower, pruning and engine are the services' code, in the same order, without gRPC, protobuf or processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from services.generation.model.runner import Runner
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Event, Failed, Finished, Request, Tokens
 from services.generation.sampling.defaults import sampling_defaults
-from services.generation.sampling.detokenizer import Detokeniser, load_tokenizer
+from services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
 from services.generation.sampling.params import SamplingRequest
 from services.preprocessing.planner import Conversation, MediaRequest, Planner
 from services.preprocessing.prompt.tokens import Turn
@@ -68,10 +68,10 @@ class OneProcess:
         planned = self._planner.plan(Conversation((turn,), (media,)))
         events: SimpleQueue[Event] = SimpleQueue()
         [sampling] = SamplingRequest(max_new_tokens=max_new_tokens).resolve(self._defaults, max_new_tokens)
-        detokeniser = Detokeniser(self._tokenizer, sampling.stop)
+        detokenizer = Detokenizer(self._tokenizer, sampling.stop)
         kept_counts = [retained_count(planned.plan.media[0].grid, pruning)]
-        key = os.urandom(32)  # every question costs what it costs the first time
-        request = Request("bench", planned.plan, kept_counts, [key], sampling, detokeniser, events.put)
+        key = os.urandom(32)  # unique, so that no question hits the prefix cache
+        request = Request("bench", planned.plan, kept_counts, [key], sampling, detokenizer, events.put)
         self._engine.submit(request)
         with planned.files:
             kept, embeds = self._encode(planned.media[0], planned.plan.media[0], pruning)
@@ -85,7 +85,7 @@ class OneProcess:
         return Timed(times[0], time.perf_counter() - start, event.completion_tokens)
 
     def _encode(self, media: PlannedMedia, plan: MediaPlan, pruning: Pruning) -> tuple[Tensor, Tensor]:
-        """kept int32 [K], and the embeddings [1, K, D] of one item."""
+        """The kept indices, int32 [K], and the embeddings [1, K, D] of one item."""
         embeds = torch.cat(self._tower.encode([torch.from_numpy(each.pixels) for each in media.slices()]), dim=1)
         kept = keep_tokens(embeds[0], plan.grid, pruning)
         return kept, embeds[:, kept]

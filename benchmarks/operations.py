@@ -1,4 +1,4 @@
-"""How many operations a language model takes, multiplications and additions counted apart, by its config's sizes."""
+"""The arithmetic operations of a language model, by its config; a multiplication and an addition count as two."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.generation.model.language_model import LanguageModel
 
 
 def prefill_operations(model: LanguageModel, tokens: int) -> float:
-    """Of one prefill: every weight of every layer twice a token, the output layer's twice, and causal attention."""
+    """Operations of one prefill: 2 per layer weight and token, 2 per output layer weight, and causal attention."""
     config: Any = model.text.config
     hidden, heads = config.hidden_size, config.num_attention_heads
     attention = (2 * heads + 2 * model.kv_heads) * model.head_dim * hidden

@@ -1,8 +1,7 @@
-"""What Framesieve is measured against: transformers' own `generate`, unpruned, in this process.
+"""The baseline: transformers' `generate`, unpruned, in this process.
 
-transformers' video processor needs torchvision, which has no CPU build here, so its steps (decode every frame, bicubic
-resize of uint8, normalise, patchify) are written out as it does them. The model, its positions and the decoding loop
-are transformers' own.
+transformers' video processor needs torchvision, which is not installed, so its steps (decode every frame, bicubic
+resize of uint8, normalise, patchify) are reimplemented here. The model, positions and decoding loop are transformers'.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from common.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class PeerAnswer:
-    """Seconds from the call to the first token and to the last, and what was generated."""
+    """Seconds from the call to the first token and to the last, and the generated tokens."""
 
     first_token_s: float
     total_s: float
@@ -36,7 +35,7 @@ class PeerAnswer:
 
 
 class _FirstToken(BaseStreamer):
-    """Remembers when the first generated token came; `generate` hands over the prompt first."""
+    """Records the time of the first generated token; `generate` first passes the prompt, which is skipped."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -49,7 +48,7 @@ class _FirstToken(BaseStreamer):
 
 
 class Peer:
-    """transformers' Qwen2.5-VL on one checkpoint, in float32."""
+    """transformers' Qwen2.5-VL with one checkpoint, in float32."""
 
     def __init__(self, folder: Path) -> None:
         checkpoint = Checkpoint(folder)
@@ -97,7 +96,7 @@ class Peer:
         }
 
     def _frames(self, clip: bytes) -> tuple[Tensor, float]:
-        """uint8 [F, 3, H, W], sampled at the checkpoint's frames a second from all frames decoded."""
+        """uint8 [F, 3, H, W]: decodes all frames and samples them at the checkpoint's frame rate."""
         with av.open(io.BytesIO(clip), "r") as container:
             rate = float(container.streams.video[0].average_rate or 1)
             decoded = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]

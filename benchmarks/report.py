@@ -1,4 +1,4 @@
-"""What `make bench-media` and `make bench-engine` have in common: what is asked for, and how its rows are printed."""
+"""Options and output that the benchmarks share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.timing import machine
 
 
 def options(doc: str | None, measurements: Iterable[str], rounds: int, least_rounds: int) -> argparse.ArgumentParser:
-    """`rounds` are taken of every measurement unless told otherwise."""
+    """The command-line options. rounds: the default number of rounds."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--rounds", type=_at_least(least_rounds), default=rounds)
     parser.add_argument("--only", choices=list(measurements), action="append", help="measure this; may be repeated")
@@ -33,7 +33,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """How a run was started, when, and on which machine: its load says what others did before anything was measured."""
+    """The command, time and machine of a run, with the machine's load average before the first measurement."""
 
     command: str
     date: str
@@ -46,7 +46,7 @@ class Beginning:
 
 
 def report(beginning: Beginning, rows: Sequence[Row], as_json: bool, **about: str) -> None:
-    """Prints the rows below their heading. about: what else the heading says, by name."""
+    """Prints the rows below a heading. about: further entries of the heading, by name."""
     if as_json:
         measured = [asdict(row) | {"ratio": row.ratio, "met": row.met} for row in rows]
         print(json.dumps(asdict(beginning) | about | {"rows": measured}, ensure_ascii=False, indent=2))

@@ -1,6 +1,6 @@
-"""`make bench`: one request against transformers' generate, what the split into processes costs, and throughput.
+"""`make bench`: one request against transformers' generate, the cost of the split into processes, and throughput.
 
-Every configuration is asked once a round, so that what else the machine does is shared by all; medians over rounds.
+Every configuration runs once per round, so that other load on the machine affects all of them; medians over rounds.
 Prints Markdown to stdout and progress to stderr. Everything runs in float32, from the clip's bytes to the last token.
 """
 
@@ -31,8 +31,8 @@ from framesieve.client.prompt import Video
 RATES = (0.0, 0.5, 0.75, 0.9)
 CLIENTS = (1, 8)
 QUESTION = "What happens in the video?"
-# The same pictures are asked about again and again, and each time it is to cost what it costs the first time: the
-# encoder remembers nothing, and each time the file is another to generation (`another_file`).
+# The same clips are asked about repeatedly, and each question should cost as much as the first: the encoder's cache
+# is off, and every file has different bytes (`another_file`), so that the prefix cache misses.
 FLAGS = {"encoder": ["--dtype", "float32", "--cache-bytes", "0"], "generation": ["--dtype", "float32"]}
 FIRST_SEED = 9_000_000
 
@@ -50,7 +50,7 @@ async def ask(client: FramesieveClient, clip: bytes, rate: float, max_new_tokens
 
 
 async def latency(client: FramesieveClient, folder: Path, rounds: int, max_new_tokens: int) -> list[str]:
-    """One request at a time: the peer, the three processes, and the same parts in one process."""
+    """One request at a time: the baseline, the three processes, and the same parts in one process."""
     clip = encode(random_scene(FIRST_SEED))
     peer = Peer(folder)
     found: dict[tuple[str, float], list[Timed]] = {}
@@ -84,7 +84,7 @@ async def latency(client: FramesieveClient, folder: Path, rounds: int, max_new_t
 async def throughput(
     client: FramesieveClient, folder: Path, rounds: int, requests: int, max_new_tokens: int
 ) -> list[str]:
-    """Requests a second over clips that are all different, in closed loops; the peer takes one after another."""
+    """Requests/s over distinct clips, in closed loops; the baseline answers one request after another."""
     clips = [encode(random_scene(FIRST_SEED + 1 + index)) for index in range(requests)]
     peer = Peer(folder)
     rates: dict[tuple[str, int, float], list[float]] = {}
@@ -109,7 +109,7 @@ async def throughput(
 async def closed_loop(
     client: FramesieveClient, clips: Sequence[bytes], clients: int, rate: float, max_new_tokens: int
 ) -> float:
-    """Requests a second with `clients` of them always in flight."""
+    """Requests/s of a closed loop with `clients` concurrent requests."""
     waiting = iter(clips)
 
     async def one() -> None:

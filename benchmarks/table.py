@@ -1,4 +1,4 @@
-"""What benchmarks measure, as rows: this system's figure, the other's, their ratio and the goal for it."""
+"""Rows of results: our figure, the other contender's, their ratio and its goal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SCALES = {"s": (1e3, "ms"), "bytes": (2**-20, "MiB"), "bytes/s": (2**-20, "MiB/
 
 
 class Timings:
-    """Measurements by contender, taken round by round."""
+    """Measurements by contender, one per round."""
 
     def __init__(self) -> None:
         self._taken: dict[str, list[float]] = defaultdict(list)
@@ -27,7 +27,7 @@ class Timings:
 class Row:
     """Medians of one run, in `unit`: "s", "bytes", "1/s" or "bytes/s".
 
-    at_least, at_most: the goal for ours / theirs, if any. note: what else was seen, for whoever wants to know why.
+    at_least, at_most: the goal for ours / theirs, if any. note: further observations, printed below the table.
     """
 
     what: str
@@ -45,14 +45,14 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is reached; None without one."""
+        """Whether the goal is met; None without a goal."""
         if self.at_least is None and self.at_most is None:
             return None
         return (self.at_least or 0) <= self.ratio <= (self.at_most or float("inf"))
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Markdown: the table, and below it the rows' notes."""
+    """The rows as Markdown: a table, and the notes below it."""
     lines = ["| what | ours | against | theirs | ours / theirs | goal | met |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         scale, unit = _SCALES.get(row.unit, (1, row.unit))

@@ -1,4 +1,4 @@
-"""One question timed, and how repeated timings are summed up."""
+"""Timings of a question, and their medians over repetitions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One question: seconds from the call to the first token and to the end, and how many tokens were generated."""
+    """One question: seconds from the call to the first token and to the end, and the number of generated tokens."""
 
     first_token_s: float
     total_s: float
@@ -34,7 +34,7 @@ class Summary:
 
 
 def machine() -> str:
-    """The processor, how many of it, and the load that others put on it."""
+    """The processor model, the number of cores and the load average."""
     cpu_info = Path("/proc/cpuinfo")
     names = [line for line in cpu_info.read_text().splitlines() if line.startswith("model name")]
     name = names[0].partition(":")[2].strip() if names else platform.processor()

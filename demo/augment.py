@@ -1,7 +1,7 @@
-"""Clips that were never rendered: mirrored, transposed, played backwards, and with their colour channels exchanged.
+"""Augments clips: mirrors, transposes, reverses time and permutes colour channels.
 
-A scene and its clip are changed together, so that questions about the new scene are right for the new clip. Red,
-green and blue and their mixtures map onto each other, hence the demo's six colours.
+The scene is changed with its clip, so that questions about the new scene have correct answers for the new clip. The
+six colours of the demo are red, green, blue and their mixtures, which permutations of the channels map onto each other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRANSPOSED = {"left": "up", "up": "left", "right": "down", "down": "right"}
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Which of the symmetries are applied: transposing first, then mirroring, then time, then the channels."""
+    """The symmetries to apply, in this order: transpose, mirror, reverse time, permute channels."""
 
     transpose: bool
     mirror_x: bool
@@ -39,7 +39,7 @@ class Change:
 
 
 def changed(scene: Scene, clip: Tensor, change: Change) -> tuple[Scene, Tensor]:
-    """The scene and its clip, uint8 [frames, 3, side, side], after `change`."""
+    """The scene and its clip after `change`. clip: uint8 [frames, 3, side, side]."""
     clip = clip[:, list(change.channels)]
     if change.transpose:
         clip = clip.transpose(-1, -2)

@@ -1,7 +1,7 @@
-"""A complete Qwen2.5-VL checkpoint folder of any size, with random weights from a seed.
+"""Writes complete Qwen2.5-VL checkpoint folders of any size, with random weights from a seed.
 
-It owns the demo model's shape, its tokenizer, its chat template and its processor settings; `demo.train` fills in the
-weights. The files are those that transformers writes for Qwen/Qwen2.5-VL-7B-Instruct, with smaller numbers in them.
+It owns the demo model's shape, tokenizer, chat template and processor settings; `demo.train` trains the weights. The
+files are those of Qwen/Qwen2.5-VL-7B-Instruct with smaller sizes.
 Source: that checkpoint's config.json, preprocessor_config.json and chat template; Qwen2.5-VL, arXiv 2502.13923.
 """
 
@@ -39,7 +39,7 @@ IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 SAMPLE_FPS = 2
 TOKENS_PER_SECOND = 2
 
-# Qwen2.5-VL's own, without the system turn that it adds where the caller gave none.
+# Qwen2.5-VL's template without its default system turn.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}
@@ -66,7 +66,7 @@ CHAT_TEMPLATE = """\
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a checkpoint. `mrope_section` sums to half a head; `window_px` is a multiple of patch · merge."""
+    """Sizes of a checkpoint. `mrope_section` sums to half the head size; `window_px` is a multiple of patch · merge."""
 
     merges: int
     hidden: int
@@ -92,7 +92,8 @@ class Shape:
     temporal_patch: int = 2
 
 
-# Time's rotations reach from one slice to the whole clip: with fewer, or all of them fast, early and late look alike.
+# The temporal rotations span wavelengths from one slice to the whole clip; with fewer or only fast ones, the model
+# cannot tell early from late.
 DEMO = Shape(
     merges=320,
     hidden=192,
@@ -110,7 +111,7 @@ DEMO = Shape(
     window_px=56,
     full_attention_blocks=(1, 3),
     min_pixels=56 * 56,
-    # Above the 112 × 112 that it is trained on: at exactly that, rounding makes 84 × 84 of a clip of 128 × 128.
+    # Above the training size of 112 × 112: at exactly that limit, rounding resizes a 128 × 128 clip to 84 × 84.
     max_pixels=120 * 120,
     init_range=0.04,
 )
@@ -137,11 +138,11 @@ TINY = Shape(
 
 
 def write_checkpoint(folder: Path, shape: Shape = DEMO, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a checkpoint with random weights into `folder`, which is made if it does not exist, and return `folder`."""
+    """Write a checkpoint with random weights to `folder` (created if missing) and return `folder`."""
     tokenizer = make_tokenizer(shape)
     model = Qwen2_5_VLForConditionalGeneration(make_config(shape, tokenizer))
     randomise(model, shape.init_range, seed)
-    model.to(dtype=dtype)  # type: ignore[call-arg]  # transformers wraps it without its types
+    model.to(dtype=dtype)  # type: ignore[call-arg]  # transformers' wrapper loses the signature
     save_checkpoint(folder, model, tokenizer, shape)
     return folder
 
@@ -149,11 +150,11 @@ def write_checkpoint(folder: Path, shape: Shape = DEMO, seed: int = 0, dtype: to
 def save_checkpoint(
     folder: Path, model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, shape: Shape
 ) -> None:
-    """Write everything that a checkpoint folder holds: weights, configs, tokenizer, template."""
+    """Write all files of a checkpoint folder: weights, configs, tokenizer, chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     model.generation_config = _generation_config(tokenizer)
     model.save_pretrained(folder)
-    # transformers writes weights for their owner alone; a container's user must read them too.
+    # transformers writes weights with mode 600; the containers' user must be able to read them.
     (folder / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(folder)
     _write_json(folder / "preprocessor_config.json", _image_processor(shape))
@@ -162,9 +163,9 @@ def save_checkpoint(
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, init_range: float, seed: int) -> None:
-    """Set every parameter from `seed`: norms' weights around 1, all else around 0, none of them exactly either.
+    """Set every parameter from `seed`: weights of norms near 1, others near 0, none exactly 1 or 0.
 
-    The same on every CPU; on another device they are drawn there.
+    The values are the same on every CPU. On another device they are drawn by its own generator.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -174,7 +175,7 @@ def randomise(model: torch.nn.Module, init_range: float, seed: int) -> None:
 
 
 def make_tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
-    """Qwen2's byte-level BPE with merges learnt from the demo's own sentences, then the special tokens."""
+    """Qwen2's byte-level BPE with merges learnt from the demo's sentences, plus the special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,4 +1,4 @@
-"""What the model sees of a scene: its clip decoded, sampled and resized as preprocessing does it.
+"""The model's input of a scene: its clip, decoded, sampled and resized as preprocessing does it.
 
 Source of sampling and resizing: transformers' Qwen2VLVideoProcessor at 2 frames per second, with Pillow's bicubic.
 """
@@ -20,14 +20,14 @@ from demo.scenes import DURATION_S, Pixels, encode, random_scene
 
 FRAMES = DURATION_S * SAMPLE_FPS
 SIDE_PX = 112
-# Training, validation and evaluation take their scenes from seeds that never meet.
+# Training, validation and evaluation use disjoint seeds.
 TRAINING_SEEDS = 0
 VALIDATION_SEEDS = 1_000_000
 EVALUATION_SEEDS = 3_000_000
 
 
 def sample(clip: bytes) -> Pixels:
-    """The frames of a clip that a model sees: uint8 [FRAMES, 3, SIDE_PX, SIDE_PX]."""
+    """The sampled frames of a clip: uint8 [FRAMES, 3, SIDE_PX, SIDE_PX]."""
     with av.open(io.BytesIO(clip), "r") as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
@@ -43,7 +43,7 @@ def _resized(frame: av.VideoFrame) -> Pixels:
 
 
 def cached_clips(folder: Path, seeds: Sequence[int], workers: int = 1) -> Pixels:
-    """The sampled clips of `seeds` as an array on disk, rendered on the first call: uint8 [n, FRAMES, 3, H, W]."""
+    """The sampled clips of `seeds`, rendered on the first call and cached on disk: uint8 [n, FRAMES, 3, H, W]."""
     path = folder / f"clips-{seeds[0]}-{len(seeds)}.npy"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Exact match of the demo model on unseen clips, by pruning rate and method: `python -m demo.evaluate`.
 
-Every answer comes through the three services, as processes of their own, with many requests in flight; `--in-process`
-asks the model's own forward instead (`demo.exact_match`). Random dropping keeps as many tokens as EVS.
+Completions come from the three services as separate processes, with many concurrent requests; `--in-process` uses the
+model's forward instead (`demo.exact_match`). Random pruning keeps as many tokens as EVS.
 
 Example: python -m demo.evaluate --rates 0.5 0.75 0.9 0.95 --methods evs vidcom2 random
 """
@@ -42,7 +42,7 @@ _Z = 1.96
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One question about one clip under one pruning, and what came back."""
+    """One question about one clip with one pruning, and the completion."""
 
     pruning: Pruning
     question: Question
@@ -65,14 +65,14 @@ def encoded(seed: int) -> bytes:
 
 
 def prunings_of(rates: Sequence[float], methods: Sequence[str]) -> list[Pruning]:
-    """Every method at every rate; at rate 0 they are all one."""
+    """Every method at every rate; rate 0 occurs once."""
     return list(dict.fromkeys(Pruning(rate, method if rate else NONE) for rate in rates for method in methods))
 
 
 async def ask_services(
     model: Path, seeds: Sequence[int], questions: int, prunings: Sequence[Pruning], console: Console
 ) -> list[Asked]:
-    """Ask every question about every clip under every pruning, through three processes."""
+    """Ask every question about every clip with every pruning, through the three services."""
     asked: list[Asked] = []
     with get_context("spawn").Pool(1) as pool:
         async with LocalStack(model) as stack, FramesieveClient(stack.address) as client:
@@ -119,7 +119,7 @@ def counts_of(asked: Sequence[Asked]) -> dict[Pruning, Counts]:
 
 
 def ask_in_process(model: Path, seeds: range, prunings: Sequence[Pruning], cache: Path) -> dict[Pruning, Counts]:
-    """All questions about every clip, judged by the model's own forward."""
+    """Judge all questions about every clip by the model's forward."""
     network = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32)
     use_uniform_windows(network)
     writer = PromptWriter(PreTrainedTokenizerFast.from_pretrained(model))
@@ -127,7 +127,7 @@ def ask_in_process(model: Path, seeds: range, prunings: Sequence[Pruning], cache
 
 
 def table_of(found: dict[Pruning, Counts]) -> Table:
-    """Rates by methods; a rate of 0 is the same for all of them."""
+    """A table of rates by methods; rate 0 is the same for all methods."""
     asked = sum(total for _, total in next(iter(found.values())).values())
     methods = list(dict.fromkeys(pruning.method for pruning in found if pruning.rate)) or [NONE]
     table = Table(title=f"Exact match, {asked} questions (95 % interval)")
@@ -156,7 +156,7 @@ def report(found: dict[Pruning, Counts]) -> list[dict[str, object]]:
 
 
 def _share(counts: Counts) -> str:
-    """The share, and Wilson's 95 % interval, which holds for shares near 100 % too."""
+    """The fraction with its 95 % Wilson interval, which is also valid near 100 %."""
     share, asked = share_right(counts), sum(total for _, total in counts.values())
     spread = _Z**2 / asked
     middle = (share + spread / 2) / (1 + spread)
@@ -174,10 +174,10 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, metavar="RATE")
     parser.add_argument("--methods", nargs="+", default=(EVS, RANDOM), choices=METHODS, metavar="METHOD")
     parser.add_argument("--clips", type=int, default=500)
-    parser.add_argument("--questions", type=int, default=2, help="a clip, asked through the services")
-    parser.add_argument("--in-process", action="store_true", help="without services, all questions about each clip")
+    parser.add_argument("--questions", type=int, default=2, help="questions per clip, through the services")
+    parser.add_argument("--in-process", action="store_true", help="without services; all questions about each clip")
     parser.add_argument("--cache", type=Path, default=Path("/tmp/framesieve-demo"), help="for --in-process")
-    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, to stdout")
+    parser.add_argument("--json", action="store_true", help="print JSON to stdout")
     args = parser.parse_args()
     seeds = range(EVALUATION_SEEDS, EVALUATION_SEEDS + args.clips)
     prunings = prunings_of(args.rates, args.methods)
@@ -189,7 +189,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(report(found)))
         return
-    console.print(f"{args.clips} clips that training never saw")
+    console.print(f"{args.clips} clips that were not used in training")
     console.print(table_of(found))
     console.print(kinds_table(found))
 

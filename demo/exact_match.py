@@ -1,7 +1,7 @@
-"""In-process exact match: greedy answers, by the model's own forward, against the scene's.
+"""In-process exact match: compares greedy answers of the model's forward with the scene's.
 
-The argmax at every token of the right answer, given the right tokens before it, is right exactly where greedy
-decoding gives that answer, so one forward judges all questions about a clip.
+Greedy decoding yields the correct answer exactly if, given the correct previous tokens, the argmax at every position is
+the correct token. So one teacher-forced forward judges all questions about a clip.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from demo.questions import Question, questions_about
 from demo.scenes import Pixels, random_scene
 
 BATCH = 8
-# Answers right and questions asked, by kind of question.
+# Correct answers and questions, by kind of question.
 Counts: TypeAlias = dict[str, tuple[int, int]]
 
 
@@ -34,7 +34,7 @@ def exact_match(
     seeds: Sequence[int],
     prunings: Sequence[Pruning],
 ) -> dict[Pruning, Counts]:
-    """For each pruning the answers right and the questions asked, by kind, over every question about every clip."""
+    """For each pruning: the correct answers and questions, by kind, over all questions about all clips."""
     found: dict[Pruning, Counts] = {pruning: {} for pruning in prunings}
     for start in range(0, len(seeds), BATCH):
         batch = torch.from_numpy(clips[start : start + BATCH].copy())
@@ -59,7 +59,7 @@ def share_right(counts: Counts) -> float:
 
 
 def _count(counts: Counts, questions: Sequence[Question], prompt: Prompt, wrong: Tensor) -> None:
-    # Logits begin with <|vision_end|>, one before the first branch.
+    # Logits begin at <|vision_end|>, one position before the first branch.
     at = 1
     for question, branch in zip(questions, prompt.branches, strict=True):
         right, asked = counts.get(question.kind, (0, 0))

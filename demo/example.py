@@ -1,6 +1,6 @@
-"""The clip that `make demo` asks about, its two questions and their right answers.
+"""The clip of `make demo`, its two questions and their correct answers.
 
-`python -m demo.example` writes the clip again.
+`python -m demo.example` regenerates the clip.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a training step looks at: scenes changed at random, questions about them, and what each token shows.
+"""The data of training steps: augmented scenes, questions about them, and a label for each token.
 
-Source of the dense labels: the scenes' own geometry. They teach the tower, through a head that is thrown away
-afterwards, what the language model will be asked about.
+The dense labels follow from the geometry of the scenes. They train the vision tower, through a head that is discarded
+afterwards, to represent what the questions ask about.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from demo.scenes import Pixels, Scene, Thing
 from demo.wordings import COLOURS, DIRECTIONS, SHAPES, SYSTEM_PROMPT
 
 ROWS = COLUMNS = SIDE_PX // 28
-# Of each token: nothing or a colour; nothing or a shape; nothing, still or a direction.
+# Classes of each token: none or a colour; none or a shape; none, still or a direction.
 DENSE_CLASSES = (1 + len(COLOURS), 1 + len(SHAPES), 2 + len(DIRECTIONS))
 SYSTEM_SHARE = 0.15
 
 
 class Lessons:
-    """Draws clips, changes them, and asks about them. Deterministic in `seed`."""
+    """Draws clips, augments them and draws questions about them. Deterministic in `seed`."""
 
     def __init__(self, scenes: Sequence[Scene], clips: Pixels, writer: PromptWriter, seed: int) -> None:
         self._scenes = scenes
@@ -37,7 +37,7 @@ class Lessons:
         self._rng = Random(seed)
 
     def draw(self, count: int) -> tuple[list[Scene], Tensor]:
-        """`count` changed scenes and their clips, uint8 [count, FRAMES, 3, side, side]."""
+        """`count` augmented scenes and their clips, uint8 [count, FRAMES, 3, side, side]."""
         chosen = self._rng.sample(range(len(self._scenes)), count)
         pairs = [
             changed(self._scenes[index], torch.from_numpy(np.array(self._clips[index])), Change.random(self._rng))
@@ -57,7 +57,7 @@ class Lessons:
 
 
 def dense_labels(scene: Scene, slices: Sequence[int]) -> Tensor:
-    """Colour, shape and motion of what covers each token of some slices: int64 [len(slices) · rows · columns, 3]."""
+    """Colour, shape and motion of the object on each token: int64 [len(slices) · rows · columns, 3]."""
     labels = np.zeros((len(slices), ROWS, COLUMNS, 3), np.int64)
     most = np.zeros((len(slices), ROWS, COLUMNS))
     for thing in scene.things:
@@ -74,7 +74,7 @@ def dense_labels(scene: Scene, slices: Sequence[int]) -> Tensor:
 
 
 def still_runs(scene: Scene, rng: Random) -> list[int]:
-    """For each slice a slice that shows the same: itself where something moves, else one of its still neighbours."""
+    """For each slice, a slice with the same content: itself if an object moves in it, else one of its still run."""
     moving = set(moving_slices(scene))
     shown = list(range(FRAMES // 2))
     start = 0
@@ -87,7 +87,7 @@ def still_runs(scene: Scene, rng: Random) -> list[int]:
 
 
 def moving_slices(scene: Scene) -> list[int]:
-    """Slices in which something moves."""
+    """The slices in which an object moves."""
     return [
         index
         for index in range(FRAMES // 2)
@@ -98,7 +98,7 @@ def moving_slices(scene: Scene) -> list[int]:
 
 
 def _share(thing: Thing, centre: tuple[float, float]) -> np.ndarray:
-    """Which share of an object's bounding box lies in each token: [rows, columns]."""
+    """The fraction of an object's bounding box in each token: [rows, columns]."""
     parts = []
     for middle, cells in ((centre[1], ROWS), (centre[0], COLUMNS)):
         edges = np.arange(cells + 1) / cells

@@ -1,13 +1,13 @@
-"""The demo model's forward passes over clips, in process: tower, then pruning, then the language model.
+"""The demo model's forward pass over clips, in process: tower, pruning, language model.
 
-Prompts hold one video or image and any number of questions about it. Every question is a branch of its own, which
-sees the media but no other question, and stands where it would stand alone:
+A prompt has one video or image and any number of questions about it. Each question is a branch: it attends to the media
+but to no other question, and has the positions that it would have alone:
 
     [<|im_start|>user video <|vision_end|>][question 1 answer 1][question 2 answer 2] ...
      prefix, pruned                         positions p …        positions p … again
 
 Positions come from `services.preprocessing.prompt.positions`, kept tokens from `services.encoder.pruning.methods`. It
-knows nothing of scenes or of training.
+knows nothing of scenes or training.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UNSUPERVISED = -100
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A question and its answer with the ends of their turns; the answer starts at `answer_at`."""
+    """The tokens of a question and its answer, with the ends of their turns; the answer starts at `answer_at`."""
 
     ids: tuple[int, ...]
     answer_at: int
@@ -54,9 +54,9 @@ class Prompt:
 def uniform_windows(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention within windows of one common length, all in one call: [1, heads, S, head] → [1, S, heads, head].
+    """Attention within windows of equal length, in one call: [1, heads, S, head] → [1, S, heads, head].
 
-    transformers calls the attention once a window unless its name contains "flash", which brings the windows' bounds.
+    Unless the attention's name contains "flash", transformers calls it once per window and does not pass the bounds.
     """
     windows = kwargs["cu_seq_lens_q"].numel() - 1
     _, heads, tokens, head = query.shape
@@ -67,13 +67,13 @@ def uniform_windows(
 
 
 def use_uniform_windows(model: Qwen2_5_VLForConditionalGeneration) -> None:
-    """Make the tower attend to all its windows at once: for clips whose frames fill whole windows."""
+    """Make the tower compute all windows in one call; only for clips whose frames consist of whole windows."""
     AttentionInterface.register("uniform_flash_windows", uniform_windows)
     model.model.visual.config._attn_implementation_internal = "uniform_flash_windows"
 
 
 def patches_of(clips: Tensor) -> Tensor:
-    """Normalised patches of uint8 [B, frames, 3, H, W], as transformers' processor lays them out: [B·t·h·w·4, 1176]."""
+    """Normalised patches of uint8 [B, frames, 3, H, W] in the order of transformers' processor: [B·t·h·w·4, 1176]."""
     mean = torch.tensor(IMAGE_MEAN).view(3, 1, 1)
     std = torch.tensor(IMAGE_STD).view(3, 1, 1)
     pixels = (clips.float() / 255 - mean) / std
@@ -94,7 +94,7 @@ def patches_of(clips: Tensor) -> Tensor:
 
 
 def embed(model: Qwen2_5_VLForConditionalGeneration, clips: Tensor) -> Tensor:
-    """The tower's merged tokens of uint8 clips [B, frames, 3, H, W]: [B, t·h·w, D]."""
+    """The tower's merged tokens for uint8 clips [B, frames, 3, H, W]: [B, t·h·w, D]."""
     batch, frames, _, height, width = clips.shape
     slices = frames // TEMPORAL_PATCH
     grid = torch.tensor([[batch * slices, height // PATCH_PX, width // PATCH_PX]])
@@ -103,7 +103,7 @@ def embed(model: Qwen2_5_VLForConditionalGeneration, clips: Tensor) -> Tensor:
 
 
 def prune(embeds: Tensor, grid: Grid, pruning: Pruning) -> Tensor:
-    """Which tokens of each clip are kept: int64 [B, K]."""
+    """The indices of the kept tokens of each clip: int64 [B, K]."""
     return torch.stack([keep_tokens(clip.detach(), grid, pruning) for clip in embeds]).long()
 
 
@@ -116,10 +116,10 @@ def answer_logits(
     prompts: Sequence[Prompt],
     vision_end: int,
 ) -> tuple[Tensor, Tensor]:
-    """Logits wherever a branch predicts its answer, and the tokens that are right there.
+    """The logits at which each branch predicts its answer, and the correct tokens.
 
-    embeds: [B, t·h·w, D]; kept: int64 [B, K]; one prompt a clip.
-    Returns logits [B, L, V] and labels int64 [B, L], UNSUPERVISED where nothing is asked.
+    embeds: [B, t·h·w, D]; kept: int64 [B, K]; one prompt per clip.
+    Returns logits [B, L, V] and labels int64 [B, L], UNSUPERVISED at positions outside answers.
     """
     embed_tokens = model.model.language_model.embed_tokens
     longest_before = max(len(prompt.before) for prompt in prompts)
@@ -130,7 +130,7 @@ def answer_logits(
     total = prefix + longest_tail
     ids = torch.full((len(prompts), total), vision_end)
     positions = torch.zeros(3, len(prompts), total, dtype=torch.long)
-    # Which question a token belongs to; 0 is the shared prefix, -1 padding.
+    # The branch of each token; 0 is the shared prefix, -1 padding.
     owner = torch.full((len(prompts), total), -1)
     labels = torch.full((len(prompts), total), UNSUPERVISED)
     for row, prompt in enumerate(prompts):
@@ -172,12 +172,12 @@ def _mask(owner: Tensor) -> Tensor:
     query, key = owner[:, :, None], owner[:, None, :]
     causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     seen = causal & ((key == 0) | (key == query)) & (key >= 0)
-    # A padded row must see something, or its softmax is NaN.
+    # A padded row must attend to something, or its softmax is NaN.
     return (seen | torch.eye(tokens, dtype=torch.bool))[:, None]
 
 
 class PromptWriter:
-    """Turns questions into branches, exactly as the chat template would lay them out."""
+    """Tokenizes questions as branches, exactly as the chat template would."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer

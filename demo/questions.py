@@ -1,7 +1,7 @@
-"""What can be asked about a scene, and the one right answer to each question.
+"""The questions about a scene, each with exactly one correct answer.
 
-An answer that names two objects names them in the order of `COLOURS`, so that exact match is a fair measure.
-It knows nothing of pixels or of models.
+An answer with two objects names them in the order of `COLOURS`, so that exact match is a fair measure. It knows nothing
+of pixels or models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from random import Random
 from demo.scenes import Scene, Thing
 from demo.wordings import COLOURS, WORDINGS
 
-# Moves start well before or well after the middle of a clip, in either playing direction.
+# Moves start clearly before or after the middle of a clip, forwards and backwards.
 MIDDLE_S = 7.9
 
 
@@ -27,7 +27,7 @@ class Question:
 def questions_about(scene: Scene, rng: Random) -> list[Question]:
     """Every question that the scene's clip answers, each in one random wording.
 
-    Where there are two objects, nothing is asked that needs a motion matched to one of two movers.
+    With two moving objects, no question requires matching a motion to one of them.
     """
     asked = _still_questions(scene, rng, "video")
     movers = sorted(scene.movers, key=_place_in_answer)
@@ -74,7 +74,7 @@ def _question(rng: Random, kind: str, answer: str) -> Question:
 
 
 def _about(rng: Random, kind: str, thing: str, told: str) -> Question:
-    """A question about one object, answered by a sentence that names the object as the question does."""
+    """A question about one object; the answer is a sentence that names the object as the question does."""
     return Question(kind, rng.choice(WORDINGS[kind]).format(thing=thing), f"The {thing} {told}.")
 
 

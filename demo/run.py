@@ -1,6 +1,6 @@
-"""`make demo`: three services on this machine, two questions about a real clip, unpruned and pruned, and their cost.
+"""`make demo`: starts the three services and asks two questions about a clip, unpruned and pruned, with their cost.
 
-Everything that is printed comes from the services' answers. Exit status 1 where an answer is missing, 130 on Ctrl-C.
+All printed figures are those that the services report. Exit status 1 if a completion is missing, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ MAX_NEW_TOKENS = 48
 TIMEOUT_S = 120.0
 
 CAPTION = (
-    "Each instant before the first token belongs to the earliest stage that is not finished, so the stages add up to "
-    "it even though decoding and encoding overlap. One question about the clip at another frame rate was asked before, "
-    "so that nothing here pays for code that runs for the first time. The clip is decoded and encoded once: what is "
-    "asked about it next, at any rate, finds its embeddings in the encoder's cache; at the same rate, its tokens in "
-    "generation's, which then prefills the question alone."
+    "Each instant before the first token is attributed to the earliest unfinished stage, so the stages sum to "
+    "it although decoding and encoding overlap. A question about the clip at another frame rate was asked before as a "
+    "warm-up. The clip is decoded and encoded once: later questions at any rate find its embeddings in the encoder's "
+    "cache; at the same rate they also find its tokens in generation's prefix cache, which then prefills only the "
+    "question."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a question, numbered from 1, cost at one rate."""
+    """The cost of one question (numbered from 1) at one rate."""
 
     number: int
     rate: float
@@ -56,7 +56,7 @@ def main(model: Path = DEMO_MODEL) -> int:
         console.print(cost_table(rows))
         console.print(f"[dim]{CAPTION}[/]")
         picture = f".venv/bin/framesieve inspect {os.path.relpath(CLIP)} --pruning-rate {RATES[-1]} -o kept.png"
-        console.print(f"\nA picture of what was kept:  {picture}", soft_wrap=True)
+        console.print(f"\nTo draw which patches were kept:  {picture}", soft_wrap=True)
     except KeyboardInterrupt:
         return 130
     except (StartupError, FramesieveError, OSError) as error:
@@ -66,12 +66,12 @@ def main(model: Path = DEMO_MODEL) -> int:
 
 
 async def ask_all(console: Console, address: str) -> list[Row]:
-    """Every question at every rate, one after the other, the answers printed as they come."""
+    """Asks every question at every rate, one after another, and streams the completions."""
     rows = []
     async with FramesieveClient(address) as client:
         await client.ask(Video(CLIP, fps=1), QUESTIONS[0].text, max_new_tokens=MAX_NEW_TOKENS, timeout_s=TIMEOUT_S)
         for number, question in enumerate(QUESTIONS, start=1):
-            console.print(f"\n[bold]{number}. {question.text}[/]  [dim](right: {question.answer})[/]", soft_wrap=True)
+            console.print(f"\n[bold]{number}. {question.text}[/]  [dim](correct: {question.answer})[/]", soft_wrap=True)
             for rate in RATES:
                 finished = await ask(console, client, question.text, rate)
                 rows.append(Row(number, rate, finished.usage, finished.timings))
@@ -80,7 +80,7 @@ async def ask_all(console: Console, address: str) -> list[Row]:
 
 
 async def ask(console: Console, client: FramesieveClient, question: str, rate: float) -> Finished:
-    """Prints the answer to one question at one rate as it comes. Raises FramesieveError where it is empty."""
+    """Streams the completion of one question at one rate. Raises FramesieveError if it is empty."""
     console.print(f"   [dim]rate {rate:<6g}[/]", end="")
     answered, finished = False, None
     stream = client.stream(
@@ -103,7 +103,7 @@ async def ask(console: Console, client: FramesieveClient, question: str, rate: f
 
 
 def cost_table(rows: list[Row]) -> Table:
-    """One column a request; the stages add up, line by line, to the time to the first token."""
+    """A table with one column per request; its stages sum to the time to first token."""
     table = Table(
         title="What it cost, times in milliseconds",
         title_justify="left",

@@ -1,8 +1,8 @@
-"""Seeded scenes of coloured shapes on a still background, and the real H.264 clips that show them.
+"""Random scenes of coloured shapes on a static background, rendered as H.264 clips.
 
-A scene is data: what stands where and what moves when, in shares of the frame's side and in seconds. Motion is short,
-so most tokens of a clip are like the one before them; that is what Efficient Video Sampling is for. It knows nothing
-of questions or of models.
+A scene is data: the place and motion of each object, in fractions of the frame's side and in seconds. Motions are
+short, so most tokens repeat the previous slice: the redundancy that Efficient Video Sampling removes. It knows nothing
+of questions or models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FloatArray: TypeAlias = NDArray[np.float32]
 
 DURATION_S = 16
 STEPS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
-# Which of red, green and blue are bright in a colour.
+# Which of the channels red, green and blue are bright in each colour.
 BRIGHT = {
     "red": (1, 0, 0),
     "green": (0, 1, 0),
@@ -40,7 +40,7 @@ BACKGROUNDS = ("plain", "gradient", "stripes", "checks", "blobs")
 
 @dataclass(frozen=True, slots=True)
 class Motion:
-    """A straight, even move of `distance` shares of the frame's side between two times."""
+    """A straight move at constant speed between two times; `distance` is a fraction of the frame's side."""
 
     direction: str
     start_s: float
@@ -50,7 +50,7 @@ class Motion:
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """One object: its centre before it moves and half its side, in shares of the frame's side; `turn` in quarters."""
+    """One object: its initial centre and half its side, in fractions of the frame's side; `turn` in quarter turns."""
 
     colour: str
     shape: str
@@ -75,7 +75,7 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What decides a clip's pixels. `noise` is the sensor's, in levels of 255; `seed` is for it and the ground."""
+    """All that determines a clip's pixels. `noise`: sensor noise in levels of 255; `seed`: of noise and background."""
 
     things: tuple[Thing, ...]
     background: str
@@ -91,13 +91,13 @@ class Scene:
 
 
 def random_scene(seed: int) -> Scene:
-    """One or two objects of different colours, of which none, one or both move once."""
+    """One or two objects of different colours; each moves once or not at all."""
     rng = Random(seed)
     count = rng.choice((1, 2, 2))
     moving = rng.choices(range(count + 1), weights=(0.2, 0.8) if count == 1 else (0.12, 0.58, 0.3))[0]
     things: tuple[Thing, ...] = ()
     while len(things) < count:
-        # A full frame can leave no room for the second object: start over.
+        # There may be no space left for the second object: start over.
         things = _place(rng, count, moving) or ()
     return Scene(
         things=things,
@@ -136,7 +136,7 @@ def _place(rng: Random, count: int, moving: int) -> tuple[Thing, ...] | None:
 
 
 def _starts(rng: Random, moving: int) -> list[float]:
-    """When each mover starts: clearly in one half of the clip, and two of them clearly one after the other."""
+    """Start times of the moving objects: clearly in one half of the clip, and clearly one after the other."""
     while True:
         starts = [rng.choice((rng.uniform(0.8, 4.5), rng.uniform(8.5, 12.0))) for _ in range(moving)]
         if moving < 2 or abs(starts[0] - starts[1]) > 3.5:
@@ -158,7 +158,7 @@ def _inside(thing: Thing) -> bool:
 
 
 def _apart(one: Thing, other: Thing) -> bool:
-    """Whether the areas that two objects sweep over keep a gap on at least one axis."""
+    """Whether the areas that two objects cover over time are disjoint, with a gap on at least one axis."""
     for axis in (0, 1):
         (low, high), (other_low, other_high) = (sorted(end[axis] for end in _ends(thing)) for thing in (one, other))
         if max(low - other_high, other_low - high) > one.half + other.half + 0.03:
@@ -167,7 +167,7 @@ def _apart(one: Thing, other: Thing) -> bool:
 
 
 def render(scene: Scene) -> Iterator[Pixels]:
-    """The scene's frames in order: uint8 [side, side, 3]."""
+    """The frames of the scene, in order: uint8 [side, side, 3]."""
     rng = np.random.default_rng(scene.seed)
     ground = _background(scene, rng)
     paints = [_paint(thing.colour, rng) for thing in scene.things]
@@ -208,7 +208,7 @@ def _axes(side_px: int) -> tuple[FloatArray, FloatArray]:
 
 
 def _background(scene: Scene, rng: np.random.Generator) -> FloatArray:
-    """A still, muted ground: float32 [side, side, 3]."""
+    """A static background in muted colours: float32 [side, side, 3]."""
     x, y = _axes(scene.side_px)
     level = rng.uniform(40, 200)
     one, other = (level + rng.uniform(-18, 18, 3).astype(np.float32) for _ in range(2))
@@ -235,7 +235,7 @@ def _background(scene: Scene, rng: np.random.Generator) -> FloatArray:
 
 
 def _cover(thing: Thing, side_px: int, time_s: float) -> FloatArray:
-    """How much of each pixel the object covers, from its signed distance: float32 [side, side]."""
+    """The fraction of each pixel that the object covers, from its signed distance: float32 [side, side]."""
     x, y = _axes(side_px)
     centre_x, centre_y = thing.centre_at(time_s)
     dx, dy = x - centre_x, y - centre_y

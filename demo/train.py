@@ -1,9 +1,9 @@
 """Trains the demo model from random weights on one machine without a GPU: `python -m demo.train`.
 
-Two stages, both on real H.264 clips changed at random (`demo.augment`). First the vision tower alone learns to tell,
-for each token, what covers it and where that moves. Then tower and language model learn together to answer, with
-positions and pruning from the services' own code, under random rates. The schedule follows the clock, so that it ends
-on time. The best weights so far are saved into the output folder after each validation.
+Both stages use H.264 clips with random augmentation (`demo.augment`). First the vision tower alone learns to predict,
+for each token, which object covers it and how that moves. Then tower and language model learn together to answer, with
+the services' code for positions and pruning, at random rates. The schedule follows the wall clock, so that training
+ends on time. After each validation, the best weights so far are saved to the output folder.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ CLIPS_A_STEP = 8
 QUESTIONS_A_CLIP = 10
 SLICES_A_STEP = 96
 RANDOM_DROPPING_SHARE = 0.2
-# How much a copied still slice differs from the one it is copied from, relative to its tokens' norm.
+# Noise added to copies of a still slice, relative to the norm of its tokens.
 COPY_NOISE = 0.01
-# Colour, shape, motion: a shape is the hardest to see.
+# Weights of colour, shape and motion; shapes are the hardest to learn.
 DENSE_SHARES = (1.0, 3.0, 1.0)
 VALIDATION_CLIPS = 80
 VALIDATED = (Pruning(0.0), Pruning(0.75), Pruning(0.9), Pruning(0.75, RANDOM), Pruning(0.9, RANDOM))
@@ -47,7 +47,7 @@ VALIDATED = (Pruning(0.0), Pruning(0.75), Pruning(0.9), Pruning(0.75, RANDOM), P
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Shares of the whole time; rates of learning at their peaks."""
+    """Fractions of the total time, and peak learning rates."""
 
     minutes: float
     tower_only: float = 0.08
@@ -69,7 +69,7 @@ class Trainer:
         self.dense = nn.Linear(DEMO.hidden, sum(DENSE_CLASSES))
 
     def tower_step(self) -> tuple[Tensor, float]:
-        """Dense loss over single slices of many clips, half of them moving where anything does."""
+        """Dense loss over single slices of many clips; half of the slices show motion, if the clip has any."""
         scenes, clips = self.lessons.draw(SLICES_A_STEP // 4)
         chosen = []
         for scene in scenes:
@@ -85,7 +85,7 @@ class Trainer:
         return self._dense_loss(embed(self.model, frames), labels)
 
     def answer_step(self, progress: float) -> tuple[Tensor, float]:
-        """Answers under a random rate, plus the dense loss, which fades."""
+        """Loss of answers at a random pruning rate, plus the dense loss with decreasing weight."""
         scenes, clips = self.lessons.draw(CLIPS_A_STEP)
         embeds, dense = self._clip_embeds(scenes, clips)
         kept = prune(embeds, VIDEO, self._pruning(progress))
@@ -94,7 +94,7 @@ class Trainer:
         return loss + (0.3 - 0.25 * progress) * dense, right
 
     def picture_step(self) -> tuple[Tensor, float]:
-        """Answers about single frames, as images."""
+        """Loss of answers about single frames, as images."""
         scenes, clips = self.lessons.draw(2 * CLIPS_A_STEP)
         frames = torch.stack([clip[[self.rng.randrange(FRAMES)] * 2] for clip in clips])
         embeds = embed(self.model, frames)
@@ -103,7 +103,7 @@ class Trainer:
         return self._answer_loss(embeds, kept, PICTURE, Fraction(0), prompts)
 
     def _clip_embeds(self, scenes: list[Scene], clips: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens of whole clips [B, t·h·w, D] and their dense loss; still slices are mostly encoded once and copied."""
+        """Tokens of whole clips [B, t·h·w, D] and their dense loss; runs of still slices are mostly encoded once."""
         whole = self.rng.random() < 0.2
         shown = [list(range(SLICES)) if whole else still_runs(scene, self.rng) for scene in scenes]
         wanted = [(row, index) for row, slices in enumerate(shown) for index in sorted(set(slices))]
@@ -124,7 +124,7 @@ class Trainer:
         return embeds.flatten(1, 2), dense
 
     def _pruning(self, progress: float) -> Pruning:
-        """High rates first: a step costs a third and what the answer needs stands out."""
+        """High rates first: a step costs a third, and the tokens that the answer depends on are a larger fraction."""
         if self.rng.random() < 0.1 + 0.1 * progress:
             return Pruning(0.0)
         method = RANDOM if self.rng.random() < RANDOM_DROPPING_SHARE * min(1.0, 2 * progress) else EVS
@@ -144,7 +144,7 @@ class Trainer:
         losses, rights = [], []
         told = self.dense(tokens.flatten(0, -2)).split(DENSE_CLASSES, dim=-1)
         for logits, wanted, share in zip(told, labels.view(-1, 3).unbind(-1), DENSE_SHARES, strict=True):
-            # Most tokens show nothing.
+            # Most tokens show no object.
             weight = torch.ones(logits.shape[-1])
             weight[0] = 0.3
             losses.append(share * F.cross_entropy(logits, wanted, weight, ignore_index=UNSUPERVISED))
@@ -154,7 +154,7 @@ class Trainer:
 
 
 def train(output: Path, cache: Path, schedule: Schedule, clips: int, start_from: Path | None, seed: int) -> None:
-    # A second thread would wait at every barrier whenever anything else runs on this machine.
+    # With a second thread, every barrier waits whenever another process runs on this machine.
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     tokenizer, model = _model(start_from, seed)
@@ -192,7 +192,7 @@ def train(output: Path, cache: Path, schedule: Schedule, clips: int, start_from:
             shown_s = elapsed_s
             left = schedule.minutes - elapsed_s / 60
             print(
-                f"{progress:5.1%} step {step} loss {_mean(losses):.3f} tokens right {_mean(rights):.3f} "
+                f"{progress:5.1%} step {step} loss {_mean(losses):.3f} correct tokens {_mean(rights):.3f} "
                 f"{elapsed_s / step:.2f} s/step, {left:.0f} min left",
                 flush=True,
             )
@@ -230,7 +230,7 @@ def _model(start_from: Path | None, seed: int) -> tuple[PreTrainedTokenizerFast,
 
 
 def _validate(model: Qwen2_5_VLForConditionalGeneration, writer: PromptWriter, clips: Pixels) -> float:
-    """Mean exact match over the rates under EVS, with everything that was measured printed."""
+    """Mean exact match over the rates with EVS; prints all measurements."""
     model.eval()
     seeds = range(VALIDATION_SEEDS, VALIDATION_SEEDS + VALIDATION_CLIPS)
     found = exact_match(model, writer, clips, seeds, VALIDATED)

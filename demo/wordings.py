@@ -1,7 +1,6 @@
-"""The demo's language: every wording of every kind of question, and the words that answers are made of.
+"""The demo's language: all wordings of each kind of question, and the words of the answers.
 
-It knows nothing of scenes or of models; `demo.questions` fills the wordings in, `demo.checkpoint` learns its tokenizer
-from them.
+`demo.questions` fills in the wordings, and `demo.checkpoint` trains its tokenizer on them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ DIRECTIONS = ("left", "right", "up", "down")
 NUMBERS = ("no", "one", "two")
 STILL = "it stands still"
 
-# {thing} is "red circle", "circle", "object" …: whatever singles an object out.
+# {thing} is "red circle", "circle", "object" …: a phrase that identifies one object.
 WORDINGS: dict[str, tuple[str, ...]] = {
     "colour": (
         "What colour is the {thing}?",
@@ -89,7 +88,7 @@ SYSTEM_PROMPT = "You are a helpful assistant."
 
 
 def sentences() -> list[str]:
-    """Text that holds every word the demo asks or answers with, for the tokenizer to learn its merges from."""
+    """Text with every word of the demo's questions and answers, to train the tokenizer on."""
     things = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
     things += ["object", "moving object", *(f"{colour} object" for colour in COLOURS)]
     asked = [

@@ -1,9 +1,12 @@
-"""Framesieve: questions about video, answered over gRPC.
+"""Framesieve: video question answering with exact token pruning, over gRPC.
 
     from framesieve import FramesieveClient, Video, Pruning
 
-The names of the client are loaded on first use: the services import `framesieve.v1`, the generated messages, and must
-not load the client with them.
+    async with FramesieveClient("127.0.0.1:50053") as client:
+        print(await client.ask("clip.mp4", "What moves?", pruning_rate=0.75))
+
+The names of `framesieve.client` are loaded on first use (PEP 562): the services import the generated messages in
+`framesieve.v1`, which runs this file, and must not load the client.
 """
 
 from __future__ import annotations
@@ -16,12 +19,11 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    client = import_module("framesieve.client")
-    if name not in client.__all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(client, name)
+    if not name.startswith("_"):
+        client = import_module("framesieve.client")
+        if name in client.__all__:
+            return getattr(client, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Real media for tests, made on the spot: H.264 clips, audio, pictures, and files that are broken on purpose."""
+"""Generates real media for tests: H.264 clips, audio, pictures, and truncated files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL import Image
 
 
 def clip(frames: int = 16, *, fps: int = 4, width: int = 112, height: int = 112, seed: int = 0) -> bytes:
-    """An H.264 mp4 of a bright square that moves over a textured ground, its index in front."""
+    """An H.264 mp4 of a bright square that moves over a textured ground; its index precedes the frames."""
     with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
         _write_clip(file.name, frames, fps, width, height, seed)
         return Path(file.name).read_bytes()
@@ -55,7 +55,7 @@ def long_clip() -> bytes:
 
 
 def clip_without_its_end(frames: int = 64) -> bytes:
-    """An mp4 whose index stands in front and promises frames that are cut off."""
+    """An mp4 whose index lists frames that are cut off."""
     whole = clip(frames)
     start = whole.index(b"mdat")
     return whole[: start + (len(whole) - start) // 3]
@@ -86,7 +86,7 @@ def picture(width: int, height: int, seed: int = 0) -> bytes:
 def normalised_patches(
     frames: NDArray[np.uint8], checkpoint: Path, patch_px: int, merge: int, temporal_patch: int
 ) -> torch.Tensor:
-    """Frames [F, H, W, 3] as transformers' video processor hands them to a tower: float32 [patches, values]."""
+    """Frames [F, H, W, 3] as patches of transformers' video processor, float32 [patches, values]."""
     settings = json.loads((checkpoint / "video_preprocessor_config.json").read_text())
     frames = np.concatenate([frames, frames[-1:].repeat(-len(frames) % temporal_patch, 0)])
     mean, std = np.array(settings["image_mean"]), np.array(settings["image_std"])

@@ -1,6 +1,6 @@
-"""DESIGN's formulas written down a second time, plainly and slowly: what the law's tests compare with.
+"""The formulas of the law, written a second time, plainly and slowly, as the reference of its tests.
 
-Nothing here imports the services. Loops over tokens are meant: they read like the formulas.
+Nothing here imports the services. Loops over single tokens are intended: they read like the formulas.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Text:
 
 @dataclass(frozen=True)
 class Item:
-    """An image (time_step None) or a video, its merged embeddings [t·h·w, D] and how it is pruned.
+    """An image (time_step None) or a video: its grid, merged embeddings [t·h·w, D] and pruning.
 
-    deepstack: what its tokens carry beside their embeddings, [t·h·w, D] a level.
-    texts: where slices stand alone, what stands before each of them, and after the last: t + 1.
+    deepstack: further levels of each token, [t·h·w, D] each.
+    texts: for families with text between slices, the text before each slice and after the last one: t + 1.
     """
 
     t: int
@@ -67,8 +67,8 @@ class Expected:
 
 
 def kept_tokens(item: Item, seed: int = 0) -> list[int]:
-    """Which tokens of the grid stay: for evs by the change since the slice before, for random any, for vidcom2 here any
-    with one of each slice."""
+    """Tokens of the grid that are kept. evs: those that changed most since the slice before; random: any; vidcom2 here:
+    any, with at least one in each slice."""
     if item.kept_count == item.tokens:
         return list(range(item.tokens))
     slice_tokens = item.h * item.w
@@ -90,7 +90,7 @@ def kept_tokens(item: Item, seed: int = 0) -> list[int]:
 
 
 def expected_sequence(parts: Sequence[Text | Item], kept: Sequence[Sequence[int]], pad_id: int) -> Expected:
-    """What the language model must read, from the parts of a prompt and the tokens that each item keeps."""
+    """The sequence that the language model must read, from the parts of a prompt and the kept tokens of each item."""
     full = _full_prompt(parts, pad_id)
     gathered = [token for token in full if token.source is None or token.source[1] in kept[token.source[0]]]
     return Expected(
@@ -138,7 +138,7 @@ def _text(text: Text, start: int) -> list[_Token]:
 
 
 def _slices(item: Item, slices: range, number: int, start: int, pad_id: int) -> list[_Token]:
-    """One grid of some of an item's slices, from `start`."""
+    """The grid of some slices of an item, from position `start`."""
     return [
         _Token(
             pad_id,
@@ -177,7 +177,7 @@ def expected_logprobs(
 def _deepstack(
     tokens: int, media: Sequence[tuple[int, tuple[int, int]]], items: Sequence[Item]
 ) -> dict[str, Tensor | list[Tensor]]:
-    """What transformers' text model wants of `media`, rows and where they come from; nothing if there are no levels."""
+    """Deepstack arguments of transformers' text model for (row, (item, token)) pairs; empty without levels."""
     levels = max((len(item.deepstack) for item in items), default=0)
     if not levels:
         return {}

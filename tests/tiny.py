@@ -1,4 +1,4 @@
-"""A tiny checkpoint, an engine over it, and requests for that engine, for the tests of generation."""
+"""A tiny model, an engine over it, and requests for that engine."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from services.generation.engine.stats import Step
 from services.generation.families import load_language_model
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.model.language_model import LanguageModel
-from services.generation.model.runner import Followers, Runner
-from services.generation.request.adapter import Adapter
+from services.generation.model.runner import Runner, Workers
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
-from services.generation.request.request import Event, Failed, Finished, Request, Tokens
-from services.generation.sampling.sampler import SamplingParams
+from services.generation.request.request import Adapter, Event, Failed, Finished, Request, Tokens
+from services.generation.sampling.sampler import SampledToken, SamplingParams
 from services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
 from tests.oracle import Item, Text
@@ -53,7 +52,7 @@ def load_models(family: str, folder: Path) -> Models:
 
 
 class WholeWords:
-    """A detokeniser that shows every token as its number."""
+    """A detokenizer whose text for a token is its number."""
 
     def add(self, token_id: int) -> tuple[str, bool]:
         return f"{token_id} ", False
@@ -63,35 +62,37 @@ class WholeWords:
 
 
 class RecordingRunner(Runner):
-    """Remembers the logits that each request's tokens were chosen from."""
+    """Records the windows of each step, and the logits that each request's tokens were sampled from."""
 
-    def __init__(
-        self, model: LanguageModel, blocks: int, block_tokens: int, followers: Followers | None = None
-    ) -> None:
-        super().__init__(model, blocks, block_tokens, followers)
+    def __init__(self, model: LanguageModel, blocks: int, block_tokens: int, workers: Workers | None = None) -> None:
+        super().__init__(model, blocks, block_tokens, workers)
         self._requests: dict[str, Request] = {}
         self._logits: dict[str, list[Tensor]] = {}
         self.steps: list[list[tuple[str, int, int]]] = []
 
     @property
     def logits(self) -> dict[str, list[Tensor]]:
-        """By request, one row for each token of its answer; what followed a wrong guess is not among them."""
+        """For each request one row for each token of its answer; rows after a rejected draft token are left out."""
         return {name: rows[: len(self._requests[name].output_ids)] for name, rows in self._logits.items()}
 
-    def run(self, windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
+    def run(self, windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
         self.steps.append([(window.request.id, window.start, window.end) for window in windows])
+        return super().run(windows)
+
+    def forward(self, windows: Sequence[Window]) -> Tensor:
         self._logits = self.logits
-        sampled, logits = super().run(windows)
+        logits = super().forward(windows)
         rows = iter(logits)
-        for window in sampled:
-            self._requests[window.request.id] = window.request
-            self._logits.setdefault(window.request.id, []).extend(islice(rows, 1 + window.guesses))
-        return sampled, logits
+        for window in windows:
+            if window.samples:
+                self._requests[window.request.id] = window.request
+                self._logits.setdefault(window.request.id, []).extend(islice(rows, 1 + window.num_draft_tokens))
+        return logits
 
 
 @dataclass
 class Asked:
-    """A request, and what came of it. spared: media items that the engine did not want; others: further answers."""
+    """A request and its events. spared: media items that the engine has cached; others: siblings."""
 
     request: Request
     events: list[Event]
@@ -115,26 +116,26 @@ class Asked:
 class TinyEngine:
     model: LanguageModel
     blocks: int = 64
-    chunk_tokens: int = 64
-    max_running: int = 8
+    max_num_batched_tokens: int = 64
+    max_num_seqs: int = 8
     max_waiting: int = 64
-    guess_tokens: int = 0
+    max_draft_tokens: int = 0
     on_step: Callable[[Step], None] = lambda _: None
     on_end: Callable[[], object] = lambda: None
-    followers: Followers | None = None
+    workers: Workers | None = None
     runner: RecordingRunner = field(init=False)
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
-        self.runner = RecordingRunner(self.model, self.blocks, BLOCK_TOKENS, self.followers)
+        self.runner = RecordingRunner(self.model, self.blocks, BLOCK_TOKENS, self.workers)
         allocator = BlockAllocator(self.blocks, BLOCK_TOKENS)
         self.engine = Engine(
             self.runner,
             allocator,
-            self.chunk_tokens,
-            self.max_running,
+            self.max_num_batched_tokens,
+            self.max_num_seqs,
             self.max_waiting,
-            self.guess_tokens,
+            self.max_draft_tokens,
             self.on_step,
             self.on_end,
         )
@@ -150,14 +151,14 @@ class TinyEngine:
         asked = make_request(name, parts, params, self.model.adapters.find(adapter) if adapter else None)
         for number, each in enumerate(others, 1):
             events: list[Event] = []
-            follower = asked.request.add_follower(f"{name}#{number}", each, WholeWords(), events.append)
-            asked.others.append(Asked(follower, events))
+            sibling = asked.request.add_sibling(f"{name}#{number}", each, WholeWords(), events.append)
+            asked.others.append(Asked(sibling, events))
         self.engine.submit(asked.request)
-        asked.spared = tuple(set(range(len(asked.request.answers))) - set(asked.request.wanted_media))
+        asked.spared = tuple(set(range(len(asked.request.encoded_media))) - set(asked.request.wanted_media))
         return asked
 
     def deliver(self, asked: Asked, index: int, item: Item, kept: Sequence[int]) -> None:
-        """One item, unless the engine has it in its cache."""
+        """Delivers an item unless the engine has it cached."""
         if index in asked.request.wanted_media:
             arrived = media_item(index, item, kept)
             self.engine.deliver(asked.request, replace(arrived, embeds=arrived.embeds.to(self.model.dtype)))
@@ -178,20 +179,20 @@ def make_request(
 
 
 def key_of(item: Item) -> bytes:
-    """What the engine remembers an item's answer by: what it is, and how it is pruned."""
-    said = repr((item.t, item.h, item.w, item.time_step, item.rate, item.method))
-    return hashlib.sha256(said.encode() + item.embeds.tobytes()).digest()
+    """The key of an item in the cache of encoded media: the item and its pruning."""
+    pruned = repr((item.t, item.h, item.w, item.time_step, item.rate, item.method))
+    return hashlib.sha256(pruned.encode() + item.embeds.tobytes()).digest()
 
 
 def media_item(index: int, item: Item, kept: Sequence[int]) -> MediaItem:
-    """An item as it comes from the encoder."""
+    """An item as received from the encoder."""
     rows = np.stack([item.embeds, *item.deepstack])[:, list(kept)]
     digest = hashlib.sha256(repr(list(kept)).encode() + rows.tobytes()).digest()
     return MediaItem(index, np.array(kept, np.int32), torch.from_numpy(rows), 0, digest)
 
 
 def make_plan(parts: Sequence[Text | Item]) -> PromptPlan:
-    """The plan that preprocessing would send, positions by its own code."""
+    """The plan of preprocessing, with positions by preprocessing's own code."""
     ids: list[int] = []
     spans: list[TextSpan | GridSpan] = []
     media: list[MediaPlan] = []
@@ -216,7 +217,7 @@ def make_plan(parts: Sequence[Text | Item]) -> PromptPlan:
 
 
 def _pieces(item: Item) -> Iterator[Text | Grid]:
-    """What an item's placeholder becomes: one grid, or each slice's with text around it."""
+    """The layout of an item: one grid, or one grid for each slice with text around it."""
     if not item.texts:
         yield Grid(item.t, item.h, item.w)
         return
@@ -248,7 +249,7 @@ def random_item(
     rate: float = 0.0,
     method: str = "evs",
 ) -> Item:
-    """An item of random embeddings, with whatever else this family's items have."""
+    """An item of random embeddings, with the deepstack levels and texts that this family's items have."""
     random = np.random.default_rng(seed)
     shape = (math.prod(sides), family.hidden)
     levels = [random.normal(0, 0.3, shape).astype(np.float32) for _ in range(1 + family.levels)]

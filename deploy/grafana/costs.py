@@ -1,4 +1,4 @@
-"""The rows of what is spent and what is saved: tokens, computed work that is found again, bytes, processes."""
+"""The dashboard's rows about pruning, caches, bytes between services, and processes."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ def pruning() -> list[Panel]:
     return [
         lines(
             "Media tokens",
-            "Tokens of media items before and after pruning, a second.",
+            "Tokens of media items per second, before and after pruning.",
             "none",
             {"{{method}} {{pruning}}": total("method, pruning", rate(media))},
         ),
         lines(
             "Media tokens kept",
-            "Share of the tokens of media items that pruning leaves.",
+            "Fraction of the tokens of media items that pruning keeps.",
             "percentunit",
             {"{{method}}": _kept(media, "method")},
         ),
         lines(
             "Prompt tokens kept",
-            "Share of whole prompts, text included, that pruning leaves.",
+            "Fraction of all prompt tokens, text included, that pruning keeps.",
             "percentunit",
             {"prompts": _kept(prompts, "")},
         ),
         lines(
             "Prompt tokens",
-            "Tokens of prompts before and after pruning, a second.",
+            "Prompt tokens per second, before and after pruning.",
             "none",
             {"{{pruning}}": total("pruning", rate(prompts))},
         ),
         lines(
             "Encoder's tokens kept",
-            "Share of the tokens of the items that the encoder answered, whoever asked.",
+            "Fraction of tokens kept over all items that the encoder has sent, to any caller.",
             "percentunit",
             {"{{method}}": _kept("framesieve_encoder_tokens_total", "method")},
         ),
         lines(
-            "Guesses",
-            "Tokens guessed, a second, where --speculative-tokens says so, and those of them that were right.",
+            "Draft tokens",
+            "Draft tokens per second (--speculative-tokens), and how many of them were accepted.",
             "none",
             {
-                "guessed": total("", rate("framesieve_generation_guesses_total")),
-                "right": total("", rate("framesieve_generation_right_guesses_total")),
+                "drafted": total("", rate("framesieve_generation_draft_tokens_total")),
+                "accepted": total("", rate("framesieve_generation_accepted_draft_tokens_total")),
             },
         ),
     ]
@@ -60,7 +60,7 @@ def caches() -> list[Panel]:
     return [
         lines(
             "Embeddings found",
-            "Share of the media items asked of the encoder that its cache holds (hit) or is making (shared).",
+            "Fraction of requested media items that are in the encoder's cache (hit) or being encoded (shared).",
             "percentunit",
             {
                 each: share(total("", rate(lookups, f'outcome="{each}"')), total("", rate(lookups)))
@@ -69,31 +69,31 @@ def caches() -> list[Panel]:
         ),
         lines(
             "Embeddings cache in use",
-            "Share of --cache-bytes that embeddings and scores hold.",
+            "Fraction of --cache-bytes that embeddings and scores use.",
             "percentunit",
             {"{{instance}}": share(of("framesieve_encoder_cache_used_bytes"), of("framesieve_encoder_cache_bytes"))},
         ),
         lines(
             "Embeddings evicted",
-            "Media items that gave way to others, a second.",
+            "Media items evicted from the cache per second.",
             "none",
             {"{{instance}}": rate("framesieve_encoder_cache_evictions_total")},
         ),
         lines(
             "Items that read the cache",
-            "Requested items that wait for an entry, or read it.",
+            "Requested items that wait for a cache entry or are reading it.",
             "none",
             {"{{instance}}": of("framesieve_encoder_cache_waiters")},
         ),
         lines(
             "Prefixes found",
-            "Share of requests of whose prompt the KV cache held a beginning.",
+            "Fraction of requests with a prefix cache hit.",
             "percentunit",
             {"hit": share(total("", rate(prefixes, 'outcome="hit"')), total("", rate(prefixes)))},
         ),
         lines(
             "Prompt tokens found",
-            "Share of prompt tokens, after pruning, that earlier requests had computed.",
+            "Fraction of prompt tokens, after pruning, that were prefix cache hits.",
             "percentunit",
             {
                 "tokens": share(
@@ -111,19 +111,19 @@ def hops() -> list[Panel]:
     return [
         lines(
             "Bytes by hop",
-            "Messages as they cross the hop in front of the service that has the method, a second.",
+            "Message bytes per second between each method's service and its callers.",
             "Bps",
             {"{{method}} {{direction}}": crossed},
         ),
         lines(
             "Bytes of one request by hop",
-            "Bytes that cross a hop for each request that ends there.",
+            "Message bytes per finished request of each method.",
             "bytes",
             {"{{method}} {{direction}}": f"{crossed} / on (method) group_left () ({ended} > 0)"},
         ),
         lines(
             "Bytes fetched",
-            "Media that came by URL, a second.",
+            "Bytes of media fetched by URL, per second.",
             "Bps",
             {"{{instance}}": rate("framesieve_preprocessing_fetched_bytes_total")},
         ),
@@ -134,26 +134,26 @@ def processes() -> list[Panel]:
     return [
         lines(
             "Memory",
-            "Resident memory of each process, without preprocessing's workers. Watched by FramesieveMemoryGrows.",
+            "Resident memory of each service's main process, without worker processes. Watched by FramesieveMemoryGrows.",
             "bytes",
             {"{{job}} {{instance}}": of("process_resident_memory_bytes", JOBS)},
         ),
         lines(
             "Processor time",
-            "Cores that each service's process keeps busy, without preprocessing's workers.",
+            "Cores that each service's main process keeps busy, without worker processes.",
             "none",
             {"{{job}} {{instance}}": rate("process_cpu_seconds_total", JOBS)},
         ),
         lines(
             "Open files",
-            "Share of the file descriptors that a process may have.",
+            "Fraction of the process's limit of file descriptors.",
             "percentunit",
             {"{{job}} {{instance}}": share(of("process_open_fds", JOBS), of("process_max_fds", JOBS))},
         ),
         listed(
             "Checkpoints",
-            "What each process serves: fingerprints have to agree. Watched by FramesieveFingerprintsDiffer.",
+            "The checkpoint of each process; fingerprints must agree. Watched by FramesieveFingerprintsDiffer.",
             {"": of("framesieve_model_info")},
         ),
-        listed("Releases", "Which release each process runs.", {"": of("framesieve_build_info")}),
+        listed("Releases", "The release of each process.", {"": of("framesieve_build_info")}),
     ]

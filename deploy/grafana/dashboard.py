@@ -1,7 +1,7 @@
-"""Makes dashboards/framesieve.json, which Grafana is provisioned with:    python -m deploy.grafana.dashboard
+"""Writes dashboards/framesieve.json, which Grafana is provisioned with: python -m deploy.grafana.dashboard
 
-The first row answers whether all is well and, if not, which stage to look at; the others are for looking there.
-Limits are those of the alert rules in deploy/prometheus, to which a test holds them.
+The first row shows whether all is well and, if not, which stage to look at; the other rows have the details. Limits are
+those of the alert rules in deploy/prometheus; a test compares them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROWS = {
 
 
 def rendered() -> str:
-    """The dashboard as Grafana reads it."""
+    """The dashboard as JSON."""
     instances = (
         QueryVariable("instance")
         .label("Instance")
@@ -73,7 +73,7 @@ def rendered() -> str:
 
 
 def _laid_out(value: Any, indent: str = "") -> str:
-    """JSON in which whatever fits into a line stands on one, so that a panel can be read, and a change of it."""
+    """JSON with every value that fits on one line, so that panels and their diffs are readable."""
     line = json.dumps(value, ensure_ascii=False)
     if len(indent) + len(line) <= COLUMNS or not isinstance(value, dict | list):
         return line

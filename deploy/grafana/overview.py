@@ -1,4 +1,4 @@
-"""The rows that say whether all is well and, if not, which stage to look at: of the system as a whole."""
+"""The dashboard's rows about the whole system: overview, requests, latency."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ OVERLOAD_LIMIT = Limit(0.05, ("FramesieveOverloaded",))
 
 
 def well() -> list[Panel]:
-    """All instances together, whichever the variable names."""
+    """The overview: all instances together, regardless of the dashboard's variable."""
     firing = 'count(ALERTS{{alertname=~"Framesieve.+", alertstate="firing", severity="{}"}}) or vector(0)'
     return [
         switches(
             "Services",
-            "Whether at least one replica of each service can be asked and says that it is serving.",
+            "Whether at least one replica of each service is reachable and serving.",
             {"{{job}}": "max by (job) (instance:framesieve_serving:bool)"},
             Limit(0, ("FramesieveServiceDown", "FramesieveReplicaDown")),
             width=5,
         ),
         light(
             "Alerts",
-            "How many alerts fire; docs/runbook.md has a section for each.",
+            "Number of firing alerts; docs/runbook.md has a section for each.",
             "none",
             {each: firing.format(each) for each in ("critical", "warning")},
             Limit(1),
@@ -44,35 +44,35 @@ def well() -> list[Panel]:
         ),
         light(
             "Errors",
-            "Share of requests that failed by our fault in 5 minutes, of the method that has most.",
+            "Fraction of requests with INTERNAL or UNAVAILABLE in 5 minutes, of the worst method.",
             "percentunit",
             {"": "max(method:framesieve_request_errors:ratio_rate5m)"},
             *ERROR_LIMITS,
         ),
         light(
             "First token, p50",
-            "Half of the answers of the last 5 minutes began within this time.",
+            "Median time to first token of the last 5 minutes.",
             "s",
             {"": "framesieve:time_to_first_token_seconds:p50_5m"},
             Limit(FIRST_TOKEN_LIMIT.value),
         ),
         light(
             "First token, p99",
-            "99 of 100 answers of the last 5 minutes began within this time.",
+            "99th percentile of the time to first token, last 5 minutes.",
             "s",
             {"": "framesieve:time_to_first_token_seconds:p99_5m"},
             FIRST_TOKEN_LIMIT,
         ),
         light(
             "Between tokens, p99",
-            "99 of 100 tokens of the last 5 minutes came within this time of the one before.",
+            "99th percentile of the time between tokens, last 5 minutes.",
             "s",
             {"": "framesieve:inter_token_seconds:p99_5m"},
             INTER_TOKEN_LIMIT,
         ),
         light(
             "Throughput",
-            "Answers finished and tokens generated, a second.",
+            "Completions finished and tokens generated per second.",
             "none",
             {
                 "answers/s": f"sum(rate(framesieve_generation_answers_total[{INTERVAL}]))",
@@ -81,7 +81,7 @@ def well() -> list[Panel]:
         ),
         stacked(
             "Time to first token by stage",
-            "The mean of the requests whose first token came; what each stage added to it, so the height is the whole.",
+            "Mean time of each stage before the first token; their sum is the mean time to first token.",
             "s",
             {
                 stage: f'sum(rate(framesieve_generation_stage_seconds_sum{{stage="{stage}"}}[{INTERVAL}]))'
@@ -93,7 +93,7 @@ def well() -> list[Panel]:
         .height(9),
         bars(
             "Oldest in each queue",
-            "For how long the first in each queue has waited.",
+            "How long the first entry of each queue has waited.",
             "s",
             {"{{queue}}": "queue:framesieve_oldest_seconds:max"},
             QUEUE_LIMIT,
@@ -107,39 +107,39 @@ def requests() -> list[Panel]:
     return [
         lines(
             "Requests by outcome",
-            "Requests that ended, a second: Generate is a question, Encode and Preprocess are what it calls.",
+            "Finished requests per second. Clients call Generate, which calls Encode, which calls Preprocess.",
             "reqps",
             {"{{method}} {{code}}": total("method, code", rate(everywhere)) + " > 0"},
         ),
         lines(
             "Refusals by reason",
-            "Requests that ended with an error of ours, a second. Watched by FramesievePeerContractBroken.",
+            "Requests per second that ended with an error of the services. Watched by FramesievePeerContractBroken.",
             "reqps",
             {"{{method}} {{reason}}": total("method, reason", rate("framesieve_refusals_total")) + " > 0"},
         ),
         lines(
             "Errors",
-            "Share of requests that failed by our fault (INTERNAL, UNAVAILABLE), in 1 hour.",
+            "Fraction of requests with INTERNAL or UNAVAILABLE, in 1 hour.",
             "percentunit",
             {"{{method}}": "method:framesieve_request_errors:ratio_rate1h"},
             *ERROR_LIMITS,
         ),
         lines(
             "Refused by overload",
-            "Share of requests that met a full queue or budget, in 5 minutes.",
+            "Fraction of requests rejected because a queue or budget was full, in 5 minutes.",
             "percentunit",
             {"{{method}}": "method:framesieve_refusals_overloaded:ratio_rate5m"},
             OVERLOAD_LIMIT,
         ),
         lines(
             "Requests running",
-            "Requests that are being served now.",
+            "Requests in progress.",
             "none",
             {"{{method}}": total("method", of("framesieve_requests_running"))},
         ),
         lines(
             "Duration of requests",
-            "From arrival to end, however they ended: the median, and what 99 of 100 stay within.",
+            "From arrival to end, with any status: median and 99th percentile.",
             "s",
             {
                 f"{{{{method}}}} p{q * 100:g}": percentile(q, "framesieve_request_seconds", by="method")
@@ -161,32 +161,32 @@ def latency() -> list[Panel]:
         ),
         lines(
             "Time between tokens",
-            "From a token of an answer to the next.",
+            "From one token of a completion to the next.",
             "s",
             {f"p{q * 100:g}": percentile(q, ITL) for q in quantiles},
             INTER_TOKEN_LIMIT,
         ),
         lines(
             "Stages, p99",
-            "What 99 of 100 requests waited for each stage at most, before their first token.",
+            "99th percentile of each stage's part of the time to first token.",
             "s",
             {"{{stage}}": percentile(0.99, "framesieve_generation_stage_seconds", by="stage")},
         ),
         lines(
             "Work by stage",
-            "Seconds of work a second: how many workers, or how much of a device, each stage keeps busy.",
+            "Seconds of work per second: the number of workers, or fraction of a device, that each stage keeps busy.",
             "none",
             {"{{stage}}": total("stage", rate("framesieve_stage_busy_seconds_sum"))},
         ),
         lines(
             "Work of one item by stage",
-            "The mean time that a stage works on one request, media item or step.",
+            "Mean time that a stage works on one request, media item or step.",
             "s",
             {"{{stage}}": mean("framesieve_stage_busy_seconds", by="stage")},
         ),
         lines(
             "Upstream retries",
-            "Calls to other services that were lost halfway and tried again, a second.",
+            "Calls to other services per second that were lost midway and retried.",
             "cps",
             {"{{stage}}": total("stage", rate("framesieve_upstream_retries_total"))},
         ),

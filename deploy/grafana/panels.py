@@ -1,4 +1,4 @@
-"""The kinds of panels that the dashboard is made of, each with one look. They know nothing of what they show."""
+"""The kinds of panels of the dashboard. They know nothing of metrics."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LAST = common.ReduceDataOptions().calcs(["last"])
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a value should stay below, and the alerts that say so if it does not."""
+    """A value's upper limit, and the alerts that fire above it."""
 
     value: float
     alerts: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class Limit:
 
 
 def light(title: str, description: str, unit: str, queries: Queries, *limits: Limit, width: int = 3) -> stat.Panel:
-    """A figure as it is now, on a ground whose colour says whether it is within its limits."""
+    """A current value; the background colour shows whether it is within its limits."""
     panel = (
         _told(stat.Panel(), title, description, limits)
         .unit(unit)
@@ -69,7 +69,7 @@ def light(title: str, description: str, unit: str, queries: Queries, *limits: Li
 
 
 def switches(title: str, description: str, queries: Queries, limit: Limit, *, width: int) -> stat.Panel:
-    """Zeros and ones as words: what is 0 is down."""
+    """Zeros and ones as words: 0 is down, 1 is up."""
     words = {
         "0": ValueMappingResult(text="down", color="red"),
         "1": ValueMappingResult(text="up", color="green"),
@@ -79,7 +79,7 @@ def switches(title: str, description: str, queries: Queries, limit: Limit, *, wi
 
 
 def bars(title: str, description: str, unit: str, queries: Queries, *limits: Limit, width: int) -> bargauge.Panel:
-    """Figures as they are now, side by side, up to the largest limit."""
+    """Current values side by side, scaled to the largest limit."""
     panel = (
         _told(bargauge.Panel(), title, description, limits)
         .unit(unit)
@@ -96,7 +96,7 @@ def bars(title: str, description: str, unit: str, queries: Queries, *limits: Lim
 
 
 def lines(title: str, description: str, unit: str, queries: Queries, *limits: Limit) -> timeseries.Panel:
-    """Figures over time; limits as dashed lines."""
+    """Values over time; limits as dashed lines."""
     panel = (
         _told(timeseries.Panel(), title, description, limits)
         .unit(unit)
@@ -115,7 +115,7 @@ def lines(title: str, description: str, unit: str, queries: Queries, *limits: Li
 
 
 def stacked(title: str, description: str, unit: str, queries: Queries) -> timeseries.Panel:
-    """Figures over time that add up, in the order in which they are asked."""
+    """Values over time, stacked in the order of the queries."""
     return (
         lines(title, description, unit, queries)
         .fill_opacity(60)
@@ -124,7 +124,7 @@ def stacked(title: str, description: str, unit: str, queries: Queries) -> timese
 
 
 def listed(title: str, description: str, queries: Queries) -> table.Panel:
-    """Labels as a table; the values, which are all 1, are left out."""
+    """Labels as a table; the values, which are all 1, are hidden."""
     panel = _told(table.Panel(), title, description, ()).span(THIRD).height(HEIGHT)
     hidden = DynamicConfigValue("custom.hidden", True)
     for column in ("Time", "Value", "__name__"):

@@ -1,4 +1,4 @@
-"""PromQL, as the dashboard's panels ask it: of the instances that its variable names, over the interval it shows."""
+"""Builds the dashboard's PromQL: restricted to the selected instances, over Grafana's rate interval."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ INTERVAL = "$__rate_interval"
 
 
 def of(metric: str, *matchers: str) -> str:
-    """A metric's series that hold for `matchers`, in PromQL's own form: pool="decode"."""
+    """A selector of a metric's series, with further matchers in PromQL: pool="decode"."""
     return f"{metric}{{{', '.join((*matchers, INSTANCES))}}}"
 
 
 def rate(metric: str, *matchers: str) -> str:
-    """How fast a counter rises, a second."""
+    """The increase of a counter per second."""
     return f"rate({of(metric, *matchers)}[{INTERVAL}])"
 
 
@@ -23,21 +23,21 @@ def total(by: str, expression: str) -> str:
 
 
 def oldest(by: str, expression: str) -> str:
-    """The largest over instances, for each value of the labels `by`."""
+    """The maximum over instances, for each value of the labels `by`."""
     return f"max by ({by}) ({expression})"
 
 
 def percentile(q: float, histogram: str, *matchers: str, by: str = "") -> str:
-    """The q-quantile of what a histogram observed, for each value of the labels `by`."""
+    """The q-quantile of a histogram, for each value of the labels `by`."""
     buckets = total(", ".join(filter(None, (by, "le"))), rate(f"{histogram}_bucket", *matchers))
     return f"histogram_quantile({q:g}, {buckets})"
 
 
 def mean(histogram: str, *matchers: str, by: str = "") -> str:
-    """The mean of what a histogram observed, for each value of the labels `by`."""
+    """The mean of a histogram, for each value of the labels `by`."""
     return share(total(by, rate(f"{histogram}_sum", *matchers)), total(by, rate(f"{histogram}_count", *matchers)))
 
 
 def share(part: str, whole: str) -> str:
-    """A quotient; nothing where there is no whole."""
+    """part / whole; no series if whole is 0."""
     return f"{part} / ({whole} > 0)"

@@ -1,4 +1,4 @@
-"""The rows of the three services: what waits, what works, and what is full."""
+"""The dashboard's rows about the three services: queues, work and buffers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def preprocessing() -> list[Panel]:
     return [
         lines(
             "Jobs",
-            "Media that worker processes have, or that wait for one, by pool: read for the plan, decode for frames; "
-            "and prompts that wait for a thread to plan them.",
+            "Media that workers process or that wait for one, by pool (read: for the plan, decode: for frames), and "
+            "prompts that wait for a planning thread.",
             "none",
             {
                 "plan waiting": f"sum({of(f'{prefix}_planning_waiting')})",
@@ -22,7 +22,7 @@ def preprocessing() -> list[Panel]:
         ),
         lines(
             "Wait for a worker",
-            "For how long the first in a pool's queue has waited, or the first prompt for a thread to plan it.",
+            "How long the first job in each pool's queue has waited, and the first prompt for a planning thread.",
             "s",
             {
                 "plan": f"max({of(f'{prefix}_planning_oldest_seconds')})",
@@ -32,26 +32,26 @@ def preprocessing() -> list[Panel]:
         ),
         lines(
             "Workers busy",
-            "Share of the worker processes that have a job.",
+            "Fraction of the worker processes that have a job.",
             "percentunit",
             {"{{pool}}": share(total("pool", of(f"{prefix}_workers_busy")), total("pool", of(f"{prefix}_workers")))},
         ),
         lines(
             "Workers replaced",
-            "Worker processes that were replaced in 15 minutes, by what was wrong with them.",
+            "Worker processes replaced in 15 minutes, by reason.",
             "none",
             {"{{instance}} {{reason}}": f"increase({of(f'{prefix}_worker_restarts_total')}[15m])"},
             Limit(3, ("FramesieveWorkersCrash",)),
         ),
         lines(
             "Frames",
-            "Frames sent, a second; a repaired one could not be decoded and repeats the one before.",
+            "Frames sent per second; a repaired frame could not be decoded and repeats the previous one.",
             "none",
             {"{{outcome}}": total("outcome", rate(f"{prefix}_frames_total"))},
         ),
         lines(
             "Decoded ahead",
-            "Share of --inflight-bytes that decoded slices hold until their readers take them.",
+            "Fraction of --inflight-bytes used by decoded slices that their callers have not read.",
             "percentunit",
             {"{{instance}}": share(of(f"{prefix}_inflight_used_bytes"), of(f"{prefix}_inflight_bytes"))},
         ),
@@ -63,13 +63,13 @@ def encoder() -> list[Panel]:
     return [
         lines(
             "Slices that wait",
-            "Temporal slices that wait for the tower.",
+            "Temporal slices that wait for the vision tower.",
             "none",
             {"{{instance}}": of(f"{prefix}_queue_slices")},
         ),
         lines(
             "Wait for the encoder",
-            "For how long the first slice has waited for the tower, and the first item for room.",
+            "How long the first slice has waited for the tower, and the first item for buffer space.",
             "s",
             {
                 "tower": f"max({of(f'{prefix}_queue_oldest_seconds')})",
@@ -79,37 +79,37 @@ def encoder() -> list[Panel]:
         ),
         lines(
             "Tower busy",
-            "Share of the time that the tower computes.",
+            "Fraction of the time that the tower computes.",
             "percentunit",
             {"{{instance}}": rate("framesieve_stage_busy_seconds_sum", 'stage="encode"')},
         ),
         lines(
             "Slices of one forward",
-            "Mean number of temporal slices that the tower takes at once.",
+            "Mean number of temporal slices in a forward of the tower.",
             "none",
             {"slices": mean(f"{prefix}_batch_slices")},
         ),
         lines(
             "Tokens of one forward",
-            "Mean number of merged tokens that the tower computes at once; --batch-tokens at most.",
+            "Mean number of merged tokens in a forward of the tower; at most --batch-tokens.",
             "none",
             {"tokens": mean(f"{prefix}_batch_tokens")},
         ),
         lines(
             "Room in use",
-            "Share of --output-buffer-bytes that is reserved: for items being encoded, and for what is to be sent.",
+            "Fraction of --output-buffer-bytes that is reserved: for items being encoded, and for embeddings being sent.",
             "percentunit",
             {"{{instance}} {{room}}": share(of(f"{prefix}_room_used_bytes"), of(f"{prefix}_room_bytes"))},
         ),
         lines(
             "Items that wait for room",
-            "Media items that wait until what is encoded or sent has made room.",
+            "Media items that wait for buffer space.",
             "none",
             {"{{instance}} {{room}}": of(f"{prefix}_room_waiting")},
         ),
         lines(
             "Items answered",
-            "Media items, a second.",
+            "Media items sent per second.",
             "none",
             {"{{modality}}": total("modality", rate(f"{prefix}_items_total"))},
         ),
@@ -125,20 +125,20 @@ def _engine(prefix: str) -> list[Panel]:
     return [
         lines(
             "Answers in the engine",
-            "By what they do; who follows waits for another answer to the same prompt.",
+            "Completions by state; a following one waits for a sibling's prefill of the same prompt.",
             "none",
             {"{{state}}": total("state", of(f"{prefix}_engine_requests"))},
         ),
         lines(
             "Longest in a state",
-            "For how long one answer has been so, at most.",
+            "The longest time that a completion has been in each state.",
             "s",
             {"{{state}}": oldest("state", of(f"{prefix}_engine_oldest_seconds"))},
             Limit(5, ("FramesieveGenerationQueueOld",)),
         ),
         lines(
             "Places taken",
-            "Share of --max-running-requests and --max-waiting-requests that is taken, by who waits for its prefill.",
+            "Fraction of --max-num-seqs (running) and of --max-waiting-requests (waiting) in use.",
             "percentunit",
             {
                 "{{instance}} {{state}}": of(f"{prefix}_engine_requests", 'state=~"running|waiting"')
@@ -148,19 +148,19 @@ def _engine(prefix: str) -> list[Panel]:
         ),
         lines(
             "Steps",
-            "How long one takes: the median, and what 99 of 100 stay within. Watched by FramesieveEngineStandsStill.",
+            "Duration of an engine step: median and 99th percentile. Watched by FramesieveEngineStandsStill.",
             "s",
             {f"p{q * 100:g}": percentile(q, f"{prefix}_step_seconds") for q in (0.5, 0.99)},
         ),
         lines(
             "Sequences of one step",
-            "Mean number of answers that a step computes at once.",
+            "Mean number of sequences in an engine step.",
             "none",
             {"sequences": mean(f"{prefix}_step_sequences")},
         ),
         lines(
             "Tokens of one step",
-            "Mean number of tokens that a step computes at once; --prefill-chunk-tokens at most.",
+            "Mean number of tokens that a step computes at once; --max-num-batched-tokens at most.",
             "none",
             {"tokens": mean(f"{prefix}_step_tokens")},
         ),
@@ -172,40 +172,40 @@ def _buffers(prefix: str) -> list[Panel]:
     return [
         stacked(
             "KV cache",
-            "Blocks that requests hold, that nobody holds but are remembered, and that are free.",
+            "Blocks used by requests, unused but cached, and free.",
             "none",
             {"used": used, "remembered": idle, "free": f"{blocks} - {used} - {idle}"},
         ),
         lines(
             "KV cache in use",
-            "Share of the blocks that requests hold.",
+            "Fraction of the blocks that requests use.",
             "percentunit",
             {"{{instance}}": of("instance:framesieve_generation_kv_used:ratio")},
             Limit(0.9, ("FramesieveKvCacheFull",)),
         ),
         lines(
             "Preemptions",
-            "Answers that lost their blocks to older ones, a second; what they lose is computed again.",
+            "Completions per second that lost their blocks to older ones and have to recompute them.",
             "none",
             {"{{instance}}": rate(f"{prefix}_preemptions_total")},
             Limit(0.1, ("FramesieveKvCacheFull",)),
         ),
         lines(
             "Media buffer in use",
-            "Share of --media-buffer-bytes that embeddings of requests hold.",
+            "Fraction of --media-buffer-bytes that embeddings use.",
             "percentunit",
             {"{{instance}}": share(of(f"{prefix}_media_buffer_used_bytes"), of(f"{prefix}_media_buffer_bytes"))},
         ),
         lines(
             "Wait for the media buffer",
-            "For how long the first request has waited for room for its embeddings.",
+            "How long the first request has waited for buffer space for its embeddings.",
             "s",
             {"{{instance}}": of(f"{prefix}_media_buffer_oldest_seconds")},
             Limit(5, ("FramesieveMediaBufferFull",)),
         ),
         lines(
             "Requests that wait for the media buffer",
-            "Requests that select their media once there is room.",
+            "Requests that wait to select their media until there is buffer space.",
             "none",
             {"{{instance}}": of(f"{prefix}_media_buffer_waiting")},
         ),
@@ -216,13 +216,13 @@ def _output(prefix: str) -> list[Panel]:
     return [
         lines(
             "Tokens computed",
-            "Of prompts (prefill) and of answers (decode), a second.",
+            "Tokens computed per second, of prompts (prefill) and completions (decode).",
             "none",
             {"{{phase}}": total("phase", rate(f"{prefix}_computed_tokens_total"))},
         ),
         lines(
             "Answers",
-            "Answers finished, a second, by why they ended.",
+            "Completions finished per second, by finish reason.",
             "none",
             {"{{reason}}": total("reason", rate(f"{prefix}_answers_total"))},
         ),

@@ -1,44 +1,120 @@
-"""The command `framesieve capacity`: what a load needs, by what a bench measured, as a table or as JSON on stdout."""
+"""The command `framesieve capacity`: sizes a deployment from the result of `framesieve bench --json`.
+
+`framesieve.bench.capacity_plan` has the formulas; this module reads the measurement and prints the plan.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
+from pydantic import BaseModel, Field, ValidationError
 
-from framesieve.bench.capacity_input import Measured
-from framesieve.bench.capacity_plan import HOPS, Load, Plan, Request, plan
+from common.contract.errors import InvalidRequest
+from framesieve.bench.capacity_plan import HOPS, Cost, Load, Plan, Request, plan
 from framesieve.cli.options import JsonOption, print_json
-from framesieve.cli.terminal import errors_told
+from framesieve.cli.terminal import reported_errors
 
 _KV_CACHE_TOKENS = 32768
 _MEDIA_BUFFER_BYTES = 2**30
 _NAME_WIDTH = 26
+_WORKERS_STAGES = ("decode", "resize")
+
+
+_Amount: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Run(BaseModel):
+    command: str
+    began: str
+
+
+class _All(BaseModel):
+    answered: int = Field(ge=1)
+    held_s: _Amount
+    kv_token_s: _Amount
+
+
+class _Service(BaseModel):
+    service: str
+    busy_s: dict[str, _Amount]
+    processor_s: _Amount
+    received_bytes: _Amount
+    sent_bytes: _Amount
+    workers: int = Field(ge=0)
+
+
+class Measured(BaseModel):
+    """The part of a bench result that the cost of a request is computed from; other fields are ignored."""
+
+    run: _Run
+    all: _All
+    services: list[_Service]
+
+    @classmethod
+    def read(cls, path: Path) -> Measured:
+        """Raises InvalidRequest naming a missing or invalid field, OSError for a file that cannot be read."""
+        try:
+            measured = cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            at = ".".join(map(str, first["loc"]))
+            raise InvalidRequest(f"{path}: {at + ': ' if at else ''}{first['msg']}") from error
+        missing = HOPS.keys() - {each.service for each in measured.services}
+        if missing:
+            names = ", ".join(sorted(missing))
+            raise InvalidRequest(
+                f"{path}: no metrics of {names}: run bench with --start, or with --metrics of all three services"
+            )
+        return measured
+
+    @property
+    def request(self) -> Request:
+        """The mean cost of an answered request. The cost of failed requests is shared among the answered ones."""
+        by_name = {each.service: each for each in self.services}
+        return Request(
+            {service: self._cost(by_name[service]) for service in HOPS},
+            kv_token_s=self.all.kv_token_s,
+            embeds_byte_s=by_name["encoder"].sent_bytes / self.all.answered * self.all.held_s,
+        )
+
+    def _cost(self, service: _Service) -> Cost:
+        answered = self.all.answered
+        busy_s = {stage: seconds / answered for stage, seconds in service.busy_s.items()}
+        # processor_s excludes worker processes. Their busy time is all computing, so it is their processor time.
+        workers_s = sum(busy_s.get(stage, 0.0) for stage in _WORKERS_STAGES)
+        return Cost(
+            busy_s,
+            at_once=service.workers or 1,
+            processor_s=service.processor_s / answered + workers_s,
+            hop_bytes=(service.received_bytes + service.sent_bytes) / answered,
+        )
 
 
 def capacity(
-    result: Annotated[Path, typer.Argument(help="What framesieve bench --json printed.")],
-    requests_per_s: Annotated[float, typer.Option(help="The load, in requests a second.")],
+    result: Annotated[Path, typer.Argument(help="The output of framesieve bench --json.")],
+    requests_per_s: Annotated[float, typer.Option(help="The load to plan for, in requests per second.")],
     utilisation: Annotated[
-        float, typer.Option(help="Share of time and room that is planned to be used; the rest is for bursts.")
+        float, typer.Option(help="Fraction of time and memory that the plan may use; the rest absorbs bursts.")
     ] = 0.7,
     kv_cache_tokens: Annotated[
-        int, typer.Option(min=1, help="--kv-cache-tokens of one replica of generation.")
+        int, typer.Option(min=1, help="--kv-cache-tokens of each generation replica.")
     ] = _KV_CACHE_TOKENS,
     media_buffer_bytes: Annotated[
-        int, typer.Option(min=1, help="--media-buffer-bytes of one replica of generation.")
+        int, typer.Option(min=1, help="--media-buffer-bytes of each generation replica.")
     ] = _MEDIA_BUFFER_BYTES,
     as_json: JsonOption = False,
 ) -> None:
-    """Say how many of each service a load needs, from a bench of the same requests on the same machines.
+    """Compute how many replicas of each service a load needs, from a bench of the same requests on the same machines.
 
-    The bench must have seen the services' metrics: it does with --start, or with --metrics of all three. Of each
-    service the table says how long a request keeps it busy, how much processor time that takes, how many requests one
-    replica works on at once, and how many must be worked on at a time. On a machine that others keep busy the first
-    figure is too large, and so are the replicas. docs/capacity.md has the formulas and their limits.
+    The bench must have read the services' metrics: run it with --start, or with --metrics of all three services. For
+    each service the table shows the seconds that a request keeps it busy, the processor time of a request, the
+    requests that one replica works on at once, and the requests that must be worked on at a time. If other processes
+    kept the machine busy during the bench, busy times are too long and replicas too many. docs/capacity.md has the
+    formulas and their limits.
 
     Example: framesieve bench --start --clients 4 --json > bench.json
 
@@ -48,7 +124,7 @@ def capacity(
         raise typer.BadParameter(f"--requests-per-s must be above 0 and finite, got {requests_per_s:g}")
     if not 0 < utilisation <= 1:
         raise typer.BadParameter(f"--utilisation must be above 0 and at most 1, got {utilisation:g}")
-    with errors_told():
+    with reported_errors():
         measured = Measured.read(result)
     load = Load(requests_per_s, utilisation, kv_cache_tokens, media_buffer_bytes)
     request = measured.request
@@ -91,8 +167,8 @@ def _lines(request: Request, load: Load, needed: Plan) -> Iterator[str]:
         ("KV cache, tokens", request.kv_token_s, needed.kv_cache, load.kv_cache_tokens, 1.0),
         ("media buffer, MB", request.embeds_byte_s, needed.media_buffer, load.media_buffer_bytes, 1e6),
     ):
-        told = [f"{value / unit:.{1 if unit > 1 else 0}f}" for value in (of_request, need.used, of_one)]
-        yield _row(f"  {name}", (*told, f"{need.replicas}"))
+        cells = [f"{value / unit:.{1 if unit > 1 else 0}f}" for value in (of_request, need.used, of_one)]
+        yield _row(f"  {name}", (*cells, f"{need.replicas}"))
     yield ""
     yield _row("network", ("MB/request", "MB/s"))
     for service, hop in HOPS.items():

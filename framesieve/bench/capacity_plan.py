@@ -1,11 +1,11 @@
-"""How many replicas of each service a load needs, from what one request was measured to cost.
+"""Computes the replicas of each service that a load needs, from the measured cost of one request.
 
-    replicas of a service   ⌈ rate · busy seconds a request / (utilisation · how many it works on at once) ⌉
-    tokens in the KV cache    rate · mean(tokens · seconds that they lie there)                    Little's law
-    bytes of media held       rate · bytes of a request's embeddings · seconds that it lasts
-    network, bytes a second   rate · bytes a request on that hop
+    replicas of a service     ⌈ rate · busy seconds per request / (utilisation · requests it works on at once) ⌉
+    tokens in the KV cache    rate · mean(tokens · seconds in the cache)                           Little's law
+    bytes of media held       rate · bytes of a request's embeddings · seconds of the request      Little's law
+    network, bytes/s          rate · bytes per request on that hop
 
-docs/capacity.md says where the formulas come from and end. This knows neither files nor how a plan is shown.
+docs/capacity.md derives the formulas and states their limits. This module knows neither files nor output.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ HOPS = {
     "encoder": "generation to encoder",
     "generation": "client to generation",
 }
-"""Every service, and the hop in front of it."""
+"""Every service, and the network hop between it and its caller."""
 
-# Waiting for a download; checking what arrives, beside the engine's thread; and what its steps hold, counted whole.
+# fetch waits for a download; transfer is checked outside the engine thread; prefill is part of "step".
 _NOT_COUNTED = {"fetch", "transfer", "prefill"}
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one request cost one service.
+    """The cost of one request to one service.
 
-    busy_s: time spent working, by stage. at_once: how many requests one replica works on at a time.
-    processor_s: of all processor cores. hop_bytes: both ways, on the hop in front of it.
+    busy_s: seconds of work, by stage. at_once: requests that one replica works on at a time.
+    processor_s: processor seconds, over all cores. hop_bytes: both directions of the hop to its caller.
     """
 
     busy_s: Mapping[str, float]
@@ -45,11 +45,11 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request of the mean.
+    """The mean request.
 
     costs: by service.
-    kv_token_s: its tokens times the seconds that they lie in the KV cache.
-    embeds_byte_s: the bytes of its media's embeddings times the seconds that generation holds them.
+    kv_token_s: its tokens times the seconds that they occupy the KV cache.
+    embeds_byte_s: the bytes of its embeddings times the seconds that generation holds them.
     """
 
     costs: Mapping[str, Cost]
@@ -59,9 +59,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is to be served, and by what. utilisation: share of the time, or of the room, that is planned to be used.
+    """The load to plan for.
 
-    kv_cache_tokens, media_buffer_bytes: of one replica of generation.
+    utilisation: the fraction of time and memory that the plan may use.
+    kv_cache_tokens, media_buffer_bytes: capacity of one generation replica.
     """
 
     requests_per_s: float
@@ -72,7 +73,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Of one service, or of one room: how much of it is used at the same time, and how many replicas have enough."""
+    """The demand on one resource: how much is in use at a time, and how many replicas provide enough of it."""
 
     used: float
     replicas: int
@@ -80,11 +81,11 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the load needs.
+    """The result.
 
-    working: by service, how many requests are worked on at a time.
-    kv_cache, media_buffer: tokens and bytes held at a time, over all replicas of generation.
-    cores: by service, processor cores over all its replicas. network_bytes_per_s: by the service behind the hop.
+    working: by service, the requests worked on at a time.
+    kv_cache, media_buffer: tokens and bytes held at a time, over all generation replicas.
+    cores: by service, processor cores over all its replicas. network_bytes_per_s: on the hop to each service's caller.
     """
 
     working: Mapping[str, Need]
@@ -95,14 +96,14 @@ class Plan:
 
     @property
     def replicas(self) -> dict[str, int]:
-        """By service: enough for its work, and generation's for what it must hold."""
+        """By service: enough for its work; for generation also enough for its KV cache and media buffer."""
         found = {service: need.replicas for service, need in self.working.items()}
         found["generation"] = max(found["generation"], self.kv_cache.replicas, self.media_buffer.replicas)
         return found
 
 
 def plan(request: Request, load: Load) -> Plan:
-    """What `load` needs where its requests cost as much as `request`."""
+    """The plan for `load` if each of its requests costs as much as `request`."""
 
     def need(used: float, of_one: float) -> Need:
         return Need(used, max(1, math.ceil(used / (load.utilisation * of_one))))

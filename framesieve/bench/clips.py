@@ -1,7 +1,7 @@
-"""Clips that a load generator asks about where it is given none: moving shapes, encoded as real H.264.
+"""Synthetic clips for a load without a workload file: moving shapes, encoded as H.264.
 
-Each clip is a still, textured ground with two squares that move now and then, so that pruning finds what it finds in
-real video: mostly repetition. It knows nothing of questions or of servers.
+Each clip is a static, textured background with two squares that move for part of the time: mostly repetition, which is
+what pruning finds in real video. It knows nothing of questions or servers.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _STAMP_BYTES = 16
 
 
 def clips(seed: int) -> list[bytes]:
-    """One mp4 file of each of KINDS; the seed decides every pixel that is drawn, the encoder the bytes."""
+    """One mp4 file for each of KINDS. The seed determines every pixel drawn; the bytes depend on the x264 build."""
     return [_encoded(*kind, np.random.default_rng((seed, index))) for index, kind in enumerate(KINDS)]
 
 
 def stamped(clip: bytes) -> bytes:
-    """The same film with other bytes: a `free` box that players skip, with 16 random bytes, stands at its end.
+    """The same clip with different bytes: appends a `free` box, which players skip, with 16 random bytes.
 
-    Caches know media by their content, so every stamped clip is a new one to them, in this run and the next.
+    Caches identify media by content, so a stamped clip never hits a cache, in this run or a later one.
     """
     return clip + struct.pack(">I4s", 8 + _STAMP_BYTES, b"free") + os.urandom(_STAMP_BYTES)
 
 
 def draw(seconds: int, width: int, height: int, rng: np.random.Generator) -> Iterator[Pixels]:
-    """A clip's frames in order: uint8 [height, width, 3]."""
+    """The frames of a clip, in order: uint8 [height, width, 3]."""
     ground = _ground(width, height, rng)
     side = min(width, height) // 5
     colours = rng.integers(0, 256, (_SHAPES, 3), np.uint8)
@@ -55,7 +55,7 @@ def draw(seconds: int, width: int, height: int, rng: np.random.Generator) -> Ite
 
 
 def _encoded(seconds: int, width: int, height: int, rng: np.random.Generator) -> bytes:
-    import av  # here, so that no other command waits for it
+    import av  # imported on use: slow, and other commands do not need it
 
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
@@ -70,6 +70,6 @@ def _encoded(seconds: int, width: int, height: int, rng: np.random.Generator) ->
 
 
 def _ground(width: int, height: int, rng: np.random.Generator) -> Pixels:
-    """Squares of 16 pixels in muted colours: uint8 [height, width, 3]."""
+    """Squares of 16 × 16 pixels in muted colours: uint8 [height, width, 3]."""
     squares = rng.integers(60, 140, (-(-height // 16), -(-width // 16), 3), np.uint8)
     return squares.repeat(16, axis=0).repeat(16, axis=1)[:height, :width]

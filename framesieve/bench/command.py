@@ -1,6 +1,6 @@
-"""The command `framesieve bench`: its flags, the run that they ask for, and its report.
+"""The command `framesieve bench`: its flags, and its output as a table, JSON or a plot.
 
-How a run goes is `framesieve.bench.run`'s. This module alone prints: a table or JSON on stdout, the rest on stderr.
+`framesieve.bench.run` executes the run.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from common.contract.errors import InvalidRequest
 from common.contract.retention import EVS, METHODS
 from framesieve.bench.load import Extent
 from framesieve.bench.plot import check_plotting, plot
-from framesieve.bench.report import Report, record_json, report_json
-from framesieve.bench.run import Run, measure
-from framesieve.bench.table import table
-from framesieve.bench.target import served
+from framesieve.bench.report import Report, record_json, report_json, table
+from framesieve.bench.run import Run, measure, served
 from framesieve.bench.workload import Entry, Workload, read_workload, synthesised
 from framesieve.cli.options import (
     JsonOption,
@@ -34,9 +32,9 @@ from framesieve.cli.options import (
     print_json,
     pruning_of,
 )
-from framesieve.cli.terminal import errors_told
+from framesieve.cli.terminal import reported_errors
 from framesieve.client.client import DEFAULT_ADDRESS
-from framesieve.client.wire import Options
+from framesieve.client.prompt import Options
 
 _CLIENTS = 8
 _REQUESTS = 100
@@ -48,69 +46,74 @@ def bench(
     server: Annotated[
         str | None,
         typer.Option(
-            help=f"Where generation listens. Default: {DEFAULT_ADDRESS} if anything listens there (framesieve serve), "
-            "else as with --start."
+            help=f"Address of generation. Default: {DEFAULT_ADDRESS} if a server listens there (framesieve serve), "
+            "otherwise as with --start."
         ),
     ] = None,
     start: Annotated[
-        bool, typer.Option("--start", help="Start the three services for this run and stop them again.")
+        bool, typer.Option("--start", help="Start the three services for this run and stop them afterwards.")
     ] = False,
     model: Annotated[
-        Path | None, typer.Option(help="Their checkpoint folder; implies --start. Default: the embedded demo model.")
+        Path | None, typer.Option(help="Checkpoint folder; implies --start. Default: the embedded demo model.")
     ] = None,
     metrics: Annotated[
         list[str] | None,
         typer.Option(
-            help="host:port of a service's /metrics, by plain HTTP, once for each replica of all three; --json then "
-            "says what they spent, for framesieve capacity. Known of services that are started for the run."
+            help="host:port of a service's /metrics (plain HTTP); repeat for every replica of all three services. "
+            "--json then includes their costs, for framesieve capacity. Not needed with --start."
         ),
     ] = None,
     clients: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Closed loop: so many clients, each asking on when answered. Default: {_CLIENTS}."),
+        typer.Option(min=1, help=f"Closed loop: clients that each keep one request running. Default: {_CLIENTS}."),
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(help="Open loop: Poisson arrivals, so many a second on average, answered or not."),
+        typer.Option(help="Open loop: Poisson arrivals at this mean rate, in requests per second."),
     ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help=f"How many to ask. Default: {_REQUESTS}.")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help=f"Number of requests. Default: {_REQUESTS}.")] = None,
     duration_s: Annotated[
-        float | None, typer.Option(help="Or: begin none after so many seconds; what runs is waited for.")
+        float | None, typer.Option(help="Instead of --requests: begin requests for this many seconds.")
     ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="How many to ask beforehand, uncounted.")] = 8,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests to send beforehand, not counted.")] = 8,
     workload: Annotated[
         Path | None,
         typer.Option(
-            help="What to ask, as JSON lines: question; video or image (paths, from the file's folder) or url; and "
-            "pruning_rate, method, max_new_tokens, weight, where they are a line's own. Default: synthesised clips."
+            help="Questions as JSON Lines: question; video or image (paths relative to the file) or url; optionally "
+            "pruning_rate, method, max_new_tokens, weight. Default: questions about synthetic clips."
         ),
     ] = None,
     on_server: Annotated[
-        bool, typer.Option("--on-server", help="The workload's paths are below the server's --media-root.")
+        bool, typer.Option("--on-server", help="The workload's paths are below preprocessing's --media-root.")
     ] = False,
     unique: Annotated[
         bool | None,
         typer.Option(
             "--unique/--repeat",
-            help="Whether each synthesised clip is new to caches, or a few come again and again. Default: new.",
+            help="Whether synthetic clips are all different, or a few repeat and hit caches. Default: --unique.",
         ),
     ] = None,
     pruning_rate: Annotated[
         list[float] | None,
-        typer.Option(help="Share of each video's tokens to drop. Several take turns, so one load compares them."),
+        typer.Option(
+            help="Fraction of each video's tokens to drop. Repeat to alternate between several rates in one load."
+        ),
     ] = None,
     method: Annotated[str, typer.Option(help=f"Which tokens are kept: {', '.join(METHODS)}.")] = EVS,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most this many tokens of each answer.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of each completion.")] = 64,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Let every answer have --max-new-tokens, ended or not.")
+        bool,
+        typer.Option("--ignore-eos", help="Generate --max-new-tokens in every request, past the model's end tokens."),
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and of synthesised clips.")] = 0,
-    timeout_s: Annotated[float, typer.Option(help="A question unanswered for so long has failed.")] = 300.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals and synthetic clips.")] = 0,
+    timeout_s: Annotated[float, typer.Option(help="Deadline of each request, in seconds.")] = 300.0,
     as_json: JsonOption = False,
-    with_records: Annotated[bool, typer.Option("--records", help="With --json: every question too.")] = False,
+    with_records: Annotated[
+        bool, typer.Option("--records", help="With --json: include the record of every request.")
+    ] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--plot", help="Write distributions and throughput as a PNG; needs the extra 'plot'."),
+        typer.Option("--plot", help="Write a PNG with latency distributions and throughput; needs the extra 'plot'."),
     ] = None,
     tls_ca: TlsCaOption = None,
     tls_cert: TlsCertOption = None,
@@ -118,17 +121,17 @@ def bench(
     token_file: TokenFileOption = None,
     allow_plaintext_token: PlaintextTokenOption = False,
 ) -> None:
-    """Measure a server under load: latencies, throughput, what pruning saves.
+    """Measure a server under load: latencies, throughput, and what pruning saves.
 
-    Without flags: 8 clients ask 100 questions about synthesised clips, of the framesieve that runs on this machine or,
-    where none does, of one that is started for it with the embedded model.
+    Without flags, 8 clients send 100 questions about synthetic clips to the services that run on this machine or, if
+    none do, to services started for the run with the embedded demo model.
 
-    Latencies are seen from here. With --rate they count from when a question was due, not from when it was sent, so a
-    server that falls behind shows it. What a server refuses counts as failed and is not asked again. Ctrl-C ends early
-    and still reports. Exit status 1 if every question failed.
+    Latencies are measured by this client. With --rate they count from when a request was due, not from when it was
+    sent, so they include the backlog of a server that falls behind. Rejected requests count as failed and are not
+    retried. Ctrl-C ends the run early and still reports. Exit status 1 if every request failed.
 
-    Rates that take turns also share the server's batches, so each is slowed or helped by the others: for the throughput
-    of a rate, give it a run of its own.
+    Alternating pruning rates share the server's batches and affect each other: to measure the throughput of one rate,
+    run it alone.
 
     Example: framesieve bench --pruning-rate 0 --pruning-rate 0.75 --plot load.png
 
@@ -145,12 +148,12 @@ def bench(
         positive={"--rate": rate, "--duration-s": duration_s, "--timeout-s": timeout_s},
     )
     if output is not None and not output.parent.is_dir():
-        raise typer.BadParameter(f"--plot needs a folder that exists, {output.parent} is none")
+        raise typer.BadParameter(f"--plot needs an existing folder, {output.parent} does not exist")
     if on_server and workload is None:
         raise typer.BadParameter("--on-server needs --workload")
     if with_records and not as_json:
         raise typer.BadParameter("--records needs --json")
-    with errors_told(server or DEFAULT_ADDRESS):
+    with reported_errors(server or DEFAULT_ADDRESS):
         if output is not None:
             check_plotting()
         prunings = [pruning_of(each, method) for each in pruning_rate or [0.0]]
@@ -170,21 +173,26 @@ def bench(
     about = {
         "command": _command(context),
         "began": began,
-        "server": target.told,
+        "server": target.description,
         "load": run.load,
-        "media": _media_told(workload, unique),
+        "media": _media_description(workload, unique),
         "warmup": f"{warmup} requests, uncounted, of which {outcome.warmup_failed} failed" if warmup else "none",
     }
     if as_json:
-        told = {"run": about, "interrupted": outcome.interrupted, "abandoned": outcome.abandoned, **report_json(report)}
-        told["services"] = [dataclasses.asdict(each) for each in outcome.spent]
+        result = {
+            "run": about,
+            "interrupted": outcome.interrupted,
+            "abandoned": outcome.abandoned,
+            **report_json(report),
+        }
+        result["services"] = [dataclasses.asdict(each) for each in outcome.spent]
         if with_records:
-            told["records"] = [record_json(record) for record in outcome.records]
-        print_json(told)
+            result["records"] = [record_json(record) for record in outcome.records]
+        print_json(result)
     else:
         typer.echo("\n".join([about.pop("command"), *(f"{name + ':':<9}{value}" for name, value in about.items()), ""]))
         if outcome.interrupted:
-            typer.echo(f"interrupted: {outcome.abandoned} requests under way were given up")
+            typer.echo(f"interrupted: {outcome.abandoned} running requests were abandoned")
         typer.echo(table(report))
     if outcome.interrupted:
         raise typer.Exit(130)
@@ -196,7 +204,7 @@ def bench(
 
 
 def _check_flags(*exclusive: dict[str, object], positive: dict[str, float | None]) -> None:
-    """Raises BadParameter where more than one of a group is set, or a number is not above 0."""
+    """Raises BadParameter if more than one flag of a group is set, or a number is not positive and finite."""
     for group in exclusive:
         given = [name for name, value in group.items() if value is not None]
         if len(given) > 1:
@@ -213,11 +221,11 @@ def _entries(workload: Path, on_server: bool) -> list[Entry]:
         raise typer.BadParameter(str(error)) from error
 
 
-# --- what the report says of the run ----------------------------------------------------------------------------
+# --- description of the run -------------------------------------------------------------------------------------
 
 
 def _command(context: typer.Context) -> str:
-    """The command with the flags that were given, as a shell reads it."""
+    """The command line with the flags that were given, quoted for a shell."""
     words = ["framesieve", "bench"]
     for flag in context.command.params:
         source = context.get_parameter_source(flag.name or "")
@@ -232,9 +240,9 @@ def _command(context: typer.Context) -> str:
     return shlex.join(words)
 
 
-def _media_told(workload: Path | None, unique: bool | None) -> str:
+def _media_description(workload: Path | None, unique: bool | None) -> str:
     if workload is not None:
-        return f"{workload}; what comes again there may come from caches"
+        return f"{workload}; repeated media may hit caches"
     if unique is False:
-        return "synthesised clips that come again and again: caches answer"
+        return "synthesised clips that repeat and hit caches"
     return "synthesised clips, each new to every cache"

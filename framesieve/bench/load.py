@@ -1,7 +1,7 @@
-"""When a load generator asks: a closed loop of clients, or arrivals of a Poisson process.
+"""When requests are sent: a closed loop of clients, or an open loop with Poisson arrivals.
 
-    closed  each client asks its next question as soon as its last is answered: a slow server is asked less
-    open    questions arrive when they arrive, however many are still unanswered
+    closed  each client sends its next request when the previous one is answered: a slow server receives fewer
+    open    requests arrive at given times, no matter how many are still unanswered
 
 It knows nothing of questions, servers or statistics. All times are the event loop's clock, in seconds.
 """
@@ -16,12 +16,12 @@ from random import Random
 from typing import TypeAlias
 
 Ask: TypeAlias = Callable[[int, float], Awaitable[None]]
-"""Asks the question of this number, which was due at this time, and returns once it is answered or has failed."""
+"""Sends request `number`, due at `due_s`, and returns when it is answered or has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much is asked: this many questions, or all that begin within this many seconds. Exactly one is set."""
+    """The size of a load: a number of requests, or all that begin within a duration. Exactly one is set."""
 
     requests: int | None = None
     duration_s: float | None = None
@@ -30,16 +30,16 @@ class Extent:
         assert (self.requests is None) != (self.duration_s is None)
 
     def holds(self, number: int, after_s: float) -> bool:
-        """Whether the question of this number, counted from 0, may still begin this long after the first."""
+        """Whether request `number` (from 0) may still begin `after_s` seconds after the start."""
         return number < self.requests if self.requests is not None else after_s < (self.duration_s or 0)
 
 
 def poisson_arrivals(rate: float, seed: int, extent: Extent) -> Iterator[float]:
-    """When questions arrive, in seconds since the start: gaps are exponential with mean 1 / rate, and the seed's own.
+    """Arrival times in seconds since the start. Gaps are exponential with mean 1 / rate and determined by the seed.
 
-    rate: questions a second, above 0.
+    rate: requests per second, above 0.
     """
-    rng = Random(seed)  # noqa: S311  (no secret)
+    rng = Random(seed)  # noqa: S311  (not used for security)
     after_s = 0.0
     for number in itertools.count():
         after_s += rng.expovariate(rate)
@@ -49,7 +49,7 @@ def poisson_arrivals(rate: float, seed: int, extent: Extent) -> Iterator[float]:
 
 
 async def closed_loop(ask: Ask, clients: int, extent: Extent) -> None:
-    """Never more than `clients` questions at once; returns once the last is answered. A question is due when asked."""
+    """Keeps `clients` requests running; returns when the last is answered. A request is due when it is sent."""
     clock = asyncio.get_running_loop().time
     began_s = clock()
     numbers = itertools.count()
@@ -64,10 +64,10 @@ async def closed_loop(ask: Ask, clients: int, extent: Extent) -> None:
 
 
 async def open_loop(ask: Ask, arrivals: Iterable[float]) -> None:
-    """Asks at each arrival, however many are unanswered; returns once the last is answered.
+    """Sends a request at each arrival time, no matter how many are unanswered; returns when the last is answered.
 
-    A question is due when it arrives, not when this process comes round to asking it: latencies counted from there
-    hold the time that a question waits, wherever it waits (else the omission is coordinated with the server).
+    A request is due at its arrival time, not when this process gets to send it. Latencies counted from then include
+    all waiting, on either side, which avoids coordinated omission.
     """
     clock = asyncio.get_running_loop().time
     began_s = clock()

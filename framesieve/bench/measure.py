@@ -1,7 +1,6 @@
-"""One question of a load, timed as its client sees it.
+"""Sends one request of a load and records its latencies as the client sees them.
 
-It owns what a record holds; when questions are asked is `framesieve.bench.load`'s, what is made of records
-`framesieve.bench.report`'s.
+`framesieve.bench.load` decides when requests are sent, `framesieve.bench.report` aggregates the records.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from common.contract.retention import Pruning
 from framesieve.bench.workload import Question
 from framesieve.client.answer import Delta, Finished, Timings, Usage
 from framesieve.client.client import FramesieveClient
-from framesieve.client.wire import Options
+from framesieve.client.prompt import Options
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a question was not answered: gRPC's status (CLIENT: it never left this machine), the reason, the words."""
+    """Why a request failed. status: the gRPC status, or CLIENT if the request was never sent."""
 
     status: str
     reason: str
@@ -30,12 +29,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What became of one question. Times are seconds.
+    """The outcome of one request. Times are seconds.
 
-    due_s, begun_s, done_s: since the load began: when it should have been asked, was asked, was answered or failed.
-    first_token_s: from due to the first token.
-    token_gaps_s: between one token and the next, completion tokens − 1 of them.
-    usage, timings: the service's own; None, and no times of tokens, where the question failed.
+    due_s, begun_s, done_s: when it was due, was sent, and was answered or failed, since the start of the load.
+    first_token_s: from due_s to the first token.
+    token_gaps_s: between consecutive tokens: completion tokens − 1 values.
+    usage, timings: as reported by the service. These and the token times are empty if the request failed.
     """
 
     number: int
@@ -51,17 +50,17 @@ class Record:
 
     @property
     def total_s(self) -> float:
-        """From due to the end of the answer."""
+        """From due_s to the end of the completion."""
         return self.done_s - self.due_s
 
 
 async def timed(
     client: FramesieveClient, number: int, question: Question, due_s: float, began_s: float, options: Options
 ) -> Record:
-    """Asks, and reads the answer to its end. Only a cancellation is raised; what fails is in the record.
+    """Sends a request and reads its completion. Errors are recorded; only a cancellation is raised.
 
-    due_s: on the event loop's clock. began_s: on the same, when the load began.
-    options: the question's own pruning and max_new_tokens come over these.
+    due_s, began_s: when the request was due and when the load began, on the event loop's clock.
+    options: of all requests; the question's pruning and max_new_tokens override them.
     """
     clock = asyncio.get_running_loop().time
     begun_s = clock()
@@ -78,7 +77,7 @@ async def timed(
             elif isinstance(event, Finished):
                 finished = event
         if finished is None:
-            raise PeerContract(f"the stream from {client.address} ended before its answer did")
+            raise PeerContract(f"the stream from {client.address} ended before all completions were finished")
     except FramesieveError as error:
         failure = Failure(error.status, error.reason, ": ".join([str(error), *getattr(error, "__notes__", ())]))
     except OSError as error:
@@ -92,9 +91,9 @@ async def timed(
 
 
 def token_gaps(arrivals: Sequence[tuple[float, int]]) -> tuple[float, ...]:
-    """Seconds from each token to the next, of messages that arrived at a time with so many tokens.
+    """Seconds between consecutive tokens. arrivals: (time, number of tokens) of each message.
 
-    Tokens of one message share the time since the message before evenly; those of the first message have no gaps.
+    The tokens of a message share the time since the previous message evenly; those of the first have no gaps.
     """
     gaps: list[float] = []
     for (before_s, _), (now_s, tokens) in itertools.pairwise(arrivals):

@@ -1,6 +1,6 @@
-"""What services spent on a load, by their own count: their /metrics before it and after it, and the difference.
+"""What a load cost the services: the increase of their Prometheus metrics between its start and its end.
 
-It knows the names of a few metrics (docs/metrics.md) and nothing of what is asked, nor of what is made of them.
+It knows the names of a few metrics (docs/metrics.md) and nothing of requests or reports.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from common.contract.errors import InvalidRequest, Unavailable
 
 Labels: TypeAlias = frozenset[tuple[str, str]]
 Samples: TypeAlias = Mapping[tuple[str, Labels], float]
-"""By name and labels."""
+"""Values by metric name and labels."""
 
 _TIMEOUT_S = 5.0
 _BUILD = "framesieve_build_info"
@@ -30,12 +30,12 @@ _PROCESSOR = "process_cpu_seconds_total"
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What all replicas of one service spent together.
+    """The cost of a load to all replicas of one service together.
 
-    busy_s: time spent working, by stage, and generation's engine in its steps as "step".
-    processor_s: of the service's processes, without the workers that preprocessing has.
-    received_bytes, sent_bytes: of messages on the hop in front of the service.
-    workers: of preprocessing, those that decode, in one replica; 0 elsewhere.
+    busy_s: seconds of work by stage; "step" is the time of generation's engine steps.
+    processor_s: processor seconds of the service's main processes, without preprocessing's worker processes.
+    received_bytes, sent_bytes: of messages between the service and its callers.
+    workers: decode workers of one preprocessing replica; 0 for the other services.
     """
 
     service: str
@@ -48,7 +48,7 @@ class Spent:
 
 
 async def read_metrics(addresses: Sequence[str]) -> tuple[Samples, ...]:
-    """What each address (host:port) exposes now. Raises Unavailable where nothing is, InvalidRequest for nonsense."""
+    """The current samples of each host:port. Raises Unavailable if it cannot be read, InvalidRequest if not ours."""
     return tuple(await asyncio.gather(*(asyncio.to_thread(_read, address) for address in addresses)))
 
 
@@ -66,15 +66,15 @@ def _read(address: str) -> Samples:
     try:
         families = list(text_string_to_metric_families(body.decode())) if answer.status == http.client.OK else []
     except ValueError as error:
-        raise InvalidRequest(f"--metrics: {address} exposes no Prometheus text: {error}") from error
+        raise InvalidRequest(f"--metrics: {address}/metrics is not in Prometheus' text format: {error}") from error
     samples = {(each.name, frozenset(each.labels.items())): each.value for one in families for each in one.samples}
     if not any(name == _BUILD for name, _ in samples):
-        raise InvalidRequest(f"--metrics: {address}/metrics has no {_BUILD}: no service of framesieve answers there")
+        raise InvalidRequest(f"--metrics: {address}/metrics has no {_BUILD}: it is not a framesieve service")
     return samples
 
 
 def spent(before: Sequence[Samples], after: Sequence[Samples]) -> tuple[Spent, ...]:
-    """One entry a service, in the order in which they were first named. Both: as read from the same addresses."""
+    """One entry per service, in order of first appearance. before, after: read from the same addresses."""
     by_service: dict[str, list[tuple[Samples, Samples]]] = {}
     for then, now in zip(before, after, strict=True):
         (service,) = {label for name, labels in now if name == _BUILD for label in _values(labels, "service")}

@@ -1,6 +1,6 @@
-"""A load's picture: how long answers took, as cumulative distributions, and what was answered over time.
+"""Plots a load: cumulative distributions of latencies, and throughput over time.
 
-matplotlib is an extra of its own (`plot`), imported when a picture is wanted.
+matplotlib is the optional extra `plot` and is imported on use.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ import numpy as np
 
 from common.contract.errors import StartupError
 from framesieve.bench.measure import Record
-from framesieve.bench.table import named
+from framesieve.bench.report import named
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MOST_BINS = 60
+_MAX_BINS = 60
 
 
 def check_plotting() -> None:
-    """Raises StartupError where the extra is not installed."""
+    """Raises StartupError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise StartupError("--plot needs matplotlib, which is not installed: in the checkout, pip install -e '.[plot]'")
+        raise StartupError(
+            "--plot needs matplotlib, which is not installed: run pip install -e '.[plot]' in the checkout"
+        )
 
 
 def plot(records: Sequence[Record], wall_s: float, title: str, output: Path) -> None:
-    """Writes a PNG, whatever the output's suffix. Raises OSError where it cannot be written."""
+    """Writes a PNG, whatever the suffix of `output`. Raises OSError if it cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2), layout="constrained")
@@ -47,7 +49,7 @@ def _distributions(axes: Axes, records: Sequence[Record], title: str, read: Call
         values = [read(record) for record in records if record.pruning == pruning]
         if seen := [value for value in values if value is not None]:
             axes.ecdf(seen, label=named(pruning))
-    axes.set(title=title, xlabel="seconds", ylabel="share of answers", ylim=(0, 1))
+    axes.set(title=title, xlabel="seconds", ylabel="fraction of requests", ylim=(0, 1))
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     if records:
@@ -55,14 +57,14 @@ def _distributions(axes: Axes, records: Sequence[Record], title: str, read: Call
 
 
 def _throughput(axes: Axes, records: Sequence[Record], wall_s: float) -> None:
-    """Requests that ended in each of equal stretches of time, a second."""
-    edges = np.linspace(0, max(wall_s, 1e-9), min(_MOST_BINS, max(1, len(records) // 8)) + 1)
+    """Requests per second that ended in each of up to 60 equal intervals."""
+    edges = np.linspace(0, max(wall_s, 1e-9), min(_MAX_BINS, max(1, len(records) // 8)) + 1)
     for label, failed in (("answered", False), ("failed", True)):
         done = [record.done_s for record in records if (record.failure is not None) is failed]
         if done or not failed:
             counts, _ = np.histogram(done, edges)
             axes.stairs(counts / np.diff(edges), edges, label=label, fill=not failed, alpha=0.7)
-    axes.set(title="throughput over time", xlabel="seconds since the load began", ylabel="requests a second")
+    axes.set(title="throughput over time", xlabel="seconds since the load began", ylabel="requests/s")
     axes.set_xlim(0, edges[-1])
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

@@ -1,27 +1,33 @@
-"""What a load's records come to: distributions, throughput, errors; for each pruning and for all together.
+"""Aggregates the records of a load into distributions, throughput and errors, and formats them as JSON and text.
 
-It knows nothing of how questions were asked; how a report looks is `table`'s and `plot`'s.
+Every pruning has a group of its own beside the group of all requests. It knows nothing of how requests were sent.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from common.contract.retention import Pruning
+from common.contract.retention import NONE, Pruning
 from framesieve.bench.measure import Failure, Record
+from framesieve.client.answer import STAGES
+
+_NAME_WIDTH = 28
+_COLUMNS = ("mean", "p50", "p90", "p99", "max")
+_STAGES_A_LINE = 5
+_SHORT = {"wait_for_encoder": "→ encoder", "wait_for_prefill": "→ prefill"}
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of n values: their mean, three percentiles and the greatest.
+    """Mean, percentiles and maximum of n values.
 
-    Percentile q of sorted values v[0 … n − 1] is their linear interpolation at index q / 100 · (n − 1).
+    Percentile q of the sorted values v[0 … n − 1] is their linear interpolation at index q / 100 · (n − 1).
     """
 
     mean: float
@@ -32,7 +38,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution | None:
-        """None where there are no values."""
+        """None without values."""
         if not values:
             return None
         p50, p90, p99 = np.percentile(values, (50, 90, 99), method="linear").tolist()
@@ -41,12 +47,13 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Questions that belong together. Times, tokens and stages are those of the answered ones.
+    """A group of requests. Latencies, tokens and stages are those of the answered ones.
 
-    first_token_s, total_s: from when a question was due; token_gap_s: pooled over the tokens of all answers.
-    prompt_tokens: after pruning; cached_prompt_tokens of them were computed before. stages_s: medians, by name.
-    held_s: mean time from arrival to the end of the answer, by the server's clock.
-    kv_token_s: mean product of a request's tokens and the time that they lie in the KV cache, prefill and answer.
+    first_token_s, total_s: from when a request was due; token_gap_s: pooled over the tokens of all requests.
+    prompt_tokens: after pruning; cached_prompt_tokens: how many of them were prefix cache hits.
+    stages_s: medians, by stage.
+    held_s: mean time from a request's arrival to the end of its completion, on the server's clock.
+    kv_token_s: mean of a request's tokens times the seconds that they occupy the KV cache (prefill and decode).
     """
 
     asked: int
@@ -90,7 +97,7 @@ class Group:
 
     @property
     def retained(self) -> float | None:
-        """Prompt tokens after pruning, as a share of those before; None where nothing was answered."""
+        """Prompt tokens after pruning as a fraction of those before; None if no request was answered."""
         return self.prompt_tokens / self.prompt_tokens_full if self.prompt_tokens_full else None
 
 
@@ -100,7 +107,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Questions that failed alike, and the first one's words."""
+    """Requests that failed with the same status and reason, and the message of the first."""
 
     status: str
     reason: str
@@ -110,9 +117,10 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole load. wall_s: from its begin to its last answer, or to its interruption.
+    """The report of a load.
 
-    late_s: how long after it was due a question was asked; this machine's own doing, not the server's.
+    wall_s: from its start to its last completion, or to its interruption.
+    late_s: delay between when a request was due and when it was sent; caused by this machine, not the server.
     """
 
     wall_s: float
@@ -140,7 +148,7 @@ class Report:
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """After pruning."""
+        """Prompt tokens after pruning."""
         return self._per_s(self.all.prompt_tokens)
 
     def _per_s(self, count: int) -> float:
@@ -160,7 +168,7 @@ def _failures(records: Iterable[Record]) -> tuple[Failures, ...]:
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """All of a report, ready for json.dumps; times in seconds, shares between 0 and 1."""
+    """The report for json.dumps; times in seconds, fractions between 0 and 1."""
     return {
         "wall_s": report.wall_s,
         "requests_per_s": report.requests_per_s,
@@ -177,7 +185,7 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def record_json(record: Record) -> dict[str, Any]:
-    """One question of a load, ready for json.dumps."""
+    """One record for json.dumps."""
     return {
         "number": record.number,
         "pruning_rate": record.pruning.rate,
@@ -199,3 +207,83 @@ def record_json(record: Record) -> dict[str, Any]:
 
 def _group_json(group: Group) -> dict[str, Any]:
     return {**dataclasses.asdict(group), "failed": group.asked - group.answered, "retained": group.retained}
+
+
+# --- text -------------------------------------------------------------------------------------------------------
+
+
+def table(report: Report) -> str:
+    """The report as text, with one line for each pruning, at most 88 columns wide except for error messages."""
+    return "\n".join(_lines(report))
+
+
+def named(pruning: Pruning) -> str:
+    """A pruning's name in tables and plots."""
+    return NONE if pruning.method == NONE else f"rate {pruning.rate:g}, {pruning.method}"
+
+
+def _lines(report: Report) -> Iterator[str]:
+    failed = report.all.asked - report.all.answered
+    yield f"{report.all.answered} answered, {failed} failed in {report.wall_s:.2f} s"
+    yield (
+        f"{report.requests_per_s:.2f} requests/s · {report.output_tokens_per_s:.1f} output tokens/s · "
+        f"{report.prompt_tokens_per_s:.1f} prompt tokens/s"
+    )
+    for failures in report.failures:
+        yield f"  {failures.count} × {failures.status} {failures.reason}: {failures.example}"
+    if not report.all.answered:
+        return
+    groups = [(named(pruning), group) for pruning, group in report.by_pruning.items()]
+    if len(groups) > 1:
+        groups.append(("all", report.all))
+    yield ""
+    yield from _latencies("time to first token, s", groups, lambda group: group.first_token_s, 1, 3)
+    yield from _latencies("between tokens, ms", groups, lambda group: group.token_gap_s, 1000, 2)
+    yield from _latencies("end to end, s", groups, lambda group: group.total_s, 1, 3)
+    yield from _tokens(groups)
+    yield from _stages(groups)
+
+
+def _latencies(
+    title: str,
+    groups: Sequence[tuple[str, Group]],
+    read: Callable[[Group], Distribution | None],
+    scale: float,
+    digits: int,
+) -> Iterator[str]:
+    yield _row(title, _COLUMNS)
+    for name, group in groups:
+        found = read(group)
+        values = [getattr(found, column) * scale for column in _COLUMNS] if found else []
+        yield _row(f"  {name}", [f"{value:.{digits}f}" for value in values] or ["–"] * len(_COLUMNS))
+    yield ""
+
+
+def _tokens(groups: Sequence[tuple[str, Group]]) -> Iterator[str]:
+    yield _row("tokens a request", ("unpruned", "prompt", "kept", "cached", "output"))
+    for name, group in groups:
+        count = max(group.answered, 1)
+        yield _row(
+            f"  {name}",
+            (
+                f"{group.prompt_tokens_full / count:.1f}",
+                f"{group.prompt_tokens / count:.1f}",
+                "–" if group.retained is None else f"{group.retained:.1%}",
+                f"{group.cached_prompt_tokens / count:.1f}",
+                f"{group.completion_tokens / count:.1f}",
+            ),
+        )
+    yield ""
+
+
+def _stages(groups: Sequence[tuple[str, Group]]) -> Iterator[str]:
+    """Two lines per group, since there are more stages than columns; "→ x" is waiting for x."""
+    for first in range(0, len(STAGES), _STAGES_A_LINE):
+        stages = STAGES[first : first + _STAGES_A_LINE]
+        yield _row("median of each stage, s" if not first else "", [_SHORT.get(stage, stage) for stage in stages])
+        for name, group in groups:
+            yield _row(f"  {name}", [f"{group.stages_s[stage]:.3f}" if group.stages_s else "–" for stage in stages])
+
+
+def _row(name: str, values: Sequence[str]) -> str:
+    return f"{name:<{_NAME_WIDTH}}" + "".join(f"{value:>10}" for value in values)

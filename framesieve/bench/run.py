@@ -1,10 +1,13 @@
-"""A whole run: warm-up, load, and Ctrl-C, which ends it early and keeps what was measured."""
+"""A run of the load generator: its target, warm-up and load. Ctrl-C ends the load early and keeps its records."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -13,19 +16,21 @@ from framesieve.bench.load import Extent, closed_loop, open_loop, poisson_arriva
 from framesieve.bench.measure import Record, timed
 from framesieve.bench.metrics import Spent, read_metrics, spent
 from framesieve.bench.workload import Workload
+from framesieve.cli.launcher import LocalStack, listens
+from framesieve.cli.signals import unwind_on_signals
 from framesieve.cli.terminal import stderr
-from framesieve.client.client import FramesieveClient
+from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
 from framesieve.client.credentials import Access
-from framesieve.client.wire import Options
+from framesieve.client.prompt import Options
 
 _WARMUP_CLIENTS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is asked, when, of whom. Exactly one of clients and rate (questions a second) is set.
+    """What to send, when and to which server. Exactly one of clients and rate (requests per second) is set.
 
-    metrics: addresses of the services' /metrics; without them nobody says what the load cost.
+    metrics: host:port of the services' /metrics; if empty, the run reports no costs.
     """
 
     server: str
@@ -41,7 +46,7 @@ class Run:
 
     @property
     def load(self) -> str:
-        """In words."""
+        """A description of the load, for the report."""
         when = f"{self.clients} clients in a closed loop"
         if self.rate is not None:
             when = f"{self.rate:g} Poisson arrivals a second, seed {self.seed}"
@@ -52,11 +57,12 @@ class Run:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a run: its records, in the order in which they ended, and of its warm-up how many failed.
+    """The results of a run: the records, in order of completion.
 
-    wall_s: from the load's begin to its last answer, or to its interruption.
-    abandoned: questions that were under way when it was interrupted; they have no record.
-    spent: by the services, on a load that was not interrupted.
+    warmup_failed: failed warm-up requests.
+    wall_s: from the start of the load to its last completion, or to its interruption.
+    abandoned: requests that were running when the load was interrupted; they have no record.
+    spent: the cost to each service; empty if the load was interrupted.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -67,8 +73,38 @@ class Outcome:
     spent: tuple[Spent, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The address of generation, its description in the report, and the addresses of the services' /metrics."""
+
+    address: str
+    description: str
+    metrics: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def served(server: str | None, start: bool, model: Path | None, metrics: Sequence[str]) -> Iterator[Target]:
+    """The server to measure: the given one, the one at the default address, or services started for this run.
+
+    Services that were started are stopped when the context is left. Raises StartupError if they cannot start.
+    """
+    if server is not None or not (start or model is not None or not listens(DEFAULT_ADDRESS)):
+        address = server or DEFAULT_ADDRESS
+        yield Target(address, address, tuple(metrics))
+        return
+    unwind_on_signals()
+    stack = LocalStack(model)
+    with stderr.status("starting three services …"):
+        stack.start()
+    try:
+        description = f"three services started for this run, {model or 'the embedded model'}"
+        yield Target(stack.address, description, tuple(f"127.0.0.1:{port}" for port in stack.metrics_ports.values()))
+    finally:
+        stack.stop()
+
+
 async def measure(run: Run) -> Outcome:
-    """Raises Unavailable where all of the warm-up finds no server, or nobody tells metrics."""
+    """Executes a run. Raises Unavailable if no warm-up request reaches the server, or metrics cannot be read."""
     outcome = Outcome()
     load = asyncio.create_task(_load(run, outcome))
     loop = asyncio.get_running_loop()
@@ -125,16 +161,16 @@ async def _warm_up(run: Run, client: FramesieveClient, outcome: Outcome) -> None
 
 
 class LoadBar:
-    """A bar on a terminal's stderr: questions done and failed, and how many a second."""
+    """A progress bar, if stderr is a terminal: requests done, failed and per second."""
 
     def __init__(self, extent: Extent) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"))
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counts]}"))
         self._extent = extent
         self._failed = 0
         self._bars = Progress(
             *columns, TimeElapsedColumn(), console=stderr, transient=True, disable=not stderr.is_terminal
         )
-        self._task = self._bars.add_task("asking", total=extent.requests or extent.duration_s, told="0 done")
+        self._task = self._bars.add_task("requests", total=extent.requests or extent.duration_s, counts="0 done")
 
     def __enter__(self) -> LoadBar:
         self._bars.start()
@@ -144,8 +180,8 @@ class LoadBar:
         self._bars.stop()
 
     def advanced(self, outcome: Outcome, after_s: float) -> None:
-        """One more question has ended, the last of the outcome's records, this long after the load's begin."""
+        """Counts the outcome's last record, which ended `after_s` seconds after the load began."""
         done = len(outcome.records)
         self._failed += outcome.records[-1].failure is not None
-        told = f"{done} done · {self._failed} failed · {done / max(after_s, 1e-9):.1f} requests/s"
-        self._bars.update(self._task, completed=done if self._extent.requests else after_s, told=told)
+        counts = f"{done} done · {self._failed} failed · {done / max(after_s, 1e-9):.1f} requests/s"
+        self._bars.update(self._task, completed=done if self._extent.requests else after_s, counts=counts)

@@ -1,10 +1,10 @@
-"""What a load generator asks: lines of a file, or questions about clips of its own; and how rates take turns.
+"""The questions of a load: lines of a file or questions about synthetic clips, at alternating pruning rates.
 
-    number     0        1        2        3            with two rates, every question is asked at both,
+    number     0        1        2        3            with two rates, each question is asked at both,
     question   A        A        B        B            one after the other, so that both see the same mix
     rate       0        0.75     0        0.75
 
-It knows nothing of when questions are asked, nor of what is answered.
+It knows nothing of when requests are sent, or of their results.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from framesieve.bench.clips import clips, stamped
 from framesieve.client.prompt import Image, Video, is_url, media_of
 
 QUESTIONS = ("What moves?", "What happens?", "How many objects are there?")
-_MOST_OF_A_VALUE = 60
+_MAX_VALUE_CHARACTERS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question as it is sent. max_new_tokens: None is the run's."""
+    """One request of the load. max_new_tokens: None: the run's."""
 
     media: Image | Video | None
     text: str
@@ -37,7 +37,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What may be asked, `weight` times as often as an entry of weight 1. None is the run's own."""
+    """A line of the workload, asked `weight` times as often as one of weight 1. None: the run's setting."""
 
     media: Image | Video | None
     text: str
@@ -48,11 +48,10 @@ class Entry:
 
 
 class Workload:
-    """Entries in turns, each asked once at every one of `prunings`.
+    """An endless sequence of questions: smooth weighted round robin over the entries, each asked at all prunings.
 
-    Turns are smooth weighted round robin: entries of equal weight come in their order, again and again, and in any
-    stretch of turns each has its share.
-    unique: a video's bytes are new to every cache each time it is asked about; its film is the same.
+    Entries of equal weight repeat in order, and in any interval every entry has its share.
+    unique: stamp each video's bytes, so that it never hits a cache.
     """
 
     def __init__(self, entries: Sequence[Entry], prunings: Sequence[Pruning], *, unique: bool = False) -> None:
@@ -65,7 +64,7 @@ class Workload:
         self._credits = [0.0] * len(self._entries)
 
     def question(self, number: int) -> Question:
-        """The question of this number, counted from 0."""
+        """The question of a number, counted from 0."""
         turn, at = divmod(number, len(self._prunings))
         while len(self._turns) <= turn:
             self._turns.append(self._next_turn())
@@ -77,7 +76,7 @@ class Workload:
         return Question(media, entry.text, Pruning(rate, entry.method or pruning.method), entry.max_new_tokens)
 
     def _next_turn(self) -> Entry:
-        """Everyone is credited their weight; the richest has the turn, and pays what all were credited."""
+        """Adds each entry's weight to its credit, picks the largest credit and subtracts the sum of weights from it."""
         for index, entry in enumerate(self._entries):
             self._credits[index] += entry.weight
         richest = max(range(len(self._entries)), key=self._credits.__getitem__)
@@ -86,7 +85,7 @@ class Workload:
 
 
 def synthesised(seed: int) -> list[Entry]:
-    """Every clip of `clips(seed)` with every one of QUESTIONS, so that clips of all kinds come one after the other."""
+    """Every clip of `clips(seed)` with each of QUESTIONS; consecutive entries have different kinds of clips."""
     films = clips(seed)
     return [Entry(Video(data=film), text) for text in QUESTIONS for film in films]
 
@@ -108,18 +107,18 @@ class _Line(BaseModel):
 
 
 def read_workload(path: Path, *, on_server: bool = False) -> list[Entry]:
-    """The entries of a JSON-lines file; blank lines are skipped.
+    """The entries of a JSON Lines file; blank lines are skipped.
 
-    Each line is an object with `question` and at most one of `video`, `image` (paths, relative to the file's folder)
-    and `url`; and, where they differ from the run's, `pruning_rate`, `method`, `max_new_tokens`, `weight`.
+    Each line is an object with `question`, at most one of `video`, `image` (paths relative to the file's folder) and
+    `url`, and optionally `pruning_rate`, `method`, `max_new_tokens` and `weight`, which override the run's settings.
     on_server: paths are below preprocessing's --media-root.
-    Raises InvalidRequest, which names line, field, value and limit, and OSError where the file cannot be read.
+    Raises InvalidRequest naming line, field, value and limit, and OSError if the file cannot be read.
     """
     entries = []
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{path} must be UTF-8 text, byte {error.start} is not") from error
+        raise InvalidRequest(f"{path} must be UTF-8 text, byte {error.start} is invalid") from error
     for number, text in enumerate(lines, start=1):
         if text.strip():
             place = f"{path}, line {number}"
@@ -142,9 +141,9 @@ def _first(error: ValidationError) -> str:
     if found["type"] == "missing":
         return f"{field}: {found['msg']}"
     if found["type"] == "extra_forbidden":
-        return f"{field}: there is no such field, the fields are {', '.join(_Line.model_fields)}"
+        return f"{field}: unknown field, must be one of {', '.join(_Line.model_fields)}"
     value = repr(found["input"])
-    shown = value if len(value) <= _MOST_OF_A_VALUE else f"{value[:_MOST_OF_A_VALUE]}…"
+    shown = value if len(value) <= _MAX_VALUE_CHARACTERS else f"{value[:_MAX_VALUE_CHARACTERS]}…"
     return f"{field + ': ' if field else ''}{found['msg']}, got {shown}"
 
 
@@ -163,5 +162,5 @@ def _media(line: _Line, place: str, folder: Path, on_server: bool) -> Image | Vi
     if on_server:
         return kind(server_path=location)
     if not (folder / location).is_file():
-        raise InvalidRequest(f"{place}: {given[0]}: must name a file, got {location!r}, which is none")
+        raise InvalidRequest(f"{place}: {given[0]}: must name a file, got {location!r}, which does not exist")
     return kind(folder / location)

@@ -1,4 +1,4 @@
-"""The command `framesieve ask`: a question in, one answer or several out, as they come or as JSON."""
+"""The command `framesieve ask`: sends one question and prints its completions, streamed or as JSON."""
 
 from __future__ import annotations
 
@@ -27,77 +27,80 @@ from framesieve.cli.options import (
     print_json,
     pruning_of,
 )
-from framesieve.cli.terminal import MediaBars, errors_told, stderr, tell_cost
+from framesieve.cli.terminal import MediaBars, print_cost, reported_errors, stderr
 from framesieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Progress, cost_of
 from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
 from framesieve.client.credentials import Access
-from framesieve.client.prompt import Image, Video
-from framesieve.client.wire import Options
+from framesieve.client.prompt import Image, Options, Video
 
-_CHOOSING = "How tokens are chosen (default: the model's own way)"
-_ANSWERS = "What comes back"
+_SAMPLING = "Sampling (default: the model's)"
+_OUTPUT = "Output"
 
 
 def ask(
     *,
-    media: Annotated[list[str] | None, typer.Argument(help="Videos and images, by suffix: files, URLs.")] = None,
-    question: Annotated[str, typer.Argument(help="What to ask about them.")],
+    media: Annotated[list[str] | None, typer.Argument(help="Videos and images (by suffix): files or URLs.")] = None,
+    question: Annotated[str, typer.Argument(help="The question.")],
     pruning_rate: RateOption = 0.0,
     method: MethodOption = EVS,
-    server: Annotated[str, typer.Option(help="Where generation listens.")] = DEFAULT_ADDRESS,
+    server: Annotated[
+        str, typer.Option(help="Address of generation; several replicas separated by commas.")
+    ] = DEFAULT_ADDRESS,
     fps: FpsOption = None,
     max_frames: MaxFramesOption = None,
-    timeout_s: Annotated[float | None, typer.Option(help="Give up after this many seconds.")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Deadline of the request, in seconds.")] = None,
     on_server: OnServerOption = False,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 takes the likeliest token each time.", rich_help_panel=_CHOOSING)
-    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy decoding.", rich_help_panel=_SAMPLING)] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Draw from the likeliest that hold this much probability.", rich_help_panel=_CHOOSING),
+        typer.Option(help="Sample from the most likely tokens with this total probability.", rich_help_panel=_SAMPLING),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="Draw from this many of the likeliest; 0: from all.", rich_help_panel=_CHOOSING)
+        int | None,
+        typer.Option(help="Sample from this many of the most likely tokens; 0: all.", rich_help_panel=_SAMPLING),
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(help="Drop what is less likely than this share of the likeliest.", rich_help_panel=_CHOOSING),
+        typer.Option(
+            help="Drop tokens less likely than this fraction of the most likely one.", rich_help_panel=_SAMPLING
+        ),
     ] = None,
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(help="Above 1: against tokens of the prompt and the answer.", rich_help_panel=_CHOOSING),
+        typer.Option(
+            help="Above 1: penalise tokens that occur in the prompt or completion.", rich_help_panel=_SAMPLING
+        ),
     ] = None,
     presence_penalty: Annotated[
         float | None,
-        typer.Option(help="Above 0, at most 2: against tokens of the answer.", rich_help_panel=_CHOOSING),
+        typer.Option(
+            help="Above 0, at most 2: penalise tokens that occur in the completion.", rich_help_panel=_SAMPLING
+        ),
     ] = None,
     frequency_penalty: Annotated[
         float | None,
-        typer.Option(help="Above 0, at most 2: once for each time they stand there.", rich_help_panel=_CHOOSING),
+        typer.Option(help="Above 0, at most 2: the same, for each occurrence.", rich_help_panel=_SAMPLING),
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Makes a sampled answer repeatable.", rich_help_panel=_CHOOSING)
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.", rich_help_panel=_SAMPLING)] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(help="At most this many tokens of answer: what fits, at most 1024.", rich_help_panel=_ANSWERS),
+        typer.Option(help="Maximum tokens of a completion. Default: what fits, at most 1024.", rich_help_panel=_OUTPUT),
     ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be repeated.", rich_help_panel=_ANSWERS)
+        list[str] | None,
+        typer.Option(help="End a completion before this text; may be repeated.", rich_help_panel=_OUTPUT),
     ] = None,
     adapter: Annotated[
         str | None,
-        typer.Option(help="The adapter that answers, by the name it is served under (generation's --adapters)."),
+        typer.Option(help="Name of a LoRA adapter that generation has loaded (--adapters)."),
     ] = None,
-    n: Annotated[
-        int | None, typer.Option("--n", help="So many answers to one question.", rich_help_panel=_ANSWERS)
-    ] = None,
+    n: Annotated[int | None, typer.Option("--n", help="Number of completions.", rich_help_panel=_OUTPUT)] = None,
     as_json: JsonOption = False,
     top_logprobs: Annotated[
         int | None,
         typer.Option(
-            help="With --json: each token, its log-probability, and this many of the likeliest in its place.",
-            rich_help_panel=_ANSWERS,
+            help="With --json: each token's log-probability, and this many of the most likely tokens in its place.",
+            rich_help_panel=_OUTPUT,
         ),
     ] = None,
     tls_ca: TlsCaOption = None,
@@ -106,11 +109,11 @@ def ask(
     token_file: TokenFileOption = None,
     allow_plaintext_token: PlaintextTokenOption = False,
 ) -> None:
-    """Ask a question about videos and images; the answer streams to stdout.
+    """Ask a question about videos and images; the completion is streamed to stdout.
 
-    Images are never pruned. Every video has the same rate and method here; in Python, Video(pruning=...) sets its own.
+    Images are never pruned. All videos have the same rate and method here; in Python, Video(pruning=...) sets its own.
 
-    What starts with http://, https:// or data: is a URL, which preprocessing fetches where its settings allow it.
+    An argument that starts with http://, https:// or data: is a URL. Preprocessing fetches it if its settings allow it.
 
     Example: framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75
 
@@ -123,7 +126,7 @@ def ask(
     Example: framesieve ask clip.mp4 "Describe it." --n 3 --temperature 0.8 --top-p 0.9 --seed 1
     """
     if top_logprobs is not None and not as_json:
-        raise typer.BadParameter("--top-logprobs is shown with --json alone")
+        raise typer.BadParameter("--top-logprobs needs --json")
     pruning = pruning_of(pruning_rate, method)
     parts = [media_part(each, fps, max_frames, on_server) for each in media or []]
     options = Options(
@@ -145,12 +148,12 @@ def ask(
         n=n,
         timeout_s=timeout_s,
     )
-    with errors_told(server):
+    with reported_errors(server):
         access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
         if as_json:
             print_json(_answer_json(asyncio.run(_ask(server, access, parts, question, options))))
         else:
-            tell_cost(*cost_of(asyncio.run(_stream(server, access, parts, question, options))))
+            print_cost(*cost_of(asyncio.run(_stream(server, access, parts, question, options))))
 
 
 async def _ask(server: str, access: Access, parts: list[Image | Video], question: str, options: Options) -> Answer:
@@ -161,7 +164,7 @@ async def _ask(server: str, access: Access, parts: list[Image | Video], question
 async def _stream(
     server: str, access: Access, parts: list[Image | Video], question: str, options: Options
 ) -> list[Finished]:
-    """Prints the answers, with bars on stderr until the first begins."""
+    """Prints the completions, after progress bars on stderr until the first token."""
     printer = Printer(options.get("n") or 1)
     try:
         async with FramesieveClient(server, **access) as client:
@@ -180,52 +183,52 @@ async def _stream(
     finally:
         printer.close()
     if not printer.complete:
-        raise PeerContract(f"the stream from {server} ended before its answer did")
+        raise PeerContract(f"the stream from {server} ended before all completions were finished")
     return printer.finished
 
 
 class Printer:
-    """Prints answers to stdout one after another, although they come mixed: one as it comes, the others wait for it.
+    """Prints interleaved completions one after another: streams the current one and buffers the later ones.
 
-    Which one it is stands on stderr where there are several.
+    With more than one completion, a heading on stderr precedes each.
     """
 
-    def __init__(self, answers: int) -> None:
+    def __init__(self, completions: int) -> None:
         self.finished: list[Finished] = []
-        self._answers = answers
-        self._turn = 0
-        self._waiting: dict[int, str] = {}
+        self._completions = completions
+        self._current = 0
+        self._buffered: dict[int, str] = {}
         self._begun = False
 
     @property
     def complete(self) -> bool:
-        return self._turn == self._answers
+        return self._current == self._completions
 
     def add(self, delta: Delta) -> None:
-        if delta.choice_index == self._turn:
+        if delta.choice_index == self._current:
             self._print(delta.text)
         else:
-            self._waiting[delta.choice_index] = self._waiting.get(delta.choice_index, "") + delta.text
+            self._buffered[delta.choice_index] = self._buffered.get(delta.choice_index, "") + delta.text
 
     def finish(self, finished: Finished) -> None:
         self.finished.append(finished)
         ended = {each.choice_index for each in self.finished}
-        while self._turn in ended:
-            self._print("")  # an answer may be empty
+        while self._current in ended:
+            self._print("")  # a completion may be empty
             self.close()
-            self._turn += 1
-            if self._turn in self._waiting:
-                self._print(self._waiting.pop(self._turn))
+            self._current += 1
+            if self._current in self._buffered:
+                self._print(self._buffered.pop(self._current))
 
     def close(self) -> None:
-        """Ends the line that was begun, if any was."""
+        """Ends the current line, if one was begun."""
         if self._begun:
             typer.echo()
         self._begun = False
 
     def _print(self, text: str) -> None:
-        if not self._begun and self._answers > 1:
-            stderr.print(f"[dim]answer {self._turn + 1} of {self._answers}[/]")
+        if not self._begun and self._completions > 1:
+            stderr.print(f"[dim]completion {self._current + 1} of {self._completions}[/]")
         self._begun = True
         typer.echo(text, nl=False)
 
@@ -242,10 +245,10 @@ def _answer_json(answer: Answer) -> dict[str, Any]:
 
 
 def _choice_json(choice: Choice) -> dict[str, Any]:
-    told: dict[str, Any] = {"answer": choice.text, "finish_reason": choice.reason}
+    result: dict[str, Any] = {"answer": choice.text, "finish_reason": choice.reason}
     if choice.logprobs:
         tops = choice.top_logprobs or ((),) * len(choice.token_ids)
-        told["tokens"] = [
+        result["tokens"] = [
             {
                 "token_id": token_id,
                 "logprob": logprob,
@@ -253,4 +256,4 @@ def _choice_json(choice: Choice) -> dict[str, Any]:
             }
             for token_id, logprob, top in zip(choice.token_ids, choice.logprobs, tops, strict=True)
         ]
-    return told
+    return result

@@ -1,12 +1,12 @@
-"""A picture of what pruning keeps: every frame the model was shown, what was dropped dimmed, what was kept outlined.
+"""Draws which tokens pruning keeps: all sampled frames, with pruned patches dimmed and kept patches outlined.
 
     title                                            ▣ kept  ▢ pruned
     caption
-    [frame|frame]  [frame|frame]  [frame|frame]      the frames of one temporal slice stand together,
-     0.0 s  0.5 s   1.0 s  1.5 s   2.0 s  2.5 s      since they share their tokens
-    ━━━━━━━━━━━━━  ━━━───────────  ━────────────      the bar is the share of the slice that was kept
+    [frame|frame]  [frame|frame]  [frame|frame]      frames of one temporal slice are adjacent:
+     0.0 s  0.5 s   1.0 s  1.5 s   2.0 s  2.5 s      they share their tokens
+    ━━━━━━━━━━━━━  ━━━───────────  ━────────────      the bar is the fraction of the slice that is kept
 
-It draws and knows nothing of gRPC, files or how tokens are chosen.
+It knows nothing of gRPC, files or pruning methods.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAINT_INK: RGB = (138, 144, 156)
 TRACK: RGB = (45, 49, 58)
 ACCENT: RGB = (255, 184, 77)
 
-# Pruned patches keep this share of their grey and nothing of their colour.
+# Pruned patches are drawn in grey, at this share of their brightness.
 DIMMED_SHARE = 0.32
 
 SHEET_WIDTH_PX = 1560
@@ -48,7 +48,7 @@ TITLE_SIZE, TEXT_SIZE, STAMP_SIZE = 24, 15, 13
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Sizes in pixels of one cell (a token), one frame, one slice and the sheet, and how slices fill its rows."""
+    """Sizes in pixels of a cell (one token), frame, slice and sheet, and the number of slices in a row."""
 
     grid: Grid
     frames_per_slice: int
@@ -72,7 +72,7 @@ class _Layout:
         return width, height
 
     def corner(self, index: int) -> tuple[int, int]:
-        """Where slice `index` starts."""
+        """The top left corner of slice `index`."""
         row, column = divmod(index, self.columns)
         return (
             MARGIN_PX + column * (self.slice_width + SLICE_GAP_PX),
@@ -88,12 +88,12 @@ def contact_sheet(
     title: str,
     caption: str,
 ) -> Image.Image:
-    """Every frame, its pruned tokens dimmed and its kept ones outlined.
+    """All frames, with pruned tokens dimmed and kept tokens outlined.
 
     frames: uint8 [grid.t · n, height, width, 3], RGB; n frames share one temporal slice.
-    kept: int32 [K], which of the grid's t·h·w tokens were kept.
-    timestamps_s: one a frame, or none.
-    Raises ValueError where frames, grid, kept and timestamps do not belong together.
+    kept: int32 [K], indices of the kept tokens in the grid.
+    timestamps_s: one per frame, or empty.
+    Raises ValueError if the shapes of frames, grid, kept and timestamps_s disagree.
     """
     _check(frames, grid, kept, timestamps_s)
     flat = np.zeros(grid.tokens, dtype=bool)
@@ -127,7 +127,7 @@ def _check(frames: NDArray[np.uint8], grid: Grid, kept: Int32Array, timestamps_s
 
 
 def _lay_out(frames: NDArray[np.uint8], grid: Grid) -> _Layout:
-    """As many slices a row as make the sheet a screen's shape with few places left empty."""
+    """Chooses the number of slices in a row: close to SHEET_ASPECT, with few empty places in the last row."""
     layouts = [_with_columns(frames, grid, columns) for columns in range(1, grid.t + 1)]
 
     def ugliness(layout: _Layout) -> float:
@@ -139,7 +139,7 @@ def _lay_out(frames: NDArray[np.uint8], grid: Grid) -> _Layout:
 
 
 def _with_columns(frames: NDArray[np.uint8], grid: Grid, columns: int) -> _Layout:
-    """Frames as large as `columns` slices a row leave room for, each token a whole number of pixels."""
+    """The largest frames with `columns` slices in a row; each token covers a whole number of pixels."""
     count, height, width = frames.shape[:3]
     per_slice = count // grid.t
     slice_width = (SHEET_WIDTH_PX - 2 * MARGIN_PX + SLICE_GAP_PX) / columns - SLICE_GAP_PX
@@ -160,7 +160,7 @@ def _frame(pixels: NDArray[np.uint8], mask: NDArray[np.bool_], layout: _Layout) 
 
 
 def _outline(kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The kept pixels that touch a pruned one or the frame's edge."""
+    """The kept pixels next to a pruned pixel or the frame's edge."""
     padded = np.pad(kept, 1)
     inside = padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
     return kept & ~inside

@@ -1,38 +1,108 @@
-"""What pruning keeps of one image or video: its frames from preprocessing, its kept tokens from the encoder.
+"""The command `framesieve inspect`: draws which tokens of an image or video pruning keeps.
 
-Both services are asked at once, each for the same prompt; their plans must agree.
+The frames come from preprocessing and the kept tokens from the encoder. Both services are asked at the same time about
+the same prompt; their plans must agree.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from dataclasses import dataclass
-from typing import Unpack
+from pathlib import Path
+from typing import Annotated, Any, Unpack
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 
 from common.channels import open_channel, upstream_errors
 from common.contract.errors import InvalidRequest, PeerContract
-from common.contract.plan import Int32Array, MediaPlan, PromptPlan
-from common.contract.retention import Pruning
+from common.contract.plan import Int32Array, MediaPlan, Modality, PromptPlan
+from common.contract.retention import EVS, NONE, RANDOM, VIDCOM2, Pruning
 from common.contract.tensors import DType, TensorBuffer
 from common.contract.wire import PlanReceiver, add_chunk, buffer_for
 from common.security.credentials import Credentials
+from framesieve.cli.contact_sheet import contact_sheet
+from framesieve.cli.launcher import LocalStack
+from framesieve.cli.options import (
+    FpsOption,
+    JsonOption,
+    MaxFramesOption,
+    MethodOption,
+    OnServerOption,
+    PlaintextTokenOption,
+    RateOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+    TokenFileOption,
+    access_of,
+    media_part,
+    print_json,
+    pruning_of,
+)
+from framesieve.cli.signals import unwind_on_signals
+from framesieve.cli.terminal import reported_errors, stderr
 from framesieve.client.credentials import Access, credentials_of
-from framesieve.client.encoding import encode
-from framesieve.client.prompt import Image, Message, Video
-from framesieve.client.selecting import EVERYTHING, answers
-from framesieve.client.wire import prompt_message
+from framesieve.client.encoding import SELECT_ALL, encode, responses
+from framesieve.client.messages import prompt_message
+from framesieve.client.prompt import Image, Message, Video, file_name
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
+
+_METHOD_NAMES = {EVS: "EVS", VIDCOM2: "VidCom2", RANDOM: "a random choice", NONE: "no pruning"}
+
+
+def inspect(
+    media: Annotated[str, typer.Argument(help="A video or an image: a file or a URL.")],
+    pruning_rate: RateOption = 0.75,
+    method: MethodOption = EVS,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The PNG file to write.")] = Path("kept.png"),
+    fps: FpsOption = None,
+    max_frames: MaxFramesOption = None,
+    preprocessing: Annotated[str | None, typer.Option(help="Address of preprocessing.")] = None,
+    encoder: Annotated[str | None, typer.Option(help="Address of the encoder.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder, if no addresses are given. Default: the demo model.")
+    ] = None,
+    on_server: OnServerOption = False,
+    as_json: JsonOption = False,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    token_file: TokenFileOption = None,
+    allow_plaintext_token: PlaintextTokenOption = False,
+) -> None:
+    """Draw which patches of a video pruning keeps: all frames side by side, pruned patches dimmed.
+
+    Without --preprocessing and --encoder, both services are started for this command and stopped again.
+
+    Example: framesieve inspect clip.mp4 --pruning-rate 0.75 -o kept.png
+    """
+    pruning = pruning_of(pruning_rate, method)
+    part = media_part(media, fps, max_frames, on_server)
+    if (preprocessing is None) != (encoder is None):
+        raise typer.BadParameter("--preprocessing and --encoder must be given together")
+    with reported_errors():
+        access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
+        if preprocessing is not None and encoder is not None:
+            inspected = asyncio.run(inspect_media(preprocessing, encoder, part, pruning, **access))
+        else:
+            unwind_on_signals()
+            stack = LocalStack(model, services=("preprocessing", "encoder"))
+            with stderr.status("starting preprocessing and the encoder for this command …"), stack:
+                addresses = stack.addresses["preprocessing"], stack.addresses["encoder"]
+                inspected = asyncio.run(inspect_media(*addresses, part, pruning, **access))
+        _draw(inspected, pruning, file_name(media)).save(output, format="PNG")
+    _print_counts(inspected, pruning, output, as_json)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inspection:
-    """What the model was shown of a media item, and what of it was kept.
+    """The frames that the model is shown of a media item, and the tokens that pruning keeps.
 
     frames: uint8 [plan.frames, height, width, 3], RGB.
-    kept: int32 [K], strictly increasing, indices into the plan's grid.
+    kept: int32 [K], strictly increasing indices into the plan's grid.
     """
 
     plan: MediaPlan
@@ -41,40 +111,40 @@ class Inspection:
     repaired_frames: int
 
 
-async def inspect(
+async def inspect_media(
     preprocessing: str, encoder: str, media: Image | Video, pruning: Pruning, **access: Unpack[Access]
 ) -> Inspection:
     """Asks the services at the two addresses.
 
-    access: as for `FramesieveClient`, the same for both.
-    Raises leaves of FramesieveError, InvalidRequest for embeds among them, and OSError for an unreadable file.
+    access: as for `FramesieveClient`, for both services.
+    Raises subclasses of FramesieveError (InvalidRequest for embeds), and OSError for an unreadable file.
     """
     if media.embeds is not None:
-        raise InvalidRequest(f"{type(media).__name__}.embeds have no frames that could be drawn")
+        raise InvalidRequest(f"{type(media).__name__}.embeds cannot be drawn: embeddings have no frames")
     (plan, frames, repaired), (encoded,) = await asyncio.gather(
         _frames(preprocessing, media, credentials_of(access)), encode(encoder, media, pruning, **access)
     )
     if (plan.fingerprint, plan.media[0]) != (encoded.fingerprint, encoded.plan):
-        raise PeerContract("preprocessing and the encoder laid one prompt out differently: do both run the same model?")
+        raise PeerContract("preprocessing and the encoder planned the prompt differently: do both run the same model?")
     return Inspection(encoded.plan, frames, encoded.kept, repaired)
 
 
 async def _frames(
     address: str, media: Image | Video, credentials: Credentials
 ) -> tuple[PromptPlan, NDArray[np.uint8], int]:
-    """The plan, the item's frames and how many of them were repaired."""
+    """The plan, the frames of its one item, and how many of them were repaired."""
     prompt = await asyncio.to_thread(prompt_message, [Message("user", (media,))])
-    asked = preprocessing_pb2.PreprocessRequest(prompt=prompt)
-    selected = preprocessing_pb2.PreprocessRequest(select=EVERYTHING)
+    first = preprocessing_pb2.PreprocessRequest(prompt=prompt)
+    select_all = preprocessing_pb2.PreprocessRequest(select=SELECT_ALL)
     plans, plan, repaired = PlanReceiver(), None, 0
     buffer: TensorBuffer | None = None
     slices: list[NDArray[np.uint8]] = []
     async with open_channel(address, credentials) as channel:
         stub = preprocessing_pb2_grpc.PreprocessingServiceStub(channel)
         with upstream_errors("preprocessing"):
-            async for response in answers(stub.Preprocess(metadata=credentials.metadata), asked, selected):
+            async for response in responses(stub.Preprocess(metadata=credentials.metadata), first, select_all):
                 if plan is None:
-                    plan = _of_one_item(plans.add(response.plan))
+                    plan = _with_one_item(plans.add(response.plan))
                     continue
                 piece, item = response.frames, plan.media[0]
                 repaired += piece.repaired_frames
@@ -85,11 +155,49 @@ async def _frames(
                     slices.append(np.frombuffer(buffer.data, np.uint8).reshape(buffer.shape))
                     buffer = None
     if plan is None or sum(map(len, slices)) != plan.media[0].frames:
-        raise PeerContract("preprocessing's stream ended before its frames did")
+        raise PeerContract("preprocessing's stream ended before all frames were sent")
     return plan, np.concatenate(slices), repaired
 
 
-def _of_one_item(plan: PromptPlan | None) -> PromptPlan | None:
+def _with_one_item(plan: PromptPlan | None) -> PromptPlan | None:
     if plan is not None and len(plan.media) != 1:
-        raise PeerContract(f"a prompt of one image or video was laid out with {len(plan.media)}")
+        raise PeerContract(f"preprocessing planned {len(plan.media)} media for a prompt of one image or video")
     return plan
+
+
+# --- output -----------------------------------------------------------------------------------------------------
+
+
+def _draw(inspected: Inspection, pruning: Pruning, name: str) -> Any:
+    grid, kept = inspected.plan.grid, inspected.kept.size
+    caption = (
+        f"{_METHOD_NAMES[pruning.method]} at rate {pruning.rate:g} keeps {kept} of {grid.tokens} tokens "
+        f"({kept / grid.tokens:.1%})  ·  {_slices(inspected)} of {grid.h} by {grid.w} tokens"
+    )
+    return contact_sheet(inspected.frames, grid, inspected.kept, inspected.plan.timestamps_s, name, caption)
+
+
+def _print_counts(inspected: Inspection, pruning: Pruning, output: Path, as_json: bool) -> None:
+    grid, kept = inspected.plan.grid, int(inspected.kept.size)
+    if as_json:
+        by_slice = np.bincount(inspected.kept // grid.slice_tokens, minlength=grid.t)
+        print_json(
+            {
+                "output": str(output),
+                "modality": inspected.plan.modality,
+                "grid": dataclasses.asdict(grid),
+                "tokens": grid.tokens,
+                "kept_tokens": kept,
+                "kept_tokens_by_slice": by_slice.tolist(),
+                "pruning": dataclasses.asdict(pruning),
+                "repaired_frames": inspected.repaired_frames,
+            }
+        )
+        return
+    typer.echo(f"{output}: {kept} of {grid.tokens} tokens kept, {_slices(inspected)} of {grid.h} × {grid.w}")
+
+
+def _slices(inspected: Inspection) -> str:
+    if inspected.plan.modality is Modality.IMAGE:
+        return "1 picture"
+    return f"{inspected.plan.grid.t} slice{'' if inspected.plan.grid.t == 1 else 's'}"

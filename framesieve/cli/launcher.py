@@ -1,11 +1,10 @@
-"""The three services as three processes on this machine: started, watched, stopped together.
+"""Runs the three services as child processes: starts, watches and stops them together.
 
-    preprocessing ◀── encoder ◀── generation          started at once, each ready when its health says so
-                                                      stopped from the right, so that answers in flight complete
+    preprocessing ◀── encoder ◀── generation          started together; ready when all health checks pass;
+                                                      stopped from right to left, so that running requests complete
 
-Every child has a session of its own: a Ctrl-C in the terminal reaches the parent alone, which then drains the rest; a
-second one ends them at once.
-It knows the services by their module names and flags only.
+Each child has its own session, so a Ctrl-C in the terminal reaches this process alone, which then drains the children
+(`framesieve.cli.signals`). It knows the services by their module names and flags only.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ STDERR = 2
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where one service listens: host:port or unix:/path, and the port of its metrics (0: none)."""
+    """The address of one service, host:port or unix:/path, and the port of its /metrics (0: none)."""
 
     address: str
     metrics_port: int
@@ -56,15 +55,14 @@ class LocalStack:
         with LocalStack(model) as stack:
             ... stack.address ...
 
-    model: a checkpoint folder; None is the embedded demo model.
-    services: which are started; each needs those before it.
-    media_root: where preprocessing may read paths from; None: nowhere.
-    endpoints: by service; None: unix sockets in a folder of the stack's own, and free loopback ports for metrics.
-    flags: more command-line flags, by service.
-    show_logs: services write to this process's stderr; else to files that `log` reads and that go with the stack.
-    drain_s: how long running requests get to finish when the stack stops, service by service.
-    Raises StartupError where something listens already, and, with the end of the log, when a service ends or is not
-    ready in time.
+    model: a checkpoint folder; None: the embedded demo model.
+    services: which services to start; each needs those before it.
+    media_root: the folder that preprocessing may read paths from; None: none.
+    endpoints: by service; None: unix sockets in a temporary folder, and free loopback ports for metrics.
+    flags: additional command-line flags, by service.
+    show_logs: services write to this process's stderr; otherwise to temporary files, which `log` reads.
+    drain_s: how long each service may take to finish running requests when the stack stops.
+    Raises StartupError if an address is taken, and, with the end of the log, if a service ends or is not ready in time.
     """
 
     def __init__(
@@ -92,13 +90,13 @@ class LocalStack:
         self._credentials: dict[str, Credentials] = {}
         self._cleanup = contextlib.ExitStack()
         self._folder = Path()
-        # No threading.Event: a signal's handler that sets it may wait for what it has interrupted.
+        # Plain bools, not threading.Event: Event.set in a signal handler can deadlock with the wait it interrupted.
         self._given_up = False
         self._at_once = False
 
     @property
     def address(self) -> str:
-        """Generation's: what clients call."""
+        """The address of generation, which clients call."""
         return self._endpoints["generation"].address
 
     @property
@@ -110,14 +108,14 @@ class LocalStack:
         return {name: endpoint.metrics_port for name, endpoint in self._endpoints.items()}
 
     def log(self, service: str) -> str:
-        """What the service has written so far; empty where logs are shown instead."""
+        """The service's output so far; empty with show_logs."""
         path = self._folder / f"{service}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     # --- starting -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the services and returns once all are ready."""
+        """Starts the services and returns when all are ready."""
         try:
             self._folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="framesieve-")))
             self._endpoints = dict(self._given or _own_endpoints(self._folder))
@@ -131,12 +129,12 @@ class LocalStack:
             raise
 
     def _prepare(self, service: str) -> None:
-        """Raises StartupError where somebody else would answer in the service's place, as ready as it should be."""
+        """Raises StartupError if the address is taken: health checks would reach the process that listens there."""
         address = self._endpoints[service].address
         if listens(address):
             flag = "--listen" if service == "generation" else f"--{service}-listen"
             raise StartupError(
-                f"something listens at {address} already, where {service} should: end it, or choose another {flag}"
+                f"the address {address} of {service} is already in use: stop that process or choose another {flag}"
             )
         self._credentials[service] = own_credentials(address, os.environ)
 
@@ -144,7 +142,7 @@ class LocalStack:
         endpoint = self._endpoints[service]
         upstream = {"preprocessing": (), "encoder": SERVICES[:1], "generation": SERVICES[:2]}[service]
         command = [
-            # -P: a folder named services where the caller happens to stand is not ours.
+            # -P: do not import a folder named "services" in the current directory.
             *(sys.executable, "-P", "-m", f"services.{service}"),
             *("--listen", endpoint.address),
             *("--metrics-port", str(endpoint.metrics_port)),
@@ -157,7 +155,7 @@ class LocalStack:
         with contextlib.ExitStack() as stack:
             path = self._folder / f"{service}.log"
             output = STDERR if self._show_logs else stack.enter_context(path.open("wb"))
-            return subprocess.Popen(  # noqa: S603  (a command of our own)
+            return subprocess.Popen(  # noqa: S603  (not user input)
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -191,11 +189,11 @@ class LocalStack:
     # --- watching -----------------------------------------------------------------------------------------------
 
     def ended(self) -> str | None:
-        """The name of a service that is no longer running, if there is one."""
+        """The name of a service that has ended, or None."""
         return next((name for name, process in self.processes.items() if process.poll() is not None), None)
 
     def watch(self) -> None:
-        """Returns once `end` is called. Raises StartupError once a service has ended by itself."""
+        """Blocks until `end` is called. Raises StartupError when a service ends by itself."""
         while (ended := self.ended()) is None:
             if self._given_up:
                 return
@@ -214,24 +212,24 @@ class LocalStack:
     # --- stopping -----------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Has `watch` return, and a start give up."""
+        """Makes `watch` return and cancels a running `start`. Safe in a signal handler."""
         self._given_up = True
 
     def end_at_once(self) -> None:
-        """Has `stop` wait for nothing."""
+        """Makes `stop` kill the services instead of draining them."""
         self._at_once = True
 
     @property
     def exit_status(self) -> ExitStatus:
-        """Once stopped: how its services have ended, all together."""
+        """After `stop`: the combined exit status of the services."""
         ended = {process.returncode for process in self.processes.values()}
         if ended <= {ExitStatus.FINISHED}:
             return ExitStatus.FINISHED
-        cut_off = {ExitStatus.FINISHED, ExitStatus.CUT_OFF, -signal.SIGKILL}  # the last outlasted its grace
+        cut_off = {ExitStatus.FINISHED, ExitStatus.CUT_OFF, -signal.SIGKILL}  # SIGKILL: killed after its grace period
         return ExitStatus.CUT_OFF if ended <= cut_off else ExitStatus.FAILED
 
     def stop(self) -> None:
-        """Drains and stops generation, then the encoder, then preprocessing; what outlasts its grace is killed."""
+        """Drains and stops generation, then the encoder, then preprocessing; kills a service that exceeds its grace."""
         try:
             for process in reversed(self.processes.values()):
                 if self._at_once or process.poll() is not None:
@@ -243,20 +241,20 @@ class LocalStack:
             self.kill()
 
     def kill(self) -> None:
-        """Ends whatever still runs, at once, with its children. Those of a service that has ended end by themselves."""
+        """Kills all running services and their child processes."""
         self._kill_groups()
         for process in self.processes.values():
             process.wait()
         self._cleanup.close()
 
     def kill_unwaited(self) -> None:
-        """`kill` for the handler of a signal, which may have interrupted whoever waits; this process must end then."""
+        """`kill` for signal handlers: does not wait, since the interrupted code may hold Popen's lock."""
         self._kill_groups()
         with contextlib.suppress(OSError):
             self._cleanup.close()
 
     def _kill_groups(self) -> None:
-        """Of processes that were not waited for: the number of one that was may be somebody else's by now."""
+        """Skips processes that were waited for: their pid may have been reused."""
         for process in self.processes.values():
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -279,7 +277,7 @@ class LocalStack:
         try:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # A thread cannot be cancelled: it is told to give up, and what it started is ended.
+            # A thread cannot be cancelled: make `start` return, then kill what it started.
             self.end()
             await asyncio.wait([starting])
             self.kill()
@@ -296,7 +294,7 @@ class LocalStack:
 
 
 def listens(address: str) -> bool:
-    """Whether anybody takes connections there; nobody does at what is no address, nor at a file left by a socket."""
+    """Whether a process accepts connections at an address; False for a malformed address or a stale socket file."""
     with contextlib.suppress(OSError, ValueError, OverflowError):
         if is_unix(address):
             kind, _, path = address.partition(":")
@@ -315,6 +313,6 @@ def _own_endpoints(folder: Path) -> dict[str, Endpoint]:
 
 
 def _environment() -> dict[str, str]:
-    """This process's own, with the code that it runs from within the children's reach, installed or not."""
-    path = filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parent.parent)))
+    """This process's environment, with the folder of this checkout or installation on PYTHONPATH."""
+    path = filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

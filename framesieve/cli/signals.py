@@ -1,7 +1,9 @@
-"""What SIGTERM, Ctrl-C and a terminal that is closed do to a command that has started services: none outlives it.
+"""Signal handling of commands: Ctrl-C, SIGTERM and a closed terminal stop the services that a command has started.
 
-Closing a terminal is SIGHUP, which may come more than once, from the shell and from the system: the first counts. Where
-it is ignored when the command starts, as by nohup, it stays so.
+SIGINT is always handled, even if this process inherited it as ignored: a shell ignores it for the background jobs of a
+script, and Python then installs no handler, so that `kill -INT` would have no effect.
+SIGHUP (a closed terminal) may arrive twice, from the shell and from the kernel: only the first counts. If this process
+inherited it as ignored, as under nohup, it stays ignored.
 """
 
 from __future__ import annotations
@@ -19,24 +21,33 @@ from framesieve.cli.launcher import LocalStack
 Handler: TypeAlias = Callable[[int, FrameType | None], None]
 
 
+def raise_on_interrupt() -> None:
+    """Makes SIGINT raise KeyboardInterrupt in the main thread, even if it was inherited as ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def unwind_on_signals() -> None:
-    """SIGTERM and SIGHUP leave the main thread's `with` blocks, as Ctrl-C does, so that no stack outlives this process,
-    which ends with 128 and the signal's number.
+    """SIGINT, SIGTERM and SIGHUP unwind the main thread's `with` blocks, so that every started stack is stopped.
+
+    SIGINT raises KeyboardInterrupt; the others end the process with status 128 + the signal's number.
     """
 
     def unwind(number: int, _: object) -> NoReturn:
-        _spare_hangups()
+        _ignore_hangups()
         sys.exit(at_once(number))
 
+    raise_on_interrupt()
     signal.signal(signal.SIGTERM, unwind)
     _on_hangup(unwind)
 
 
 class DrainOnSignals:
-    """From now on the first SIGTERM, Ctrl-C or SIGHUP ends `stack.watch`, so that the stack drains, or gives up its
-    start; a second SIGTERM or Ctrl-C ends this process and its services at once.
+    """Handles signals of a process that watches a stack, from its construction on.
 
-    first: the signal that came first; None before.
+    The first SIGTERM, SIGINT or SIGHUP cancels the start of `stack` or ends `stack.watch`, so that the stack drains.
+    A second SIGTERM or SIGINT kills the services and ends this process at once.
+
+    first: the number of the first signal; None before it.
     """
 
     _NUMBERS = (signal.SIGTERM, signal.SIGINT)
@@ -50,13 +61,13 @@ class DrainOnSignals:
 
     def _end(self, number: int, _: object) -> None:
         self.first = number
-        _spare_hangups()
+        _ignore_hangups()
         for each in self._NUMBERS:
             signal.signal(each, self._end_at_once)
         self._stack.end()
 
     def _end_at_once(self, number: int, _: object) -> NoReturn:
-        # No exception: one that comes while a process is waited for leaves its lock taken, and the next wait hangs.
+        # Not an exception: raised inside Popen.wait, it would leave Popen's lock taken and the next wait would hang.
         self._stack.kill_unwaited()
         os._exit(at_once(number))
 
@@ -66,5 +77,5 @@ def _on_hangup(handler: Handler) -> None:
         signal.signal(signal.SIGHUP, handler)
 
 
-def _spare_hangups() -> None:
+def _ignore_hangups() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -1,7 +1,4 @@
-"""What the command shows on a terminal's stderr: bars while media is read, what an answer cost, errors.
-
-Answers and JSON are `framesieve.__main__`'s, on stdout.
-"""
+"""What commands print to stderr: progress bars, the cost of a request, warnings and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ stderr = Console(stderr=True, highlight=False)
 
 
 class MediaBars:
-    """Two bars on a terminal's stderr: slices read and slices encoded, over all media."""
+    """Two progress bars, if stderr is a terminal: slices decoded and slices encoded, over all media."""
 
     def __init__(self) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
@@ -44,9 +41,10 @@ class MediaBars:
         self._progress.stop()
 
     def accepted(self, event: Accepted) -> None:
+        """Starts the bars: the number of slices is known now."""
         slices = sum(item.grid.t for item in event.usage.media)
         if slices:
-            self._tasks = [self._progress.add_task(name, total=slices) for name in ("reading ", "encoding")]
+            self._tasks = [self._progress.add_task(name, total=slices) for name in ("decoding", "encoding")]
 
     def advanced(self, event: Progress) -> None:
         self._seen[event.media_index] = event
@@ -56,7 +54,7 @@ class MediaBars:
             self._progress.update(encoded, completed=sum(each.encoded_slices for each in self._seen.values()))
 
 
-def tell_cost(usage: Usage, timings: Timings) -> None:
+def print_cost(usage: Usage, timings: Timings) -> None:
     first_s = timings.time_to_first_token_s
     total_s = first_s + timings.generate_s
     pruned = f"{usage.prompt_tokens_full} → {usage.prompt_tokens} prompt tokens"
@@ -64,18 +62,18 @@ def tell_cost(usage: Usage, timings: Timings) -> None:
     stderr.print(f"[dim]{pruned} · {spent}[/]", soft_wrap=True)
     for number, item in enumerate(usage.media, start=1):
         if item.repaired_frames:
-            _warn(f"media {number}: {item.repaired_frames} damaged frames repeat the one before")
+            _warn(f"media {number}: {item.repaired_frames} damaged frames were replaced by the previous frame")
         if item.first_slice_only:
-            _warn(f"media {number}: this rate leaves only the first moment, so no motion can be seen")
+            _warn(f"media {number}: this pruning rate keeps only the first slice, so the model sees no motion")
 
 
-# What the system says where no socket is, and where nobody listens at one.
-_NOBODY_THERE = ("No such file or directory", "Connection refused")
+# The operating system's errors for a missing socket, and for an address without a listener.
+_NO_LISTENER = ("No such file or directory", "Connection refused")
 
 
 @contextmanager
-def errors_told(server: str | None = None, cannot_start: ExitStatus = ExitStatus.FAILED) -> Iterator[None]:
-    """Turns errors into one line on stderr and an exit status: `cannot_start` for a StartupError."""
+def reported_errors(server: str | None = None, cannot_start: ExitStatus = ExitStatus.FAILED) -> Iterator[None]:
+    """Reports an error as one line on stderr and exits; cannot_start: the exit status for a StartupError."""
     try:
         yield
     except KeyboardInterrupt:
@@ -83,12 +81,14 @@ def errors_told(server: str | None = None, cannot_start: ExitStatus = ExitStatus
     except StartupError as error:
         _fail("STARTUP", str(error), cannot_start)
     except Unavailable as error:
-        told = ": ".join([str(error), *getattr(error, "__notes__", ())])
-        if server and any(words in told for words in _NOBODY_THERE):
-            _fail(error.reason, f"nothing answers at {server}; `framesieve serve` starts the services on this machine")
-        if "Socket closed" in told:  # as a listener that speaks TLS does to who does not, or shows nothing
-            told += "; does the service want TLS (--tls-ca) or a certificate (--tls-cert, --tls-key)?"
-        _fail(error.reason, told)
+        message = ": ".join([str(error), *getattr(error, "__notes__", ())])
+        if server and any(words in message for words in _NO_LISTENER):
+            _fail(
+                error.reason, f"no service listens at {server}; `framesieve serve` starts the services on this machine"
+            )
+        if "Socket closed" in message:  # a TLS listener closes a plaintext connection, or one without a certificate
+            message += "; does the service require TLS (--tls-ca) or a client certificate (--tls-cert, --tls-key)?"
+        _fail(error.reason, message)
     except FramesieveError as error:
         _fail(error.reason, str(error))
     except BrokenPipeError:

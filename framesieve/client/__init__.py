@@ -1,4 +1,4 @@
-"""The Python client. Users import these names from `framesieve` itself."""
+"""The Python client: import these names from `framesieve`."""
 
 from common.contract.errors import FramesieveError
 from common.contract.plan import Grid

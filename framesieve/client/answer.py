@@ -1,9 +1,9 @@
-"""What comes back: the events of a question in their order, and the whole answer.
+"""The events of a request, in order, and the complete answer that they add up to.
 
-    Accepted  Progress*  Delta* Finished                       of several answers (n) each has its own Delta* Finished,
-                                                               mixed with the others' and told apart by choice_index
+    Accepted  Progress*  Delta* Finished             With n > 1, each completion has its own Delta* Finished,
+                                                     interleaved with the others' and told apart by choice_index.
 
-It knows nothing of protobuf (`events`). Token counts are exact, times are seconds on the service's own clock.
+It knows nothing of protobuf (see `messages`). Token counts are exact; times are seconds measured by the service.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from common.contract.plan import Grid, Modality
 
 
 class FinishReason(Enum):
-    """Why an answer ended: the model, a stop string or a stop token ended it, or max_new_tokens were generated."""
+    """Why a completion ended: STOP at an end token, stop string or stop token, LENGTH after max_new_tokens."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]
-"""The likeliest tokens at one place of an answer with their log-probabilities, the likeliest first."""
+"""(token id, log-probability) of the most likely tokens at one position of a completion, most likely first."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaUsage:
-    """What one image or video cost.
+    """Token counts of one image or video.
 
     grid: its tokens before pruning.
-    repaired_frames: frames that could not be decoded and repeat the one before.
-    first_slice_only: the rate leaves nothing but the first slice; no motion is left to see.
+    repaired_frames: frames that could not be decoded and were replaced by the previous frame.
+    first_slice_only: at this rate only the first temporal slice is kept, so the model sees no motion.
     """
 
     modality: Modality
@@ -45,9 +45,10 @@ class MediaUsage:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of the prompt before and after pruning, of the answer, and of each media item in the prompt's order.
+    """Token counts of a request; `media` has one entry for each image and video, in the prompt's order.
 
-    cached_prompt_tokens: of prompt_tokens, how many an earlier question had computed; 0 until the answer is complete.
+    prompt_tokens_full, prompt_tokens: before and after pruning.
+    cached_prompt_tokens: how many of prompt_tokens were prefix cache hits; 0 in `Accepted`, before prefill.
     """
 
     prompt_tokens_full: int
@@ -69,14 +70,14 @@ STAGES = (
     "wait_for_prefill",
     "prefill",
 )
-"""Those before the first token, in their order."""
+"""The stages before the first token, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time went. The ten stages partition the time to first token: they sum to it even when they overlap.
+    """Seconds spent in each stage. The ten stages before the first token sum to the time to first token.
 
-    Each instant belongs to the earliest stage that is not finished; a stage that was not needed takes 0.
+    Stages overlap; each instant is attributed to the earliest unfinished stage. An unused stage has 0 seconds.
     """
 
     time_to_first_token_s: float
@@ -94,17 +95,17 @@ class Timings:
 
     @property
     def stages_s(self) -> dict[str, float]:
-        """The stages before the first token, by name, in their order."""
+        """Seconds of each stage before the first token, in order."""
         return {name: float(getattr(self, f"{name}_s")) for name in STAGES}
 
     def tokens_per_second(self, completion_tokens: int) -> float:
-        """How fast the answer grew after its first token; 0 where nothing came after it."""
+        """Decode throughput after the first token; 0 for a completion of at most one token."""
         return (completion_tokens - 1) / self.generate_s if completion_tokens > 1 and self.generate_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The prompt is laid out and known to fit; its usage already says what pruning leaves."""
+    """The prompt is laid out and fits the model; usage already has the token counts after pruning."""
 
     request_id: str
     usage: Usage
@@ -112,7 +113,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far one media item has come, in temporal slices of its grid's `t`."""
+    """Progress of one media item, in temporal slices out of grid.t."""
 
     media_index: int
     decoded_slices: int
@@ -121,7 +122,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More of an answer: text that ends at a whole character, its tokens, and their log-probabilities if asked for."""
+    """The next piece of a completion: text that ends at a whole character, and its tokens.
+
+    logprobs and top_logprobs have one entry a token, or are empty if not requested.
+    """
 
     choice_index: int
     text: str
@@ -132,9 +136,9 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """One answer is complete.
+    """One completion is finished.
 
-    Of usage and timings, completion_tokens and generate_s are its own; the rest is the question's.
+    completion_tokens and generate_s are those of this completion; the rest of usage and timings is the request's.
     """
 
     choice_index: int
@@ -148,7 +152,7 @@ Event: TypeAlias = Accepted | Progress | Delta | Finished
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of a question's answers. logprobs and top_logprobs, one a token, are empty unless they were asked for."""
+    """One completion. logprobs and top_logprobs have one entry a token, or are empty if not requested."""
 
     index: int
     text: str
@@ -160,10 +164,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Everything that a question brought: one choice unless `n` asked for more. What is said of one is the first's.
+    """The complete result of a request: its n completions, usage and timings.
 
-    usage: completion_tokens are those of all choices together.
-    timings: generate_s ends with the last of them.
+    text, token_ids, logprobs, top_logprobs, reason: those of the first completion.
+    usage: completion_tokens is the sum over all completions.
+    timings: generate_s ends with the last completion.
     """
 
     request_id: str
@@ -196,7 +201,7 @@ class Answer:
 
 
 def choice_of(finished: Finished, deltas: Sequence[Delta]) -> Choice:
-    """The whole of one answer. deltas: of any; those of another are left out."""
+    """Joins the deltas of the finished completion; deltas of other completions are ignored."""
     own = [delta for delta in deltas if delta.choice_index == finished.choice_index]
     return Choice(
         index=finished.choice_index,
@@ -209,6 +214,6 @@ def choice_of(finished: Finished, deltas: Sequence[Delta]) -> Choice:
 
 
 def cost_of(finished: Sequence[Finished]) -> tuple[Usage, Timings]:
-    """What all answers cost together. finished: at least one, in the order in which they came."""
+    """Usage and timings over all completions. finished: at least one, in order of arrival."""
     tokens = sum(each.usage.completion_tokens for each in finished)
     return replace(finished[-1].usage, completion_tokens=tokens), finished[-1].timings

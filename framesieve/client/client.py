@@ -1,11 +1,11 @@
-"""The asyncio client: a question about media in, the answer's events or the whole answer out.
+"""The asyncio client: send a question about media, receive its events one by one or the complete answer.
 
     async with FramesieveClient("127.0.0.1:50053") as client:
         answer = await client.ask("clip.mp4", "What moves?", pruning_rate=0.75)
         async for event in client.stream("clip.mp4", "What moves?", pruning_rate=0.75):
             ...
 
-It owns the call and its errors; what is said on the wire is `framesieve.client.wire`'s and `framesieve.client.events`'.
+It owns the gRPC call and the mapping of its errors; `framesieve.client.messages` converts to and from protobuf.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from common.channels import REQUEST_ID_KEY, open_channel, upstream_errors
 from common.contract.errors import PeerContract
 from framesieve.client.answer import Accepted, Answer, Delta, Event, Finished, choice_of, cost_of
 from framesieve.client.credentials import Access, credentials_of
-from framesieve.client.events import event_of
-from framesieve.client.prompt import Message, PartLike, user_turn
-from framesieve.client.wire import Options, generate_request
+from framesieve.client.messages import event_of, generate_request
+from framesieve.client.prompt import Message, Options, PartLike, user_turn
 from framesieve.v1 import generation_pb2_grpc
 
-# Not localhost: where only one of its two addresses is free, gRPC listens there and clients may reach a stranger.
+# Not "localhost", which names two addresses: a server that finds one of them taken listens on the other alone, and a
+# client may then reach a different process.
 DEFAULT_ADDRESS = "127.0.0.1:50053"
 
 
 class FramesieveClient:
-    """A connection to the generation service, for any number of questions at once. An async context manager.
+    """A connection to the generation service, for any number of concurrent questions. An async context manager.
 
-    address: host:port or unix:/path, or several replicas behind commas, which take turns.
+    address: host:port or unix:/path, or several replicas separated by commas, called round-robin.
     access: see `Access`: FramesieveClient("gpu-1:50053", tls_ca="ca.pem", token="…").
-    Raises StartupError where that cannot be used, or a token would go to another machine in plain text.
+    Raises StartupError for an unusable address, file or token, and for a token that would be sent to another machine
+        unencrypted.
     """
 
     def __init__(self, address: str = DEFAULT_ADDRESS, **access: Unpack[Access]) -> None:
@@ -55,7 +56,7 @@ class FramesieveClient:
         await self.close()
 
     async def close(self) -> None:
-        """Cancels what still runs and closes the connection."""
+        """Cancels running requests and closes the connection."""
         await self._channel.close()
 
     async def ask(
@@ -66,7 +67,10 @@ class FramesieveClient:
         history: Sequence[Message] = (),
         **options: Unpack[Options],
     ) -> Answer:
-        """The whole answer, `Answer.choices` where `n` asks for several. Arguments and errors are those of `stream`."""
+        """Returns the complete answer; with n > 1, all completions are in `Answer.choices`.
+
+        Takes the same arguments and raises the same errors as `stream`.
+        """
         accepted: Accepted | None = None
         finished: list[Finished] = []
         deltas: list[Delta] = []
@@ -80,7 +84,7 @@ class FramesieveClient:
                     finished.append(event)
         choices = sorted(finished, key=lambda event: event.choice_index)
         if accepted is None or [each.choice_index for each in choices] != list(range(options.get("n") or 1)):
-            raise PeerContract(f"the stream from {self.address} ended before its answer did")
+            raise PeerContract(f"the stream from {self.address} ended before all completions were finished")
         usage, timings = cost_of(finished)
         return Answer(accepted.request_id, tuple(choice_of(each, deltas) for each in choices), usage, timings)
 
@@ -92,13 +96,12 @@ class FramesieveClient:
         history: Sequence[Message] = (),
         **options: Unpack[Options],
     ) -> AsyncIterator[Event]:
-        """The answer's events as they happen; leaving the loop early cancels the request.
+        """Yields the events of a request as they arrive; leaving the loop early cancels the request.
 
-        media: the path of a file on this machine, a Video, an Image, a sequence of them (Text may stand between them),
-            or None.
-        question: stands after the media; "" adds nothing.
-        history: the turns before this one, a system message first if there is one. Media of earlier turns are given
-            again and pruned again; what an answer needs from them is in the prompt, never in the service:
+        media: the path or URL of a file, a Video, an Image, a sequence of these (which may contain Text), or None.
+        question: text placed after the media; "" adds nothing.
+        history: the earlier turns, starting with the system message if there is one. The services keep no
+            conversation state, so pass the media of earlier turns again; they are pruned again in the same way:
 
                 first = await client.ask("clip.mp4", "What moves?", pruning_rate=0.75)
                 earlier = (
@@ -108,12 +111,12 @@ class FramesieveClient:
                 await client.ask("photo.jpg", "And here?", history=earlier, pruning_rate=0.75)
 
         options: see `Options`.
-        Raises a leaf of FramesieveError with the service's own words, InvalidRequest for more than 16 MiB of files and
-        embeddings, OSError for a file that cannot be read.
+        Raises a subclass of FramesieveError with the service's message, InvalidRequest for more than 16 MiB of files
+        and embeddings, OSError for a file that cannot be read.
         """
         messages = [*history, user_turn(media, question)]
         request = await asyncio.to_thread(generate_request, messages, options)
-        # Metadata carries nothing else than printable ASCII; the service refuses such an id in its own words.
+        # gRPC metadata holds printable ASCII only. Any other id is sent in the request alone; the service rejects it.
         name = request.request_id
         named = ((REQUEST_ID_KEY, name),) if name.isascii() and name.isprintable() and name else ()
         with upstream_errors("generation"):

@@ -1,4 +1,4 @@
-"""How services are reached that do not answer everybody: whom to trust, and what to show."""
+"""TLS files and bearer token for services that require them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from framesieve.client.prompt import StrPath
 
 
 class Access(TypedDict, total=False):
-    """What is left out, or None, is not used. No TLS is spoken on unix sockets.
+    """How to connect; every key is optional. Unix sockets never use TLS.
 
-    tls_ca: PEM file of the authorities that may have issued the service's certificate; it makes the connection TLS.
-    tls_cert, tls_key: PEM files, shown to a service that asks for a certificate.
-    token: shown with every call. A service knows callers by it (--auth-tokens-file).
-    allow_plaintext_token: lets the token go to other machines without TLS.
+    tls_ca: PEM file of the authorities that the service's certificate is verified against; setting it enables TLS.
+    tls_cert, tls_key: PEM files of the client certificate, for services that require one.
+    token: bearer token sent with every call (the service's --auth-tokens-file).
+    allow_plaintext_token: send the token to other machines without TLS as well.
     """
 
     tls_ca: StrPath | None
@@ -30,7 +30,7 @@ class Access(TypedDict, total=False):
 
 
 def credentials_of(access: Access) -> Credentials:
-    """Raises StartupError for half a setting, for files that cannot be used and for what is no token."""
+    """Raises StartupError for an incomplete combination, an unreadable file or a malformed token."""
     authorities, cert, key = access.get("tls_ca"), access.get("tls_cert"), access.get("tls_key")
     for flag, value, missing, needed in (
         ("--tls-cert", cert, "--tls-key", key),

@@ -1,49 +1,49 @@
-"""Embeddings from the encoder, for callers that want them and no answer.
+"""Fetches the embeddings of media from the encoder, without generating text.
 
     (item,) = await encode("127.0.0.1:50052", "clip.mp4")
     answer = await client.ask(Video(embeds=item.as_embeds()), "What moves?", pruning_rate=0.75)
 
-So many questions, each with its own pruning, need the clip decoded and encoded once. What arrives is held to its plan;
-embeddings are one checkpoint's (`Encoded.fingerprint`) and mean nothing to another.
+A clip is then decoded and encoded once for many questions, each with its own pruning. The received tensors are checked
+against the plan. Embeddings are only valid for the checkpoint that made them (`Encoded.fingerprint`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.channels import open_channel, upstream_errors
+from common.channels import check_size, end_writing, open_channel, upstream_errors, write_to
 from common.contract.errors import InvalidRequest, PeerContract
 from common.contract.plan import Int32Array, MediaPlan, Modality, PromptPlan
 from common.contract.retention import Pruning, retained_count
 from common.contract.tensors import DType, TensorBuffer
 from common.contract.wire import PlanReceiver, add_chunk, buffer_for, int32_array, prunings_of
 from framesieve.client.credentials import Access, credentials_of
+from framesieve.client.messages import prompt_message, pruning_message
 from framesieve.client.prompt import Embeds, PartLike, user_turn
-from framesieve.client.selecting import EVERYTHING, answers
-from framesieve.client.wire import prompt_message, pruning_message
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
+from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 
+SELECT_ALL = prompt_pb2.Select(all=True)
 _DTYPES = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32)
 _EVERYTHING = Pruning()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """What the encoder yields for one image or video.
+    """The encoder's output for one image or video.
 
-    plan: its grid and time base, and where its tokens would stand in a prompt of these media.
-    fingerprint: 32 bytes, of the checkpoint.
-    kept: int32 [K], strictly increasing, indices into the plan's grid.
-    tensor: bfloat16, float16 or float32 [1 + levels, K, D] as it was sent, level 0 being the embedding.
-    repaired_frames: frames that could not be decoded and repeat the one before.
+    plan: its grid, time base and token positions in a prompt of these media.
+    fingerprint: 32 bytes that identify the checkpoint.
+    kept: int32 [K], strictly increasing indices of the kept tokens in the plan's grid.
+    tensor: bfloat16, float16 or float32 [1 + levels, K, D]; level 0 is the embedding, the others deepstack features.
+    repaired_frames: frames that could not be decoded and were replaced by the previous frame.
     """
 
     plan: MediaPlan
@@ -54,7 +54,7 @@ class Encoded:
 
     @property
     def values(self) -> NDArray[np.float16] | NDArray[np.float32]:
-        """The tensor for numpy, which lacks bfloat16: the upper half of a float32, it is widened to a whole one."""
+        """The tensor as a numpy array; bfloat16, which numpy lacks, is widened to float32."""
         data, shape = self.tensor.data, self.tensor.shape
         match self.tensor.dtype:
             case DType.BFLOAT16:
@@ -65,17 +65,18 @@ class Encoded:
                 return np.frombuffer(data, "<f4").reshape(shape)
 
     def as_embeds(self) -> Embeds:
-        """The same for a prompt to bring in place of the pixels, shown when the frames were.
+        """The embeddings in the form that a prompt takes in place of pixels, with the same time base.
 
-        Raises InvalidRequest where tokens were pruned, since a prompt brings whole media, or where no frames were.
+        Raises InvalidRequest if tokens were pruned (a prompt needs all tokens of the grid), or if this item was sent as
+        embeddings in the first place.
         """
         tokens = self.plan.grid.tokens
         if self.kept.size != tokens:
             raise InvalidRequest(
-                f"a prompt brings embeddings of whole media, here are {self.kept.size} of {tokens} tokens"
+                f"a prompt needs the embeddings of all {tokens} tokens, got {self.kept.size}: encode without pruning"
             )
         if self.plan.brings_embeds:
-            raise InvalidRequest("a prompt brought these embeddings itself: bring the same ones again")
+            raise InvalidRequest("this item was sent as embeddings: pass the same Embeds again")
         seconds_per_slice, timestamps_s = _time_base(self.plan)
         return Embeds(
             bytes(self.tensor.data),
@@ -90,41 +91,58 @@ class Encoded:
 async def encode(
     encoder: str, media: PartLike | Sequence[PartLike], pruning: Pruning = _EVERYTHING, **access: Unpack[Access]
 ) -> tuple[Encoded, ...]:
-    """The embeddings of every image and video, in their order.
+    """Returns the embeddings of every image and video, in order.
 
-    encoder: the service's address, host:port or unix:/path.
+    encoder: the encoder's address, host:port or unix:/path.
     media: as for `FramesieveClient.ask`.
-    pruning: of every video that has none of its own; nothing is pruned unless it is given.
+    pruning: for every video without a pruning of its own. Default: keep all tokens.
     access: as for `FramesieveClient`.
-    Raises a leaf of FramesieveError with the service's own words, InvalidRequest for more than 16 MiB of files,
+    Raises a subclass of FramesieveError with the service's message, InvalidRequest for more than 16 MiB of files,
     OSError for a file that cannot be read.
     """
     credentials = credentials_of(access)
     prompt = await asyncio.to_thread(prompt_message, [user_turn(media, "")])
     question = encoder_pb2.EncodePrompt(prompt=prompt, pruning=pruning_message(pruning))
-    asked, selected = encoder_pb2.EncodeRequest(prompt=question), encoder_pb2.EncodeRequest(select=EVERYTHING)
+    first, select_all = encoder_pb2.EncodeRequest(prompt=question), encoder_pb2.EncodeRequest(select=SELECT_ALL)
     plans, plan = PlanReceiver(), None
     pieces: dict[int, list[encoder_pb2.EmbedsChunk]] = defaultdict(list)
     async with open_channel(encoder, credentials) as channel:
         stub = encoder_pb2_grpc.EncoderServiceStub(channel)
         with upstream_errors("encoder"):
-            async for response in answers(stub.Encode(metadata=credentials.metadata), asked, selected):
+            async for response in responses(stub.Encode(metadata=credentials.metadata), first, select_all):
                 if plan is None:
                     plan = plans.add(response.plan)
                 elif response.WhichOneof("response") == "embeds":
                     pieces[response.embeds.media_index].append(response.embeds)
     prunings = prunings_of(prompt, question.pruning)
     if plan is None or len(plan.media) != len(prunings):
-        raise PeerContract(f"the encoder's plan is incomplete or not one of {len(prunings)} images and videos")
+        raise PeerContract(f"the encoder's plan is incomplete or does not have {len(prunings)} images and videos")
     if sorted(pieces) != list(range(len(prunings))):
-        raise PeerContract(f"the encoder sent embeddings of the items {sorted(pieces)}, {len(prunings)} are due")
+        raise PeerContract(f"the encoder sent embeddings of items {sorted(pieces)}, expected {len(prunings)} items")
     return tuple(_encoded(plan, index, pieces[index], each) for index, each in enumerate(prunings))
 
 
-def _time_base(item: MediaPlan) -> tuple[Fraction | None, tuple[float, ...]]:
-    """Seconds per slice, or when each is shown: slices that stand apart in the prompt stand behind their own times.
+async def responses(call: Any, prompt: Any, select: Any) -> AsyncIterator[Any]:
+    """Yields the responses of a Preprocess or Encode call, selecting all media once the plan starts to arrive.
 
-    A slice is shown between its first and its last frame. An image has neither.
+    call: the stream-stream call. prompt, select: its two request messages.
+    Raises InvalidRequest, before writing anything, for a prompt larger than the services accept.
+    """
+    check_size(prompt)
+    await write_to(call, prompt)
+    selected = False
+    async for response in call:
+        if not selected:
+            selected = True
+            await write_to(call, select)
+            await end_writing(call)
+        yield response
+
+
+def _time_base(item: MediaPlan) -> tuple[Fraction | None, tuple[float, ...]]:
+    """Seconds per slice, or the time of each slice where every slice has its own run of tokens behind a timestamp.
+
+    A slice's time is the midpoint of its first and last frame. An image has neither.
     """
     if item.modality is Modality.IMAGE or len(item.runs) != item.grid.t:
         return item.seconds_per_grid, ()
@@ -140,14 +158,19 @@ def _encoded(plan: PromptPlan, index: int, pieces: list[encoder_pb2.EmbedsChunk]
     for piece in pieces:
         add_chunk(buffer, piece.chunk)
     if not buffer.complete:
-        raise PeerContract(f"item {index} ended after {buffer.received_bytes} of {buffer.data.nbytes} bytes")
+        raise PeerContract(
+            f"the stream ended after {buffer.received_bytes} of {buffer.data.nbytes} bytes of item {index}"
+        )
     return Encoded(item, plan.fingerprint, kept, buffer, first.repaired_frames)
 
 
 def _kept(first: encoder_pb2.EmbedsChunk, item: MediaPlan, pruning: Pruning) -> Int32Array:
-    """What the first piece says was kept; where it says nothing, that is everything."""
+    """The kept indices in the item's first chunk; without the field, all tokens are kept."""
     kept = int32_array(first.kept) if first.HasField("kept") else np.arange(item.grid.tokens, dtype=np.int32)
     expected = retained_count(item.grid, pruning, item.modality)
     if kept.shape != (expected,) or (np.diff(kept) <= 0).any() or kept[0] < 0 or kept[-1] >= item.grid.tokens:
-        raise PeerContract(f"the encoder kept {kept.size} tokens out of order or out of range, {expected} are due")
+        raise PeerContract(
+            f"the encoder kept {kept.size} tokens, expected {expected} strictly increasing indices "
+            f"below {item.grid.tokens}"
+        )
     return kept

@@ -1,7 +1,7 @@
-"""What a caller asks: turns of text, images and videos, and where the bytes or embeddings of each come from.
+"""What a caller sends: turns of text, images and videos, and the options of a request.
 
-It knows nothing of protobuf (`wire`). Ranges are the services' to check; here only what no request can express
-is refused.
+It knows nothing of protobuf (see `messages`). The services check ranges; only values that the protobuf request cannot
+express are rejected here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 from urllib.parse import unquote
 
 import numpy as np
@@ -22,7 +22,7 @@ from common.contract.errors import InvalidRequest
 from common.contract.plan import Grid
 from common.contract.retention import Pruning
 
-# Of what preprocessing reads as still pictures, but for .apng and .avifs, which move.
+# The suffixes that preprocessing decodes as images, except the animated .apng and .avifs.
 IMAGE_SUFFIXES = frozenset(
     {
         *(".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"),
@@ -41,14 +41,14 @@ StrPath: TypeAlias = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Plain text. What spells a control token stays text."""
+    """Plain text. A control token spelled out in it is not interpreted."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeds:
-    """What a vision tower yields for a whole, unpruned image or video, in place of its pixels.
+    """The vision tower's output for a whole, unpruned image or video, sent in place of its pixels.
 
         rows = tower(frames)                                         # torch.float32 [8 · 12 · 16, D]
         Video(embeds=Embeds(rows.numpy(), Grid(8, 12, 16), seconds_per_slice=1.0))
@@ -56,13 +56,13 @@ class Embeds:
         raw = rows.bfloat16().view(torch.uint8).numpy().tobytes()    # half the size
         Video(embeds=Embeds(raw, Grid(8, 12, 16), dtype="bfloat16", shape=rows.shape, seconds_per_slice=1.0))
 
-    values: float16 or float32 [tokens, D] or, with deepstack, [1 + levels, tokens, D], level 0 being the embedding;
-        tokens in the grid's order: slices, rows, columns. Or an array's bytes, little-endian and in C order.
-    grid: its tokens after spatial merging; an image's t is 1.
-    dtype, shape: of bytes, and only of them: "float16", "bfloat16" (which numpy lacks) or "float32".
-    seconds_per_slice, timestamps_s: a video has exactly one of them, an image none: the time between temporal slices
-        (seconds_per_grid in the contract; a float is read as its shortest decimal), or when each slice is shown.
-    Raises InvalidRequest for values of another type or number of axes.
+    values: float16 or float32 [tokens, D] or, with deepstack, [1 + levels, tokens, D], where level 0 is the embedding;
+        tokens in grid order: slices, rows, columns. Or the bytes of such an array, little-endian and in C order.
+    grid: tokens after spatial merging; t is 1 for an image.
+    dtype, shape: required for bytes, not allowed for arrays: "float16", "bfloat16" (which numpy lacks) or "float32".
+    seconds_per_slice, timestamps_s: exactly one of them for a video, neither for an image: the time between temporal
+        slices (a float is read as its shortest decimal), or the time of each slice.
+    Raises InvalidRequest for another type, dtype or number of axes.
     """
 
     values: NDArray[np.float16] | NDArray[np.float32] | bytes = field(repr=False)
@@ -78,7 +78,7 @@ class Embeds:
             raise InvalidRequest(f"Embeds.values must be a numpy array or bytes, got {type(self.values).__name__}")
         for name in ("dtype", "shape"):
             if isinstance(self.values, bytes) != (getattr(self, name) is not None):
-                raise InvalidRequest(f"Embeds.{name} must be set where values are bytes, and nowhere else")
+                raise InvalidRequest(f"Embeds.{name} must be set if values are bytes, and must not be set for an array")
         if self.array_dtype not in _EMBEDS_DTYPES:
             raise InvalidRequest(f"Embeds.values must be {', '.join(_EMBEDS_DTYPES)}, got {self.array_dtype}")
         if len(self.array_shape) not in (2, 3):
@@ -88,26 +88,26 @@ class Embeds:
 
     @property
     def array_dtype(self) -> str:
-        """The name of the values' element type, however they are given."""
+        """The element type's name, for arrays and bytes alike."""
         return (self.dtype or "") if isinstance(self.values, bytes) else self.values.dtype.name
 
     @property
     def array_shape(self) -> tuple[int, ...]:
-        """The values' shape, however they are given."""
+        """The shape, for arrays and bytes alike."""
         return (self.shape or ()) if isinstance(self.values, bytes) else self.values.shape
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A still picture, from exactly one of five sources.
+    """A still image, from exactly one of five sources.
 
     path: a file on this machine, sent with the request.
-    data: the file's bytes, sent with the request.
-    server_path: a path below preprocessing's --media-root; nothing is sent.
-    url: http:// or https://, which preprocessing fetches where its settings allow it; or a data: URI, sent as it is.
-    embeds: what the vision tower yields for it, sent with the request.
-    max_pixels: at most this many pixels are looked at; None: the checkpoint's own. Not beside embeds.
-    Raises InvalidRequest unless exactly one of the five is given.
+    data: the bytes of an image file, sent with the request.
+    server_path: a path below preprocessing's --media-root; only the path is sent.
+    url: http:// or https://, fetched by preprocessing if its settings allow it; or a data: URI, sent unchanged.
+    embeds: the vision tower's output, sent with the request.
+    max_pixels: resize to at most this many pixels; None: the checkpoint's limit. Not allowed with embeds.
+    Raises InvalidRequest unless exactly one source is given.
     """
 
     path: StrPath | None = None
@@ -124,13 +124,14 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """A moving picture, from exactly one of five sources, and which of its frames are looked at.
+    """A video, from exactly one of five sources, and how its frames are sampled.
 
     path, data, server_path, url, embeds: as for Image.
-    fps, min_frames, max_frames, max_pixels (a frame), start_s, end_s: None is the checkpoint's own, or the whole video.
-        Not beside embeds, which have no frames.
-    pruning: overrides the request's for this video.
-    Raises InvalidRequest unless exactly one of path, data, server_path, url and embeds is given.
+    fps, min_frames, max_frames, max_pixels (per frame): None: the checkpoint's default.
+    start_s, end_s: the part to sample, in seconds; None: from the start, to the end.
+        None of these is allowed with embeds, which have no frames.
+    pruning: overrides the request's pruning for this video.
+    Raises InvalidRequest unless exactly one source is given.
     """
 
     path: StrPath | None = None
@@ -153,30 +154,69 @@ class Video:
 
 Part: TypeAlias = Text | Image | Video
 PartLike: TypeAlias = Part | StrPath
-"""What may stand before a question: a part, the path of a media file on this machine, or a URL."""
+"""A part of a prompt, or the path or URL of a media file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation: who speaks, and text and media in the order in which the model reads them."""
+    """One turn of a conversation: its role, and its text and media in the order in which the model reads them."""
 
     role: Role
     parts: tuple[Part, ...]
 
 
+class Options(TypedDict, total=False):
+    """Options of a request. A key that is missing or None means the default of the service or checkpoint.
+
+    pruning_rate: the fraction of each video's tokens to drop, 0 ≤ rate < 1.
+    pruning_method: "evs", "vidcom2", "random" or "none". pruning_seed: for "random".
+    max_new_tokens, temperature (0 is greedy), top_p, top_k, min_p, repetition_penalty, presence_penalty,
+        frequency_penalty, seed: sampling.
+    stop, stop_token_ids: a completion ends before the first of these strings, or with the first of these tokens.
+    ignore_eos: continue after the model's end tokens; for benchmarks.
+    logprobs: return each token's log-probability. top_logprobs: also return this many of the most likely tokens at each
+        position; needs logprobs.
+    adapter: the name of a LoRA adapter that the service has loaded. Default: the checkpoint's weights.
+    n: the number of completions; the prompt is computed once, and completion i is sampled with seed + i.
+    request_id: identifies the request in logs and errors. timeout_s: seconds until DeadlinePassed is raised.
+    """
+
+    pruning_rate: float | None
+    pruning_method: str | None
+    pruning_seed: int | None
+    max_new_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    seed: int | None
+    stop: Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    logprobs: bool | None
+    top_logprobs: int | None
+    adapter: str | None
+    n: int | None
+    request_id: str | None
+    timeout_s: float | None
+
+
 def media_of(location: StrPath) -> Image | Video:
-    """A media file on this machine, or a URL: an image if its suffix or its data: type says so, else a video."""
+    """The Image or Video of a path or URL: an image if `names_image`, else a video."""
     kind = Image if names_image(location) else Video
     return kind(url=str(location)) if is_url(location) else kind(location)
 
 
 def is_url(location: StrPath) -> bool:
-    """Whether it starts as a URL that services know, and not as a path."""
+    """Whether a location starts with http://, https:// or data:, so that it is not a path."""
     return _URL.match(str(location)) is not None
 
 
 def names_image(location: StrPath) -> bool:
-    """Whether a path's or URL's suffix is an image's; of a data: URI, whether its type is."""
+    """Whether the suffix of a path or URL, or the media type of a data: URI, is an image's."""
     url = _URL.match(str(location))
     if url is not None and url["type"] is not None:
         return url["type"].lower().startswith("image/")
@@ -184,7 +224,7 @@ def names_image(location: StrPath) -> bool:
 
 
 def file_name(location: StrPath) -> str:
-    """The last part of a path, or of a URL's without its query; "data:" of a data: URI."""
+    """The last component of a path, or of a URL's path without its query; "data:" for a data: URI."""
     url = _URL.match(str(location))
     if url is None:
         return Path(location).name
@@ -192,7 +232,7 @@ def file_name(location: StrPath) -> str:
 
 
 def user_turn(media: PartLike | Sequence[PartLike] | None, text: str) -> Message:
-    """The caller's turn: media (and any text among it) first, then the question; an empty text adds nothing."""
+    """The user's turn: the media (and any Text among them), then the question; an empty question adds nothing."""
     if media is None:
         media = ()
     elif isinstance(media, (Text, Image, Video, str, os.PathLike)):
@@ -210,4 +250,4 @@ def _check_source(media: Image | Video) -> None:
         )
     useless = [name for name in _SAMPLING if getattr(media, name, None) is not None]
     if media.embeds is not None and useless:
-        raise InvalidRequest(f"{kind}.{useless[0]} must not be set beside embeds, which have no frames")
+        raise InvalidRequest(f"{kind}.{useless[0]} must not be set with embeds, which have no frames")

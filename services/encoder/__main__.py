@@ -1,4 +1,4 @@
-"""Serves the encoder: `python -m services.encoder --model DIR --listen ADDR --preprocessing ADDR`."""
+"""Runs the encoder service: `python -m services.encoder --model DIR --listen ADDR --preprocessing ADDR`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from services.encoder.items.cache import EmbedsCache
 from services.encoder.rpc.gauges import watch
 from services.encoder.rpc.servicer import SERVICE, EncoderServicer
 from services.encoder.settings import EncoderSettings
-from services.encoder.startup.data_parallel import data_parallel
+from services.encoder.startup.build import data_parallel
 from services.encoder.tower.parallel.tower import DataParallelTower
 
 
@@ -32,7 +32,7 @@ async def main() -> ExitStatus:
     checkpoint = Checkpoint(settings.model)
     with data_parallel(settings) as towers:
         status = await _serve(settings, credentials, checkpoint, towers)
-    if towers.loss.lost is not None:  # threads may wait for ever for what it was to send
+    if towers.rank_failure.cause is not None:  # threads may wait for ever for the failed rank
         os._exit(status)
     if settings.data_parallel > 1 and towers.own.device.type == "cuda":  # see `exchange.leave`
         os._exit(status)
@@ -42,27 +42,27 @@ async def main() -> ExitStatus:
 async def _serve(
     settings: EncoderSettings, credentials: Credentials, checkpoint: Checkpoint, towers: DataParallelTower
 ) -> ExitStatus:
-    tower, broken = towers.own, asyncio.Event()
+    tower, failed = towers.own, asyncio.Event()
     batcher = Batcher(towers.encode, towers.budget_tokens, towers.packing)
-    towers.loss.watch(partial(_end, towers, batcher, broken, asyncio.get_running_loop()))
+    towers.rank_failure.watch(partial(_abort, towers, batcher, failed, asyncio.get_running_loop()))
     cache = EmbedsCache(tower, batcher, ByteSemaphore(settings.output_buffer_bytes), settings.cache_bytes)
-    outputs = ByteSemaphore(settings.output_buffer_bytes)
+    output_bytes = ByteSemaphore(settings.output_buffer_bytes)
     begin("encoder", "Encode", checkpoint, str(tower.dtype).removeprefix("torch."), str(tower.device))
-    watch(batcher, cache, outputs)
+    watch(batcher, cache, output_bytes)
     try:
         async with open_channel(settings.preprocessing, credentials) as channel:
-            servicer = EncoderServicer(checkpoint.fingerprint, cache, outputs, channel, credentials)
+            servicer = EncoderServicer(checkpoint.fingerprint, cache, output_bytes, channel, credentials)
             register = partial(add_EncoderServiceServicer_to_server, servicer)
-            return await serve(SERVICE, settings, register, lambda: batcher.alive, broken)
+            return await serve(SERVICE, settings, register, lambda: batcher.alive, failed)
     finally:
-        if towers.loss.lost is None:
+        if towers.rank_failure.cause is None:
             batcher.close()
 
 
-def _end(towers: DataParallelTower, batcher: Batcher, broken: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
-    """From another thread."""
-    batcher.give_up(towers.loss.error)
-    loop.call_soon_threadsafe(broken.set)
+def _abort(towers: DataParallelTower, batcher: Batcher, failed: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
+    """Fails all slices and ends the service; called from the thread that watches the ranks."""
+    batcher.abort(towers.rank_failure.error)
+    loop.call_soon_threadsafe(failed.set)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the encoder tells Prometheus beside what every service does."""
+"""Prometheus metrics of the encoder, beside those that every service has."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from common.telemetry.metrics import STAGE_BUSY_SECONDS
 
 _PREFIX = "framesieve_encoder_"
 
-QUEUE_SLICES = Gauge(f"{_PREFIX}queue_slices", "Temporal slices that wait for the tower")
-QUEUE_OLDEST_SECONDS = Gauge(f"{_PREFIX}queue_oldest_seconds", "How long the first of these has waited; 0 if none does")
-# A forward holds one slice at least; a slice has from a few to a few thousand tokens, --batch-tokens a forward.
+QUEUE_SLICES = Gauge(f"{_PREFIX}queue_slices", "Temporal slices queued for the tower")
+QUEUE_OLDEST_SECONDS = Gauge(f"{_PREFIX}queue_oldest_seconds", "Age of the oldest queued slice; 0 if none is queued")
+# A forward holds at least one slice; a slice has from a few to a few thousand tokens, a forward up to --batch-tokens.
 BATCH_SLICES = Histogram(f"{_PREFIX}batch_slices", "Slices in one forward", buckets=[2**power for power in range(10)])
 BATCH_TOKENS = Histogram(
     f"{_PREFIX}batch_tokens", "Merged tokens in one forward", buckets=[2**power for power in range(4, 17)]
 )
-GRAPH_REPLAYS = Counter(f"{_PREFIX}graph_replays_total", "Forwards of the tower that were replayed as a graph")
-GRAPH_TOKENS = Counter(f"{_PREFIX}graph_tokens_total", "Merged tokens of these that belonged to slices")
-GRAPH_PADDING_TOKENS = Counter(f"{_PREFIX}graph_padding_tokens_total", "Merged tokens of these that belonged to none")
-EAGER_FORWARDS = Counter(f"{_PREFIX}eager_forwards_total", "Forwards that were not, by why", ["reason"])
-ITEMS = Counter(f"{_PREFIX}items_total", "Media items that were answered", ["modality"])
-TOKENS = Counter(f"{_PREFIX}tokens_total", "Tokens of these items, before and after pruning", ["method", "pruning"])
+GRAPH_REPLAYS = Counter(f"{_PREFIX}graph_replays_total", "Forwards that replayed a CUDA graph")
+GRAPH_TOKENS = Counter(f"{_PREFIX}graph_tokens_total", "Merged tokens of slices in replayed graphs")
+GRAPH_PADDING_TOKENS = Counter(f"{_PREFIX}graph_padding_tokens_total", "Merged tokens of padding in replayed graphs")
+EAGER_FORWARDS = Counter(f"{_PREFIX}eager_forwards_total", "Forwards without a CUDA graph, by reason", ["reason"])
+ITEMS = Counter(f"{_PREFIX}items_total", "Media items answered", ["modality"])
+TOKENS = Counter(f"{_PREFIX}tokens_total", "Tokens of answered items, before and after pruning", ["method", "pruning"])
 LOOKUPS = Counter(
     f"{_PREFIX}cache_lookups_total",
-    "Media items asked for: kept (hit), being made for another (shared), or neither (miss)",
+    "Requested media items by outcome: cached (hit), being made for another request (shared), or neither (miss)",
     ["outcome"],
 )
-EVICTIONS = Counter(f"{_PREFIX}cache_evictions_total", "Media items that gave way to others")
-CACHE_BYTES_USED = Gauge(f"{_PREFIX}cache_used_bytes", "Bytes of the embeddings and scores that are kept")
+EVICTIONS = Counter(f"{_PREFIX}cache_evictions_total", "Media items evicted from the cache")
+CACHE_BYTES_USED = Gauge(f"{_PREFIX}cache_used_bytes", "Bytes of cached embeddings and scores")
 CACHE_BYTES = Gauge(f"{_PREFIX}cache_bytes", "--cache-bytes")
-CACHE_WAITERS = Gauge(f"{_PREFIX}cache_waiters", "Requested items that wait for an entry, or read it")
+CACHE_WAITERS = Gauge(f"{_PREFIX}cache_waiters", "Requested items that wait for a cache entry or read it")
 ROOM_BYTES_USED = Gauge(
-    f"{_PREFIX}room_used_bytes", "Bytes reserved: for items being encoded, and for what is to be sent", ["room"]
+    f"{_PREFIX}room_used_bytes", "Bytes reserved for items being encoded, and for embeddings to be sent", ["room"]
 )
-ROOM_BYTES = Gauge(f"{_PREFIX}room_bytes", "How many there are; --output-buffer-bytes", ["room"])
-ROOM_WAITING = Gauge(f"{_PREFIX}room_waiting", "Items that wait for room", ["room"])
+ROOM_BYTES = Gauge(f"{_PREFIX}room_bytes", "Limit of these bytes: --output-buffer-bytes", ["room"])
+ROOM_WAITING = Gauge(f"{_PREFIX}room_waiting", "Items that wait for such bytes", ["room"])
 ROOM_OLDEST_SECONDS = Gauge(
-    f"{_PREFIX}room_oldest_seconds", "How long the first of these has waited; 0 if none does", ["room"]
+    f"{_PREFIX}room_oldest_seconds", "How long the first of these items has waited; 0 if none waits", ["room"]
 )
 
+# So that every label value is exported from the start.
 for _stage in ("encode", "prune"):
     STAGE_BUSY_SECONDS.labels(_stage)
 for _modality in Modality:
@@ -53,7 +54,7 @@ for _outcome in ("hit", "shared", "miss"):
 
 
 def count_item(item: MediaPlan, pruning: Pruning, kept: int) -> None:
-    """Counts an item that was answered with `kept` of its tokens."""
+    """Counts an answered item. kept: how many of its tokens were sent."""
     ITEMS.labels(item.modality.value).inc()
     method = method_of(pruning, item.modality)
     TOKENS.labels(method, "before").inc(item.grid.tokens)

@@ -25,8 +25,7 @@ from services.generation.families import check_ranks
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.leading import Leading
-from services.generation.rpc.arrivals import ModelInput
-from services.generation.rpc.media import MediaClient
+from services.generation.rpc.media import MediaClient, ModelInput
 from services.generation.rpc.metrics import count_step, watch
 from services.generation.rpc.prompt_limit import PromptLimit
 from services.generation.rpc.servicer import SERVICE, GenerationServicer
@@ -53,8 +52,8 @@ async def main() -> ExitStatus:
         engine = Engine(
             built.runner,
             BlockAllocator(built.blocks, BLOCK_TOKENS),
-            settings.prefill_chunk_tokens,
-            settings.max_running_requests,
+            settings.max_num_batched_tokens,
+            settings.max_num_seqs,
             settings.max_waiting_requests,
             settings.speculative_tokens,
             count_step,
@@ -62,7 +61,7 @@ async def main() -> ExitStatus:
         )
         room = ByteSemaphore(settings.media_buffer_bytes)
         begin("generation", "Generate", checkpoint, str(model.dtype).removeprefix("torch."), str(model.device))
-        watch(engine, room, settings.max_running_requests, settings.max_waiting_requests)
+        watch(engine, room, settings.max_num_seqs, settings.max_waiting_requests)
         engine.start()
         ends.callback(engine.stop)
         if leading:

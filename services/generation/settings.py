@@ -11,7 +11,7 @@ from pydantic import Field, PlainValidator, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from common.contract.errors import StartupError
-from common.serving.settings import UpstreamSettings
+from common.serving.settings import UpstreamSettings, renamed
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -55,7 +55,12 @@ class GenerationSettings(UpstreamSettings):
         "unix:/path, or several ip:port behind commas",
     )
     encoder: str = Field("127.0.0.1:50052", description="address of the encoder, in the same ways")
-    prefill_chunk_tokens: int = Field(2048, ge=1, description="most tokens of one step, over all requests")
+    max_num_batched_tokens: int = Field(
+        2048,
+        ge=1,
+        description="maximum number of tokens in one step, over all requests",
+        validation_alias=renamed("prefill_chunk_tokens", "max_num_batched_tokens"),
+    )
     kv_cache_tokens: int | None = Field(
         None,
         ge=1,
@@ -68,21 +73,29 @@ class GenerationSettings(UpstreamSettings):
         le=1,
         description="how much of a CUDA device's memory may be used, by whomever, where --kv-cache-tokens is unset",
     )
-    max_prompt_tokens: int | None = Field(
+    max_model_len: int | None = Field(
         None,
         ge=2,
-        description="most tokens of one prompt, after pruning, and its answer; "
-        "unset: the smaller of the model's context and the cache",
+        description="maximum number of tokens of one sequence, that is the prompt after pruning and its answer; "
+        "unset: the smaller of the model's context length and the KV cache",
+        validation_alias=renamed("max_prompt_tokens", "max_model_len"),
     )
     media_buffer_bytes: int = Field(2**30, ge=1, description="most bytes of media embeddings, over all requests")
-    max_running_requests: int = Field(64, ge=1, description="most requests that compute at a time")
-    max_waiting_requests: int = Field(256, ge=0, description="most requests that wait; more are refused")
+    max_num_seqs: int = Field(
+        64,
+        ge=1,
+        description="maximum number of sequences that run at the same time",
+        validation_alias=renamed("max_running_requests", "max_num_seqs"),
+    )
+    max_waiting_requests: int = Field(
+        256, ge=0, description="maximum number of requests in the waiting queue; further ones are refused"
+    )
     speculative_tokens: int = Field(
         0,
         ge=0,
         le=16,
-        description="most tokens of an answer guessed in one step, from what stood in prompt and answer before; "
-        "answers stay the same; 0 guesses none",
+        description="maximum number of draft tokens per sequence and step, proposed by looking up n-grams of the "
+        "prompt and the answer; does not change answers; 0 turns speculative decoding off",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of weights and cache; auto is the checkpoint's own"

@@ -14,15 +14,15 @@ from framesieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceService
 from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.planner import Planner
 from services.preprocessing.rpc.metrics import count_replaced, watch
+from services.preprocessing.rpc.planning_threads import PlanningThreads
 from services.preprocessing.rpc.servicer import SERVICE, PreprocessingServicer
-from services.preprocessing.rpc.threads import Threads
 from services.preprocessing.settings import PreprocessingSettings
-from services.preprocessing.workers.pool import Pool, started
+from services.preprocessing.workers.job_queue import JobQueue, started
 
-# What they do takes milliseconds mostly; the second is for when the first has a long prompt to check.
+# Quick plans mostly take milliseconds; the second thread serves them while the first checks a long prompt.
 _QUICK_THREADS = 2
 _SLOW_THREADS = 4
-# Media are read within milliseconds; the second is for when the first meets one that takes its time.
+# Reading media mostly takes milliseconds; the second worker serves others while the first reads a slow one.
 _READING_WORKERS = 2
 
 
@@ -30,20 +30,20 @@ async def main() -> ExitStatus:
     settings = PreprocessingSettings.load()
     configure_logging("preprocessing", settings.log_format, settings.log_level)
     if settings.media_root is not None and not settings.media_root.is_dir():
-        raise StartupError(f"--media-root {settings.media_root} is no folder")
-    reading = Pool(_READING_WORKERS, settings.limits, settings.inflight_bytes, count_replaced)
-    decoding = Pool(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced)
+        raise StartupError(f"--media-root {settings.media_root} is not a folder")
+    reading = JobQueue(_READING_WORKERS, settings.limits, settings.inflight_bytes, count_replaced)
+    decoding = JobQueue(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced)
     checkpoint = Checkpoint(settings.model)
     planner = Planner(checkpoint, settings.media_root, settings.media_max_bytes)
     begin("preprocessing", "Preprocess", checkpoint)
-    quick, slow = Threads(_QUICK_THREADS), Threads(_SLOW_THREADS)
+    quick, slow = PlanningThreads(_QUICK_THREADS), PlanningThreads(_SLOW_THREADS)
     watch(reading, decoding, quick, slow)
-    # Left from the right: a plan that still waits for a worker is told at once that there is none any more.
+    # Exited from the right: the queues end first, so plans that wait for a worker fail before the threads are joined.
     async with quick, slow, started(reading, decoding):
         fetcher = Fetcher(settings.fetch_policy)
         servicer = PreprocessingServicer(planner, fetcher, quick, slow, reading, decoding)
         register = partial(add_PreprocessingServiceServicer_to_server, servicer)
-        return await serve(SERVICE, settings, register, lambda: reading.crew.able and decoding.crew.able)
+        return await serve(SERVICE, settings, register, lambda: reading.workers.healthy and decoding.workers.healthy)
 
 
 if __name__ == "__main__":

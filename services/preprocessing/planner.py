@@ -1,4 +1,4 @@
-"""A prompt's plan: media opened and indexed, frames chosen, the prompt laid out. Nothing is decoded.
+"""Plans a prompt: opens and indexes its media, selects frames and lays out the prompt. Decodes nothing.
 
 It runs on a thread and knows neither grpc nor protobuf nor metrics.
 """
@@ -32,52 +32,52 @@ from services.preprocessing.video.timing import TimeBase
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """A URL, which somebody fetches before the planner runs."""
+class MediaUrl:
+    """A URL, which the caller fetches before planning."""
 
     url: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class MediaRequest:
-    """One media item as it was asked for, and how it is to be looked at.
+    """One media item of a prompt.
 
-    location: its bytes, its path below the media root, its embeddings, its URL or, once that is fetched, its source.
+    location: its bytes, its path below the media root, its embeddings, its URL, or the fetched source of its URL.
     """
 
     name: str
     modality: Modality
-    location: bytes | str | Embeds | Link | Source = field(repr=False)
+    location: bytes | str | Embeds | MediaUrl | Source = field(repr=False)
     sampling: FrameSampling
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A checked prompt: turns whose media stand in `media`, in the same order."""
+    """A checked prompt: its turns, and its media in the order of the turns."""
 
     turns: tuple[Turn, ...]
     media: tuple[MediaRequest, ...]
 
     @property
-    def links(self) -> dict[str, str]:
-        """The URLs that are to be fetched, by the media's name."""
-        return {item.name: item.location.url for item in self.media if isinstance(item.location, Link)}
+    def urls(self) -> dict[str, str]:
+        """The URLs to fetch, by the name of the media item."""
+        return {item.name: item.location.url for item in self.media if isinstance(item.location, MediaUrl)}
 
     @property
     def quick(self) -> bool:
-        """Whether its plan takes a second at most, and waits for nobody: no media, and no large text."""
+        """Whether planning takes at most a second and waits for no worker and no lock: no media, no large text."""
         text = sum(len(part) for turn in self.turns for part in turn.parts if not isinstance(part, Modality))
         return not self.media and text <= LARGE_TEXT_CHARS
 
     def with_fetched(self, sources: Mapping[str, Source]) -> Conversation:
-        """The same with these sources, by the media's name, in place of their URLs."""
+        """The conversation with fetched sources, by the name of the media item, in place of their URLs."""
         media = (replace(item, location=sources[item.name]) if item.name in sources else item for item in self.media)
         return replace(self, media=tuple(media))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedPrompt:
-    """A plan, its media ready to be decoded, their open files, which whoever asked for it closes, and what it took."""
+    """A plan, its media ready to be decoded, their open files, which the caller closes, and the time it took."""
 
     plan: PromptPlan
     media: tuple[PlannedMedia, ...]
@@ -87,7 +87,7 @@ class PlannedPrompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Item:
-    """A media item between opening and layout. content: what decides its pixels or embeddings, and their times."""
+    """A media item between opening and layout. content: everything that its tokens depend on."""
 
     modality: Modality
     planned: PlannedMedia
@@ -100,21 +100,21 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """What reads a video's packets and a picture's header: in this process, unless strangers' files come.
+    """Functions that read a video's packets and a picture's header: in this process, or in workers for untrusted files.
 
-    check_wanted: called between steps of the plan. What it raises ends the plan.
+    check_cancelled: called between steps of the plan; an exception from it ends the plan.
     """
 
     packets: Callable[[Source], PacketIndex] = read_packets
     picture: Callable[[Source], Picture] = read_picture
-    check_wanted: Callable[[], None] = lambda: None
+    check_cancelled: Callable[[], None] = lambda: None
 
 
 class Planner:
     """Plans prompts for one checkpoint. Raises StartupError for one that it cannot serve."""
 
     def __init__(self, checkpoint: Checkpoint, media_root: Path | None, media_max_bytes: float = math.inf) -> None:
-        """media_max_bytes: of a file below the media root, which is not read if it has more."""
+        """media_max_bytes: limit on files below the media root; larger ones are rejected unread."""
         self._family: Family = load_family(checkpoint)
         self._tokens = ChatTokens(checkpoint, self._family.placeholders)
         self._fingerprint = checkpoint.fingerprint
@@ -122,10 +122,10 @@ class Planner:
         self._media_max_bytes = media_max_bytes
 
     def plan(self, conversation: Conversation, read: Readers = Readers()) -> PlannedPrompt:
-        """Opens the media and lays the prompt out. The caller closes its files.
+        """Opens the media and lays the prompt out. The caller closes the result's files.
 
-        Sources in it are the planner's from here on, and closed whatever it raises.
-        Raises InvalidRequest, MediaRejected, MediaForbidden and Overloaded, and what the readers raise.
+        Takes ownership of the conversation's fetched sources, and closes them if it raises.
+        Raises InvalidRequest, MediaRejected, MediaForbidden, PromptTooLong and Overloaded, and what the readers raise.
         """
         start = time.perf_counter()
         with ExitStack() as files:
@@ -133,16 +133,16 @@ class Planner:
                 if isinstance(request.location, Source):
                     files.callback(request.location.close)
             items = [self._open(request, files, read) for request in conversation.media]
-            plan = self._lay_out(conversation.turns, items, read.check_wanted)
+            plan = self._lay_out(conversation.turns, items, read.check_cancelled)
             media = tuple(item.planned for item in items)
             return PlannedPrompt(plan, media, files.pop_all(), time.perf_counter() - start)
 
     def _open(self, request: MediaRequest, files: ExitStack, read: Readers) -> _Item:
-        read.check_wanted()
+        read.check_cancelled()
         if isinstance(request.location, Embeds):
             return self._embeds(request.location)
         self._check_max_pixels(request)
-        source = self._source(request, files, read.check_wanted)
+        source = self._source(request, files, read.check_cancelled)
         make = (
             partial(self._image, source, read.picture(source), request)
             if request.modality is Modality.IMAGE
@@ -150,17 +150,17 @@ class Planner:
         )
         try:
             return make()
-        except InvalidRequest as error:  # about one of its fields, or the item, whose place only the request knows
+        except InvalidRequest as error:  # names a field, or continues the item's name, which only this function knows
             raise type(error)(f"{request.name}{'.' if type(error) is InvalidRequest else ' '}{error}") from error
 
-    def _source(self, request: MediaRequest, files: ExitStack, check_wanted: Callable[[], None]) -> Source:
+    def _source(self, request: MediaRequest, files: ExitStack, check_cancelled: Callable[[], None]) -> Source:
         match request.location:
             case Source() as fetched:
                 return fetched
             case bytes() as data:
                 source = bytes_source(request.name, data)
             case str() as path:
-                source = path_source(request.name, path, self._media_root, check_wanted, self._media_max_bytes)
+                source = path_source(request.name, path, self._media_root, check_cancelled, self._media_max_bytes)
             case _:
                 raise AssertionError(f"{request.name}.url was not fetched")
         files.callback(source.close)
@@ -222,9 +222,11 @@ class Planner:
         except ValueError as error:
             raise PromptTooLong(f"is too large: {error}") from error
 
-    def _lay_out(self, turns: Sequence[Turn], items: Sequence[_Item], check_wanted: Callable[[], None]) -> PromptPlan:
+    def _lay_out(
+        self, turns: Sequence[Turn], items: Sequence[_Item], check_cancelled: Callable[[], None]
+    ) -> PromptPlan:
         expansions = [self._family.expansion(item.grid, item.base) for item in items]
-        pieces = self._tokens.conversation(turns, expansions, check_wanted)
+        pieces = self._tokens.conversation(turns, expansions, check_cancelled)
         tokens = sum(piece.size for piece in pieces)
         if tokens > MAX_PROMPT_TOKENS:
             raise PromptTooLong(f"prompt has {tokens} tokens, at most {MAX_PROMPT_TOKENS} are allowed")
@@ -246,7 +248,7 @@ class Planner:
         return PromptPlan(layout.input_ids, layout.positions, media, self._family.embed_levels, self._fingerprint)
 
     def _content_hash(self, item: _Item) -> bytes:
-        """sha256 of what decides an item's tokens; each part behind its length."""
+        """sha256 of everything that an item's tokens depend on; each part is preceded by its length."""
         digest = hashlib.sha256(b"framesieve media v1")
         for part in (*item.content, self._fingerprint):
             digest.update(struct.pack("<q", len(part)) + part)
@@ -254,7 +256,7 @@ class Planner:
 
 
 def _packed(base: TimeBase | None) -> bytes:
-    """A time base as bytes that differ from any other's."""
+    """A time base as bytes, different for different time bases."""
     if base is None:
         return b""
     return str(base.seconds_per_grid).encode() + struct.pack(f"<{len(base.slices_s)}d", *base.slices_s)

@@ -22,58 +22,56 @@ Domain = Annotated[AllowedDomain, PlainValidator(AllowedDomain.parse)]
 
 
 class PreprocessingSettings(ServiceSettings):
-    """Flags and FRAMESIEVE_… variables of `python -m services.preprocessing`. Lists are parted by commas."""
+    """Flags and FRAMESIEVE_… variables of `python -m services.preprocessing`. Lists are separated by commas."""
 
     model_config = SettingsConfigDict(cli_prog_name="python -m services.preprocessing")
 
     listen: str = Field("127.0.0.1:50051", description="address to serve on, host:port or unix:/path")
-    metrics_port: int = Field(9101, ge=0, le=65535, description="port for Prometheus' /metrics; 0 serves none")
-    media_root: Path | None = Field(None, description="folder below which paths may be opened; without it none may")
+    metrics_port: int = Field(9101, ge=0, le=65535, description="port for Prometheus' /metrics; 0 turns it off")
+    media_root: Path | None = Field(None, description="folder below which media paths may be opened; default: none")
     allow_media_domain: Annotated[tuple[Domain, ...], NoDecode] = Field(
         (),
-        description="hosts that URLs may name, at public addresses, or also in a network given after =: "
-        "cdn.example.org,*.example.com,minio=10.20.0.0/16; unless set, every host at public addresses",
+        description="hosts that URLs may name, at public addresses or also in the network given after =: "
+        "cdn.example.org,*.example.com,minio=10.20.0.0/16; default: every host at public addresses",
     )
     fetch_schemes: Annotated[tuple[Literal["http", "https"], ...], NoDecode] = Field(
-        ("http", "https"), description="what URLs may start with: http,https or one of them; '' fetches nothing"
+        ("http", "https"), description="allowed schemes of URLs: http,https or one of them; '' turns fetching off"
     )
     fetch_ports: Annotated[tuple[Annotated[int, Field(ge=1, le=65535)], ...], NoDecode] = Field(
-        (80, 443), description="ports that URLs may name: 80,443,9000"
+        (80, 443), description="allowed ports of URLs, for example 80,443,9000"
     )
-    fetch_max_bytes: int = Field(2**30, ge=1, description="most bytes that one URL may bring")
+    fetch_max_bytes: int = Field(2**30, ge=1, description="maximum bytes of one fetched URL")
     fetch_disk_bytes: int = Field(
-        2**32,
-        ge=1,
-        description="most bytes that fetched media may take together, in TMPDIR; above, they are refused",
+        2**32, ge=1, description="maximum bytes of all fetched media in TMPDIR together; further fetches are refused"
     )
-    fetch_timeout_s: float = Field(60.0, gt=0, description="most seconds that a URL may take, from name to last byte")
+    fetch_timeout_s: float = Field(
+        60.0, gt=0, description="maximum seconds for fetching a URL, from the name lookup to the last byte"
+    )
 
     decode_workers: int = Field(
         len(os.sched_getaffinity(0)),
         ge=1,
-        description="processes that decode, one media item each at a time; unless set, one a core",
+        description="decoding processes, each of which decodes one media item at a time; default: one for each core",
     )
     inflight_bytes: int = Field(
-        2**28, ge=1, description="most bytes of decoded slices that wait for readers; decoding waits when they are full"
+        2**28, ge=1, description="maximum bytes of decoded slices that are not sent yet; decoding pauses at the limit"
     )
     decode_timeout_s: float = Field(
-        120.0, gt=0, description="most seconds of work on one media item; then it is refused and its process replaced"
+        120.0, gt=0, description="maximum seconds of work on one media item; then it is refused, its process replaced"
     )
     decode_memory_bytes: int = Field(
         2**31,
         ge=2**26,
-        description="most memory that one media item may take; then it is refused and its process replaced",
+        description="maximum memory for one media item; beyond it, the item is refused and its process replaced",
     )
     decode_max_pixels: int = Field(
         2**38,
         ge=1,
-        description="most pixels of one video's frames that are decoded; above, it is refused. The default is an hour "
-        "of 1920×1080 at 36 frames a second",
+        description="maximum pixels of all decoded frames of one video; the default is an hour of 1920×1080 at 36 "
+        "frames a second",
     )
-    media_max_bytes: int = Field(2**34, ge=1, description="most bytes of a media file; a larger one is refused")
-    media_max_s: int = Field(
-        6 * 3600, ge=1, le=MAX_LENGTH_S, description="most seconds that a video may last; a longer one is refused"
-    )
+    media_max_bytes: int = Field(2**34, ge=1, description="maximum bytes of a media file")
+    media_max_s: int = Field(6 * 3600, ge=1, le=MAX_LENGTH_S, description="maximum seconds of a video")
 
     @field_validator("allow_media_domain", "fetch_schemes", "fetch_ports", mode="before")
     @classmethod
@@ -90,7 +88,7 @@ class PreprocessingSettings(ServiceSettings):
 
     @property
     def fetch_policy(self) -> FetchPolicy:
-        """What may be fetched, and how much of it."""
+        """The policy of fetching, from the flags."""
         return FetchPolicy(
             schemes=frozenset(self.fetch_schemes),
             ports=frozenset(self.fetch_ports),
@@ -102,7 +100,7 @@ class PreprocessingSettings(ServiceSettings):
 
     @property
     def limits(self) -> Limits:
-        """What one media item may cost."""
+        """The limits of one job, from the flags."""
         return Limits(
             wall_s=self.decode_timeout_s,
             memory_bytes=self.decode_memory_bytes,

@@ -18,7 +18,7 @@ from common.serving import exposition
 from common.serving.guards import metrics_tls
 from common.serving.settings import ServiceSettings
 from tests.certificates import Authority
-from tests.preprocessing.fetching import open_files
+from tests.preprocessing.media_server import open_files
 
 # The port, and what a client trusts there.
 Served: TypeAlias = tuple[int, ssl.SSLContext | None]

@@ -16,8 +16,7 @@ import pytest
 from common.contract.errors import MediaRejected
 from common.telemetry.otlp import OtlpTracer
 from common.telemetry.tracing import Attributes, Metadata, RequestSpan, begin_request, passed_on_trace, record, span
-from services.generation.rpc.spans import record_stages
-from services.generation.rpc.timing import Stage, StageClock
+from services.generation.rpc.timing import Stage, StageClock, record_stages
 from tests.collector import Span, collecting
 
 ROOT = Path(__file__).parents[2]

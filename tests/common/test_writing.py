@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
@@ -17,11 +18,11 @@ from common.channels import end_writing, open_channel, upstream_errors
 from common.contract.errors import Overloaded
 from common.contract.plan import PromptPlan
 from common.contract.wire import plan_messages
-from framesieve.client.selecting import EVERYTHING, answers
+from framesieve.client.encoding import EVERYTHING, answers
 from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
-from services.encoder.items.preprocess_stream import Expectation, FrameStream
+from services.encoder.items.preprocess_stream import PlanCheck, PreprocessStream
 from services.encoder.tower.patches import PatchShape
 from services.generation.rpc.media import MediaClient
 from services.generation.rpc.timing import StageClock
@@ -42,11 +43,11 @@ Ask: TypeAlias = Callable[[grpc.aio.Channel, str], Awaitable[Any]]
 
 
 async def encoder_asks(channel: grpc.aio.Channel, text: str) -> None:
-    frames = FrameStream(channel, {"timeout": TIMEOUT_S}, Expectation(PATCHES, 1, FINGERPRINT))
-    plan = await frames.plan(saying(text, prompt_of([VIDEO])), {})
-    await frames.select(0, plan.media[0])
-    await frames.all_selected()
-    _ = [each async for each in frames.slices()]
+    stream = PreprocessStream(channel, {"timeout": TIMEOUT_S}, PlanCheck(PATCHES, 1, FINGERPRINT))
+    plan = await stream.plan(saying(text, prompt_of([VIDEO])), {})
+    await stream.lead(0, Mock(plan=plan.media[0], reserve=AsyncMock()))
+    await stream.all_selected()
+    await stream.finished()
 
 
 async def generation_asks(channel: grpc.aio.Channel, text: str) -> None:

@@ -1,7 +1,4 @@
-"""A tower, and the encoder service around it.
-
-A file that asks every family has a `tower` of its own.
-"""
+"""A tower with several embedding levels, and the encoder service around it."""
 
 from __future__ import annotations
 
@@ -12,11 +9,25 @@ import pytest
 
 from services.encoder.tower.tower import Tower
 from tests.encoder.encoder_service import Stack, running, tower_of
+from tests.families import FAMILIES
 
 
-@pytest.fixture(scope="module")
-def tower(tiny_checkpoint: Path) -> Tower:
-    return tower_of(tiny_checkpoint)
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
+def family(request: pytest.FixtureRequest) -> str:
+    """The families with different towers: one has windows, the other levels. Qwen3-VL-MoE's is Qwen3-VL's."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="session")
+def levels_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-VL checkpoint: the family whose tower has more than one level."""
+    return FAMILIES["qwen3_vl"].write(tmp_path_factory.mktemp("qwen3_vl"), 1)
+
+
+@pytest.fixture(scope="session")
+def tower(levels_checkpoint: Path) -> Tower:
+    return tower_of(levels_checkpoint)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A hand-made preprocessing service that keeps the contract or breaks it, and the prompts that it understands."""
+"""A fake preprocessing service that keeps the contract or breaks it, and the prompts that it understands."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 
 import grpc
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
 from common.contract.tensors import DType
-from common.contract.wire import named_media, plan_messages, tensor_chunks
-from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
+from common.contract.wire import grid_message, named_media, plan_messages, tensor_chunks
+from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2, tensor_pb2
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
 from services.encoder.tower.patches import PatchShape
 from tests.common.loopback import TIMEOUT_S
@@ -27,7 +29,7 @@ GRID = Grid(4, 2, 3)
 
 @dataclass(frozen=True, eq=False)
 class Media:
-    """What a prompt asks about; `embeds` in place of pixels. content: which pixels; unset: its place in the prompt."""
+    """A media item of a prompt. embeds: instead of pixels. content: their seed; None: its place in the prompt."""
 
     modality: Modality
     grid: Grid
@@ -43,11 +45,33 @@ def video(content: int, grid: Grid = GRID) -> Media:
     return Media(Modality.VIDEO, grid, content=content)
 
 
+WIRE_DTYPES = {
+    torch.float32: tensor_pb2.DTYPE_FLOAT32,
+    torch.float16: tensor_pb2.DTYPE_FLOAT16,
+    torch.bfloat16: tensor_pb2.DTYPE_BFLOAT16,
+}
+
+
+def tensor_message(tensor: Tensor) -> tensor_pb2.Tensor:
+    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor_pb2.Tensor(dtype=WIRE_DTYPES[tensor.dtype], shape=tensor.shape, data=data)
+
+
+def media_with(tensor: tensor_pb2.Tensor, grid: Grid = GRID, modality: Modality = Modality.VIDEO) -> Media:
+    base = prompt_pb2.Rational(numerator=1, denominator=1) if modality is Modality.VIDEO else None
+    return Media(modality, grid, prompt_pb2.MediaEmbeds(tensor=tensor, grid=grid_message(grid), seconds_per_grid=base))
+
+
+def brought(embeds: Tensor, grid: Grid = GRID) -> Media:
+    """A video whose embeddings, (1 + levels, tokens, D), come with the prompt."""
+    return media_with(tensor_message(embeds), grid)
+
+
 # --- prompts ----------------------------------------------------------------------------------------------------
 
 
 def media_of(prompt: prompt_pb2.Prompt) -> list[Media]:
-    """What `prompt_of` was told; files within the prompt are pictures of one token."""
+    """The media from which `prompt_of` made the prompt; files within the prompt are pictures of one token."""
     return [_media_of(modality, media) for _, modality, media in named_media(prompt)]
 
 
@@ -69,7 +93,7 @@ def prompt_of(media: Sequence[Media], own: Mapping[int, prompt_pb2.Pruning] | No
     return prompt_pb2.Prompt(messages=[prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=parts)])
 
 
-# --- a preprocessing service that does as it is told ------------------------------------------------------------
+# --- the service ------------------------------------------------------------------------------------------------
 
 
 def frame_count(media: Media, patches: PatchShape) -> int:
@@ -115,7 +139,7 @@ def plan_of(media: Sequence[Media], patches: PatchShape, embed_levels: int) -> P
 
 
 def other_item(plan: PromptPlan, **changes: Any) -> PromptPlan:
-    """The same plan but for its first item."""
+    """The plan with changes to its first item."""
     return replace(plan, media=(replace(plan.media[0], **changes), *plan.media[1:]))
 
 
@@ -138,10 +162,10 @@ def item_messages(media_index: int, media: Media, patches: PatchShape) -> list[P
 
 @dataclass
 class FakePreprocessing(preprocessing_pb2_grpc.PreprocessingServiceServicer):
-    """Keeps the contract, save where a test bends the plan, the frames or the end.
+    """Keeps the contract unless a test bends the plan, the frames or the end.
 
-    stall: each selected item, once its first slice is sent, waits for `resumed`. fail: told after that, for items of
-    the contents in `failing` alone where there are any.
+    stall: each selected item waits for `resumed` after its first slice. fail: raised after that, for all items or for
+    those whose content is in `failing`.
     """
 
     patches: PatchShape

@@ -1,4 +1,4 @@
-"""An encoder service over a tiny checkpoint, behind a hand-made preprocessing service, and a caller of it."""
+"""An encoder service with a tiny tower, a fake preprocessing service, and a client."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ class Stack:
     tower: Tower
     batcher: Batcher
     cache: EmbedsCache
-    outputs: ByteSemaphore
+    output_bytes: ByteSemaphore
 
     @property
-    def room(self) -> ByteSemaphore:
+    def encoding_bytes(self) -> ByteSemaphore:
         """For what is being encoded."""
-        return self.cache.room
+        return self.cache.encoding_bytes
 
     @property
     def held_bytes(self) -> int:
-        """By requests, encoded and pruned; what is merely kept is not held."""
-        return self.room.held_bytes + self.outputs.held_bytes
+        """Bytes reserved by requests; cached ones are not included."""
+        return self.encoding_bytes.held_bytes + self.output_bytes.held_bytes
 
 
 @asynccontextmanager
 async def running(
     folder: Path, tower: Tower, room_bytes: int = 2**24, budget_tokens: int = 64, cache_bytes: int = 2**24
 ) -> AsyncIterator[Stack]:
-    """The encoder behind a socket in `folder`, and what it talks to."""
+    """Serves the encoder and its fake peer on sockets in `folder`."""
     fake, outputs = FakePreprocessing(tower.patches, tower.embed_levels), ByteSemaphore(room_bytes)
     batcher = Batcher(tower.encode, budget_tokens)
     cache = EmbedsCache(tower, batcher, ByteSemaphore(room_bytes), cache_bytes)
@@ -75,7 +75,7 @@ async def running(
         batcher.close()
 
 
-# --- a caller ---------------------------------------------------------------------------------------------------
+# --- client -----------------------------------------------------------------------------------------------------
 
 
 def first_request(
@@ -93,7 +93,7 @@ SELECT_ALL = EncodeRequest(select=prompt_pb2.Select(all=True))
 
 
 def opened(stack: Stack, *media: Media, rate: float = 0, timeout_s: float = TIMEOUT_S) -> Any:
-    """A call that selects everything and that nobody reads yet."""
+    """A call that selects everything, not read yet."""
     return stack.stub.Encode(iter([first_request(media, rate), SELECT_ALL]), timeout=timeout_s)
 
 
@@ -107,7 +107,7 @@ async def stalled(stack: Stack, *media: Media, timeout_s: float = TIMEOUT_S) -> 
 
 
 async def read_all(call: Any) -> list[EncodeResponse]:
-    """Everything that a call answers. Raises the leaf of the error tree that its status names."""
+    """All responses of a call. Raises the FramesieveError of its status."""
     try:
         return [response async for response in call]
     except grpc.aio.AioRpcError as error:
@@ -130,7 +130,7 @@ class Received:
 
 
 def embeds_in(responses: Sequence[EncodeResponse]) -> dict[int, Received]:
-    """What was sent of each item, in the order in which it was sent."""
+    """The embeddings of each item, in the order in which they were sent."""
     received: dict[int, Received] = {}
     for message in (each.embeds for each in responses if each.HasField("embeds")):
         if message.media_index not in received:
@@ -148,7 +148,7 @@ def tower_embeds(tower: Tower, media_index: int, media: Media) -> torch.Tensor:
     return torch.cat([tower.encode([each])[0] for each in frames.split(tower.patches.temporal_patch)], dim=1)
 
 
-# --- what is held and counted -----------------------------------------------------------------------------------
+# --- bytes and metrics -----------------------------------------------------------------------------------------
 
 
 def item_bytes(tower: Tower, tokens: int = GRID.tokens) -> int:
@@ -170,7 +170,7 @@ async def waiters(count: int) -> None:
 
 
 async def check_idle(stack: Stack) -> None:
-    """Nobody holds or waits for anything, though it may take a moment to be told that a caller is gone."""
+    """Waits until nothing is reserved, queued or waited for: a disconnected caller is noticed late."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while counts := {name: count for name, count in in_use(stack).items() if count}:
         assert time.monotonic() < deadline_s, counts
@@ -181,15 +181,15 @@ def in_use(stack: Stack) -> dict[str, float]:
     gauges = {name: metric(name) for name in ("cache_waiters", "queue_slices", "queue_oldest_seconds")}
     for room in ("encoding", "output"):
         gauges |= {f"{name} {room}": metric(name, room=room) for name in ("room_used_bytes", "room_waiting")}
-    return {**gauges, "room": stack.room.held_bytes, "outputs": stack.outputs.held_bytes}
+    return {**gauges, "room": stack.encoding_bytes.held_bytes, "outputs": stack.output_bytes.held_bytes}
 
 
 async def check_served(stack: Stack) -> None:
-    """The service is as it was: the next request is decoded and answered, and nothing is held."""
+    """Checks that the next request is decoded and answered, and that nothing stays reserved."""
     stack.preprocessing.bend_plan = FakePreprocessing.bend_plan
     stack.preprocessing.bend_frames = FakePreprocessing.bend_frames
     stack.preprocessing.fail = None
-    # What was refused before may not have ended in preprocessing yet.
+    # Calls of earlier requests may not have ended in preprocessing yet.
     await eventually(lambda: not REGISTRY.get_sample_value("framesieve_requests_running", {"method": "Preprocess"}))
     selected = len(stack.preprocessing.selected)
     unseen = video(1000 + len(stack.preprocessing.prompts))

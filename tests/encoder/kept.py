@@ -1,4 +1,4 @@
-"""Videos to prune, and what must be kept of them by exact scores: for the tests of every method."""
+"""Random videos to prune, and a check of the kept tokens against exact scores."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RATES = st.integers(0, 99).map(lambda hundredths: hundredths / 100)
 
 
 def check_kept(kept: NDArray[np.int32], scores: NDArray[np.float64], count: int, error: float) -> None:
-    """The `count` best of the rounded scores, ties to the earlier.
+    """Checks that the `count` best rounded scores are kept, ties to the earlier token.
 
-    A score that lies within `error` of the border of two steps may round to either: such tokens may be kept or not
-    where that decides it. All others must be as said.
+    A score within `error` of the border between two steps may round to either. Tokens for which that decides may be
+    kept or not; all others are checked.
     """
     low, high = (np.round((scores + each) / STEP) for each in (-error, error))
     assert kept.dtype == np.int32
@@ -49,7 +49,7 @@ def evs_count(grid: Grid, rate: float) -> int:
 
 @st.composite
 def videos(draw: st.DrawFn) -> tuple[NDArray[np.float32], Grid]:
-    """Embeddings with tokens that repeat, vanish, are NaN or differ by little, beside random ones."""
+    """Random embeddings, in which some tokens repeat, are zero or NaN, or differ little."""
     grid = draw(GRIDS)
     width = draw(st.integers(2, 12))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

@@ -1,4 +1,4 @@
-"""A service that waits for ranks which never come, and is told to end."""
+"""A process that waits for ranks that never join, and gets SIGTERM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 
 
 def ended_by_a_signal(join: str, folder: Path) -> int:
-    """What a process ends with that ends with 7 on SIGTERM. join: what it runs, which meets by folder/meeting."""
+    """The exit status of a process that runs `join` and gets SIGTERM, on which it exits with 7.
+
+    join: code that meets by the file folder/meeting.
+    """
     program = f"""
 import os, signal, torch
 from pathlib import Path

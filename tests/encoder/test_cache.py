@@ -1,11 +1,13 @@
-"""What embeddings are known by, and who gives way: without a server, without a stream."""
+"""The cache: what a key depends on, what is evicted, and that a second request encodes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,12 +16,26 @@ from hypothesis import strategies as st
 from common.byte_semaphore import ByteSemaphore
 from common.contract.digest import tagged_digest
 from common.contract.plan import Grid, MediaPlan, Modality, Run
+from common.contract.retention import Pruning
+from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from services.encoder.items.batcher import Batcher
-from services.encoder.items.cache import EmbedsCache, Entry
-from services.encoder.items.cache_key import cache_key
-from services.encoder.tower.cost import TowerSizes
+from services.encoder.items.cache import EmbedsCache, cache_key
+from services.encoder.items.cache_entry import CacheEntry
+from services.encoder.pruning.methods import keep_tokens
 from services.encoder.tower.patches import PatchShape
-from services.encoder.tower.tower import Tower
+from services.encoder.tower.tower import Tower, TowerSizes
+from tests.encoder.encoder_peers import GRID, IMAGE, Media, video
+from tests.encoder.encoder_service import (
+    SELECT_ALL,
+    Stack,
+    check_idle,
+    embeds_in,
+    encode,
+    first_request,
+    kept_bytes,
+    metric,
+    running,
+)
 
 VIDEO = MediaPlan(
     modality=Modality.VIDEO,
@@ -45,24 +61,19 @@ TOWER = Tower(
 
 # --- keys -------------------------------------------------------------------------------------------------------
 
-# Few and alike, so that different lists often run together to the same bytes.
+# Few and similar, so that different lists often concatenate to the same bytes.
 PIECES = st.lists(st.sampled_from([b"", b"a", b"aa", b"\0", b"\0" * 8, b"\x01" + b"\0" * 7, b"a" + b"\0" * 7]))
 
 
-@given(PIECES, PIECES)
-def test_no_two_lists_of_parts_have_one_digest(left: list[bytes], right: list[bytes]) -> None:
-    assert (tagged_digest(b"d", left) == tagged_digest(b"d", right)) == (left == right)
-
-
 @given(PIECES, st.data())
-def test_bytes_that_move_to_another_part_make_another_digest(parts: list[bytes], data: st.DataObject) -> None:
+def test_bytes_that_move_to_another_part_change_the_digest(parts: list[bytes], data: st.DataObject) -> None:
     whole = b"".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=4)))
     moved = [whole[start:end] for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
     assert (tagged_digest(b"d", parts) == tagged_digest(b"d", moved)) == (parts == moved)
 
 
-def test_parts_do_not_pass_for_a_domain() -> None:
+def test_a_part_is_not_taken_for_the_domain() -> None:
     assert tagged_digest(b"da", [b"b"]) != tagged_digest(b"d", [b"ab"])
     assert tagged_digest(b"d", []) != tagged_digest(b"e", [])
 
@@ -86,7 +97,7 @@ KEYED = st.tuples(
 
 
 @given(KEYED, KEYED)
-def test_keys_are_equal_where_all_that_decides_the_embeddings_is(
+def test_keys_are_equal_if_everything_that_determines_the_embeddings_is(
     left: tuple[bytes, tuple[Modality, Grid], torch.dtype, int],
     right: tuple[bytes, tuple[Modality, Grid], torch.dtype, int],
 ) -> None:
@@ -99,17 +110,7 @@ def test_keys_are_equal_where_all_that_decides_the_embeddings_is(
     assert (key(*left) == key(*right)) == (left == right)
 
 
-@pytest.mark.parametrize("grid", [Grid(2, 4, 3), Grid(4, 3, 2), Grid(24, 1, 1), Grid(1, 1, 24), Grid(1, 12, 2)])
-def test_grids_of_as_many_tokens_are_told_apart(grid: Grid) -> None:
-    assert cache_key(retyped(grid), torch.float32, 0) != cache_key(VIDEO, torch.float32, 0)
-
-
-def test_where_the_tokens_stand_takes_no_part() -> None:
-    elsewhere = replace(VIDEO, runs=(Run(0, 4), Run(90, 20)))
-    assert cache_key(elsewhere, torch.float32, 0) == cache_key(VIDEO, torch.float32, 0)
-
-
-# --- who gives way ----------------------------------------------------------------------------------------------
+# --- eviction ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -123,117 +124,16 @@ ITEM_BYTES = 2 * 24 * 8 * 4
 KEPT_BYTES = ITEM_BYTES + 12 * 24
 
 
-def cache_of(items: int, batcher: Batcher) -> EmbedsCache:
-    return EmbedsCache(TOWER, batcher, ByteSemaphore(10 * ITEM_BYTES), items * KEPT_BYTES)
-
-
-def item(content: int) -> MediaPlan:
-    return replace(VIDEO, content_hash=bytes([content]) * 32)
-
-
-async def asked(cache: EmbedsCache, content: int) -> Entry:
-    """An entry that the caller has not left, complete."""
-    entry = cache.join(item(content))
-    if not entry.encoding.complete:
-        await entry.encoding.reserve()
-        await entry.encoding.fill(torch.full((2, 24, 8), float(content)))
-    return entry
-
-
-async def keep(cache: EmbedsCache, contents: Sequence[int]) -> None:
-    for content in contents:
-        cache.leave(await asked(cache, content))
-
-
-def kept(cache: EmbedsCache, contents: Sequence[int]) -> list[int]:
-    """Which of these are kept; asks for them, the last first."""
-    found = []
-    for content in contents:
-        entry = cache.join(item(content))
-        if entry.encoding.complete:
-            found.append(content)
-        cache.leave(entry)
-    return found
-
-
-async def test_the_least_recently_asked_for_gives_way(batcher: Batcher) -> None:
-    cache = cache_of(3, batcher)
-    await keep(cache, [1, 2, 3, 1, 4, 5])
-    assert kept(cache, [1, 2, 3, 4, 5]) == [1, 4, 5]
-    assert cache.held_bytes == 3 * KEPT_BYTES
-    assert cache.room.held_bytes == 0
-
-
-async def test_what_is_being_read_does_not_give_way(batcher: Batcher) -> None:
-    cache = cache_of(2, batcher)
-    await keep(cache, [1, 2])
-    reading = await asked(cache, 1)
-    await keep(cache, [2, 3, 4])
-    assert (reading.encoding.embeds == 1).all()
-    cache.leave(reading)
-    assert kept(cache, [1, 2, 3, 4]) == [1, 4]
-    assert cache.held_bytes == 2 * KEPT_BYTES
-
-
-async def test_where_everything_is_being_read_the_newest_is_not_kept(batcher: Batcher) -> None:
-    cache = cache_of(1, batcher)
-    await keep(cache, [1])
-    reading = await asked(cache, 1)
-    await keep(cache, [2])
-    assert kept(cache, [2]) == []
-    cache.leave(reading)
-    assert kept(cache, [1]) == [1]
-    assert (cache.held_bytes, cache.room.held_bytes) == (KEPT_BYTES, 0)
-
-
-async def test_room_is_given_back_once_the_last_reader_has_left(batcher: Batcher) -> None:
-    for items in (0, 1):
-        cache = cache_of(items, batcher)
-        first, second = await asked(cache, 1), await asked(cache, 1)
-        assert first is second
-        cache.leave(first)
-        assert cache.room.held_bytes == ITEM_BYTES
-        cache.leave(second)
-        assert (cache.room.held_bytes, cache.held_bytes) == (0, items * KEPT_BYTES)
-
-
-async def test_a_byte_less_than_an_item_keeps_nothing(batcher: Batcher) -> None:
-    cache = EmbedsCache(TOWER, batcher, ByteSemaphore(ITEM_BYTES), KEPT_BYTES - 1)
-    await keep(cache, [1])
-    assert kept(cache, [1]) == []
-    assert cache.held_bytes == 0
-
-
-async def test_what_failed_is_made_anew_for_who_asks_next(batcher: Batcher) -> None:
-    cache = cache_of(1, batcher)
-    failed = cache.join(item(1))
-    failed.encoding.fail(RuntimeError("the tower fell"))
-    again = await asked(cache, 1)
-    assert again is not failed
-    cache.leave(failed)
-    cache.leave(again)
-    assert kept(cache, [1]) == [1]
-
-
-async def test_what_nobody_waits_for_before_it_is_complete_is_not_kept(batcher: Batcher) -> None:
-    cache = cache_of(1, batcher)
-    entry = cache.join(item(1))
-    await entry.encoding.reserve()
-    cache.leave(entry)
-    assert (cache.room.held_bytes, cache.held_bytes) == (0, 0)
-    assert kept(cache, [1]) == []
-
-
 def sized(content: int) -> MediaPlan:
     return replace(retyped(Grid(1 + content % 3, 3, 4)), content_hash=bytes([content]) * 32)
 
 
 class NaiveCache:
-    """What is kept, by content, and read by how many, summed up anew whenever somebody asks."""
+    """A model of the cache: kept contents, and readers of each, with all sums computed anew."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self.kept: list[int] = []  # the least recently left first
+        self.kept: list[int] = []  # least recently used first
         self.readers: list[int] = []
 
     @property
@@ -262,27 +162,28 @@ def bytes_of(content: int) -> int:
 
 
 @given(st.integers(0, 8), st.lists(st.one_of(st.integers(0, 9), st.just("leave")), max_size=40), st.data())
-async def test_what_is_kept_is_what_a_naive_cache_keeps(
+async def test_the_cache_keeps_what_a_naive_lru_cache_keeps(
     halves: int, steps: list[int | str], data: st.DataObject
 ) -> None:
     batcher = Batcher(lambda slices: [], budget_tokens=64)
     cache = EmbedsCache(TOWER, batcher, ByteSemaphore(100 * ITEM_BYTES), halves * KEPT_BYTES // 2)
     naive = NaiveCache(cache.size_bytes)
-    reading: list[tuple[int, Entry]] = []
+    reading: list[tuple[int, CacheEntry]] = []
 
     def leave(index: int) -> None:
         content, entry = reading.pop(index)
         cache.leave(entry)
         naive.leave(content)
         assert cache.held_bytes == naive.held_bytes <= cache.size_bytes
+        assert all(each.embeds.numel() for _, each in reading)  # nothing that is read is evicted
 
     for step in steps:
         if isinstance(step, int):
             entry = cache.join(sized(step))
             assert entry.kept == (step in naive.kept)
-            assert entry.encoding.complete == (step in naive.kept or step in naive.readers)
-            await entry.encoding.reserve()
-            entry.encoding.encoded_slices = entry.encoding.plan.grid.t
+            assert entry.complete == (step in naive.kept or step in naive.readers)
+            await entry.reserve()
+            entry.encoded_slices = entry.plan.grid.t
             reading.append((step, entry))
             naive.readers.append(step)
         elif reading:
@@ -290,27 +191,93 @@ async def test_what_is_kept_is_what_a_naive_cache_keeps(
     while reading:
         leave(0)
     assert [content for content in range(10) if cache.join(sized(content)).kept] == sorted(naive.kept)
+    assert cache.encoding_bytes.held_bytes == 0
     batcher.close()
 
 
+async def test_an_entry_that_is_left_before_it_is_complete_is_dropped(batcher: Batcher) -> None:
+    cache = EmbedsCache(TOWER, batcher, ByteSemaphore(ITEM_BYTES), KEPT_BYTES)
+    entry = cache.join(VIDEO)
+    await entry.reserve()
+    cache.leave(entry)
+    assert (cache.encoding_bytes.held_bytes, cache.held_bytes) == (0, 0)
+    assert cache.join(VIDEO) is not entry
+
+
 @pytest.mark.parametrize("items", [1000, 100])
-async def test_however_many_are_kept_another_costs_the_same(
+async def test_the_cost_of_a_request_does_not_depend_on_the_number_of_kept_entries(
     batcher: Batcher, monkeypatch: pytest.MonkeyPatch, items: int
 ) -> None:
-    """Where there is room for all, and where each has another give way, while some are being read."""
-    looked_at: list[Entry] = []
+    """With space for all, and with an eviction per request, while some entries are being read."""
+    looked_at: list[CacheEntry] = []
 
-    def size_bytes(entry: Entry) -> int:
+    def size_bytes(entry: CacheEntry) -> int:
         looked_at.append(entry)
         return KEPT_BYTES
 
-    monkeypatch.setattr(Entry, "size_bytes", property(size_bytes))
-    cache = cache_of(items, batcher)
+    monkeypatch.setattr(CacheEntry, "size_bytes", property(size_bytes))
+    cache = EmbedsCache(TOWER, batcher, ByteSemaphore(10 * ITEM_BYTES), items * KEPT_BYTES)
     for content in range(600):
         entry = cache.join(replace(VIDEO, content_hash=content.to_bytes(32)))
-        entry.encoding.encoded_slices = VIDEO.grid.t
+        entry.encoded_slices = VIDEO.grid.t
         cache.leave(entry)
         if content < 50:
-            cache.join(entry.encoding.plan)
+            cache.join(entry.plan)
     assert cache.held_bytes == min(items, 600) * KEPT_BYTES
     assert len(looked_at) < 10 * 600
+
+
+# --- over gRPC --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rate", "method"), [(0.25, "evs"), (0.75, "evs"), (0.5, "vidcom2"), (0.5, "random")])
+async def test_a_second_request_gathers_from_the_cached_embeddings(stack: Stack, rate: float, method: str) -> None:
+    """Wherever in the prompt the video is, and by whatever rate and method."""
+    unpruned = embeds_in(await encode(stack, first_request([video(7), IMAGE]), SELECT_ALL))[0].embeds
+    hits, forwards = metric("cache_lookups_total", outcome="hit"), metric("batch_tokens_count")
+    media = [Media(Modality.IMAGE, IMAGE.grid, content=1), video(7), video(7)]
+    responses = await encode(stack, first_request(media, rate, method), SELECT_ALL)
+    kept = keep_tokens(torch.from_numpy(unpruned[0].copy()), GRID, Pruning(rate, method)).tolist()
+    for pruned in list(embeds_in(responses).values())[1:]:
+        assert pruned.kept == kept
+        np.testing.assert_array_equal(pruned.embeds, unpruned[:, kept])
+    assert stack.preprocessing.selected == [0, 1]
+    assert metric("batch_tokens_count") == forwards
+    assert metric("cache_lookups_total", outcome="hit") == hits + 3
+    assert [each.WhichOneof("response") for each in responses] == ["plan", *["progress", "embeds"] * 3]
+
+
+async def test_repaired_frames_are_cached(stack: Stack) -> None:
+    def repair(messages: list[PreprocessResponse]) -> list[PreprocessResponse]:
+        for message in messages[:2]:
+            message.frames.repaired_frames = 1
+        return messages
+
+    stack.preprocessing.bend_frames = repair
+    for _ in range(2):
+        responses = await encode(stack, first_request([video(7)]), SELECT_ALL)
+        assert [each.embeds.repaired_frames for each in responses if each.HasField("embeds")] == [2]
+    assert stack.preprocessing.selected == [0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "cached_items", "decoded", "evicted"),
+    [
+        ([1, 2, 1, 3, 1, 2], 2, 4, 2),  # 3 evicts 2, and 2 evicts 3
+        ([1, 2, 30, 30, 1], 2, 4, 3),  # 30, twice as large, evicts 1 and 2; 1 evicts 30
+        ([1, 30, 30, 1], 1, 3, 0),  # 30 does not fit, and evicts nothing
+        ([1, 1], 0, 2, 0),
+    ],
+)
+async def test_the_least_recently_used_items_are_evicted(
+    tmp_path: Path, tower: Tower, asked: list[int], cached_items: int, decoded: int, evicted: int
+) -> None:
+    async with running(tmp_path, tower, cache_bytes=cached_items * kept_bytes(tower)) as stack:
+        evictions = metric("cache_evictions_total")
+        for content in asked:
+            media = video(content, Grid(8, 2, 3) if content == 30 else GRID)
+            await encode(stack, first_request([media]), SELECT_ALL)
+            assert metric("cache_used_bytes") == stack.cache.held_bytes <= cached_items * kept_bytes(tower)
+        assert len(stack.preprocessing.selected) == decoded
+        assert metric("cache_evictions_total") == evictions + evicted
+        await check_idle(stack)

@@ -1,13 +1,12 @@
-"""Embeddings that come with a prompt: checked, kept from preprocessing, and pruned and sent like the encoder's own."""
+"""Embeddings that come with a prompt: checked, withheld from preprocessing, then pruned and sent like encoded ones."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import struct
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +17,31 @@ from torch import Tensor
 
 from common.contract import errors
 from common.contract.limits import MAX_INLINE_BYTES
-from common.contract.plan import Grid, Modality, PromptPlan
-from common.contract.wire import grid_message
-from framesieve.v1 import prompt_pb2, tensor_pb2
-from services.encoder.rpc import servicer
+from common.contract.plan import Grid, PromptPlan
+from framesieve.v1 import tensor_pb2
 from services.encoder.rpc.messages import take_embeds
 from services.encoder.tower.tower import Tower
-from tests.common.loopback import eventually
-from tests.encoder.encoder_peers import GRID, IMAGE, VIDEO, Media, other_item
+from tests.encoder.encoder_peers import GRID, IMAGE, VIDEO, WIRE_DTYPES, brought, media_with, other_item, tensor_message
 from tests.encoder.encoder_service import (
     SELECT_ALL,
     Received,
     Stack,
-    check_idle,
     check_served,
     embeds_in,
     encode,
     first_request,
+    kept_bytes,
     running,
     select,
-    stalled,
     tower_embeds,
-    tower_of,
 )
 
-WIRE_DTYPES = {
-    torch.float32: tensor_pb2.DTYPE_FLOAT32,
-    torch.float16: tensor_pb2.DTYPE_FLOAT16,
-    torch.bfloat16: tensor_pb2.DTYPE_BFLOAT16,
-}
 FIELD = r"^prompt\.messages\[0\]\.parts\[1\]\.video\.embeds\."
-
-
-@pytest.fixture(scope="module")
-def tower(family_checkpoint: Path) -> Tower:
-    return tower_of(family_checkpoint)
 
 
 @pytest.fixture
 async def stack(tmp_path: Path, tower: Tower) -> AsyncIterator[Stack]:
-    # One slice a forward, so that a slice is encoded to the same bits each time.
+    # One slice per forward, so that a slice is encoded to the same bits each time.
     async with running(tmp_path, tower, budget_tokens=1) as stack:
         yield stack
 
@@ -65,20 +49,6 @@ async def stack(tmp_path: Path, tower: Tower) -> AsyncIterator[Stack]:
 def random_embeds(tower: Tower, seed: int, grid: Grid = GRID) -> Tensor:
     shape = (1 + tower.embed_levels, grid.tokens, tower.embed_dim)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def tensor_message(tensor: Tensor) -> tensor_pb2.Tensor:
-    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-    return tensor_pb2.Tensor(dtype=WIRE_DTYPES[tensor.dtype], shape=tensor.shape, data=data)
-
-
-def media_with(tensor: tensor_pb2.Tensor, grid: Grid = GRID, modality: Modality = Modality.VIDEO) -> Media:
-    base = prompt_pb2.Rational(numerator=1, denominator=1) if modality is Modality.VIDEO else None
-    return Media(modality, grid, prompt_pb2.MediaEmbeds(tensor=tensor, grid=grid_message(grid), seconds_per_grid=base))
-
-
-def brought(embeds: Tensor, modality: Modality = Modality.VIDEO, grid: Grid = GRID) -> Media:
-    return media_with(tensor_message(embeds), grid, modality)
 
 
 def as_sent(item: Received) -> tensor_pb2.Tensor:
@@ -89,7 +59,7 @@ def as_sent(item: Received) -> tensor_pb2.Tensor:
 
 
 @pytest.mark.parametrize(("rate", "method"), [(0.0, ""), (0.5, "evs"), (0.5, "vidcom2"), (0.75, "random")])
-async def test_what_was_sent_comes_back_as_if_it_were_the_media_itself(stack: Stack, rate: float, method: str) -> None:
+async def test_embeddings_brought_back_are_answered_like_their_media(stack: Stack, rate: float, method: str) -> None:
     media = [VIDEO, IMAGE]
     unpruned = embeds_in(await encode(stack, first_request(media), SELECT_ALL))
     again = [media_with(as_sent(unpruned[index]), each.grid, each.modality) for index, each in enumerate(media)]
@@ -99,17 +69,10 @@ async def test_what_was_sent_comes_back_as_if_it_were_the_media_itself(stack: St
     assert stack.held_bytes == 0
 
 
-async def test_what_was_brought_is_not_kept(stack: Stack) -> None:
-    media = [brought(random_embeds(stack.tower, 1))]
-    assert embeds_in(await encode(stack, first_request(media), SELECT_ALL))
-    assert stack.cache.held_bytes == 0
-    await check_idle(stack)
-
-
-async def test_preprocessing_gets_the_digest_and_everything_else_but_the_tensor(stack: Stack) -> None:
+async def test_preprocessing_gets_a_digest_in_place_of_the_tensor(stack: Stack) -> None:
     media = brought(random_embeds(stack.tower, 1))
     assert media.embeds is not None
-    media.embeds.digest = b"what a caller says here is ignored"
+    media.embeds.digest = b"a digest of the caller is ignored"
     await encode(stack, first_request([IMAGE, media], 0.5), SELECT_ALL)
     (prompt,) = stack.preprocessing.prompts
     passed_on = prompt.messages[0].parts[1].video.embeds
@@ -119,55 +82,26 @@ async def test_preprocessing_gets_the_digest_and_everything_else_but_the_tensor(
     assert prompt.messages[0].parts[2].text == "What moves?"
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-async def test_embeddings_and_pixels_are_answered_in_every_order_of_selection(
-    stack: Stack, order: Sequence[int]
-) -> None:
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0)], ids=str)
+async def test_embeddings_and_pixels_are_answered_in_the_order_of_selection(stack: Stack, order: Sequence[int]) -> None:
     first, last = random_embeds(stack.tower, 1), random_embeds(stack.tower, 2, Grid(3, 1, 2))
-    media = [brought(first), VIDEO, brought(last, grid=Grid(3, 1, 2))]
-    received = embeds_in(await encode(stack, first_request(media), *map(select, order)))
+    media = [brought(first), VIDEO, brought(last, Grid(3, 1, 2))]
+    responses = await encode(stack, first_request(media), *map(select, order))
+    received = embeds_in(responses)
+    progress = [each.progress for each in responses if each.HasField("progress") and each.progress.media_index != 1]
+    assert {(each.media_index, each.decoded_slices, each.encoded_slices) for each in progress} == {(0, 4, 4), (2, 3, 3)}
     assert list(received) == list(order)
     for index, expected in enumerate([first, tower_embeds(stack.tower, 1, VIDEO), last]):
         np.testing.assert_array_equal(received[index].embeds, expected.numpy())
     assert stack.preprocessing.selected == [1]
-
-
-async def test_a_prompt_that_brings_everything_selects_nothing_upstream(stack: Stack) -> None:
-    media = [brought(random_embeds(stack.tower, 1)), brought(random_embeds(stack.tower, 2))]
-    received = embeds_in(await encode(stack, first_request(media, 0.5), SELECT_ALL))
-    assert [item.shape[1] for item in received.values()] == [12, 12]
-    assert stack.preprocessing.selected == []
-
-
-async def test_only_what_is_selected_is_sent(stack: Stack) -> None:
-    media = [brought(random_embeds(stack.tower, 1)), VIDEO]
-    assert list(embeds_in(await encode(stack, first_request(media), select(1)))) == [1]
-
-
-async def test_progress_is_complete_at_once(stack: Stack) -> None:
-    responses = await encode(stack, first_request([brought(random_embeds(stack.tower, 1))]), SELECT_ALL)
-    assert [response.WhichOneof("response") for response in responses] == ["plan", "progress", "embeds"]
-    assert (responses[1].progress.decoded_slices, responses[1].progress.encoded_slices) == (GRID.t, GRID.t)
+    assert stack.cache.held_bytes == kept_bytes(stack.tower)  # embeddings that were brought are not cached
 
 
 @pytest.mark.parametrize("dtype", list(WIRE_DTYPES), ids=str)
-async def test_every_float_type_becomes_the_towers(stack: Stack, dtype: torch.dtype) -> None:
+async def test_every_float_dtype_is_converted_to_the_towers(stack: Stack, dtype: torch.dtype) -> None:
     embeds = random_embeds(stack.tower, 1).to(dtype)
     received = embeds_in(await encode(stack, first_request([brought(embeds)]), SELECT_ALL))
     np.testing.assert_array_equal(received[0].embeds, embeds.float().numpy())
-
-
-async def test_embeddings_are_read_beside_the_loop(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[threading.Thread] = []
-
-    def watched(prompt: prompt_pb2.Prompt, tower: Tower) -> Any:
-        threads.append(threading.current_thread())
-        return take_embeds(prompt, tower)
-
-    monkeypatch.setattr(servicer, "take_embeds", watched)
-    await encode(stack, first_request([brought(random_embeds(stack.tower, 1))]), SELECT_ALL)
-    assert threads
-    assert threading.main_thread() not in threads
 
 
 # --- what is refused --------------------------------------------------------------------------------------------
@@ -214,7 +148,7 @@ BENT_TENSORS: dict[str, tuple[Callable[[Tensor], tensor_pb2.Tensor], str]] = {
 
 
 @pytest.mark.parametrize(("bend", "complaint"), BENT_TENSORS.values(), ids=BENT_TENSORS.keys())
-async def test_what_the_tower_could_not_have_yielded_is_refused_by_its_field(
+async def test_embeddings_that_the_tower_could_not_produce_are_refused_by_field(
     stack: Stack, bend: Callable[[Tensor], tensor_pb2.Tensor], complaint: str
 ) -> None:
     media = media_with(bend(random_embeds(stack.tower, 1)))
@@ -224,22 +158,21 @@ async def test_what_the_tower_could_not_have_yielded_is_refused_by_its_field(
     await check_served(stack)
 
 
-@pytest.mark.parametrize("sides", [(0, 2, 3), (4, -2, 3), (2**30, 2**30, 1)])
-async def test_a_grid_that_is_none_is_refused(stack: Stack, sides: tuple[int, int, int]) -> None:
+def test_values_that_overflow_in_the_towers_dtype_are_refused(tower: Tower) -> None:
+    embeds = random_embeds(tower, 1)
+    embeds[0, 5, 7] = 3.4e38  # finite in float32; the largest bfloat16 is 3.39e38
+    prompt = first_request([IMAGE, brought(embeds)]).prompt.prompt
+    with pytest.raises(errors.InvalidRequest, match=FIELD + r"tensor must be finite in bfloat16, got 3\.4e\+38 at"):
+        take_embeds(prompt, replace(tower, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("sides", [(0, 2, 3), (2**30, 2**30, 1)])
+async def test_a_grid_out_of_range_is_refused(stack: Stack, sides: tuple[int, int, int]) -> None:
     media = brought(random_embeds(stack.tower, 1))
     assert media.embeds is not None
     media.embeds.grid.t, media.embeds.grid.h, media.embeds.grid.w = sides
     with pytest.raises(errors.InvalidRequest, match=FIELD + r"grid is out of range: .*" + "×".join(map(str, sides))):
         await encode(stack, first_request([IMAGE, media]), SELECT_ALL)
-
-
-async def test_what_overflows_in_the_towers_dtype_is_refused(tmp_path: Path, family_checkpoint: Path) -> None:
-    tower = tower_of(family_checkpoint, "bfloat16")
-    embeds = random_embeds(tower, 1)
-    embeds[0, 5, 7] = 3.4e38  # finite in float32; bfloat16 ends at 3.39e38
-    async with running(tmp_path, tower) as stack:
-        with pytest.raises(errors.InvalidRequest, match=FIELD + r"tensor must be finite in bfloat16, got 3\.4e\+38 at"):
-            await encode(stack, first_request([IMAGE, brought(embeds)]), SELECT_ALL)
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
@@ -257,7 +190,7 @@ async def test_files_and_embeddings_count_together_against_the_inline_limit(stac
     assert len(stack.preprocessing.prompts) == 1 - beyond
 
 
-# --- a preprocessing service that plans something else ----------------------------------------------------------
+# --- a plan that does not fit -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -269,7 +202,7 @@ async def test_files_and_embeddings_count_together_against_the_inline_limit(stac
         ),
     ],
 )
-async def test_a_plan_for_something_else_breaks_the_contract(
+async def test_a_plan_that_does_not_fit_the_embeddings_breaks_the_contract(
     stack: Stack, bend: Callable[[PromptPlan], PromptPlan]
 ) -> None:
     stack.preprocessing.bend_plan = bend
@@ -278,30 +211,13 @@ async def test_a_plan_for_something_else_breaks_the_contract(
     await check_served(stack)
 
 
-# --- room -------------------------------------------------------------------------------------------------------
+# --- bytes ------------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_brought_waits_for_room_like_anything_else(tmp_path: Path, tower: Tower) -> None:
+async def test_brought_embeddings_wait_for_bytes_like_encoded_ones(tmp_path: Path, tower: Tower) -> None:
     embeds = random_embeds(tower, 1)
     async with running(tmp_path, tower, room_bytes=embeds.nbytes) as stack:
         media = [brought(embeds), VIDEO, brought(embeds)]
         answers = await asyncio.gather(*(encode(stack, first_request(media, 0.5), SELECT_ALL) for _ in range(6)))
         assert [list(embeds_in(answer)) for answer in answers] == [[0, 1, 2]] * 6
         assert stack.held_bytes == 0
-
-
-async def test_what_never_fits_is_refused_with_what_would_help(tmp_path: Path, tower: Tower) -> None:
-    embeds = random_embeds(tower, 1)
-    async with running(tmp_path, tower, room_bytes=embeds.nbytes - 1) as stack:
-        with pytest.raises(errors.MediaRejected, match=rf"24 tokens, {embeds.nbytes} bytes .*: bring fewer than"):
-            await encode(stack, first_request([brought(embeds)]), SELECT_ALL)
-
-
-async def test_a_caller_that_leaves_frees_the_room_of_what_it_brought(stack: Stack) -> None:
-    embeds = random_embeds(stack.tower, 1)
-    call = await stalled(stack, VIDEO, brought(embeds))
-    await eventually(lambda: stack.outputs.held_bytes >= 2 * embeds.nbytes)
-    call.cancel()
-    await eventually(stack.preprocessing.cancelled.is_set)
-    await eventually(lambda: not stack.room.held_bytes)
-    await check_served(stack)

@@ -1,4 +1,4 @@
-"""The geometry of packed slices is what transformers computes on the device, and padding changes nothing of it."""
+"""The layout of packed slices equals what transformers computes on the device, and padding does not change it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
@@ -18,9 +18,9 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from services.encoder.tower import packing as geometry
+from services.encoder.tower import packing as packing_module
 from services.encoder.tower.graph_buckets import Size
-from services.encoder.tower.packing import Geometry, Side, TowerShape, lay_out, pad, size_of
+from services.encoder.tower.packing import Side, TowerShape, lay_out, pad, size_of
 
 PATCH_PX = 14
 merges = st.sampled_from([1, 2, 3])
@@ -45,10 +45,10 @@ def assert_same(ours: NDArray[Any] | None, theirs: Tensor) -> None:
     assert torch.equal(found, theirs)
 
 
-def test_slices_of_a_size_are_laid_out_once() -> None:
-    """Also of later forwards: the device waits for it. What was made of them belongs to who asked."""
+def test_layouts_of_slices_are_cached_by_size() -> None:
+    """Callers may write to the arrays that they get."""
     sides, shape = [(40, 2), (2, 40), (40, 2)], TowerShape(2, window_side=9, table_side=9)
-    with patch.object(geometry, "_Slice", wraps=geometry._Slice) as made:
+    with patch.object(packing_module, "_Slice", wraps=packing_module._Slice) as made:
         lay_out(sides, shape)
         for array in lay_out(sides[:1], shape).arrays:
             array.fill(7)
@@ -57,10 +57,9 @@ def test_slices_of_a_size_are_laid_out_once() -> None:
     assert_same(found.positions, get_vision_position_ids(grids(sides[:1]), 2))
 
 
+@settings(max_examples=40)
 @given(packing=packings(), window_side=st.integers(1, 5))
-def test_positions_sequences_and_windows_are_transformers_own(
-    packing: tuple[list[Side], int], window_side: int
-) -> None:
+def test_positions_sequences_and_windows_equal_transformers(packing: tuple[list[Side], int], window_side: int) -> None:
     sides, merge = packing
     found = lay_out(sides, TowerShape(merge, window_side=window_side))
     order, window_ends = get_vision_window_index(grids(sides), merge, window_side * merge * PATCH_PX, PATCH_PX)
@@ -70,67 +69,52 @@ def test_positions_sequences_and_windows_are_transformers_own(
     assert_same(found.window_ends, window_ends)
     assert found.longest == max(rows * columns for rows, columns in sides)
     assert found.longest_window == int(window_ends.diff().max())
-    assert found.taps is None
+    assert found.interpolation_indices is None
 
 
+@settings(max_examples=40)
 @given(packing=packings(), table_side=st.sampled_from([1, 2, 6, 48]))
-def test_interpolated_positions_are_transformers_own_to_the_last_bit(
-    packing: tuple[list[Side], int], table_side: int
-) -> None:
+def test_interpolation_equals_transformers_to_the_last_bit(packing: tuple[list[Side], int], table_side: int) -> None:
     sides, merge = packing
     found = lay_out(sides, TowerShape(merge, table_side=table_side))
     taps, weights = get_vision_interpolation_indices_and_weights(
         grids(sides), table_side, mode="bilinear", align_corners=True, spatial_merge_size=merge
     )
-    assert_same(found.taps, taps)
-    assert_same(found.tap_weights, weights)
+    assert_same(found.interpolation_indices, taps)
+    assert_same(found.interpolation_weights, weights)
     assert found.order is None
 
 
-@given(packing=packings(), window_side=st.integers(0, 5))
-def test_slices_take_of_a_budget_what_their_geometry_says(packing: tuple[list[Side], int], window_side: int) -> None:
-    sides, merge = packing
-    shape = TowerShape(merge, window_side=window_side)
-    found, taken = lay_out(sides, shape), sum((size_of(side, shape) for side in sides), Size(0, 0, 0))
-    windows = 0 if found.window_ends is None else len(found.window_ends) - 1
-    assert taken == Size(len(found.positions) // merge**2, len(found.ends) - 1, windows)
-
-
+@settings(max_examples=40)
 @given(packing=packings(), window_side=st.integers(0, 5), more=st.tuples(*[st.integers(0, 40)] * 3))
-def test_padding_stands_in_no_sequence_and_each_token_in_one_place(
+def test_padding_is_in_no_sequence_and_keeps_the_layout(
     packing: tuple[list[Side], int], window_side: int, more: tuple[int, int, int]
 ) -> None:
     sides, merge = packing
     shape = TowerShape(merge, window_side=window_side, table_side=6)
     bare = lay_out(sides, shape)
     taken = sum((size_of(side, shape) for side in sides), Size(0, 0, 0))
-    room = taken + Size(*more)
-    padded = pad(bare, room, shape)
+    windows = 0 if bare.window_ends is None else len(bare.window_ends) - 1
+    assert taken == Size(len(bare.positions) // merge**2, len(bare.ends) - 1, windows)
+    bucket = taken + Size(*more)
+    padded = pad(bare, bucket, shape)
     for before, after in zip(bare.arrays, padded.arrays, strict=True):
         assert after.dtype == before.dtype
         assert np.array_equal(after[: len(before)], before)
-    patches = room.tokens * merge**2
-    assert len(padded.positions) == len(padded.taps) == len(padded.tap_weights) == patches  # type: ignore[arg-type]
-    _assert_empty_behind(padded.ends, bare.ends, room.slices)
+    patches = bucket.tokens * merge**2
+    assert len(padded.positions) == len(padded.interpolation_indices) == len(padded.interpolation_weights) == patches  # type: ignore[arg-type]
+    _assert_empty_behind(padded.ends, bare.ends, bucket.slices)
     assert padded.longest == patches
     if window_side:
         assert bare.window_ends is not None
         assert padded.window_ends is not None
         assert padded.order is not None
-        _assert_empty_behind(padded.window_ends, bare.window_ends, room.windows)
-        assert sorted(padded.order) == list(range(room.tokens))
-        assert np.array_equal(padded.order[taken.tokens :], range(taken.tokens, room.tokens))
+        _assert_empty_behind(padded.window_ends, bare.window_ends, bucket.windows)
+        assert sorted(padded.order) == list(range(bucket.tokens))
+        assert np.array_equal(padded.order[taken.tokens :], range(taken.tokens, bucket.tokens))
         assert bare.longest_window <= padded.longest_window <= (window_side * merge) ** 2
 
 
 def _assert_empty_behind(padded: NDArray[Any], bare: NDArray[Any], sequences: int) -> None:
     assert len(padded) == sequences + 1
     assert (padded[len(bare) :] == bare[-1]).all()
-
-
-def test_a_map_changes_every_array_and_nothing_else() -> None:
-    shape = TowerShape(2, window_side=2, table_side=6)
-    laid = lay_out([(4, 6)], shape)
-    mapped: Geometry[tuple[int, ...]] = laid.map(lambda array: array.shape)
-    assert mapped.arrays == [(24, 2), (2,), (6,), (3,), (24, 4), (24, 4)]
-    assert (mapped.longest, mapped.longest_window) == (24, 16)

@@ -1,4 +1,4 @@
-"""Float16 towers saturate where they would overflow, and stand as near the truth as transformers' where they do not."""
+"""Float16 towers saturate instead of overflowing, and are as accurate as transformers' within the range."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def copy(family_checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def rewrite(folder: Path, changes: dict[str, Callable[[Tensor], Tensor]]) -> None:
-    """Changes the tower's tensors whose names end so."""
+    """Changes the tower's tensors, by the ends of their names."""
     (path,) = folder.glob("*.safetensors")
     weights = load_file(path)
     for ending, change in changes.items():
@@ -43,7 +43,7 @@ def rewrite(folder: Path, changes: dict[str, Callable[[Tensor], Tensor]]) -> Non
 
 
 def add(*thirds: float) -> Callable[[Tensor], Tensor]:
-    """To the channels' first third, their second and their last."""
+    """Adds a value to each third of the channels."""
     return lambda bias: bias + torch.tensor(thirds).repeat_interleave(-(-bias.shape[-1] // 3))[: bias.shape[-1]]
 
 
@@ -53,11 +53,11 @@ def theirs(folder: Path, shape: FamilyUnderTest, video: Tensor, tower: Any) -> T
 
 
 def in_range(tower: Any) -> Any:
-    """transformers' own in float32, whose sums in the residual stream end where float16 does."""
+    """transformers' tower in float32 with residual sums clamped to float16's range."""
 
-    def forward(block: Any, hidden: Tensor, **told: Any) -> Tensor:
+    def forward(block: Any, hidden: Tensor, **keywords: Any) -> Tensor:
         hidden = hidden.clamp(-MOST, MOST)
-        hidden = (hidden + block.attn(block.norm1(hidden), **told)).clamp(-MOST, MOST)
+        hidden = (hidden + block.attn(block.norm1(hidden), **keywords)).clamp(-MOST, MOST)
         return (hidden + block.mlp(block.norm2(hidden))).clamp(-MOST, MOST)
 
     for block in tower.blocks:
@@ -65,9 +65,9 @@ def in_range(tower: Any) -> Any:
     return tower
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_residual_sums_end_where_float16_does(copy: Path, family: str, shape: FamilyUnderTest, sign: int) -> None:
-    """A third of the channels passes the range behind a block and within the next, and comes back in the same."""
+def test_residual_sums_saturate(copy: Path, family: str, shape: FamilyUnderTest) -> None:
+    """A third of the channels exceeds the range after a block and within the next, and returns into it."""
+    sign = 1 if shape.slices_stand_alone else -1
     last = "linear_fc2" if shape.slices_stand_alone else "down_proj"
     rewrite(
         copy,
@@ -87,7 +87,7 @@ def test_residual_sums_end_where_float16_does(copy: Path, family: str, shape: Fa
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=1e-2)
 
 
-def test_what_a_position_is_added_to_ends_where_float16_does(tmp_path: Path) -> None:
+def test_sums_with_position_embeddings_saturate(tmp_path: Path) -> None:
     shape = FAMILIES["qwen3_vl"]
     folder = shape.write(tmp_path, 1)
     shifts = {"visual.patch_embed.proj.bias": add(40000, 20000, 0), "visual.pos_embed.weight": add(40000, 0, 0)}
@@ -99,8 +99,8 @@ def test_what_a_position_is_added_to_ends_where_float16_does(tmp_path: Path) -> 
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=1e-2)
 
 
-def test_what_the_embedding_makes_of_patches_ends_where_float16_does(tmp_path: Path) -> None:
-    """Before positions are added to it, which bring some of it back."""
+def test_patch_embeddings_saturate(tmp_path: Path) -> None:
+    """Before position embeddings are added, which bring some values back into the range."""
     shape = FAMILIES["qwen3_vl"]
     folder = shape.write(tmp_path, 1)
     rewrite(
@@ -130,12 +130,12 @@ def test_what_the_embedding_makes_of_patches_ends_where_float16_does(tmp_path: P
     [
         ("mlp.{first}.weight", lambda weight: weight * 1e5),
         ("attn.qkv.weight", lambda weight: weight * 1e5),
-        ("attn.qkv.bias", lambda bias: bias + 60000),  # rotary makes of two such numbers a larger one
+        ("attn.qkv.bias", lambda bias: bias + 60000),  # rotating pairs of such values makes one of them larger
         ("norm1.weight", lambda weight: weight * 1e5),
-        ("attn.proj.weight", lambda weight: weight * 1e9),  # which float16 does not hold
+        ("attn.proj.weight", lambda weight: weight * 1e9),  # beyond float16 itself
     ],
 )
-def test_what_overflows_within_a_layer_stays_finite(
+def test_overflows_within_a_layer_stay_finite(
     copy: Path, shape: FamilyUnderTest, ending: str, change: Callable[[Tensor], Tensor]
 ) -> None:
     first = "linear_fc1" if shape.slices_stand_alone else "gate_proj"
@@ -155,7 +155,7 @@ def test_values_that_are_not_turned_reach_as_far_as_float16(copy: Path, family: 
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=1e-2)
 
 
-def test_what_is_in_range_is_as_near_the_truth_as_transformers(
+def test_float16_is_as_accurate_as_transformers_within_the_range(
     family: str, family_checkpoint: Path, shape: FamilyUnderTest
 ) -> None:
     video = random_frames(4, 4 * shape.token_px, 4 * shape.token_px)

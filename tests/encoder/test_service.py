@@ -1,22 +1,29 @@
-"""The encoder over a real socket: what it answers of every family, and which requests it refuses."""
+"""The encoder over a real socket: what it answers, and which requests it refuses."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from common.contract import errors
 from common.contract.plan import Grid, Modality
 from common.contract.retention import Pruning
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeRequest
+from services.encoder.items import item as items
 from services.encoder.pruning.methods import keep_tokens
+from services.encoder.settings import EncoderSettings
 from services.encoder.tower.tower import Tower
-from tests.encoder.encoder_peers import GRID, IMAGE, VIDEO, Media
+from services.encoder.tower.transfers import Readback
+from tests.encoder.encoder_peers import GRID, IMAGE, VIDEO, Media, brought
 from tests.encoder.encoder_service import (
     SELECT_ALL,
     Stack,
@@ -33,15 +40,10 @@ from tests.encoder.encoder_service import (
 HALVES = {torch.bfloat16: tensor_pb2.DTYPE_BFLOAT16, torch.float16: tensor_pb2.DTYPE_FLOAT16}
 
 
-@pytest.fixture(scope="module")
-def tower(family_checkpoint: Path) -> Tower:
-    return tower_of(family_checkpoint)
-
-
 # --- what is answered -------------------------------------------------------------------------------------------
 
 
-async def test_the_plan_comes_first_and_then_every_items_embeddings(stack: Stack) -> None:
+async def test_the_plan_is_followed_by_the_embeddings_of_every_item(stack: Stack) -> None:
     media = [VIDEO, IMAGE, Media(Modality.VIDEO, Grid(2, 3, 3))]
     responses = await encode(stack, first_request(media), SELECT_ALL)
     assert responses[0].HasField("plan")
@@ -55,7 +57,7 @@ async def test_the_plan_comes_first_and_then_every_items_embeddings(stack: Stack
 
 
 @pytest.mark.parametrize("method", ["evs", "vidcom2"])
-async def test_all_levels_are_gathered_from_the_unpruned_by_what_the_embedding_keeps(stack: Stack, method: str) -> None:
+async def test_all_levels_are_pruned_by_the_tokens_that_level_0_keeps(stack: Stack, method: str) -> None:
     received = embeds_in(await encode(stack, first_request([VIDEO, IMAGE], 0.5, method), SELECT_ALL))
     expected = tower_embeds(stack.tower, 0, VIDEO)
     kept = keep_tokens(expected[0], GRID, Pruning(0.5, method))
@@ -65,18 +67,11 @@ async def test_all_levels_are_gathered_from_the_unpruned_by_what_the_embedding_k
     assert received[1].shape == [1 + stack.tower.embed_levels, 6, stack.tower.embed_dim]
 
 
-async def test_a_second_question_is_answered_from_all_levels_as_they_were_kept(stack: Stack) -> None:
-    unpruned = embeds_in(await encode(stack, first_request([VIDEO]), SELECT_ALL))[0].embeds
-    pruned = embeds_in(await encode(stack, first_request([VIDEO], 0.5), SELECT_ALL))[0]
-    assert stack.preprocessing.selected == [0]
-    np.testing.assert_array_equal(pruned.embeds, unpruned[:, pruned.kept])
-
-
 @pytest.mark.parametrize(("dtype", "on_the_wire"), HALVES.items(), ids=str)
-async def test_embeddings_travel_in_the_towers_own_type(
-    tmp_path: Path, family_checkpoint: Path, dtype: torch.dtype, on_the_wire: int
+async def test_embeddings_are_sent_in_the_towers_dtype(
+    tmp_path: Path, levels_checkpoint: Path, dtype: torch.dtype, on_the_wire: int
 ) -> None:
-    tower = tower_of(family_checkpoint, str(dtype).removeprefix("torch."))
+    tower = tower_of(levels_checkpoint, str(dtype).removeprefix("torch."))
     async with running(tmp_path, tower) as stack:
         responses = await encode(stack, first_request([VIDEO], rate=0.5), SELECT_ALL)
     sent = next(each.embeds.chunk for each in responses if each.HasField("embeds"))
@@ -85,6 +80,38 @@ async def test_embeddings_travel_in_the_towers_own_type(
     expected = tower_embeds(tower, 0, VIDEO)[:, received.kept]
     found = torch.frombuffer(bytearray(received.data), dtype=dtype).view(received.shape)
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-2)
+
+
+async def test_only_kept_rows_and_their_indices_leave_the_device(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pruned and read back with the device of the embeddings as current: that of a new thread is cuda:0."""
+    current: list[Tensor] = []
+    read: list[tuple[torch.Size, ...]] = []
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    class Recording(Readback):
+        def __init__(self, *tensors: Tensor) -> None:
+            read.append(tuple(each.shape for each in tensors))
+            super().__init__(*tensors)
+
+        def wait(self) -> list[Tensor]:
+            assert current
+            return super().wait()
+
+    def keep(*args: Any) -> Tensor:
+        assert current
+        return keep_tokens(*args)
+
+    embeds = torch.randn(1 + stack.tower.embed_levels, GRID.tokens, stack.tower.embed_dim)
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(items, "Readback", Recording)
+    monkeypatch.setattr(items, "keep_tokens", keep)
+    await encode(stack, first_request([brought(embeds)], 0.5), SELECT_ALL)
+    assert read == [((len(embeds), 12, stack.tower.embed_dim), (12,))]
 
 
 async def test_an_items_own_pruning_overrides_the_requests(stack: Stack) -> None:
@@ -96,46 +123,25 @@ async def test_an_items_own_pruning_overrides_the_requests(stack: Stack) -> None
     assert received[3].kept is None
 
 
-async def test_only_what_is_selected_is_decoded_in_that_order(stack: Stack) -> None:
-    responses = await encode(stack, first_request([VIDEO] * 4), select(2), select(0))
-    assert list(embeds_in(responses)) == [2, 0]
-    assert stack.preprocessing.selected == [2, 0]
+@pytest.mark.parametrize(
+    ("media", "selected", "sent"),
+    [
+        (4, [select(2), select(0)], [2, 0]),
+        (3, [select(1), SELECT_ALL], [1, 0, 2]),  # all others
+        (1, [], []),  # half-closing selects nothing
+        (0, [SELECT_ALL], []),
+    ],
+)
+async def test_items_are_decoded_and_sent_in_the_order_of_selection(
+    stack: Stack, media: int, selected: list[EncodeRequest], sent: list[int]
+) -> None:
+    responses = await encode(stack, first_request([VIDEO] * media), *selected)
+    assert responses[0].HasField("plan")
+    assert list(embeds_in(responses)) == stack.preprocessing.selected == sent
 
 
-async def test_all_are_those_that_were_not_selected_before(stack: Stack) -> None:
-    responses = await encode(stack, first_request([VIDEO] * 3), select(1), SELECT_ALL)
-    assert list(embeds_in(responses)) == [1, 0, 2]
-
-
-async def test_nothing_is_selected_by_half_closing(stack: Stack) -> None:
-    responses = await encode(stack, first_request([VIDEO]))
-    assert [response.WhichOneof("response") for response in responses] == ["plan"]
-    assert stack.preprocessing.selected == []
-
-
-async def test_a_prompt_without_media_has_a_plan_and_nothing_else(stack: Stack) -> None:
-    responses = await encode(stack, first_request([]), SELECT_ALL)
-    assert [response.WhichOneof("response") for response in responses] == ["plan"]
-
-
-async def test_progress_never_falls_and_is_complete_before_the_embeddings(stack: Stack) -> None:
-    responses = await encode(stack, first_request([VIDEO, VIDEO]), SELECT_ALL)
-    counts: dict[int, tuple[int, int]] = {}
-    for response in responses:
-        if response.HasField("progress"):
-            progress = response.progress
-            now = (progress.decoded_slices, progress.encoded_slices)
-            before = counts.get(progress.media_index, (0, 0))
-            assert before != now
-            assert before[0] <= now[0] <= GRID.t
-            assert before[1] <= now[1] <= now[0]
-            counts[progress.media_index] = now
-        if response.HasField("embeds"):
-            assert counts[response.embeds.media_index] == (GRID.t, GRID.t)
-
-
-async def test_large_arrays_come_and_go_in_pieces(stack: Stack) -> None:
-    large = Media(Modality.VIDEO, Grid(17, 16, 16))
+async def test_large_embeddings_are_sent_in_pieces_of_1_mib(stack: Stack) -> None:
+    large = Media(Modality.VIDEO, Grid(6, 16, 16))
     expected = tower_embeds(stack.tower, 0, large)
     responses = await encode(stack, first_request([large]), SELECT_ALL)
     sizes = [len(each.embeds.chunk.data) for each in responses if each.HasField("embeds")]
@@ -160,7 +166,7 @@ async def test_large_arrays_come_and_go_in_pieces(stack: Stack) -> None:
         ([first_request([VIDEO], own={0: prompt_pb2.Pruning(method="best")})], "'best' does not exist"),
     ],
 )
-async def test_a_wrong_request_is_refused_by_name(stack: Stack, requests: list[EncodeRequest], complaint: str) -> None:
+async def test_a_wrong_request_is_refused_by_field(stack: Stack, requests: list[EncodeRequest], complaint: str) -> None:
     with pytest.raises(errors.InvalidRequest, match=complaint):
         await encode(stack, *requests)
     await check_served(stack)
@@ -176,7 +182,6 @@ ITEM_METHOD = r"^prompt\.messages\[0\]\.parts\[1\]\.video\.pruning\.method "
             first_request([VIDEO], 0.5, "vidcom2"),
             r"^pruning\.method 'vidcom2' .* this model, the methods are evs, none$",
         ),
-        (first_request([VIDEO], 0.5, "best"), r"^pruning\.method 'best' .* the methods are evs, none$"),
         (first_request([IMAGE], method="random"), r"^pruning\.method 'random' "),
         (
             first_request([IMAGE, VIDEO], own={1: prompt_pb2.Pruning(method="random")}),
@@ -184,7 +189,7 @@ ITEM_METHOD = r"^prompt\.messages\[0\]\.parts\[1\]\.video\.pruning\.method "
         ),
     ],
 )
-async def test_a_method_that_the_model_does_not_have_is_refused_before_preprocessing_is_asked(
+async def test_a_method_that_the_model_does_not_support_is_refused_before_preprocessing_is_called(
     tmp_path: Path, tower: Tower, request_: EncodeRequest, complaint: str
 ) -> None:
     async with running(tmp_path, replace(tower, pruning_methods=("evs", "none"))) as stack:
@@ -194,8 +199,11 @@ async def test_a_method_that_the_model_does_not_have_is_refused_before_preproces
         await check_served(stack)
 
 
-async def test_a_model_without_evs_serves_requests_that_prune_nothing(tmp_path: Path, tower: Tower) -> None:
-    async with running(tmp_path, replace(tower, pruning_methods=("random",))) as stack:
-        await check_served(stack)
-        with pytest.raises(errors.InvalidRequest, match=r"^pruning\.method 'evs' .* the methods are random$"):
-            await encode(stack, first_request([VIDEO], 0.5), SELECT_ALL)
+# --- the command ------------------------------------------------------------------------------------------------
+
+
+def test_flags_are_read_and_wrong_values_are_refused_by_flag() -> None:
+    settings = EncoderSettings.load(["--listen", "unix:/e", "--preprocessing", "unix:/p", "--cache-bytes", "0"])
+    assert (settings.listen, settings.preprocessing, settings.cache_bytes) == ("unix:/e", "unix:/p", 0)
+    with pytest.raises(errors.StartupError, match=r"--output-buffer-bytes.*got '0'"):
+        EncoderSettings.load(["--output-buffer-bytes", "0"])

@@ -1,4 +1,4 @@
-"""Ranks of a tower that are threads, in groups of gloo's own, with what they are given and what they ran."""
+"""Ranks of a data-parallel tower as threads, with gloo groups of their own, which record what they are told and run."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from torch import Tensor
 from common import ranks
 from services.encoder.startup.rank import run_shares
 from services.encoder.tower.parallel.exchange import Exchange
-from services.encoder.tower.parallel.rank_failure import Loss
+from services.encoder.tower.parallel.rank_failure import RankFailure
 from services.encoder.tower.parallel.tower import DataParallelTower
 from services.encoder.tower.tower import Tower
 
 TIMEOUT_S = 20
-TOLERANCE = 1e-5
+
+
+class Killed(BaseException):
+    """Ends a thread rank as a signal ends a process."""
 
 
 class ThreadRanks:
-    """In place of processes. told: all that they have been, by rank; towers: of each, by rank."""
+    """Takes the place of `common.ranks.Ranks`. told: all messages, by rank. towers: of each rank."""
 
-    def __init__(self, count: int, tower: Tower, rank_tokens: int, loss: Loss) -> None:
+    def __init__(self, count: int, tower: Tower, rank_tokens: int, rank_failure: RankFailure) -> None:
         self.told: dict[int, list[bytes]] = {rank: [] for rank in range(1, count)}
         self.towers = {rank: RecordingTower(tower) for rank in self.told}
-        self._count, self._rank_tokens, self._loss = count, rank_tokens, loss
+        self._count, self._rank_tokens, self._rank_failure = count, rank_tokens, rank_failure
         self._store = dist.HashStore()  # type: ignore[attr-defined]
         self._pairs = {rank: socket.socketpair() for rank in self.told}
         self._threads = [threading.Thread(target=self._run, args=(rank,)) for rank in self.told]
@@ -54,7 +57,10 @@ class ThreadRanks:
         return heard
 
     def kill(self) -> None:
-        raise AssertionError("all ends are known")
+        raise AssertionError("only a test that expects it replaces this")
+
+    def fail(self, rank: int) -> None:
+        self._rank_failure.record(f"rank {rank} of {self._count} was ended by signal 9")
 
     def close(self) -> None:
         for ours, _ in self._pairs.values():
@@ -74,15 +80,11 @@ class ThreadRanks:
             run_shares(cast(Any, orders), cast(Tower, self.towers[rank]), Exchange(self.group(rank)), self._rank_tokens)
         except Killed:
             theirs.shutdown(socket.SHUT_RDWR)
-            self._loss.note(f"rank {rank} of {self._count} was ended by signal 9")
-
-
-class Killed(BaseException):
-    pass
+            self.fail(rank)
 
 
 class RecordingTower:
-    """A tower that remembers the shapes in each of its forwards, before which it does what it is told to do instead."""
+    """A tower that records the shapes of each forward. instead: functions called before the next forwards."""
 
     def __init__(self, tower: Tower) -> None:
         self._tower = tower
@@ -100,11 +102,19 @@ class RecordingTower:
 
 
 Made: TypeAlias = tuple[DataParallelTower, ThreadRanks]
-Ranks: TypeAlias = Callable[..., Made]
+
+
+def make_ranks(count: int, own: Tower, rank_tokens: int = 10_000) -> Made:
+    """A data-parallel tower of `count` ranks; the caller closes the ranks."""
+    rank_failure = RankFailure()
+    rank_failure.watch(lambda: None)
+    others = ThreadRanks(count, own, rank_tokens, rank_failure)
+    recording = cast(Tower, RecordingTower(own))
+    return DataParallelTower(recording, others, count, Exchange(others.group(0)), rank_tokens, rank_failure), others
 
 
 def slices_of(tower: Tower, *sizes: tuple[int, int, int]) -> list[Tensor]:
-    """Random frames: so many of each slice, so many tokens high and wide."""
+    """Random slices. sizes: frames, rows and columns of tokens of each."""
     random, side_px = torch.Generator().manual_seed(len(sizes)), tower.patches.token_px
     shapes = [(frames, rows * side_px, columns * side_px, 3) for frames, rows, columns in sizes]
     return [torch.randint(0, 256, shape, dtype=torch.uint8, generator=random) for shape in shapes]
@@ -113,4 +123,4 @@ def slices_of(tower: Tower, *sizes: tuple[int, int, int]) -> list[Tensor]:
 def check_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)

@@ -1,12 +1,12 @@
-"""What graphs of a tower are captured by where there is no CUDA, and a tower that they can hold.
+"""Records a tower's graphs without CUDA, with variable-length attention by its formula.
 
-What is captured is computed again at every replay, over buffers in which nothing old can be used, and attention
-follows its formula.
+A replay computes the captured function again, and requires that every input was written since the last replay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,7 +17,6 @@ from common.checkpoint import Checkpoint
 from services.encoder.families import load_tower, vision_model
 from services.encoder.tower.graphs import Captured
 from services.encoder.tower.tower import Tower
-from tests.encoder.varlen_formula import attend_by_formula
 from tests.generation.test_decode_graphs import NoWaiting
 
 CPU = torch.device("cpu")
@@ -25,11 +24,7 @@ STALE_BYTE, FAR_AWAY = 255, 2**30
 
 
 class Recorder:
-    """In place of CUDA: capturing computes nothing that lasts, and replaying computes again what was captured.
-
-    Before each replay all that it reads must have been written since the last one. eager_s: what a forward without a
-    graph is measured to take, where a replay takes 1 s.
-    """
+    """A `Device` whose replays take 1 s and whose other forwards take eager_s. captured, replayed: rows of patches."""
 
     def __init__(self, eager_s: float = 1.0) -> None:
         self._eager_s = eager_s
@@ -65,6 +60,24 @@ def stale(buffer: Tensor) -> float:
 
 
 def load_packed(checkpoint: Path) -> Tower:
-    """A tower whose attention is called once a layer, as on CUDA."""
+    """A tower with variable-length attention, as on CUDA."""
     with patch.object(vision_model, "find_attention", return_value=attend_by_formula):
         return load_tower(Checkpoint(checkpoint), "float32", CPU)
+
+
+def attend_by_formula(
+    query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int
+) -> Tensor:
+    """softmax(q kᵀ / √d) v of each sequence; NaN in rows of no sequence, which a kernel leaves unwritten."""
+    assert ends_q.dtype == torch.int32
+    assert ends_q is ends_k
+    assert max_q == max_k
+    ends = ends_q.numpy()
+    assert ends[0] == 0
+    found = torch.full_like(query, torch.nan)
+    for start, end in pairwise(ends):
+        assert 0 <= end - start <= max_q
+        rows = slice(start, end)
+        scores = torch.einsum("rhd,chd->hrc", query[rows], key[rows]) * query.shape[-1] ** -0.5
+        found[rows] = torch.einsum("hrc,chd->rhd", scores.softmax(-1), value[rows])
+    return found

@@ -1,8 +1,9 @@
-"""Fixtures of the command's tests: hand-written services on a unix socket, and the command itself."""
+"""Fixtures of the client's and the command's tests."""
 
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
@@ -12,13 +13,25 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from framesieve.__main__ import app
-from framesieve.v1 import (
-    encoder_pb2_grpc,
-    generation_pb2_grpc,
-    preprocessing_pb2_grpc,
-)
-from tests.framesieve.command_services import FakeServices
-from tests.framesieve.stand_ins import STAND_IN
+from framesieve.v1 import encoder_pb2_grpc, generation_pb2_grpc, preprocessing_pb2_grpc
+from tests.framesieve.fake_services import FakeServices
+from tests.framesieve.stack import write_stand_ins
+
+COMMAND = (sys.executable, "-c", "from framesieve.__main__ import app; app()")
+SIGINT_IGNORED = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
+"""Starts a command as a shell starts the background jobs of a script."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def default_signals() -> Iterator[None]:
+    """Child processes start with default signal dispositions, also under nohup or in the background of a script."""
+    before = {
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+    }
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -28,6 +41,7 @@ def services() -> FakeServices:
 
 @pytest.fixture
 def address(services: FakeServices, tmp_path: Path) -> Iterator[str]:
+    """The unix socket of a server with all three services."""
     server = grpc.server(futures.ThreadPoolExecutor(4))
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(services, server)
     encoder_pb2_grpc.add_EncoderServiceServicer_to_server(services, server)
@@ -54,17 +68,9 @@ def framesieve() -> Callable[..., Result]:
 
 
 @pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder where the stand-ins write what they were told and in which order they stopped.
-
-    What is started there heeds SIGHUP, even where the tests themselves are run by nohup.
-    """
-    (tmp_path / "services").mkdir()
-    (tmp_path / "services" / "__init__.py").touch()
-    for name in ("preprocessing", "encoder", "generation"):
-        (tmp_path / "services" / f"{name}.py").write_text(STAND_IN)
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which stand-ins for the services record their arguments and the order in which they stop."""
+    write_stand_ins(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("RECORD", str(tmp_path))
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield tmp_path
-    signal.signal(signal.SIGHUP, before)
+    return tmp_path

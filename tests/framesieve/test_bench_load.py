@@ -1,21 +1,31 @@
-"""When a load generator asks: clients in a closed loop, Poisson arrivals, and lateness that cannot hide."""
+"""Closed and open loops of requests, and the latencies recorded of one request; on a virtual clock."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import statistics
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.contract.errors import Overloaded
+from common.contract.retention import Pruning
 from framesieve.bench.load import Extent, closed_loop, open_loop, poisson_arrivals
+from framesieve.bench.measure import Record, timed
+from framesieve.bench.workload import Question
+from framesieve.client.answer import Accepted, Delta, Event, Finished, FinishReason, Timings, Usage
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Options
 from tests.preprocessing.instant_loop import run
 
 
+@settings(max_examples=20)
 @given(rate=st.floats(0.01, 1000), seed=st.integers(0, 2**31), requests=st.integers(1, 50))
-def test_arrivals_are_the_seeds_own_and_come_in_order(rate: float, seed: int, requests: int) -> None:
+def test_arrivals_are_ordered_and_determined_by_the_seed(rate: float, seed: int, requests: int) -> None:
     first, second = (list(poisson_arrivals(rate, seed, Extent(requests))) for _ in range(2))
     assert first == second
     assert len(first) == requests
@@ -33,7 +43,7 @@ def test_gaps_between_arrivals_are_exponential() -> None:
     assert sum(gap > 0.5 for gap in gaps) / 20_000 == pytest.approx(2.718281828**-2, rel=0.1)
 
 
-def test_arrivals_end_with_the_time() -> None:
+def test_arrivals_end_with_the_duration() -> None:
     arrivals = list(poisson_arrivals(100.0, 3, Extent(duration_s=5)))
     assert arrivals == list(poisson_arrivals(100.0, 3, Extent(1000)))[: len(arrivals)]
     assert len(arrivals) == pytest.approx(500, abs=4 * 500**0.5)
@@ -41,7 +51,7 @@ def test_arrivals_end_with_the_time() -> None:
 
 
 @pytest.mark.parametrize(("clients", "requests"), [(1, 5), (4, 40), (8, 3)])
-def test_a_closed_loop_keeps_every_client_busy_and_never_more(clients: int, requests: int) -> None:
+def test_a_closed_loop_keeps_exactly_its_clients_busy(clients: int, requests: int) -> None:
     flying, seen, numbers = 0, [], []
 
     async def ask(number: int, due_s: float) -> None:
@@ -55,13 +65,13 @@ def test_a_closed_loop_keeps_every_client_busy_and_never_more(clients: int, requ
 
     run(closed_loop(ask, clients, Extent(requests)))
     assert numbers == list(range(requests))
-    # Once all have begun, one asks as soon as it is answered, and finds the others at it or just done.
+    # After the first requests, a client sends one as soon as its last is answered.
     assert seen[:clients] == list(range(1, min(clients, requests) + 1))
     assert max(seen) == min(clients, requests)
     assert flying == 0
 
 
-def test_a_closed_loops_clients_do_not_wait_for_each_other() -> None:
+def test_clients_of_a_closed_loop_do_not_wait_for_each_other() -> None:
     async def seconds() -> float:
         async def ask(number: int, due_s: float) -> None:
             await asyncio.sleep(10 if number == 0 else 1)
@@ -73,7 +83,7 @@ def test_a_closed_loops_clients_do_not_wait_for_each_other() -> None:
     assert run(seconds()) == pytest.approx(10)
 
 
-def test_a_closed_loop_begins_nothing_after_its_time_but_waits_for_what_runs() -> None:
+def test_a_closed_loop_begins_nothing_after_its_duration_but_finishes_what_runs() -> None:
     begun, ended = [], []
 
     async def ask(number: int, due_s: float) -> None:
@@ -86,7 +96,7 @@ def test_a_closed_loop_begins_nothing_after_its_time_but_waits_for_what_runs() -
     assert ended == [4, 4, 8, 8, 12, 12]
 
 
-def test_an_open_loop_asks_on_while_nothing_is_answered() -> None:
+def test_an_open_loop_sends_requests_while_none_is_answered() -> None:
     flying, release = 0, asyncio.Event()
 
     async def ask(number: int, due_s: float) -> None:
@@ -99,8 +109,8 @@ def test_an_open_loop_asks_on_while_nothing_is_answered() -> None:
     run(asyncio.wait_for(open_loop(ask, poisson_arrivals(1.0, 0, Extent(20))), timeout=1000))
 
 
-def test_a_server_that_stalls_shows_it_in_every_question_that_was_due_meanwhile() -> None:
-    """One at a time, the first for 30 s: a closed loop would count one slow answer, here all that were due are late."""
+def test_a_stalled_server_delays_every_request_that_was_due_meanwhile() -> None:
+    """The first request takes 30 s. A closed loop would see one slow request, the open loop sees all that were due."""
     latencies_s: dict[int, float] = {}
 
     async def load() -> None:
@@ -117,7 +127,7 @@ def test_a_server_that_stalls_shows_it_in_every_question_that_was_due_meanwhile(
     assert latencies_s == pytest.approx({number: max(30 - 2.0 * number, 0) for number in range(20)})
 
 
-def test_a_stall_of_the_generator_itself_counts_too() -> None:
+def test_a_stall_of_the_load_generator_counts_as_latency() -> None:
     due_s, late_s = [], []
 
     async def ask(number: int, due: float) -> None:
@@ -125,8 +135,100 @@ def test_a_stall_of_the_generator_itself_counts_too() -> None:
         due_s.append(due - 100)
         late_s.append(loop.time() - due)
         if number == 0:
-            loop.now += 20  # the whole process stands still
+            loop.now += 20  # the whole process stalls
 
     run(open_loop(ask, [0.0, 5.0, 10.0, 30.0]))
     assert due_s == pytest.approx([0, 5, 10, 30])
     assert late_s == pytest.approx([0, 15, 10, 0])
+
+
+# --- one request ------------------------------------------------------------------------------------------------
+
+USAGE = Usage(prompt_tokens_full=100, prompt_tokens=40, completion_tokens=3, media=())
+TIMINGS = Timings(0.1, 0, 0.1, 0, 0, 0, 0, 0, 0, 0, 0, generate_s=0.1)
+ANSWER: list[Event | float] = [
+    Accepted("r", USAGE),
+    0.05,
+    Delta(0, "", (), ()),
+    0.1,
+    Delta(0, "A", (1,), ()),
+    0.2,
+    Delta(0, "BC", (2, 3), ()),
+    0.05,
+    Finished(0, FinishReason.STOP, USAGE, TIMINGS),
+]
+
+
+class FakeClient:
+    """Yields the events of a script, sleeps at a number and raises at an exception."""
+
+    address = "nowhere"
+
+    def __init__(self, script: list[Any]) -> None:
+        self.script = script
+        self.options: dict[str, Any] = {}
+
+    async def stream(self, media: object, question: str, **options: Any) -> AsyncIterator[Event]:
+        self.options = options
+        for step in self.script:
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+            elif isinstance(step, Exception):
+                raise step
+            else:
+                yield step
+
+
+async def measured(client: FakeClient, *, late_s: float = 0.0, began_ago_s: float = 10.0, **question: Any) -> Record:
+    """late_s: how long ago the request was due."""
+    now_s = asyncio.get_running_loop().time()
+    asked = Question(None, "?", Pruning(0.5, "random"), **question)
+    options = Options(max_new_tokens=64, timeout_s=9.0)
+    return await timed(cast(FramesieveClient, client), 4, asked, now_s - late_s, now_s - began_ago_s, options)
+
+
+def test_latencies_count_from_when_a_request_was_due() -> None:
+    record = run(measured(FakeClient(ANSWER), late_s=2.0))
+    assert (record.number, record.pruning, record.failure) == (4, Pruning(0.5, "random"), None)
+    assert (record.due_s, record.begun_s) == pytest.approx((8.0, 10.0), abs=1e-6)
+    # A message without tokens does not count as the first token.
+    assert record.first_token_s == pytest.approx(2.15, abs=1e-6)
+    assert record.token_gaps_s == pytest.approx((0.1, 0.1), abs=1e-6)
+    assert record.total_s == pytest.approx(2.4, abs=1e-6)
+    assert (record.usage, record.timings) == (USAGE, TIMINGS)
+
+
+def test_settings_of_a_question_override_those_of_the_run() -> None:
+    client = FakeClient(ANSWER[-1:])
+    run(measured(client))
+    told = {"pruning_rate": 0.5, "pruning_method": "random", "timeout_s": 9.0}
+    assert client.options == {**told, "max_new_tokens": 64}
+    run(measured(client, max_new_tokens=5))
+    assert client.options == {**told, "max_new_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ([*ANSWER[:5], Overloaded("the queue is full")], ("RESOURCE_EXHAUSTED", "OVERLOADED", "the queue is full")),
+        ([OSError(2, "No such file", "clip.mp4")], ("CLIENT", "FILE", "clip.mp4: No such file")),
+        (
+            ANSWER[:5],
+            ("INTERNAL", "PEER_CONTRACT", "the stream from nowhere ended before all completions were finished"),
+        ),
+    ],
+    ids=["rejected midway", "missing file", "unfinished stream"],
+)
+def test_a_failed_request_has_a_reason_and_no_token_times(script: list[Any], told: tuple[str, ...]) -> None:
+    record = run(measured(FakeClient(script)))
+    assert record.failure is not None
+    assert (record.failure.status, record.failure.reason, record.failure.message) == told
+    assert (record.first_token_s, record.token_gaps_s, record.usage, record.timings) == (None, (), None, None)
+
+
+async def test_a_cancellation_is_raised() -> None:
+    asking = asyncio.create_task(measured(FakeClient([30.0])))
+    await asyncio.sleep(0.01)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking

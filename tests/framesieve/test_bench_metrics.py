@@ -1,4 +1,4 @@
-"""What services spent is what their metrics rose by, read from real endpoints."""
+"""The cost of a load is the increase of the services' metrics, read from real endpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def replicas() -> Iterator[list[Replica]]:
         thread.join()
 
 
-async def test_what_was_spent_before_the_load_is_not_counted_and_replicas_are_added_up(replicas: list[Replica]) -> None:
+async def test_costs_before_the_load_do_not_count_and_replicas_are_summed(replicas: list[Replica]) -> None:
     generation, first, second, encoder = replicas
     for each in replicas:
         each.busy.labels("plan").observe(100)
@@ -72,16 +72,12 @@ async def test_what_was_spent_before_the_load_is_not_counted_and_replicas_are_ad
     assert preprocessing.sent_bytes == preprocessing.received_bytes == preprocessing.processor_s == 0
 
 
-async def test_who_tells_no_metrics_has_no_cost() -> None:
-    assert spent(await read_metrics([]), await read_metrics([])) == ()
-
-
-async def test_an_address_where_nothing_listens_is_named(replicas: list[Replica]) -> None:
+async def test_an_address_without_metrics_is_named(replicas: list[Replica]) -> None:
     with pytest.raises(Unavailable, match=r"no metrics at 127\.0\.0\.1:1: "):
         await read_metrics([replicas[0].address, "127.0.0.1:1"])
 
 
-async def test_metrics_of_something_else_are_refused() -> None:
+async def test_metrics_of_another_program_are_rejected() -> None:
     server, thread = start_http_server(0, "127.0.0.1", CollectorRegistry())
     address = f"127.0.0.1:{server.server_port}"
     with pytest.raises(InvalidRequest, match=f"--metrics: {address}/metrics has no framesieve_build_info"):
@@ -92,7 +88,7 @@ async def test_metrics_of_something_else_are_refused() -> None:
 
 
 @pytest.mark.parametrize("body", [b"<html>not {these}</html>", b"\xff\xfe"])
-async def test_what_is_no_prometheus_text_is_refused(body: bytes) -> None:
+async def test_a_page_that_is_not_in_prometheus_format_is_rejected(body: bytes) -> None:
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -106,7 +102,7 @@ async def test_what_is_no_prometheus_text_is_refused(body: bytes) -> None:
     thread = Thread(target=server.serve_forever)
     thread.start()
     try:
-        with pytest.raises(InvalidRequest, match="exposes no Prometheus text"):
+        with pytest.raises(InvalidRequest, match="is not in Prometheus' text format"):
             await read_metrics([f"127.0.0.1:{server.server_port}"])
     finally:
         server.shutdown()

@@ -1,22 +1,19 @@
-"""What records come to: percentiles, throughput, groups, errors; and how it looks."""
+"""Reports of a load: percentiles, throughput, groups, errors; and their text, JSON and plot."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from common.contract.retention import Pruning
 from framesieve.bench.measure import Failure, Record, token_gaps
 from framesieve.bench.plot import plot
-from framesieve.bench.report import Distribution, Report, record_json, report_json
-from framesieve.bench.table import table
+from framesieve.bench.report import Distribution, Report, record_json, report_json, table
 from framesieve.client.answer import Timings, Usage
 
 PLAIN, PRUNED = Pruning(0.0), Pruning(0.75)
@@ -44,6 +41,7 @@ RECORDS = [
 ]
 
 
+@settings(max_examples=30)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))
 def test_percentiles_are_interpolated_linearly(values: list[float]) -> None:
     found = Distribution.of(values)
@@ -53,24 +51,17 @@ def test_percentiles_are_interpolated_linearly(values: list[float]) -> None:
         at = q / 100 * (len(values) - 1)
         low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
         assert value == pytest.approx(low + (high - low) * (at - math.floor(at)), abs=1e-6)
-        assert value == pytest.approx(float(np.percentile(values, q)), abs=1e-6)
-    if len(values) > 1:
-        hundredths = statistics.quantiles(values, n=100, method="inclusive")
-        assert [found.p50, found.p90, found.p99] == pytest.approx([hundredths[q - 1] for q in (50, 90, 99)], abs=1e-6)
+    assert Distribution.of([]) is None
     assert found.max == ordered[-1]
     assert found.mean == pytest.approx(sum(values) / len(values))
 
 
-def test_nothing_has_no_distribution() -> None:
-    assert Distribution.of([]) is None
-
-
-def test_tokens_of_one_message_share_the_time_since_the_one_before() -> None:
+def test_tokens_of_a_message_share_the_time_since_the_previous_message() -> None:
     assert token_gaps([(1.0, 2), (1.5, 1), (2.1, 3)]) == pytest.approx((0.5, 0.2, 0.2, 0.2))
     assert token_gaps([(1.0, 4)]) == token_gaps([]) == ()
 
 
-def test_a_report_counts_the_answered_ones() -> None:
+def test_a_report_counts_answered_requests() -> None:
     report = Report.of(RECORDS, wall_s=8.0)
     assert (report.all.asked, report.all.answered) == (7, 4)
     assert report.requests_per_s == 4 / 8
@@ -83,7 +74,7 @@ def test_a_report_counts_the_answered_ones() -> None:
     }  # fmt: skip
 
 
-def test_each_pruning_has_a_group_of_its_own() -> None:
+def test_each_pruning_has_its_own_group() -> None:
     groups = Report.of(RECORDS, wall_s=8.0).by_pruning
     assert list(groups) == [PLAIN, PRUNED]
     plain, pruned = groups[PLAIN], groups[PRUNED]
@@ -98,7 +89,7 @@ def test_each_pruning_has_a_group_of_its_own() -> None:
     assert pruned.retained == pytest.approx(0.3)
 
 
-def test_errors_are_counted_by_status_and_reason_with_the_first_ones_words() -> None:
+def test_errors_are_counted_by_status_and_reason_with_the_first_message() -> None:
     told = report_json(Report.of(RECORDS, wall_s=8.0))["errors"]
     assert told == [
         {"status": "INVALID_ARGUMENT", "reason": "MEDIA_REJECTED", "count": 2, "example": "no video"},
@@ -106,7 +97,7 @@ def test_errors_are_counted_by_status_and_reason_with_the_first_ones_words() -> 
     ]
 
 
-def test_a_table_has_a_line_for_each_rate_below_the_others() -> None:
+def test_the_table_has_one_line_per_rate() -> None:
     lines = table(Report.of(RECORDS, wall_s=8.0)).splitlines()
     assert lines[0] == "4 answered, 3 failed in 8.00 s"
     assert lines[1] == "0.50 requests/s · 1.5 output tokens/s · 32.5 prompt tokens/s"
@@ -122,13 +113,10 @@ def test_a_table_has_a_line_for_each_rate_below_the_others() -> None:
     assert lines[at + 4].split() == ["encode", "prune", "transfer", "→", "prefill", "prefill"]
     assert lines[at + 7].split() == ["all", "0.200", "0.000", "0.100", "0.100", "0.200"]
     assert max(map(len, lines)) <= 88
-
-
-def test_one_rate_needs_no_line_for_all() -> None:
     assert "\n  all" not in table(Report.of(RECORDS[:1], wall_s=8.0))
 
 
-def test_nothing_but_errors_and_nothing_at_all_can_be_told() -> None:
+def test_reports_of_errors_alone_and_of_nothing() -> None:
     only_errors = Report.of(RECORDS[4:], wall_s=1.0)
     assert table(only_errors).splitlines()[0] == "0 answered, 3 failed in 1.00 s"
     assert report_json(only_errors)["all"]["first_token_s"] is None
@@ -137,7 +125,7 @@ def test_nothing_but_errors_and_nothing_at_all_can_be_told() -> None:
     assert table(nothing).startswith("0 answered, 0 failed")
 
 
-def test_a_record_tells_what_it_knows() -> None:
+def test_a_record_as_json() -> None:
     told = record_json(RECORDS[3])
     assert (told["pruning_rate"], told["total_s"], told["prompt_tokens"]) == (0.75, 2.0, 32)
     assert told["timings"]["decode_s"] == 0.2
@@ -146,8 +134,8 @@ def test_a_record_tells_what_it_knows() -> None:
     assert record_json(RECORDS[4])["prompt_tokens"] is None
 
 
-@pytest.mark.parametrize("records", [RECORDS, RECORDS[4:], []], ids=["mixed", "failed", "none"])
-def test_a_picture_is_a_png_whatever_was_measured(records: list[Record], tmp_path: Path) -> None:
+@pytest.mark.parametrize("records", [RECORDS, []], ids=["mixed", "none"])
+def test_the_plot_is_a_png_for_any_records(records: list[Record], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot(records, 8.0, "framesieve bench", tmp_path / "load.picture")
     with Image.open(tmp_path / "load.picture") as picture:

@@ -1,35 +1,72 @@
-"""What the client sends of a question, and what it makes of the answer."""
+"""FramesieveClient against a hand-written generation service: requests, events, completions and errors."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
-import PIL.Image
 import pytest
 
 from common.channels import REQUEST_ID_KEY
-from framesieve import Accepted, Delta, Finished, FinishReason, Image, Message, Progress, Pruning, Text, Video
-from framesieve.client.prompt import IMAGE_SUFFIXES
-from framesieve.v1 import generation_pb2, prompt_pb2
-from services.preprocessing.video import pictures
-from tests.framesieve.generation_stand_in import moving_ball, served
+from common.contract import errors
+from framesieve import (
+    Accepted,
+    Choice,
+    Delta,
+    Finished,
+    FinishReason,
+    FramesieveClient,
+    MediaUsage,
+    Message,
+    Progress,
+    Text,
+    Video,
+)
+from framesieve.v1 import encoder_pb2, generation_pb2, prompt_pb2
+from framesieve.v1.generation_pb2 import FINISH_REASON_LENGTH, GenerateResponse
+from tests.framesieve.fake_generation import MIB, Behaviour, delta, finished, responding, served
+
+VIDEO = generation_pb2.MediaUsage(
+    modality=prompt_pb2.MODALITY_VIDEO,
+    grid=prompt_pb2.Grid(t=4, h=5, w=4),
+    kept_tokens=20,
+    repaired_frames=1,
+    first_slice_only=True,
+)
+ACCEPTED = GenerateResponse(
+    accepted=generation_pb2.Accepted(
+        request_id="r1", usage=generation_pb2.Usage(prompt_tokens_full=9, prompt_tokens=8, media=[VIDEO])
+    )
+)
+PROGRESS = GenerateResponse(progress=encoder_pb2.MediaProgress(media_index=0, decoded_slices=4, encoded_slices=3))
+ONE = (ACCEPTED, PROGRESS, delta(0, "A ", 5), delta(0, "ball", 6), finished(0, 2, 0.5))
+TWO = (
+    ACCEPTED,
+    delta(1, "Some", 1),
+    delta(0, "A ", 2, 3),
+    delta(1, "thing", 4),
+    finished(1, 2, 0.25),
+    delta(0, "ball", 5),
+    finished(0, 3, 0.75, FINISH_REASON_LENGTH),
+)
 
 
-async def test_the_answer_is_its_deltas_joined_with_usage_and_timings(tmp_path: Path) -> None:
-    async with served(tmp_path, moving_ball) as (client, _):
-        answer = await client.ask(Video(data=b"film"), "What moves?", logprobs=True)
-    assert str(answer) == answer.text == "A ball"
-    assert answer.request_id == "r1"
-    assert answer.token_ids == (5, 6)
-    assert answer.logprobs == (-0.5, -0.25)
-    assert answer.reason is FinishReason.STOP
-    assert (answer.usage.prompt_tokens_full, answer.usage.prompt_tokens, answer.usage.completion_tokens) == (100, 30, 2)
-    (media,) = answer.usage.media
+async def test_stream_yields_typed_events_and_ask_joins_them(tmp_path: Path) -> None:
+    async with served(tmp_path, responding(*ONE)) as (client, _):
+        events = [event async for event in client.stream(Video(data=b"film"), "What moves?")]
+        answer = await client.ask(Video(data=b"film"), "What moves?")
+    assert [type(event) for event in events] == [Accepted, Progress, Delta, Delta, Finished]
+    assert events[0].usage.cached_prompt_tokens == 0  # type: ignore[union-attr]
+    (media,) = events[0].usage.media  # type: ignore[union-attr]
     assert (media.grid.t, media.grid.h, media.grid.w, media.kept_tokens) == (4, 5, 4, 20)
-    assert media.repaired_frames == 1
-    assert media.first_slice_only
+    assert isinstance(media, MediaUsage)
+    assert (media.modality.value, media.repaired_frames, media.first_slice_only) == ("video", 1, True)
+    assert events[1] == Progress(media_index=0, decoded_slices=4, encoded_slices=3)
+    assert str(answer) == answer.text == "A ball"
+    assert (answer.request_id, answer.token_ids, answer.logprobs) == ("r1", (5, 6), (-5, -6))
+    assert answer.reason is FinishReason.STOP
     assert answer.timings.stages_s == {
         "fetch": 0.0, "plan": 0.25, "decode": 0.5, "resize": 0.0, "wait_for_encoder": 0.0,
         "encode": 0.0, "prune": 0.0, "transfer": 0.0, "wait_for_prefill": 0.0, "prefill": 0.0,
@@ -38,129 +75,143 @@ async def test_the_answer_is_its_deltas_joined_with_usage_and_timings(tmp_path: 
     assert answer.timings.tokens_per_second(completion_tokens=2) == 1 / 0.5
 
 
-async def test_events_come_typed_and_in_their_order(tmp_path: Path) -> None:
-    async with served(tmp_path, moving_ball) as (client, _):
-        events = [event async for event in client.stream(Video(data=b"film"), "What moves?")]
-    assert [type(event) for event in events] == [Accepted, Progress, Delta, Delta, Finished]
-    assert events[1] == Progress(media_index=0, decoded_slices=4, encoded_slices=3)
+async def test_interleaved_completions_are_joined_by_their_index(tmp_path: Path) -> None:
+    async with served(tmp_path, responding(*TWO)) as (client, fake):
+        answers = await asyncio.gather(*(client.ask(None, "?", n=2) for _ in range(4)))
+    assert fake.requests[0].sampling.n == 2
+    for answer in answers:
+        ball, something = answer.choices
+        tops = tuple(((one, -one), (one + 1, -one - 1)) for one in (2, 3, 5))
+        assert ball == Choice(0, "A ball", (2, 3, 5), (-2, -3, -5), tops, FinishReason.LENGTH)
+        assert (something.index, something.text, something.token_ids) == (1, "Something", (1, 4))
+        assert something.reason is FinishReason.STOP
+        assert (answer.text, answer.token_ids, answer.logprobs) == (ball.text, ball.token_ids, ball.logprobs)
+        assert (answer.top_logprobs, answer.reason, str(answer)) == (ball.top_logprobs, ball.reason, ball.text)
+        usage = answer.usage
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens) == (8, 5, 4)
+        assert answer.timings.generate_s == 0.75
 
 
-async def test_media_stand_before_the_question_in_the_order_given(tmp_path: Path) -> None:
-    clip, photo = tmp_path / "clip.mp4", tmp_path / "photo.PNG"
-    clip.write_bytes(b"clip")
-    photo.write_bytes(b"photo")
-    async with served(tmp_path, moving_ball) as (client, fake):
-        await client.ask([clip, str(photo), Text("and"), Video(server_path="films/a.mp4")], "What differs?")
-    (message,) = fake.requests[0].prompt.messages
-    assert message.role == prompt_pb2.ROLE_USER
-    assert [part.WhichOneof("content") for part in message.parts] == ["video", "image", "text", "video", "text"]
-    assert message.parts[0].video.data == b"clip"
-    assert message.parts[1].image.data == b"photo"
-    assert message.parts[3].video.path == "films/a.mp4"
-    assert message.parts[4].text == "What differs?"
+async def test_history_precedes_the_question(tmp_path: Path) -> None:
+    history = [Message("system", (Text("Be brief."),)), Message("assistant", (Text("A cat."),))]
+    async with served(tmp_path, responding(*ONE)) as (client, fake):
+        await client.ask(None, "What colour?", history=history, request_id="mine")
+    messages = fake.requests[0].prompt.messages
+    assert [(message.role, message.parts[0].text) for message in messages] == [
+        (prompt_pb2.ROLE_SYSTEM, "Be brief."),
+        (prompt_pb2.ROLE_ASSISTANT, "A cat."),
+        (prompt_pb2.ROLE_USER, "What colour?"),
+    ]
 
 
-async def test_a_url_is_sent_as_it_stands_with_what_is_to_be_looked_at(tmp_path: Path) -> None:
-    parts = [Image(url="https://a.test/x?sig=%2F", max_pixels=784), Video(url="http://a.test/y", fps=4)]
-    async with served(tmp_path, moving_ball) as (client, fake):
-        await client.ask(parts, "What differs?")
-    image, video, _ = fake.requests[0].prompt.messages[0].parts
-    assert (image.image.url, image.image.frame_sampling.max_pixels) == ("https://a.test/x?sig=%2F", 784)
-    assert (video.video.url, video.video.frame_sampling.fps) == ("http://a.test/y", 4)
+@pytest.mark.parametrize(("request_id", "in_metadata"), [("mine", "mine"), ("naïve\n", None)])
+async def test_a_request_id_is_also_sent_as_metadata_if_it_can_be(
+    tmp_path: Path, request_id: str, in_metadata: str | None
+) -> None:
+    async with served(tmp_path, responding(*ONE)) as (client, fake):
+        await client.ask(None, "?", request_id=request_id)
+    assert fake.requests[0].request_id == request_id
+    assert fake.metadata.get(REQUEST_ID_KEY) == in_metadata
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+def refusing(error: errors.FramesieveError) -> Behaviour:
+    async def refuse(request: Any, context: Any) -> AsyncIterator[Any]:
+        raise error
+        yield
+
+    return refuse
 
 
 @pytest.mark.parametrize(
-    ("location", "kind"),
+    "error",
     [
-        ("http://a.test/clip.mp4", "video"),
-        ("HTTPS://a.test/clip", "video"),
-        ("https://a.test/photo.PNG", "image"),
-        ("https://a.test/photo%2Ejpg?width=9#there", "image"),
-        ("https://a.test/clip.mp4?poster=photo.png", "video"),
-        ("https://a.test?x=/photo.png", "video"),
-        ("http://[/photo.png", "image"),
-        ("data:image/png;base64,AAAA", "image"),
-        ("data:video/mp4;base64,AAAA", "video"),
-        ("data:,photo.png", "video"),
+        errors.InvalidRequest("pruning.rate must be below 1, got 1.5"),
+        errors.PromptTooLong("the prompt has 9000 tokens, 4096 fit"),
+        errors.MediaDamaged("12 of 40 frames cannot be decoded"),
+        errors.MediaForbidden("../secret lies outside --media-root"),
+        errors.Overloaded("the queue is full", retry_after_s=2.5),
+        errors.Unavailable("the encoder is gone", "encoder"),
     ],
+    ids=lambda error: type(error).__name__,
 )
-async def test_what_starts_as_a_url_is_one_and_its_suffix_or_type_decides(
-    tmp_path: Path, location: str, kind: str
+async def test_an_error_of_the_service_is_raised_with_its_type_and_message(
+    tmp_path: Path, error: errors.FramesieveError
 ) -> None:
-    async with served(tmp_path, moving_ball) as (client, fake):
-        await client.ask(location, "?")
-    part = fake.requests[0].prompt.messages[0].parts[0]
-    assert part.WhichOneof("content") == kind
-    assert getattr(part, kind).url == location
+    async with served(tmp_path, refusing(error)) as (client, _):
+        with pytest.raises(type(error)) as raised:
+            await client.ask(None, "?")
+    assert type(raised.value) is type(error)
+    assert str(raised.value) == str(error)
+    assert (
+        vars(raised.value).items()
+        >= {name: value for name, value in vars(error).items() if not name.startswith("_")}.items()
+    )
 
 
-def test_all_that_preprocessing_reads_as_a_picture_is_sent_as_one_unless_it_moves() -> None:
-    registered = PIL.Image.registered_extensions()
-    read = {suffix for suffix, format_ in registered.items() if format_ in pictures._FORMATS}
-    assert read - {".apng", ".avifs"} == IMAGE_SUFFIXES
+async def test_an_address_without_a_server_is_unavailable(tmp_path: Path) -> None:
+    async with FramesieveClient(f"unix:{tmp_path}/nothing.sock") as client:
+        with pytest.raises(errors.Unavailable) as raised:
+            await client.ask(None, "?")
+    assert raised.value.stage == "generation"
 
 
-async def test_a_path_that_only_looks_like_a_url_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "http:").mkdir()
-    (tmp_path / "http:" / "clip.mp4").write_bytes(b"clip")
-    (tmp_path / "data").write_bytes(b"data")
-    monkeypatch.chdir(tmp_path)
-    async with served(tmp_path, moving_ball) as (client, fake):
-        await client.ask(["http:/clip.mp4", "data"], "?")
-    parts = fake.requests[0].prompt.messages[0].parts
-    assert [part.video.data for part in parts[:2]] == [b"clip", b"data"]
+async def hanging(request: Any, context: Any) -> AsyncIterator[Any]:
+    yield ACCEPTED
+    await asyncio.sleep(60)
 
 
-async def test_earlier_turns_come_first(tmp_path: Path) -> None:
-    history = [
-        Message("system", (Text("Be brief."),)),
-        Message("user", (Image(data=b"photo", max_pixels=784), Text("What is it?"))),
-        Message("assistant", (Text("A cat."),)),
-    ]
-    async with served(tmp_path, moving_ball) as (client, fake):
-        await client.ask(None, "What colour?", history=history)
-    messages = fake.requests[0].prompt.messages
-    roles = [prompt_pb2.ROLE_SYSTEM, prompt_pb2.ROLE_USER, prompt_pb2.ROLE_ASSISTANT, prompt_pb2.ROLE_USER]
-    assert [message.role for message in messages] == roles
-    assert messages[1].parts[0].image.frame_sampling.max_pixels == 784
-    assert [part.text for part in messages[3].parts] == ["What colour?"]
+async def test_the_timeout_raises_deadline_passed(tmp_path: Path) -> None:
+    async with served(tmp_path, hanging) as (client, _):
+        with pytest.raises(errors.DeadlinePassed):
+            await client.ask(None, "?", timeout_s=0.2)
 
 
-async def test_options_reach_the_service_and_what_is_left_out_stays_unset(tmp_path: Path) -> None:
-    video = Video(data=b"film", fps=4, max_frames=8, start_s=0.0, pruning=Pruning(0.5, "random", seed=0))
-    async with served(tmp_path, moving_ball) as (client, fake):
-        await client.ask(video, "?", pruning_rate=0.75, temperature=0.0, seed=0, stop=["."], request_id="mine")
-        await client.ask(video, "?")
-    asked, plain = fake.requests
-    assert asked.pruning.rate == 0.75
-    assert asked.sampling.HasField("temperature")
-    assert asked.sampling.HasField("seed")
-    assert not asked.sampling.HasField("top_p")
-    assert list(asked.sampling.stop) == ["."]
-    assert asked.request_id == "mine"
-    sampling = asked.prompt.messages[0].parts[0].video.frame_sampling
-    assert (sampling.fps, sampling.max_frames, sampling.HasField("start_s"), sampling.HasField("end_s")) == (
-        4, 8, True, False,
-    )  # fmt: skip
-    own = asked.prompt.messages[0].parts[0].video.pruning
-    assert (own.rate, own.method, own.HasField("seed")) == (0.5, "random", True)
-    assert plain.pruning.rate == 0
-    assert plain.sampling == generation_pb2.Sampling()
+async def test_leaving_the_loop_cancels_the_request(tmp_path: Path) -> None:
+    async with served(tmp_path, hanging) as (client, fake):
+        async for event in client.stream(None, "?"):
+            assert isinstance(event, Accepted)
+            break
+        await asyncio.wait_for(fake.cancelled.wait(), 20)
 
 
-async def test_the_request_id_is_in_the_metadata_too_so_that_every_log_names_it(tmp_path: Path) -> None:
-    async with served(tmp_path, moving_ball) as (client, fake):
-        await client.ask(None, "?", request_id="mine")
-    assert fake.metadata[REQUEST_ID_KEY] == "mine"
+LAME = GenerateResponse(delta={"top_logprobs": [{"token_ids": [1, 2], "logprobs": [-0.5]}]})
 
 
-async def test_a_request_id_that_no_metadata_can_carry_is_left_for_the_service_to_refuse(tmp_path: Path) -> None:
-    async with served(tmp_path, moving_ball) as (client, fake):
-        await client.ask(None, "?", request_id="naïve\n")
-    assert fake.requests[0].request_id == "naïve\n"
-    assert REQUEST_ID_KEY not in fake.metadata
+@pytest.mark.parametrize(
+    ("responses", "message"),
+    [
+        (TWO[:-1], "ended before all completions"),
+        ((ACCEPTED, finished(0, 1, 0.5)), "ended before all completions"),
+        ((*TWO, finished(1, 1, 0.5)), "ended before all completions"),
+        ((ACCEPTED, finished(2, 1, 0.5)), "ended before all completions"),
+        (TWO[1:], "ended before all completions"),
+        ((ACCEPTED, LAME), "1 log-probabilities of 2 tokens"),
+        ((GenerateResponse(),), "unknown kind of event"),
+        ((ACCEPTED, finished(0, 1, 0.5, 0)), "unknown finish reason 0"),
+    ],
+    ids=[
+        "unfinished", "missing", "finished twice", "unknown index", "not accepted", "logprobs", "empty", "reason",
+    ],
+)  # fmt: skip
+async def test_a_stream_that_breaks_the_contract_is_an_error(
+    tmp_path: Path, responses: tuple[GenerateResponse, ...], message: str
+) -> None:
+    async with served(tmp_path, responding(*responses)) as (client, _):
+        with pytest.raises(errors.PeerContract, match=message):
+            await client.ask(None, "?", n=2)
 
 
-def test_the_client_needs_no_torch() -> None:
-    code = "import sys, framesieve.client, framesieve.__main__; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+async def test_sixteen_mebibytes_of_files_are_sent_and_one_byte_more_is_rejected(tmp_path: Path) -> None:
+    full, more = tmp_path / "full.mp4", tmp_path / "more.mp4"
+    full.write_bytes(bytes(16 * MIB))
+    more.write_bytes(b"1")
+    async with served(tmp_path, responding(*ONE)) as (client, fake):
+        await client.ask(full, "?")
+        with pytest.raises(errors.InvalidRequest, match="server_path="):
+            await client.ask([full, more], "?")
+        with pytest.raises(FileNotFoundError):
+            await client.ask(tmp_path / "no.mp4", "?")
+    assert len(fake.requests) == 1

@@ -1,4 +1,4 @@
-"""What `framesieve serve` ends with, over stand-ins for the services."""
+"""Signals and exit statuses of `framesieve serve`, and of commands that start services, over stand-ins."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ import pytest
 
 from common.process import ExitStatus
 from framesieve.cli.launcher import SERVICES
-from tests.framesieve.stand_ins import stopped
+from tests.framesieve.conftest import COMMAND, SIGINT_IGNORED
+from tests.framesieve.stack import stopped
+
+ALL = ["generation", "encoder", "preprocessing"]
 
 
 @contextmanager
 def served(
     record: Path, more: str = "", before: Sequence[str] = (), stdin: int | None = None, stderr: int = subprocess.PIPE
 ) -> Iterator[subprocess.Popen[str]]:
-    """`framesieve serve` over stand-ins with these flags. before: what starts it."""
-    code = "from framesieve.__main__ import app; app()"
+    """`framesieve serve` over stand-ins. more: flags of all stand-ins; before: the command that starts it."""
     listens = (
         flag
         for name in ("preprocessing-", "encoder-", "")
         for flag in (f"--{name}listen", f"unix:{record}/{name}socket")
     )
-    command = [*before, sys.executable, "-c", code, "serve", "--metrics-port", "0", *listens]
+    command = [*before, *COMMAND, "serve", "--metrics-port", "0", *listens]
     environment = {**os.environ, "MORE": more}
     with subprocess.Popen(command, stdin=stdin, stderr=stderr, text=True, env=environment) as process:
         try:
@@ -39,67 +41,157 @@ def served(
             process.kill()
 
 
-def read_until(process: subprocess.Popen[str], words: str) -> None:
+def wait_until_ready(process: subprocess.Popen[str]) -> None:
     assert process.stderr is not None
     for line in process.stderr:
-        if words in line:
+        if "framesieve listens at" in line:
             return
-    pytest.fail(f"nothing said {words!r}")
+    pytest.fail("framesieve serve ended before it was ready")
 
 
-def test_serve_over_a_service_that_cannot_start_ends_with_2(record: Path) -> None:
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+
+
+def test_a_service_that_cannot_start_ends_serve_with_2(record: Path) -> None:
     with served(record, "--refuse-to-start") as process:
-        _, told = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == ExitStatus.CANNOT_START
-    assert "ended with status 2" in told
+    assert "ended with status 2" in errors
 
 
 def test_a_second_serve_at_the_same_addresses_ends_with_2_and_the_first_goes_on(record: Path) -> None:
     with served(record) as first:
-        read_until(first, "framesieve answers at")
+        wait_until_ready(first)
         with served(record) as second:
-            _, told = second.communicate(timeout=60)
+            _, errors = second.communicate(timeout=60)
         assert second.returncode == ExitStatus.CANNOT_START
-        assert f"unix:{record}/preprocessing-socket" in told
-        assert "--preprocessing-listen" in told
-        assert "framesieve answers at" not in told
+        assert f"unix:{record}/preprocessing-socket" in errors
+        assert "--preprocessing-listen" in errors
         first.send_signal(signal.SIGTERM)
         assert first.wait(30) == ExitStatus.FINISHED
+    assert stopped(record) == ALL
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_serve_by_its_number_before_it_is_ready(record: Path, number: signal.Signals) -> None:
+def test_a_signal_before_serve_is_ready_ends_it_by_that_signal(record: Path, number: signal.Signals) -> None:
     with served(record, "--never-ready") as process:
-        while len(list(record.glob("*.arguments"))) < len(SERVICES):
-            assert process.poll() is None
-            time.sleep(0.02)
+        for name in SERVICES:
+            wait_for(record / f"{name}.arguments")
         process.send_signal(number)
         assert process.wait(30) == 128 + number
     assert stopped(record) == []
 
 
-def test_serve_ends_with_0_once_it_was_ready_and_is_told_to_stop(record: Path) -> None:
-    with served(record) as process:
-        read_until(process, "framesieve answers at")
-        process.send_signal(signal.SIGTERM)
+def test_sigint_drains_serve_even_if_it_was_inherited_as_ignored(record: Path) -> None:
+    with served(record, before=SIGINT_IGNORED) as process:
+        wait_until_ready(process)
+        process.send_signal(signal.SIGINT)
         assert process.wait(30) == ExitStatus.FINISHED
-    assert stopped(record) == ["generation", "encoder", "preprocessing"]
+    assert stopped(record) == ALL
 
 
-def test_no_service_outlives_a_terminal_that_is_closed(record: Path) -> None:
+def test_a_service_that_cut_requests_off_makes_serve_end_with_3(record: Path) -> None:
+    with served(record, "--cut-off") as process:
+        wait_until_ready(process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == ExitStatus.CUT_OFF
+    assert stopped(record) == ALL
+
+
+def test_a_second_signal_ends_all_at_once_but_hangups_do_not_count(record: Path) -> None:
+    with served(record, "--ignore-sigterm") as process:
+        wait_until_ready(process)
+        process.send_signal(signal.SIGTERM)
+        wait_for(record / "generation.terminating")
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 128 + signal.SIGINT
+    assert stopped(record) == []
+
+
+def test_closing_the_terminal_drains_all_services(record: Path) -> None:
     terminal, inside = pty.openpty()
     with served(record, before=("setsid", "--ctty"), stdin=inside, stderr=inside) as process:
         os.close(inside)
-        told = b""
-        while not (b"framesieve ask" in told and told.endswith(b"\n")):
-            told += os.read(terminal, 4096)
+        output = b""
+        while not (b"framesieve ask" in output and output.endswith(b"\n")):
+            output += os.read(terminal, 4096)
         os.close(terminal)
         assert process.wait(30) == ExitStatus.FINISHED
-    assert stopped(record) == ["generation", "encoder", "preprocessing"]
+    assert stopped(record) == ALL
 
 
-def test_serve_ends_with_1_where_a_service_ends_by_itself(record: Path) -> None:
+def test_a_service_that_ends_by_itself_makes_serve_end_with_1(record: Path) -> None:
     with served(record, "--end-by-itself") as process:
-        read_until(process, "framesieve answers at")
+        wait_until_ready(process)
         (record / "end").touch()
         assert process.wait(30) == ExitStatus.FAILED
+
+
+# --- commands that start services for one run -------------------------------------------------------------------
+
+UNWIND = """
+import sys
+from framesieve.cli import launcher
+from framesieve.cli.signals import unwind_on_signals
+launcher.KILL_AFTER_DRAIN_S = 1
+unwind_on_signals()
+try:
+    with launcher.LocalStack(flags={"generation": sys.argv[1:]}, drain_s=0) as stack:
+        print("ready", flush=True)
+        stack.watch()
+except KeyboardInterrupt:
+    raise SystemExit(1) from None
+"""
+
+
+@contextmanager
+def unwinding(before: Sequence[str] = (), *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [*before, sys.executable, "-c", UNWIND, *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield process
+
+
+@pytest.mark.parametrize(
+    ("before", "number", "status"),
+    [(SIGINT_IGNORED, signal.SIGINT, 1), ((), signal.SIGTERM, 143), ((), signal.SIGHUP, 129)],
+    ids=["SIGINT", "SIGTERM", "SIGHUP"],
+)
+def test_a_signal_unwinds_a_command_and_stops_its_services(
+    record: Path, before: Sequence[str], number: signal.Signals, status: int
+) -> None:
+    with unwinding(before) as process:
+        process.send_signal(number)
+        assert process.wait(30) == status
+    assert stopped(record) == ALL
+
+
+def test_a_second_hangup_does_not_interrupt_the_stopping(record: Path) -> None:
+    with unwinding((), "--ignore-sigterm") as process:
+        process.send_signal(signal.SIGHUP)
+        wait_for(record / "generation.terminating")
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(20) == 128 + signal.SIGHUP
+    assert stopped(record) == ["encoder", "preprocessing"]
+
+
+@pytest.mark.parametrize("command", ["serve", "unwind"])
+def test_under_nohup_a_hangup_has_no_effect(record: Path, command: str) -> None:
+    started = served(record, before=("nohup",)) if command == "serve" else unwinding(("nohup",))
+    with started as process:
+        if command == "serve":
+            wait_until_ready(process)
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == (ExitStatus.FINISHED if command == "serve" else 128 + signal.SIGTERM)
+    assert stopped(record) == ALL

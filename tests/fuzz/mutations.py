@@ -1,4 +1,4 @@
-"""Small real media files and mutations of them: truncated, overwritten, repeated, replaced by noise."""
+"""Small real media files, and mutations of them: truncated, bits flipped, overwritten, repeated, random."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ VIDEOS = (
     ("mov", "mjpeg", {}),
     ("gif", "gif", {}),
 )
-# Otherwise Matroska files contain a random number.
+# Without it Matroska contains a random number.
 EXACT = {"fflags": "+bitexact"}
 PICTURES = ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "AVIF")
 
 
-@cache  # an encoder may make other bytes the next time
+@cache  # encoders are not deterministic between runs
 def originals() -> list[tuple[str, bytes]]:
-    """Name and bytes of each file; a video's name starts with "video", a picture's with "picture"."""
+    """Name and bytes of each file. Names start with "video" or "picture"."""
     found = []
     for container, codec, options in VIDEOS:
         pixels = "rgb8" if codec == "gif" else None
@@ -45,7 +45,7 @@ def originals() -> list[tuple[str, bytes]]:
 
 
 def mutations(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
-    """`count` mutated files, of each original in turn. The seed determines them."""
+    """Name and bytes of `count` mutations, of every file in turn; the same for the same seed."""
     random_ = random.Random(seed)
     files = originals()
     for number in range(count):
@@ -62,7 +62,7 @@ def _mutated(data: bytearray, random_: random.Random) -> bytes:
     if how == 1:
         for _ in range(random_.randrange(1, 40)):
             data[random_.randrange(len(data))] ^= 1 << random_.randrange(8)
-    elif how == 2:  # headers, where most decisions are made
+    elif how == 2:  # headers, on which most decisions depend
         for _ in range(random_.randrange(1, 12)):
             data[random_.randrange(min(1024, len(data)))] = random_.choice((0, 1, 127, 128, 255))
     elif how == 3:

@@ -45,7 +45,7 @@ _SILENCE_S = 0.3
 _FLAGS = {
     "preprocessing": ("--fetch-schemes", "", "--decode-workers", "2"),
     "encoder": ("--cache-bytes", str(2**20), "--output-buffer-bytes", str(2**24), "--threads", "1"),
-    "generation": ("--kv-cache-tokens", "1024", "--max-prompt-tokens", "256", "--threads", "1"),
+    "generation": ("--kv-cache-tokens", "1024", "--max-model-len", "256", "--threads", "1"),
 }
 
 

@@ -1,7 +1,7 @@
-"""`make fuzz`: plans and decodes broken media files in child processes, which must neither die nor hang.
+"""`make fuzz`: indexes and decodes mutated media in child processes, which must neither crash nor hang.
 
-A child takes a batch of files and writes the current one to a file, which therefore holds the one at fault. A file
-passes if it decodes or is refused with an error about the media.
+Each process takes a batch of files and saves the current one, so that the file at fault is kept. A file passes if it is
+decoded, or refused as bad media.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FILE_LIMIT_S = 20
 
 
 def decode(source: Source) -> None:
-    """Reads the index, then frames from all over it, like a request. Raises MediaRejected and MediaDamaged."""
+    """Indexes and decodes like a request, with frames from the whole file. Raises MediaRejected and MediaDamaged."""
     if source.name.startswith("picture"):
         decode_picture(source, read_picture(source))
         return
@@ -38,7 +38,7 @@ def decode(source: Source) -> None:
 
 
 def decode_all(seed: int, count: int, progress: Path) -> Counter[str]:
-    """Counts how the files ended. `progress` holds the name and the bytes of the current one."""
+    """Counts the outcomes of the files. `progress`: a file that always holds the current one behind its name."""
     ends: Counter[str] = Counter()
     for name, data in mutations(seed, count):
         progress.write_bytes(name.encode() + b"\n" + data)
@@ -54,7 +54,7 @@ def decode_all(seed: int, count: int, progress: Path) -> Counter[str]:
 
 
 def run_batch(seed: int, count: int, progress: Path) -> str | None:
-    """Runs a batch in a child process and describes what went wrong, or returns None."""
+    """Runs a batch in a child process. Returns the failure, or None."""
     command = [sys.executable, "-m", "tests.fuzz.run", "--child", str(progress), "--seed", str(seed)]
     try:
         done = subprocess.run(
@@ -83,7 +83,7 @@ def main() -> None:
         print(f"{number + BATCH} of {args.mutations}: {fault or 'fine'}", flush=True)
         if fault:
             faults += 1
-            print(f"the file at fault is in {progress}, behind a line with its name")
+            print(f"the file at fault is in {progress}, after a line with its name")
         else:
             progress.unlink()
     sys.exit(1 if faults else 0)

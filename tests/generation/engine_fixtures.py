@@ -1,7 +1,4 @@
-"""The model that tests of the engine run, as a fixture.
-
-A file that uses it names this one as its `pytest_plugins`.
-"""
+"""The fixture `models` of the engine's tests. A test file names this module as its `pytest_plugins`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests ask an engine, a short text and a video between two, and what it answers when asked nothing else."""
+"""Prompts for the engine's tests: a short text, and a video between two texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ABOUT_VIDEO = [Text((10, 11, 12)), VIDEO, Text((13, 14))]
 
 
 def greedy_answer(models: Models, parts: Sequence[Text | Item], new_tokens: int) -> list[int]:
-    """What a question is answered by an engine of its own."""
+    """The answer of an engine that runs nothing else."""
     engine = TinyEngine(models.engine)
     asked = engine.ask("alone", parts, SamplingParams(new_tokens))
     engine.drain()

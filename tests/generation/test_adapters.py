@@ -51,9 +51,9 @@ def test_neighbours_with_other_adapters_and_none_change_nothing(adapted: Adapted
     engine = TinyEngine(
         adapted.models.engine,
         blocks=max(each.most_blocks for each in questions) + data.draw(st.sampled_from((0, 4, 64))),
-        chunk_tokens=data.draw(st.sampled_from((1, 3, 8, 64, 512))),
-        max_running=data.draw(st.integers(1, 5)),
-        guess_tokens=data.draw(st.sampled_from((0, 3))),
+        max_num_batched_tokens=data.draw(st.sampled_from((1, 3, 8, 64, 512))),
+        max_num_seqs=data.draw(st.integers(1, 5)),
+        max_draft_tokens=data.draw(st.sampled_from((0, 3))),
     )
     asked = answer(engine, questions, data.draw(st.lists(st.integers(0, 8), max_size=5)))
     event(f"adapters: {len({each.adapter for each in questions})}")

@@ -69,7 +69,7 @@ def test_two_ranks_answer_as_peft_does(halves: Halves, chunk_tokens: int) -> Non
         film = random_item(halves.models.family, (3, 2, 3), Fraction(1), seed=number, rate=0.5)
         parts = (Text((20, 21, 22)), film, Text(tuple(range(30, 32 + number))))
         asking.append(Question(parts, 5 + number, adapter=name))
-    engine = TinyEngine(halves.models.engine, chunk_tokens=chunk_tokens, followers=halves.leading)
+    engine = TinyEngine(halves.models.engine, max_num_batched_tokens=chunk_tokens, workers=halves.leading)
     asked = answer(engine, asking, [0, 0, 1, 2, 3, 5, 8])
     assert_law(halves.models, engine, asking, asked, adapted=halves.text)
 

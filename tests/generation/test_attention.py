@@ -203,7 +203,7 @@ def check(cache: PagedCache, batch: list[tuple[list[int], int, int]], seed: int,
 
 def packed(contexts: list[Context], slots: Tensor) -> Packed:
     singles = sum(context.tokens == 1 for context in contexts)
-    return cast(Packed, SimpleNamespace(contexts=tuple(contexts), singles=singles, slots=slots.numpy()))
+    return cast(Packed, SimpleNamespace(contexts=tuple(contexts), num_decodes=singles, slots=slots.numpy()))
 
 
 def test_on_cuda_no_kernel_is_left_that_makes_a_plan_for_every_size() -> None:

@@ -1,15 +1,15 @@
-"""A window of the pruned sequence is cut into text and media rows wherever it starts and ends."""
+"""Windows that start and end anywhere are packed into the text and media rows of the formulas."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.generation.request.adapter import Adapter
-from services.generation.request.batch import Window, pack, singles_first
+from services.generation.request.batch import Window, decodes_first, pack
+from services.generation.request.request import Adapter
 from services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text, expected_sequence
 from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, make_request
@@ -21,7 +21,7 @@ def video(t: int, h: int, w: int, *texts: Text) -> Item:
     return Item(t, h, w, Fraction(1), np.zeros((t * h * w, 1), np.float32), rate=0.5, texts=texts)
 
 
-# The last video's slices stand alone, and the second of them loses both its tokens.
+# The slices of the last video are separated by text; the second slice loses both tokens.
 PARTS = [
     Text((10, 11, 12)),
     video(3, 2, 2),
@@ -45,6 +45,7 @@ def gathered(name: str, blocks: list[int]) -> Asked:
     return asked
 
 
+@settings(max_examples=50)
 @given(
     cuts=st.lists(
         st.tuples(st.integers(0, len(EXPECTED.ids) + 4), st.integers(1, 30)).map(
@@ -54,12 +55,12 @@ def gathered(name: str, blocks: list[int]) -> Asked:
         max_size=4,
     )
 )
-def test_packed_windows_hold_what_the_formulas_say(cuts: list[tuple[int, int]]) -> None:
+def test_packed_windows_are_those_of_the_formulas(cuts: list[tuple[int, int]]) -> None:
     requests = [gathered(str(n), list(range(40 * n, 40 * n + 10))[::-1]).request for n in range(len(cuts))]
     windows = [
         Window(request, start, end, samples=end % 2 == 0) for request, (start, end) in zip(requests, cuts, strict=True)
     ]
-    packed, media = pack(windows, BLOCK_TOKENS)
+    packed, media = pack(decodes_first(windows), BLOCK_TOKENS)
     ids = [*EXPECTED.ids, *ANSWER]
     prompt = len(EXPECTED.ids)
     answer_positions = [(prompt + i + EXPECTED.delta,) * 3 for i in range(len(ANSWER))]
@@ -68,12 +69,12 @@ def test_packed_windows_hold_what_the_formulas_say(cuts: list[tuple[int, int]]) 
     rows: dict[int, tuple[str, int, int]] = {}
     last_rows: list[int] = []
     ordered = [window for window in windows if window.tokens == 1] + [w for w in windows if w.tokens > 1]
-    assert singles_first(windows) == ordered
+    assert decodes_first(windows) == ordered
     contexts = [(window.start, window.end, window.request.blocks) for window in ordered]
     for context, (start, end, blocks) in zip(packed.contexts, contexts, strict=True):
         assert (context.start, context.end) == (start, end)
         assert context.blocks == [block for n, block in enumerate(blocks) if n * BLOCK_TOKENS < end]
-    assert packed.singles == sum(window.tokens == 1 for window in windows)
+    assert packed.num_decodes == sum(window.tokens == 1 for window in windows)
     for window in ordered:
         for token in range(window.start, window.end):
             assert packed.ids[at] == ids[token]
@@ -94,8 +95,8 @@ def test_packed_windows_hold_what_the_formulas_say(cuts: list[tuple[int, int]]) 
     assert packed.media_rows.tolist() == sorted(rows)
 
 
-def test_windows_of_one_adapter_stand_beside_each_other() -> None:
-    """Of single tokens, and of the others; among themselves they stay in order."""
+def test_windows_of_one_adapter_are_adjacent() -> None:
+    """Within decodes and within other windows; otherwise the order stays."""
     one, two = Adapter("one", bytes(31) + b"1"), Adapter("two", bytes(31) + b"2")
     named, tokens = (one, None, two, one, None, two, one, two, one), (2, 1, 1, 1, 1, 1, 3, 1, 1)
     windows = []
@@ -103,7 +104,7 @@ def test_windows_of_one_adapter_stand_beside_each_other() -> None:
         request = make_request(str(number), [Text((10 + number,) * 3)], SamplingParams(1), adapter).request
         request.blocks = [number]
         windows.append(Window(request, 0, count, samples=False))
-    packed, _ = pack(windows, BLOCK_TOKENS)
-    assert packed.singles == 7
+    packed, _ = pack(decodes_first(windows), BLOCK_TOKENS)
+    assert packed.num_decodes == 7
     adapted = sorted((rows.digest, packed.ids[rows.start : rows.end].tolist()) for rows in packed.adapted)
     assert adapted == [(one.digest, [10, 10, 16, 16, 16]), (one.digest, [13, 18]), (two.digest, [12, 15, 17])]

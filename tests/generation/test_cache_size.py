@@ -112,7 +112,7 @@ def settings(*flags: str) -> GenerationSettings:
 def test_what_the_largest_step_leaves_is_the_caches(memory: MadeUp) -> None:
     sampled: list[int] = []
     memory.model.lm_head.register_forward_pre_hook(lambda _, rows: sampled.append(len(rows[0])))
-    told = settings("--prefill-chunk-tokens", "100", "--max-running-requests", "9", "--speculative-tokens", "2")
+    told = settings("--max-num-batched-tokens", "100", "--max-num-seqs", "9", "--speculative-tokens", "2")
     tokens = fitting_tokens(told, memory.model, None, memory, memory.capture)
     left = int(Fraction(9, 10) * memory.total) - (300 + 2048 + 700 + 50 + 1024) * MIB
     # Of each of three layers two KV heads of sixteen float32, keys and values.
@@ -136,14 +136,14 @@ def test_as_many_tokens_are_gathered_as_ever_are(memory: MadeUp, monkeypatch: py
 
     monkeypatch.setattr(sdpa, "_read", count)
     monkeypatch.setattr(sdpa, "IN_PLACE_TOKENS", 10**9)
-    told = settings("--prefill-chunk-tokens", "100", "--max-running-requests", "9")
+    told = settings("--max-num-batched-tokens", "100", "--max-num-seqs", "9")
     fitting_tokens(told, memory.model, None, memory, memory.capture)
     assert max(gathered) == sdpa.MOST_GATHERED_TOKENS // 9 * 9 > 32768
 
 
 def test_the_fraction_is_of_the_whole_device(memory: MadeUp) -> None:
     def fitting(*flags: str) -> int:
-        told = settings("--prefill-chunk-tokens", "64", "--max-prompt-tokens", "512", *flags)
+        told = settings("--max-num-batched-tokens", "64", "--max-model-len", "512", *flags)
         return fitting_tokens(told, memory.model, None, memory, memory.capture)
 
     less, more = fitting("--gpu-memory-fraction", "0.6"), fitting("--gpu-memory-fraction", "0.85")
@@ -161,7 +161,7 @@ class Ranks:
 
 
 def test_the_rank_with_the_least_room_decides(memory: MadeUp) -> None:
-    told = settings("--prefill-chunk-tokens", "64", "--max-prompt-tokens", "512")
+    told = settings("--max-num-batched-tokens", "64", "--max-model-len", "512")
     alone = fitting_tokens(told, memory.model, None, memory, memory.capture)
     others: Any = Ranks(1024)
     assert alone > 1024 == fitting_tokens(told, memory.model, others, memory, memory.capture)
@@ -171,7 +171,7 @@ def test_the_rank_with_the_least_room_decides(memory: MadeUp) -> None:
 
 def test_a_device_that_holds_no_prompt_refuses_to_start_with_figures(memory: MadeUp) -> None:
     memory.total = 4 * GIB
-    told = settings("--prefill-chunk-tokens", "64", "--max-prompt-tokens", "512")
+    told = settings("--max-num-batched-tokens", "64", "--max-model-len", "512")
     with pytest.raises(StartupError) as refused:
         fitting_tokens(told, memory.model, None, memory, memory.capture)
     said = str(refused.value)
@@ -184,7 +184,7 @@ def test_a_step_that_does_not_fit_refuses_to_start_and_says_what_to_lower(memory
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     memory.model.text.register_forward_pre_hook(no_room)
-    told = settings("--prefill-chunk-tokens", "64", "--max-prompt-tokens", "512")
+    told = settings("--max-num-batched-tokens", "64", "--max-model-len", "512")
     with pytest.raises(StartupError, match=r"a step of 64 tokens .* of a prompt of 512 .* does not fit on"):
         fitting_tokens(told, memory.model, None, memory, memory.capture)
 

@@ -118,7 +118,7 @@ def test_replays_compute_what_the_engine_computes_without_them(
     limits = [new_tokens + number % 3 for number in range(len(prompts))]
     found = []
     for capture in (None, Recorder()):
-        tiny = TinyEngine(models.engine, blocks=blocks, chunk_tokens=chunk_tokens, max_running=5)
+        tiny = TinyEngine(models.engine, blocks=blocks, max_num_batched_tokens=chunk_tokens, max_num_seqs=5)
         if capture:
             tiny.runner.capture_decoding(5, 4 * blocks, capture)
         asked = answers(tiny, family, prompts, limits, rate)
@@ -148,7 +148,7 @@ def test_a_cache_whose_kernel_reads_blocks_has_one_graph_for_each_number_of_rows
 
 def test_a_step_that_nobody_samples_from_is_not_replayed(models: Models) -> None:
     """Nobody waits for its end, and its rows are those of the next replay."""
-    capture, tiny = Recorder(), TinyEngine(models.engine, chunk_tokens=1)
+    capture, tiny = Recorder(), TinyEngine(models.engine, max_num_batched_tokens=1)
     tiny.runner.capture_decoding(2, 256, capture)
     asked = tiny.ask("0", [Text(tuple(range(10, 40)))], SamplingParams(8))
     tiny.drain()

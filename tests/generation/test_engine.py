@@ -1,9 +1,10 @@
-"""An engine a step at a time: what goes out as events, what it refuses, and what a cancellation or a failure costs."""
+"""The engine step by step: events, statistics, limits, cancellation and failures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from time import monotonic_ns
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from common.contract.errors import InvalidRequest, Overloaded, PeerContract, PromptTooLong
+from services.generation.engine.stats import Step
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Event, Failed, Finished, FinishReason, PrefillStarted, Tokens
-from services.generation.sampling.sampler import SamplingParams
+from services.generation.sampling.sampler import SampledToken, SamplingParams
 from tests.generation.engine_questions import ABOUT_VIDEO, KEPT, PROMPT, VIDEO, greedy_answer
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine
@@ -24,7 +26,7 @@ pytest_plugins = ["tests.generation.engine_fixtures"]
 
 @pytest.fixture
 def tiny(models: Models) -> Iterator[TinyEngine]:
-    """Its blocks are all free again when a test is done with it."""
+    """An engine whose blocks must all be free at the end of the test."""
     engine = TinyEngine(models.engine)
     yield engine
     engine.drain()
@@ -45,15 +47,12 @@ def test_an_answer_is_announced_streamed_and_finished(tiny: TinyEngine) -> None:
     rows = torch.stack(tiny.runner.logits["a"]).log_softmax(dim=-1)
     logprobs = [value for token in tokens if isinstance(token, Tokens) for value in token.logprobs]
     assert logprobs == pytest.approx(rows.amax(dim=-1).tolist())
-
-
-def test_log_probabilities_are_left_out_unless_asked_for(tiny: TinyEngine) -> None:
-    asked = tiny.ask("a", PROMPT, SamplingParams(2))
+    without = tiny.ask("b", PROMPT, SamplingParams(1))
     tiny.drain()
-    assert [event.logprobs for event in asked.events if isinstance(event, Tokens)] == [(), ()]
+    assert [event.logprobs for event in without.events if isinstance(event, Tokens)] == [()]
 
 
-def test_an_end_token_ends_the_answer_without_becoming_text(models: Models, tiny: TinyEngine) -> None:
+def test_an_end_token_ends_the_answer_and_has_no_text(models: Models, tiny: TinyEngine) -> None:
     usual = greedy_answer(models, PROMPT, 8)
     end = usual[4]
     before = usual.index(end)
@@ -66,7 +65,7 @@ def test_an_end_token_ends_the_answer_without_becoming_text(models: Models, tiny
 
 
 class StopsAtThird:
-    """A detokeniser that holds text back, and finds a stop string in the third token."""
+    """A detokenizer that holds text back and finds a stop string in the third token."""
 
     def __init__(self, stops: bool) -> None:
         self.stops, self.count = stops, 0
@@ -83,17 +82,17 @@ class StopsAtThird:
     ("stops", "finished", "text"),
     [(True, Finished(FinishReason.STOP, 3), ""), (False, Finished(FinishReason.LENGTH, 5), "held back")],
 )
-def test_a_stop_string_ends_the_answer_and_only_a_limit_releases_held_text(
+def test_a_stop_string_ends_the_answer_and_held_text_is_sent_only_at_the_limit(
     tiny: TinyEngine, stops: bool, finished: Finished, text: str
 ) -> None:
     asked = tiny.ask("a", PROMPT, SamplingParams(5))
-    asked.request.detokeniser = StopsAtThird(stops)
+    asked.request.detokenizer = StopsAtThird(stops)
     tiny.drain()
     assert asked.finished == finished
     assert "".join(event.text for event in asked.events if isinstance(event, Tokens)) == text
 
 
-def test_prefill_starts_for_the_record_when_the_last_media_item_is_there(tiny: TinyEngine) -> None:
+def test_prefill_is_announced_when_the_last_media_item_has_arrived(tiny: TinyEngine) -> None:
     asked = tiny.ask("a", ABOUT_VIDEO, SamplingParams(1))
     tiny.drain()
     assert tiny.runner.steps == [[("a", 0, 3)]]
@@ -104,32 +103,24 @@ def test_prefill_starts_for_the_record_when_the_last_media_item_is_there(tiny: T
     assert asked.events[0] == PrefillStarted()
 
 
-def test_a_preempted_request_announces_its_prefill_once(models: Models) -> None:
-    tiny = TinyEngine(models.engine, blocks=6)
-    every = [tiny.ask(name, PROMPT, SamplingParams(12)) for name in "abc"]
-    tiny.drain()
-    assert tiny.engine.stats().totals.preemptions > 0
-    for asked in every:
-        assert [event for event in asked.events if isinstance(event, PrefillStarted)] == [PrefillStarted()]
-        assert asked.answer == greedy_answer(models, PROMPT, 12)
-
-
-def test_a_seeded_draw_does_not_depend_on_neighbours_or_preemption(models: Models) -> None:
+def test_preemption_and_neighbours_change_neither_a_seeded_answer_nor_its_one_announcement(models: Models) -> None:
     params = SamplingParams(12, temperature=1.0, seed=4, repetition_penalty=1.2)
     alone = TinyEngine(models.engine)
     expected = alone.ask("alone", PROMPT, params)
     alone.drain()
-    tiny = TinyEngine(models.engine, blocks=6, chunk_tokens=3)
+    tiny = TinyEngine(models.engine, blocks=6, max_num_batched_tokens=3)
     every = [tiny.ask(name, PROMPT, params) for name in "abc"]
     tiny.drain()
     assert tiny.engine.stats().totals.preemptions > 0
-    assert [asked.answer for asked in every] == [expected.answer] * 3
+    for asked in every:
+        assert asked.answer == expected.answer
+        assert [event for event in asked.events if isinstance(event, PrefillStarted)] == [PrefillStarted()]
 
 
 # --- devices --------------------------------------------------------------------------------------------------------
 
 
-def test_delivered_embeddings_are_sent_to_the_device_and_an_answers_last_rows_stay_on_the_host(
+def test_delivered_embeddings_move_to_the_device_and_the_cached_last_rows_stay_on_the_host(
     tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = tiny.ask("a", ABOUT_VIDEO, SamplingParams(5))
@@ -141,8 +132,8 @@ def test_delivered_embeddings_are_sent_to_the_device_and_an_answers_last_rows_st
     with monkeypatch.context() as patched:
         patched.setattr("services.generation.engine.engine.tensor_to_device", send)
         tiny.deliver(asked, 0, VIDEO, KEPT)
-        tiny.engine._take_commands()
-    [embeds], [answer] = asked.request.embeds, asked.request.answers
+        tiny.engine._run_commands()
+    [embeds], [answer] = asked.request.embeds, asked.request.encoded_media
     assert embeds is not None
     assert embeds.is_meta
     assert answer
@@ -150,7 +141,7 @@ def test_delivered_embeddings_are_sent_to_the_device_and_an_answers_last_rows_st
     tiny.engine.cancel(asked.request)
 
 
-def test_last_rows_are_sent_to_the_device_with_the_step_that_reads_them(
+def test_last_rows_move_to_the_device_in_the_step_that_reads_them(
     tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = tiny.ask("a", ABOUT_VIDEO, SamplingParams(5))
@@ -167,7 +158,7 @@ def test_last_rows_are_sent_to_the_device_with_the_step_that_reads_them(
     tiny.drain()
     assert again.spared == (0,)
     assert again.finished
-    assert sent == [(1, 1, 64)]  # 3 tokens of text and 6 of media: two blocks are known, one row stands behind them
+    assert sent == [(1, 1, 64)]  # 3 tokens of text and 6 of media: two blocks are cached, one row is behind them
 
 
 # --- limits ---------------------------------------------------------------------------------------------------------
@@ -176,7 +167,7 @@ def test_last_rows_are_sent_to_the_device_with_the_step_that_reads_them(
 def test_a_sequence_that_can_never_fit_is_refused(models: Models) -> None:
     tiny = TinyEngine(models.engine, blocks=3)
     tokens = 3 * BLOCK_TOKENS
-    fits = tokens + 1 - len(PROMPT[0].ids)  # the last token of an answer needs no room
+    fits = tokens + 1 - len(PROMPT[0].ids)  # the last token of an answer is never computed
     with pytest.raises(PromptTooLong, match=f"need room for {tokens + 1} tokens, the cache holds {tokens}"):
         tiny.ask("a", PROMPT, SamplingParams(fits + 1))
     asked = tiny.ask("b", PROMPT, SamplingParams(fits))
@@ -184,8 +175,8 @@ def test_a_sequence_that_can_never_fit_is_refused(models: Models) -> None:
     assert asked.finished == Finished(FinishReason.LENGTH, fits)
 
 
-def test_a_full_queue_refuses_until_somebody_leaves(models: Models) -> None:
-    tiny = TinyEngine(models.engine, max_running=1, max_waiting=1)
+def test_a_full_queue_refuses_until_a_request_ends(models: Models) -> None:
+    tiny = TinyEngine(models.engine, max_num_seqs=1, max_waiting=1)
     tiny.ask("a", PROMPT, SamplingParams(2))
     second = tiny.ask("b", ABOUT_VIDEO, SamplingParams(2))
     with pytest.raises(Overloaded, match="2 answers are running or waiting"):
@@ -198,8 +189,8 @@ def test_a_full_queue_refuses_until_somebody_leaves(models: Models) -> None:
     tiny.ask("f", PROMPT, SamplingParams(2))
 
 
-def test_more_answers_than_may_ever_run_and_wait_are_refused_for_good(models: Models) -> None:
-    tiny = TinyEngine(models.engine, max_running=1, max_waiting=2)
+def test_an_n_above_all_places_of_the_engine_is_an_invalid_request(models: Models) -> None:
+    tiny = TinyEngine(models.engine, max_num_seqs=1, max_waiting=2)
     with pytest.raises(InvalidRequest, match=r"sampling\.n must be at most 3 here.*got 4"):
         tiny.ask("a", PROMPT, SamplingParams(2), [SamplingParams(2)] * 3)
 
@@ -207,10 +198,9 @@ def test_more_answers_than_may_ever_run_and_wait_are_refused_for_good(models: Mo
 # --- cancellation and failures --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parts", [PROMPT, ABOUT_VIDEO])
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_cancelled_request_frees_its_blocks_at_the_next_step_and_is_not_heard_of_again(
-    tiny: TinyEngine, steps: int, parts: list[Text | Item]
+@pytest.mark.parametrize(("parts", "steps"), [(PROMPT, 0), (PROMPT, 3), (ABOUT_VIDEO, 1)])
+def test_a_cancelled_request_frees_its_blocks_at_the_next_step_and_gets_no_more_events(
+    tiny: TinyEngine, parts: list[Text | Item], steps: int
 ) -> None:
     asked = tiny.ask("a", parts, SamplingParams(50))
     for _ in range(steps):
@@ -234,7 +224,7 @@ def test_a_cancelled_request_frees_its_blocks_at_the_next_step_and_is_not_heard_
         (KEPT, torch.zeros(1, 6, 32), r"are \[1, 6, 32\]"),
     ],
 )
-def test_media_that_contradict_the_plan_fail_their_request_alone(
+def test_media_that_contradict_the_plan_fail_only_their_request(
     tiny: TinyEngine, kept: list[int], embeds: Tensor, message: str
 ) -> None:
     asked, neighbour = tiny.ask("a", ABOUT_VIDEO, SamplingParams(2)), tiny.ask("b", PROMPT, SamplingParams(2))
@@ -246,7 +236,7 @@ def test_media_that_contradict_the_plan_fail_their_request_alone(
     assert neighbour.finished
 
 
-def test_a_failing_forward_fails_the_requests_of_its_step_and_no_other(
+def test_a_failing_forward_fails_only_the_requests_of_its_step(
     models: Models, tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = tiny.ask("a", PROMPT, SamplingParams(5))
@@ -254,7 +244,7 @@ def test_a_failing_forward_fails_the_requests_of_its_step_and_no_other(
     tiny.engine.step()
     working = tiny.runner.run
 
-    def broken(windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
+    def broken(windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
         raise RuntimeError("the device caught fire")
 
     monkeypatch.setattr(tiny.runner, "run", broken)
@@ -269,8 +259,8 @@ def test_a_failing_forward_fails_the_requests_of_its_step_and_no_other(
 
 
 @pytest.mark.parametrize("where", ["run", "deliver"])
-def test_a_device_without_memory_is_a_full_one(tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """It costs the requests of its step, or the one whose media came, and no other."""
+def test_a_device_out_of_memory_is_overloaded(tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Only the requests of the step fail, or the one whose media arrived."""
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -291,7 +281,7 @@ def test_a_device_without_memory_is_a_full_one(tiny: TinyEngine, monkeypatch: py
     assert later.finished
 
 
-def test_a_listener_that_fails_loses_its_answer_and_nobody_elses(tiny: TinyEngine) -> None:
+def test_a_failing_listener_costs_only_its_own_request(tiny: TinyEngine) -> None:
     asked, neighbour = tiny.ask("a", PROMPT, SamplingParams(30)), tiny.ask("b", PROMPT, SamplingParams(3))
 
     def gone(event: Event) -> None:
@@ -305,8 +295,8 @@ def test_a_listener_that_fails_loses_its_answer_and_nobody_elses(tiny: TinyEngin
     assert neighbour.finished
 
 
-def test_a_poisoned_neighbour_changes_nothing(models: Models, tiny: TinyEngine) -> None:
-    """NaN embeddings reach the cache, and the blocks are used again, but another request never reads them."""
+def test_nan_embeddings_of_a_neighbour_change_nothing(models: Models, tiny: TinyEngine) -> None:
+    """NaN reach the cache and the blocks are used again, but no other request reads them."""
     poison = Item(2, 2, 2, Fraction(1), np.full((8, 64), np.nan, np.float32), rate=0.25)
     for _ in range(2):
         poisoned = tiny.ask("poisoned", [Text((10,) * 9), poison, Text((11,))], SamplingParams(7))
@@ -316,3 +306,72 @@ def test_a_poisoned_neighbour_changes_nothing(models: Models, tiny: TinyEngine) 
         for n, asked in enumerate(every):
             assert asked.answer == greedy_answer(models, [Text((10, 11, 12, 13, 14)[: n + 2])], 9)
     assert all(torch.isfinite(torch.stack(tiny.runner.logits[str(n)])).all() for n in range(3))
+
+
+# --- statistics -----------------------------------------------------------------------------------------------------
+
+
+def timed(act: Callable[[], object]) -> tuple[int, int]:
+    """When the call began and ended."""
+    before_ns = monotonic_ns()
+    act()
+    return before_ns, monotonic_ns()
+
+
+def test_stats_say_since_when_the_longest_standing_request_of_each_queue_has_its_status(models: Models) -> None:
+    tiny = TinyEngine(models.engine, max_num_seqs=1)
+    stats = tiny.engine.stats()
+    assert (stats.running_since_ns, stats.waiting_since_ns, stats.awaiting_media_since_ns) == (None, None, None)
+    about = tiny.ask("about a video", ABOUT_VIDEO, SamplingParams(1))
+    first, _ = (
+        timed(lambda name=name: tiny.ask(name, PROMPT, SamplingParams(4), [SamplingParams(4)]))  # type: ignore[misc]
+        for name in ("first", "second")
+    )
+    stats = tiny.engine.stats()
+    assert (stats.running, stats.waiting, stats.awaiting_media, stats.awaiting_sibling) == (0, 2, 1, 2)
+    assert stats.awaiting_media_since_ns is not None
+    assert stats.awaiting_media_since_ns < first[0]
+    assert stats.waiting_since_ns is not None
+    assert first[0] < stats.waiting_since_ns < first[1]
+    stepped = timed(tiny.engine.step)
+    stats = tiny.engine.stats()
+    assert stats.running == 1
+    assert stats.running_since_ns is not None
+    assert stepped[0] < stats.running_since_ns < stepped[1]
+    tiny.deliver(about, 0, VIDEO, KEPT)
+    tiny.drain()
+    stats = tiny.engine.stats()
+    assert (stats.running_since_ns, stats.waiting_since_ns, stats.awaiting_media_since_ns) == (None, None, None)
+
+
+def test_a_step_reports_its_tokens_of_prompts_and_of_answers(models: Models) -> None:
+    steps: list[Step] = []
+    tiny = TinyEngine(models.engine, max_num_batched_tokens=4, on_step=steps.append)
+    tiny.ask("text", PROMPT, SamplingParams(3))
+    start_ns = monotonic_ns()
+    tiny.drain()
+    # 4 and 1 tokens of the prompt, then two of the answer, whose last token is never computed.
+    assert [(step.sequences, step.prompt_tokens, step.answer_tokens) for step in steps] == [
+        (1, 4, 0),
+        (1, 1, 0),
+        (1, 0, 1),
+        (1, 0, 1),
+    ]
+    assert all(step.seconds > 0 for step in steps)
+    assert sum(step.seconds for step in steps) < (monotonic_ns() - start_ns) * 1e-9
+
+
+def test_steps_add_up_to_the_totals(models: Models) -> None:
+    """With draft tokens and preemption."""
+    steps: list[Step] = []
+    tiny = TinyEngine(models.engine, blocks=10, max_draft_tokens=3, on_step=steps.append)
+    again = [Text((10, 11, 12, 10, 11, 12, 10, 11))]
+    asked = [tiny.ask(str(number), again, SamplingParams(24)) for number in range(3)]
+    tiny.drain()
+    assert all(each.finished for each in asked)
+    stats = tiny.engine.stats()
+    assert sum(step.preemptions for step in steps) == stats.totals.preemptions > 0
+    assert sum(step.draft_tokens for step in steps) == stats.totals.draft_tokens > 0
+    assert sum(step.accepted_draft_tokens for step in steps) == stats.totals.accepted_draft_tokens
+    assert sum(step.prompt_tokens + step.answer_tokens for step in steps) == stats.totals.tokens
+    assert len(steps) == len(tiny.runner.steps)

@@ -1,4 +1,4 @@
-"""The thread of an engine: it answers many, sleeps while there is nothing to run, and ends leaving nobody waiting."""
+"""The engine's thread: it serves many callers, sleeps while nothing can run, and fails all requests when it ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from common.contract.errors import FramesieveError, Unavailable
 from services.generation.request.batch import Packed, Window
 from services.generation.request.request import Failed
-from services.generation.sampling.sampler import SamplingParams
+from services.generation.sampling.sampler import SampledToken, SamplingParams
 from tests.generation.engine_questions import ABOUT_VIDEO, KEPT, PROMPT, VIDEO, greedy_answer
 from tests.tiny import Asked, Models, TinyEngine
 
@@ -24,12 +24,12 @@ pytest_plugins = ["tests.generation.engine_fixtures"]
 def until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < end, "it never happened"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.002)
 
 
-def test_many_threads_are_answered_by_one(models: Models) -> None:
-    tiny = TinyEngine(models.engine, blocks=24, chunk_tokens=16, max_running=3)
+def test_requests_of_many_threads_are_answered(models: Models) -> None:
+    tiny = TinyEngine(models.engine, blocks=24, max_num_batched_tokens=16, max_num_seqs=3)
     tiny.engine.start()
     answers: dict[int, Asked] = {}
 
@@ -57,7 +57,7 @@ def test_many_threads_are_answered_by_one(models: Models) -> None:
             assert asked.answer == answers[1].answer
 
 
-def test_the_thread_sleeps_while_there_is_nothing_to_run(models: Models) -> None:
+def test_the_thread_sleeps_while_nothing_can_run(models: Models) -> None:
     tiny = TinyEngine(models.engine)
     tiny.engine.start()
     waits = tiny.ask("waits", ABOUT_VIDEO, SamplingParams(1))
@@ -74,7 +74,7 @@ def test_the_thread_sleeps_while_there_is_nothing_to_run(models: Models) -> None
     tiny.engine.stop()
 
 
-def test_stopping_fails_what_is_left_and_refuses_what_comes(models: Models) -> None:
+def test_stopping_fails_unfinished_requests_and_refuses_new_ones(models: Models) -> None:
     ended = threading.Event()
     tiny = TinyEngine(models.engine, on_end=ended.set)
     tiny.engine.start()
@@ -88,9 +88,7 @@ def test_stopping_fails_what_is_left_and_refuses_what_comes(models: Models) -> N
         tiny.ask("late", PROMPT, SamplingParams(1))
 
 
-def test_a_bug_in_a_command_fails_its_request_and_the_thread_lives_on(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_in_a_command_fails_only_its_request(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = TinyEngine(models.engine)
     tiny.engine.start()
     asked = tiny.ask("a", ABOUT_VIDEO, SamplingParams(1))
@@ -108,50 +106,39 @@ def test_a_bug_in_a_command_fails_its_request_and_the_thread_lives_on(
     tiny.engine.stop()
 
 
-def test_a_bug_that_ends_the_thread_leaves_nobody_waiting(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+class LostRank:
+    def tell(self, packed: Packed, features: Tensor | None) -> None:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("cause", ["bug", "device", "rank"])
+def test_an_engine_that_fails_ends_its_thread_and_all_requests(
+    models: Models, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
     ended = threading.Event()
-    tiny = TinyEngine(models.engine, on_end=ended.set)
-    waits = tiny.ask("waits for media", ABOUT_VIDEO, SamplingParams(1))
-    tiny.drain()
-
-    def broken(windows: Sequence[Window], began_ns: int) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(tiny.engine, "_publish", broken)
+    tiny = TinyEngine(models.engine, on_end=ended.set, workers=LostRank() if cause == "rank" else None)
+    waits = tiny.ask("waits for media", [VIDEO, *PROMPT], SamplingParams(1))
     queued = tiny.ask("queued", PROMPT, SamplingParams(4))
+
+    def broken(*_: object) -> None:
+        raise (ZeroDivisionError if cause == "bug" else torch.AcceleratorError("illegal memory access"))
+
+    if cause == "bug":
+        monkeypatch.setattr(tiny.engine, "_publish", broken)
+    if cause == "device":
+        monkeypatch.setattr(tiny.runner, "run", broken)
+    assert not ended.is_set()
     tiny.engine.start()
-    until(lambda: not tiny.engine.alive)
+    assert ended.wait(20)
+    assert not tiny.engine.alive
     for asked in (waits, queued):
-        until(lambda asked=asked: bool(asked.failed))  # type: ignore[misc]
         assert asked.failed
         assert isinstance(asked.failed.error, Unavailable)
     with pytest.raises(Unavailable):
         tiny.ask("late", PROMPT, SamplingParams(1))
-    assert ended.wait(20)
 
 
-def test_a_device_that_is_lost_ends_the_thread(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = TinyEngine(models.engine)
-    tiny.engine.start()
-    waits = tiny.ask("waits for media", ABOUT_VIDEO, SamplingParams(1))
-    until(lambda: tiny.engine.stats().awaiting_media == 1)
-    assert tiny.engine.alive
-
-    def broken(windows: Sequence[Window]) -> None:
-        raise torch.AcceleratorError("an illegal memory access was encountered")
-
-    monkeypatch.setattr(tiny.runner, "run", broken)
-    running = tiny.ask("runs", PROMPT, SamplingParams(1))
-    for asked in (waits, running):
-        until(lambda asked=asked: bool(asked.failed))  # type: ignore[misc]
-        assert asked.failed
-        assert isinstance(asked.failed.error, Unavailable)
-    until(lambda: not tiny.engine.alive)
-
-
-def test_the_thread_computes_where_the_models_device_is_the_current_one(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_device_of_the_model_is_current_in_the_thread(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny, current, seen = TinyEngine(models.engine), list[Tensor](), list[Tensor]()
     run = tiny.runner.run
 
@@ -161,7 +148,7 @@ def test_the_thread_computes_where_the_models_device_is_the_current_one(
         yield
         current.clear()
 
-    def note(windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
+    def note(windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
         seen.extend(current)
         return run(windows)
 
@@ -175,29 +162,12 @@ def test_the_thread_computes_where_the_models_device_is_the_current_one(
     assert not current
 
 
-def test_a_rank_that_is_lost_ends_the_thread(models: Models) -> None:
-    class Gone:
-        def tell(self, packed: Packed, features: Tensor | None) -> None:
-            raise BrokenPipeError
-
-    ended = threading.Event()
-    tiny = TinyEngine(models.engine, on_end=ended.set, followers=Gone())
-    tiny.engine.start()
-    assert not ended.is_set()
-    asked = tiny.ask("a", PROMPT, SamplingParams(1))
-    until(lambda: bool(asked.failed))
-    assert asked.failed
-    assert isinstance(asked.failed.error, Unavailable)
-    assert ended.wait(20)
-    assert not tiny.engine.alive
-
-
-def test_nobody_waits_for_a_step_that_is_given_up(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the device waits for another rank, which will never answer."""
+def test_giving_up_fails_requests_without_waiting_for_the_step(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the device waited for a rank that never answers."""
     tiny, begun, go_on = TinyEngine(models.engine), threading.Event(), threading.Event()
     run = tiny.runner.run
 
-    def stuck(windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
+    def stuck(windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
         begun.set()
         assert go_on.wait(20)
         return run(windows)

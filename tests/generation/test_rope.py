@@ -1,19 +1,21 @@
-"""The pruned prompt is gathered item by item, and its size and delta are known before any item arrives."""
+"""The pruned prompt is gathered item by item; its length and delta are known before any item arrives."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.contract.errors import PeerContract
-from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from common.contract.plan import MAX_POSITION, Grid, MediaPlan, Modality, PromptPlan, Run
 from services.generation.request.rope import RopeState, Span
+from services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text, expected_sequence
-from tests.tiny import PAD_ID, make_plan
+from tests.tiny import PAD_ID, make_plan, make_request
 
 
 def video(t: int, h: int, w: int, rate: float = 0.5, stand_alone: bool = False) -> Item:
@@ -21,11 +23,12 @@ def video(t: int, h: int, w: int, rate: float = 0.5, stand_alone: bool = False) 
     return Item(t, h, w, Fraction(3, 2), np.zeros((t * h * w, 1), np.float32), rate, texts=texts)
 
 
+@settings(max_examples=60)
 @given(st.data())
 def test_gathering_in_any_order_gives_the_sequence_of_the_formulas(data: st.DataObject) -> None:
     parts: list[Text | Item] = []
     kept: list[list[int]] = []
-    before: list[int] = []  # each item's first token
+    before: list[int] = []  # tokens before each item
     for number in range(data.draw(st.integers(0, 4))):
         if data.draw(st.booleans()):
             parts.append(Text(tuple(range(10, 10 + data.draw(st.integers(1, 5))))))
@@ -53,8 +56,8 @@ def test_gathering_in_any_order_gives_the_sequence_of_the_formulas(data: st.Data
     assert state.positions.T.tolist() == [list(place) for place in expected.positions]
 
 
-def test_text_between_the_runs_of_one_item_stays_where_it_is() -> None:
-    """Three slices of two tokens, a token of text before each; the middle slice loses both its tokens."""
+def test_text_between_the_slices_of_an_item_keeps_its_place() -> None:
+    """Three slices of two tokens with a token of text before each; the middle slice loses both tokens."""
     item = MediaPlan(
         Modality.VIDEO, Grid(3, 1, 2), (Run(1, 2), Run(4, 2), Run(7, 2)), 3, 28, 56, Fraction(1), (), bytes(32)
     )
@@ -70,7 +73,7 @@ def test_text_between_the_runs_of_one_item_stays_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("kept", [[0, 1, 2], [0, 1, 2, 2], [1, 0, 2, 3], [-1, 0, 1, 2], [0, 1, 2, 8], [[0, 1], [2, 3]]])
-def test_kept_tokens_that_the_plan_does_not_allow_are_refused(kept: list[int]) -> None:
+def test_kept_tokens_that_contradict_the_plan_are_refused(kept: list[int]) -> None:
     state = RopeState(make_plan([video(2, 2, 2)]), [4])
     with pytest.raises(PeerContract, match="must keep 4 tokens"):
         state.deliver(0, np.array(kept, np.int32), 9)
@@ -78,9 +81,18 @@ def test_kept_tokens_that_the_plan_does_not_allow_are_refused(kept: list[int]) -
     assert state.complete
 
 
-def test_an_item_is_delivered_once_and_only_if_it_exists() -> None:
+def test_an_item_that_does_not_exist_or_was_delivered_is_refused() -> None:
     state = RopeState(make_plan([video(1, 1, 2), Text((5,))]), [2])
     state.deliver(0, None, 9)
     for index in (0, 1, -1):
         with pytest.raises(PeerContract, match="does not exist or was delivered twice"):
             state.deliver(index, None, 9)
+
+
+def test_positions_of_an_answer_behind_the_last_position_do_not_wrap() -> None:
+    request = make_request("a", [Text((5, 6))], SamplingParams(4)).request
+    plan = make_plan([Text((5, 6))])
+    request.rope = RopeState(replace(plan, positions=plan.positions + np.int32(MAX_POSITION - 1)), [])
+    request.output_ids += [1, 2, 3]
+    positions = np.frombuffer(request.content(2, 5), np.int32)[-9:]
+    assert positions.tolist() == 3 * [MAX_POSITION + 1, MAX_POSITION + 2, MAX_POSITION + 3]

@@ -1,4 +1,4 @@
-"""The language model is transformers' own, read from a checkpoint that must be whole."""
+"""The language model computes what transformers computes, from a checkpoint that must be complete."""
 
 from __future__ import annotations
 
@@ -71,16 +71,11 @@ def answer(model: LanguageModel) -> list[int]:
     return asked.answer
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_tied_and_untied_output_layers_answer_as_transformers_does(
-    family: str, family_checkpoint: Path, tmp_path: Path, tied: bool
-) -> None:
-    folder = family_checkpoint
-    if tied:
-        folder = copy(family_checkpoint, tmp_path / "tied", lambda weights: weights.__delitem__("lm_head.weight"))
-        config = json.loads((folder / "config.json").read_text())
-        config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
-        (folder / "config.json").write_text(json.dumps(config))
+def test_a_tied_output_layer_answers_as_in_transformers(family: str, family_checkpoint: Path, tmp_path: Path) -> None:
+    folder = copy(family_checkpoint, tmp_path / "tied", lambda weights: weights.__delitem__("lm_head.weight"))
+    config = json.loads((folder / "config.json").read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+    (folder / "config.json").write_text(json.dumps(config))
     assert answer(load(folder)) == answer_of_transformers(family, folder)
 
 
@@ -96,9 +91,9 @@ def test_both_spellings_of_key_names_load(tiny_checkpoint: Path, tmp_path: Path)
     assert answer(load(renamed)) == answer(load(tiny_checkpoint))
 
 
-# Of the two matrices of an expert the first is square at 32, the second at 64: what is square cannot be told apart.
-@pytest.mark.parametrize("moe_intermediate", [48, 32, 64])
-def test_experts_load_as_transformers_writes_them_and_with_their_axes_swapped_as_published(
+# Of the two matrices of an expert the first is square at 32, the second at 64: the shape of the other shows the order.
+@pytest.mark.parametrize("moe_intermediate", [32, 64])
+def test_experts_load_as_transformers_writes_them_and_with_swapped_axes_as_published(
     tmp_path: Path, moe_intermediate: int
 ) -> None:
     written = write_qwen3_vl_moe(tmp_path / "written", 1, moe_intermediate)
@@ -116,7 +111,8 @@ def test_experts_load_as_transformers_writes_them_and_with_their_axes_swapped_as
         assert answer(load(folder)) == answer_of_transformers("qwen3_vl_moe", folder)
 
 
-def test_experts_run_as_transformers_runs_them_in_a_process_that_has_none_of_its_models(tmp_path: Path) -> None:
+def test_experts_have_the_implementation_that_transformers_selects(tmp_path: Path) -> None:
+    """In a process of its own, because in this one transformers' own classes have already made the selection."""
     folder = FAMILIES["qwen3_vl_moe"].write(tmp_path, 1)
     program = f"""
 import torch
@@ -132,17 +128,15 @@ print(model.text.config._experts_implementation)
 
 
 @pytest.mark.parametrize("axes", [(3,), (4, 5, 6)])
-def test_experts_of_another_shape_refuse_to_start(tmp_path: Path, axes: tuple[int, ...]) -> None:
+def test_experts_of_a_wrong_shape_are_a_startup_error(tmp_path: Path, axes: tuple[int, ...]) -> None:
     written = FAMILIES["qwen3_vl_moe"].write(tmp_path / "written", 1)
     broken = copy(written, tmp_path / "broken", lambda weights: weights.update({EXPERTS[0]: torch.zeros(axes)}))
     with pytest.raises(StartupError, match=re.escape(f"wants {EXPERTS[0]} [4, 96, 64], it is {list(axes)}")):
         load(broken)
 
 
-@pytest.mark.parametrize(
-    "name", ["layers.1.self_attn.q_proj.weight", "embed_tokens.weight", "norm.weight", "lm_head.weight"]
-)
-def test_a_missing_weight_refuses_to_start_and_is_named(
+@pytest.mark.parametrize("name", ["layers.1.self_attn.q_proj.weight", "lm_head.weight"])
+def test_a_missing_weight_is_a_startup_error_that_names_it(
     family: str, family_checkpoint: Path, tmp_path: Path, name: str
 ) -> None:
     full = name if name.startswith("lm_head") else name_in(family, name)
@@ -151,14 +145,14 @@ def test_a_missing_weight_refuses_to_start_and_is_named(
         load(broken)
 
 
-def test_a_weight_of_another_shape_refuses_to_start(family: str, family_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_weight_of_a_wrong_shape_is_a_startup_error(family: str, family_checkpoint: Path, tmp_path: Path) -> None:
     norm = name_in(family, "norm.weight")
     broken = copy(family_checkpoint, tmp_path / "broken", lambda weights: weights.update({norm: torch.zeros(3)}))
     with pytest.raises(StartupError, match=re.escape(f"wants {norm} [64], it is [3]")):
         load(broken)
 
 
-def test_a_layer_that_the_config_does_not_have_refuses_to_start(
+def test_weights_of_a_layer_beyond_the_config_are_a_startup_error(
     family: str, family_checkpoint: Path, tmp_path: Path
 ) -> None:
     short = configure(family_checkpoint, tmp_path / "short", num_hidden_layers=2, layer_types=["full_attention"] * 2)
@@ -173,14 +167,14 @@ def test_a_layer_that_the_config_does_not_have_refuses_to_start(
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' is not supported"),
     ],
 )
-def test_what_the_engine_cannot_compute_refuses_to_start(
+def test_an_unsupported_text_config_is_a_startup_error(
     family_checkpoint: Path, tmp_path: Path, text_config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(StartupError, match=message):
         load(configure(family_checkpoint, tmp_path / "other", **text_config))
 
 
-def test_levels_are_handed_over_only_with_the_rows_that_carry_them(family: str, family_checkpoint: Path) -> None:
+def test_deepstack_levels_are_passed_only_with_the_rows_that_have_them(family: str, family_checkpoint: Path) -> None:
     levels = FAMILIES[family].levels
     model = load(family_checkpoint)
     seen: list[tuple[int, list[int], list[int]]] = []
@@ -194,7 +188,7 @@ def test_levels_are_handed_over_only_with_the_rows_that_carry_them(family: str, 
             seen.append((tokens, [], []))
 
     model.text.register_forward_pre_hook(watch, with_kwargs=True)
-    engine = TinyEngine(model, chunk_tokens=4)
+    engine = TinyEngine(model, max_num_batched_tokens=4)
     picture = Item(1, 1, 3, None, *np.zeros((1, 3, 64), np.float32), deepstack=(np.ones((3, 64), np.float32),) * levels)
     asked = engine.ask("a", [PROMPT, picture, Text((15, 16))], SamplingParams(2))
     engine.deliver(asked, 0, picture, [0, 1, 2])

@@ -1,4 +1,4 @@
-"""Tokens are chosen as transformers' logits processors say, and by a request's own seed alone."""
+"""Sampling follows transformers' logits processors and depends on nothing but the request's own seed and options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -23,7 +23,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from services.generation.sampling.sampler import Chosen, SamplingParams, SamplingState, sample, truncate
+from services.generation.sampling.sampler import (
+    SampledToken,
+    SamplingParams,
+    SamplingState,
+    sample,
+    sample_and_verify,
+    truncate,
+)
 
 VOCABULARY = 61
 GREEDY = SamplingParams(max_new_tokens=8)
@@ -55,7 +62,7 @@ def state_of(params: SamplingParams, prompt: list[int]) -> SamplingState:
 
 
 def answer_of(logits: torch.Tensor, how: SamplingParams | SamplingState, tokens: int) -> list[int]:
-    """As many tokens of one answer, with the same logits each time."""
+    """Tokens of one answer, with the same logits for each."""
     state = state_of(how, [2]) if isinstance(how, SamplingParams) else how
     return [ids(logits, [state])[0] for _ in range(tokens)]
 
@@ -81,7 +88,7 @@ class CountingPenalties(LogitsProcessor):
 def by_transformers(
     logits: torch.Tensor, history: list[int], params: SamplingParams, prompt_tokens: int
 ) -> torch.Tensor:
-    """Processed scores, put together as `generate` puts its processors together, counting penalties second."""
+    """Scores by transformers' processors in the order of `generate`, with the counting penalties second."""
     processors = LogitsProcessorList()
     if params.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
@@ -99,8 +106,9 @@ def by_transformers(
 drawn_params = params.filter(lambda each: not each.greedy)
 
 
+@settings(max_examples=60)
 @given(batch=st.lists(drawn_params, min_size=1, max_size=5), seed=st.integers(0, 1000))
-def test_each_row_keeps_what_transformers_keeps_with_the_same_odds(batch: list[SamplingParams], seed: int) -> None:
+def test_truncation_keeps_the_tokens_and_odds_of_transformers(batch: list[SamplingParams], seed: int) -> None:
     logits = logits_of(seed, len(batch))
     ours = truncate(logits, batch).softmax(-1)
     for row, each in enumerate(batch):
@@ -109,8 +117,9 @@ def test_each_row_keeps_what_transformers_keeps_with_the_same_odds(batch: list[S
         assert torch.allclose(ours[row], theirs, atol=1e-6)
 
 
+@settings(max_examples=60)
 @given(params=drawn_params, prompt=prompts, seed=st.integers(0, 1000))
-def test_drawn_answers_are_those_that_transformers_odds_give_for_the_same_numbers(
+def test_drawn_tokens_invert_the_distribution_of_transformers_at_the_number_of_the_generator(
     params: SamplingParams, prompt: list[int], seed: int
 ) -> None:
     state = state_of(params, prompt)
@@ -127,10 +136,9 @@ def test_drawn_answers_are_those_that_transformers_odds_give_for_the_same_number
         history.append(token)
 
 
+@settings(max_examples=40)
 @given(params=params, prompt=prompts, seed=st.integers(0, 1000))
-def test_greedy_answers_are_penalised_for_prompt_and_answer(
-    params: SamplingParams, prompt: list[int], seed: int
-) -> None:
+def test_greedy_tokens_are_penalised_as_in_transformers(params: SamplingParams, prompt: list[int], seed: int) -> None:
     params = replace(params, temperature=0.0)
     state, history = state_of(params, prompt), list(prompt)
     logits = logits_of(seed)  # the same each time, so that tokens come again
@@ -142,34 +150,25 @@ def test_greedy_answers_are_penalised_for_prompt_and_answer(
 
 def test_presence_counts_once_and_frequency_every_time() -> None:
     logits = torch.tensor([[3.0, 2.0, 0.0]])
-    # 3 − presence stays ahead of 2 for ever; 3 − 2 · 0.75 falls behind it.
+    # 3 − presence stays above 2; 3 − 2 · 0.75 falls below.
     assert answer_of(logits, replace(GREEDY, presence_penalty=0.75), 4) == [0, 0, 0, 0]
     assert answer_of(logits, replace(GREEDY, frequency_penalty=0.75), 4) == [0, 0, 1, 0]
     assert answer_of(logits, replace(GREEDY, presence_penalty=0.75, frequency_penalty=0.75), 4) == [0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("repetition_penalty", [1.0, 1.01])
-@pytest.mark.parametrize("penalty", [{"presence_penalty": 2.0}, {"frequency_penalty": 2.0}])
-def test_tokens_of_the_prompt_alone_cost_neither_presence_nor_frequency(
-    penalty: dict[str, float], repetition_penalty: float
-) -> None:
-    params = replace(GREEDY, repetition_penalty=repetition_penalty, **penalty)  # type: ignore[arg-type]
-    state = state_of(params, [0, 0, 0])
-    assert ids(torch.tensor([[3.0, 2.0, 0.0]]), [state]) == [0]
-
-
 @pytest.mark.parametrize("penalty", [1e-300, 1e-30, 100.0])
-def test_a_repetition_penalty_at_its_limits_still_chooses_a_token_with_odds(penalty: float) -> None:
+def test_extreme_repetition_penalties_never_give_a_token_without_probability(penalty: float) -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0, -torch.inf]])
     for base in (GREEDY, DRAWN):
         state = state_of(replace(base, repetition_penalty=penalty), [1])
-        # Near zero the token that was seen takes all. At 100 it has hardly more than a logit of 0, the last still none.
+        # Near 0 the token of the prompt takes all probability. At 100 its logit is about 0, the last one is −inf.
         tokens = answer_of(logits, state, 3)
         assert set(tokens) == {1} if penalty < 1 else 3 not in tokens
 
 
+@settings(max_examples=60)
 @given(mine=params, neighbours=st.lists(params, max_size=4), place=st.integers(0, 4), seed=st.integers(0, 99))
-def test_an_answer_depends_on_no_neighbour_and_on_none_of_its_options(
+def test_an_answer_does_not_depend_on_its_neighbours_or_their_options(
     mine: SamplingParams, neighbours: list[SamplingParams], place: int, seed: int
 ) -> None:
     place = min(place, len(neighbours))
@@ -177,7 +176,7 @@ def test_an_answer_depends_on_no_neighbour_and_on_none_of_its_options(
     others = [state_of(each, [5]) for each in neighbours]
     states = [*others[:place], together, *others[place:]]
     for step in range(4):
-        logits = logits_of(seed + step, len(states)).round()  # with equals among them
+        logits = logits_of(seed + step, len(states)).round()  # with ties
         assert sample(logits[place : place + 1], [alone]) == [sample(logits, states)[place]]
 
 
@@ -189,34 +188,23 @@ def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
     assert answer(7) != answer(8)
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
-    odds = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
-    draws = 4000
-    tokens = answer_of(odds.log()[None], DRAWN, draws)
-    for token, chance in enumerate(odds.tolist()):
-        # Five standard deviations of a binomial.
-        assert abs(tokens.count(token) - draws * chance) <= 5 * math.sqrt(draws * chance * (1 - chance))
-
-
 @pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2**-53])
-def test_a_token_without_probability_is_not_drawn_even_at_the_edges(
-    number: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_of_probability_0_is_never_drawn(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SamplingState, "draw", lambda state: number)
     odds = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0])
     [token] = ids(odds.log()[None], [state_of(DRAWN, [0])])
     assert token == (1 if number < 0.5 else 3)
 
 
-def test_a_greedy_batch_takes_the_likeliest_and_leaves_logits_alone() -> None:
+def test_a_greedy_batch_takes_the_most_likely_token_and_does_not_change_the_logits() -> None:
     logits = logits_of(1, 3)
     before = logits.clone()
     chosen = sample(logits, [state_of(GREEDY, [0])] * 3)
-    assert chosen == [Chosen(token) for token in before.argmax(-1).tolist()]
+    assert chosen == [SampledToken(token) for token in before.argmax(-1).tolist()]
     assert torch.equal(logits, before)
 
 
-def test_log_probabilities_are_of_raw_logits_whatever_was_done_to_choose() -> None:
+def test_log_probabilities_are_of_raw_logits_whatever_the_options() -> None:
     chosen_otherwise = replace(DRAWN, temperature=3.0, top_k=4, repetition_penalty=1.5, logprobs=True)
     logits = logits_of(2, 2)
     first, second = sample(logits, [state_of(chosen_otherwise, [1, 2]), state_of(GREEDY, [0])])
@@ -225,26 +213,27 @@ def test_log_probabilities_are_of_raw_logits_whatever_was_done_to_choose() -> No
     assert second.logprob is None
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-300])
-def test_a_temperature_near_zero_takes_the_likeliest(temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [1e-6, 1e-300])
+def test_a_temperature_near_0_is_greedy(temperature: float) -> None:
     logits = logits_of(3, 1) * 1000
     [token] = ids(logits, [state_of(replace(DRAWN, temperature=temperature), [0])])
     assert token == int(logits.argmax())
 
 
-def test_half_precision_logits_are_chosen_from_in_single_precision() -> None:
+def test_log_probabilities_of_half_precision_logits_are_computed_in_single_precision() -> None:
     logits = logits_of(4, 1).bfloat16()
     [chosen] = sample(logits, [state_of(replace(GREEDY, logprobs=True), [0])])
     expected = logits[0].double()
     assert chosen.logprob == pytest.approx(float(expected[chosen.token_id] - expected.logsumexp(-1)), abs=1e-5)
 
 
+@settings(max_examples=40)
 @given(
     values=st.lists(st.integers(-3, 3), min_size=25, max_size=40),
     wanted=st.lists(st.sampled_from([0, 1, 2, 5, 20]), min_size=1, max_size=4),
     penalty=st.sampled_from([1.0, 1.5]),
 )
-def test_the_likeliest_are_in_order_and_of_equals_the_lower_id(
+def test_top_log_probabilities_are_in_descending_order_with_ties_by_id(
     values: list[int], wanted: list[int], penalty: float
 ) -> None:
     logits = torch.tensor([values] * len(wanted), dtype=torch.float32)
@@ -261,7 +250,7 @@ def test_the_likeliest_are_in_order_and_of_equals_the_lower_id(
 
 
 class NothingPageable(TorchFunctionMode):
-    """Fails what has CUDA's host wait until the device has read it: lists as indices, and copies that wait."""
+    """Fails on operations that make the host wait for a CUDA device: lists as indices, and blocking copies."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.__name__, kwargs or {}
@@ -269,12 +258,12 @@ class NothingPageable(TorchFunctionMode):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             assert not any(isinstance(each, list) for each in index), f"{name} by a list"
         assert name not in ("tensor", "as_tensor"), "a tensor of a list"
-        assert name != "to" or kwargs.get("non_blocking"), "a copy that waits"
+        assert name != "to" or kwargs.get("non_blocking"), "a blocking copy"
         return func(*args, **kwargs)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_nothing_is_read_from_memory_that_the_host_would_wait_with(top_p: float) -> None:
+def test_sampling_never_copies_pageable_memory_to_the_device(top_p: float) -> None:
     drawn = replace(DRAWN, top_p=top_p, top_k=5, min_p=0.1, repetition_penalty=1.2, presence_penalty=0.3)
     asked = [GREEDY, replace(drawn, logprobs=True, top_logprobs=3), replace(GREEDY, frequency_penalty=0.5), drawn]
     states = [state_of(each, [0, 1]) for each in asked]
@@ -283,12 +272,12 @@ def test_nothing_is_read_from_memory_that_the_host_would_wait_with(top_p: float)
             sample(logits_of(step, len(states)), states)
 
 
-def test_more_of_the_likeliest_than_there_are_tokens_are_all_of_them() -> None:
+def test_top_logprobs_beyond_the_vocabulary_return_all_tokens() -> None:
     [chosen] = sample(torch.tensor([[1.0, 2.0, 3.0]]), [state_of(replace(GREEDY, logprobs=True, top_logprobs=20), [0])])
     assert [token for token, _ in chosen.top] == [2, 1, 0]
 
 
-def test_logits_that_are_not_numbers_cost_no_neighbour_its_answer() -> None:
+def test_nan_logits_do_not_affect_other_rows() -> None:
     logits = logits_of(5, 7)
     logits[::2] = torch.nan
     asked = [
@@ -301,21 +290,44 @@ def test_logits_that_are_not_numbers_cost_no_neighbour_its_answer() -> None:
         assert together[1::2] == alone
 
 
-@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.999])
-def test_a_nucleus_of_very_many_tokens_is_found_whole(top_p: float) -> None:
-    # A flat distribution over more tokens than are looked at first, and beside it one whose nucleus is a single token.
+@pytest.mark.parametrize("top_p", [0.5, 0.999])
+def test_a_nucleus_larger_than_the_first_search_is_found_whole(top_p: float) -> None:
+    # A flat distribution over more tokens than are searched first, and one whose nucleus is a single token.
     vocabulary = 20000
     flat = torch.linspace(0, -1, vocabulary, dtype=torch.float64)
     peaked = torch.full((vocabulary,), -50.0, dtype=torch.float64).index_fill(0, torch.tensor(7), 0)
     each = replace(DRAWN, top_p=top_p)
     kept = truncate(torch.stack([flat, peaked]).float(), [each, each]) > -torch.inf
-    before = (flat.exp().cumsum(0) - flat.exp()) / flat.exp().sum()  # the share of all that are likelier
+    before = (flat.exp().cumsum(0) - flat.exp()) / flat.exp().sum()  # probability of all tokens before it
     assert abs(int(kept[0].sum()) - int((before < top_p).sum())) <= 1
     assert bool(kept[0, : int(kept[0].sum())].all())
     assert kept[1].nonzero().tolist() == [[7]]
 
 
-def test_truncation_keeps_all_of_equals_or_none() -> None:
+def test_truncation_keeps_or_drops_ties_together() -> None:
     scores = torch.tensor([[5.0, 1.0, 5.0, 1.0, 1.0, 0.0]])
     for each, kept in ((replace(DRAWN, top_k=3), [0, 1, 2, 3, 4]), (replace(DRAWN, top_p=0.3), [0, 2])):
         assert (truncate(scores, [each])[0] > -torch.inf).nonzero()[:, 0].tolist() == kept
+
+
+@settings(max_examples=40)
+@given(
+    batch=st.lists(st.tuples(params, st.lists(st.integers(0, 2), max_size=4)), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_draft_tokens_are_accepted_while_they_equal_the_tokens_sampled_one_by_one(
+    batch: list[tuple[SamplingParams, list[int]]], seed: int
+) -> None:
+    """A vocabulary of three tokens, so that some draft tokens are right."""
+    drafts = [draft for _, draft in batch]
+    rows = [torch.randn(1 + len(draft), 3, generator=torch.Generator().manual_seed(seed)) for draft in drafts]
+    expected: list[list[SampledToken]] = []
+    for (each, draft), logits in zip(batch, rows, strict=True):
+        state, answer = state_of(each, [0]), list[SampledToken]()
+        for row, wanted in zip(logits, [*draft, None], strict=True):
+            answer += sample(row[None], [state])
+            if answer[-1].token_id != wanted:
+                break
+        expected.append(answer)
+    states = [state_of(each, [0]) for each, _ in batch]
+    assert sample_and_verify(torch.cat(rows), states, drafts) == expected

@@ -51,10 +51,10 @@ def test_an_unsupported_field_of_the_generation_config_refuses_to_start(tmp_path
 
 
 def test_a_limit_beyond_the_cache_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    flags = ("--kv-cache-tokens", "512", "--max-prompt-tokens", "513")
+    flags = ("--kv-cache-tokens", "512", "--max-model-len", "513")
     status, said = start("--model", str(tiny_checkpoint), "--listen", f"unix:{tmp_path}/s", *flags)
     assert status == 2
-    assert "--max-prompt-tokens 513 is more than" in said
+    assert "--max-model-len 513 is more than" in said
     assert "cache's 512" in said
 
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.generation.parallel.steps import from_bytes, to_bytes
-from services.generation.request.adapter import AdaptedRows
-from services.generation.request.batch import Context, Packed
+from services.generation.request.batch import AdaptedRows, Context, Packed
 
 NUMBERS = st.integers(0, 2**40)
 ARRAYS = st.lists(NUMBERS, max_size=5).map(lambda each: np.array(each, np.int64))
@@ -22,7 +21,7 @@ def packed(draw: st.DrawFn) -> Packed:
     adapted = st.builds(AdaptedRows, st.binary(min_size=32, max_size=32), NUMBERS, NUMBERS)
     return Packed(
         contexts=tuple(draw(st.lists(contexts, min_size=1, max_size=4))),
-        singles=draw(NUMBERS),
+        num_decodes=draw(NUMBERS),
         ids=np.array(draw(row)),
         positions=np.array([draw(row), draw(row), draw(row)]),
         slots=np.array(draw(row)),
@@ -35,7 +34,7 @@ def packed(draw: st.DrawFn) -> Packed:
 @given(packed())
 def test_what_arrives_is_what_was_packed(sent: Packed) -> None:
     found = from_bytes(to_bytes(sent))
-    assert (found.contexts, found.singles, found.adapted) == (sent.contexts, sent.singles, sent.adapted)
+    assert (found.contexts, found.num_decodes, found.adapted) == (sent.contexts, sent.num_decodes, sent.adapted)
     for name in ("ids", "positions", "slots", "media_rows", "last_rows"):
         array = getattr(found, name)
         assert np.array_equal(array, getattr(sent, name))

@@ -56,7 +56,7 @@ class Shared:
     leading: Leading
 
     def engine(self, **sizes: int) -> TinyEngine:
-        return TinyEngine(self.half.engine, followers=self.leading, **sizes)
+        return TinyEngine(self.half.engine, workers=self.leading, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,8 @@ def questions(family: str) -> list[Question]:
 def test_two_ranks_answer_what_one_does(shared: Shared, family: str, few: bool, chunk_tokens: int) -> None:
     asking, arrivals, deliveries = questions(family), [0, 0, 1, 2, 5, 9], [0, 3, 1, 4]
     blocks = max(each.most_blocks for each in asking) + 1 if few else parallel_rank.MOST_BLOCKS
-    sizes = {"blocks": blocks, "chunk_tokens": chunk_tokens, "guess_tokens": 3 if chunk_tokens == 64 else 0}
+    drafts = 3 if chunk_tokens == 64 else 0
+    sizes = {"blocks": blocks, "max_num_batched_tokens": chunk_tokens, "max_draft_tokens": drafts}
     one, two = TinyEngine(shared.whole.engine, **sizes), shared.engine(**sizes)
     expected = answer(one, asking, arrivals, deliveries)
     found = answer(two, asking, arrivals, deliveries)

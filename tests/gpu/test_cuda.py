@@ -46,7 +46,7 @@ def test_the_engine_computes_the_logits_of_the_cpu(
     found = []
     for device in DEVICES:
         model = load_language_model(Checkpoint(family_checkpoint), torch.float32, device)
-        tiny = TinyEngine(model, chunk_tokens=chunk_tokens)
+        tiny = TinyEngine(model, max_num_batched_tokens=chunk_tokens)
         asked = tiny.ask("video", [Text((10, 11, 12)), video, Text((13, 14))], params)
         tiny.deliver(asked, 0, video, kept_tokens(video, 0))
         tiny.drain()

@@ -63,7 +63,8 @@ def questions(family: str) -> list[Question]:
 @pytest.mark.parametrize("chunk_tokens", [3, 64])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_the_law_holds(models: Models, family: str, dtype: torch.dtype, chunk_tokens: int, graphs: bool) -> None:
-    engine = TinyEngine(load_language_model(Checkpoint(models.folder), dtype, CUDA), chunk_tokens=chunk_tokens)
+    model = load_language_model(Checkpoint(models.folder), dtype, CUDA)
+    engine = TinyEngine(model, max_num_batched_tokens=chunk_tokens)
     if graphs:
         assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA)) == can_capture(family, dtype)
     asking = questions(family)
@@ -81,7 +82,7 @@ def test_no_step_synchronises_with_the_device(
 ) -> None:
     if not can_capture(family, dtype):
         pytest.skip("torch synchronises in the matrix products of experts")
-    engine = TinyEngine(load_language_model(Checkpoint(models.folder), dtype, CUDA), chunk_tokens=16)
+    engine = TinyEngine(load_language_model(Checkpoint(models.folder), dtype, CUDA), max_num_batched_tokens=16)
     if graphs:
         assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA))
     answer(engine, questions(family))  # a first run, which allocates
@@ -155,7 +156,7 @@ def test_the_kv_cache_fills_the_given_fraction_of_the_memory(tiny_checkpoint: Pa
     free, total = torch.cuda.mem_get_info(CUDA)
     fraction = round((total - free) / total + 0.1, 2)
     flags = ("--gpu-memory-fraction", str(fraction), "--media-buffer-bytes", str(MIB), "--device", "cuda:0")
-    settings = GenerationSettings.load(["--model", str(tiny_checkpoint), "--max-prompt-tokens", "4096", *flags])
+    settings = GenerationSettings.load(["--model", str(tiny_checkpoint), "--max-model-len", "4096", *flags])
     built = build(settings, Checkpoint(tiny_checkpoint))
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -176,7 +177,7 @@ def leading() -> Iterator[Leading]:
 def test_the_law_holds_on_two_cards(models: Models, family: str, leading: Leading) -> None:
     leading.ranks.tell(str(models.folder).encode())
     half = load_language_model(Checkpoint(models.folder), torch.float32, CUDA, leading.group)
-    engine, asking = TinyEngine(half, followers=leading, chunk_tokens=16), questions(family)
+    engine, asking = TinyEngine(half, workers=leading, max_num_batched_tokens=16), questions(family)
     tolerance = TOLERANCES[torch.float32]
     assert_law(replace(models, engine=half), engine, asking, answer(engine, asking), tolerance, 2 * tolerance)
     leading.ranks.tell(b"")

@@ -14,7 +14,7 @@ from common.contract.plan import Grid
 from common.contract.retention import Pruning
 from services.encoder.families import load_tower
 from services.encoder.pruning.methods import Scores, keep_tokens
-from services.encoder.tower.readback import Readback
+from services.encoder.tower.transfers import Readback
 from tests.families import FAMILIES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.encoder.settings import EncoderSettings
-from services.encoder.startup.data_parallel import data_parallel
+from services.encoder.startup.build import data_parallel
 from tests.families import FAMILIES
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices on this machine")
@@ -27,4 +27,4 @@ def test_two_cards_encode_as_one(family: str, family_checkpoint: Path, dtype: st
             for one, other in zip(together, alone, strict=True):
                 assert one.device == torch.device("cuda:0")
                 torch.testing.assert_close(one, other, atol=tolerance, rtol=0)
-        assert towers.loss.lost is None
+        assert towers.rank_failure.cause is None

@@ -62,7 +62,7 @@ def graphed(tower: Tower) -> Iterator[Tower]:
     """The tower with graphs, which it replays even where that is slower."""
     graphed = with_graphs(tower, MOST_TOKENS)
     assert isinstance(graphed.forward, TowerGraphs)
-    assert [each.tokens for each in graphed.forward.budgets] == [64, 128, 256, 512]
+    assert [each.tokens for each in graphed.forward.buckets] == [64, 128, 256, 512]
     with patch.object(graphs, "pays", return_value=True):
         yield graphed
 

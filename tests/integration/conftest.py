@@ -149,7 +149,7 @@ def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int
     upstream = ("--preprocessing", addresses(preprocessing), "--threads", "1")
     encoder = two("encoder", *upstream, "--batch-tokens", "16", "--output-buffer-bytes", str(LONG_ITEM_BYTES))
     upstream = (*upstream, "--encoder", addresses(encoder), "--drain-s", str(DRAIN_S))
-    flags = ("--max-running-requests", "4", "--prefill-chunk-tokens", "16", "--kv-cache-tokens", "16384")
+    flags = ("--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--kv-cache-tokens", "16384")
     generation = Service("generation", model, folder, (*upstream, *flags))
     made = Fleet(preprocessing, encoder, generation, fetch_port)
     try:

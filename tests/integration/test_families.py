@@ -21,8 +21,8 @@ from common.contract.wire import PlanReceiver
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import encode
+from framesieve.client.messages import prompt_message
 from framesieve.client.prompt import Image, Message, Text, Video
-from framesieve.client.wire import prompt_message
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub

@@ -27,7 +27,7 @@ from common.process import free_port
 from demo.example import CLIP, QUESTIONS
 from demo.questions import Question
 from framesieve.__main__ import app
-from framesieve.cli.inspection import inspect
+from framesieve.cli.inspection import inspect_media
 from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
 from framesieve.client.answer import Accepted, Answer
 from framesieve.client.client import FramesieveClient
@@ -117,7 +117,7 @@ async def test_a_token_of_generation_is_no_token_of_the_services_behind_it(guard
     # gRPC sometimes loses the status of a call that is refused while the caller still writes.
     with pytest.raises((errors.Unauthenticated, errors.Unavailable)):
         await encode(addresses["encoder"], Video(CLIP), **guarded.access("alice"))
-    seen = await inspect(
+    seen = await inspect_media(
         addresses["preprocessing"],
         addresses["encoder"],
         Video(CLIP),

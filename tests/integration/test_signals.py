@@ -148,7 +148,7 @@ async def test_a_service_that_cannot_start_logs_why_and_ends_with_2(start: Start
     last = json.loads(service.log().splitlines()[-1])
     assert re.match(r"\d{4}-\d\d-\d\dT", last.pop("timestamp"))
     expected = {"event": "cannot start", "level": "error", "service": "preprocessing"}
-    assert last == {**expected, "error": "--media-root /nowhere is no folder"}
+    assert last == {**expected, "error": "--media-root /nowhere is not a folder"}
 
 
 async def test_a_service_whose_workers_cannot_start_is_unhealthy_until_they_can(start: Start) -> None:

@@ -41,7 +41,7 @@ def tight(checkpoint: Path) -> Iterator[LocalStack]:
         "encoder": ["--output-buffer-bytes", str(ITEM_BYTES)],
         "generation": [
             *("--media-buffer-bytes", str(VIDEOS * ITEM_BYTES), "--kv-cache-tokens", "1024"),
-            *("--max-running-requests", "8", "--max-waiting-requests", str(PLACES - 8)),
+            *("--max-num-seqs", "8", "--max-waiting-requests", str(PLACES - 8)),
         ],
     }
     with running(checkpoint, flags=flags) as stack:

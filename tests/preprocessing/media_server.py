@@ -1,8 +1,9 @@
-"""Servers and a resolver that the fetcher's tests share: real sockets on loopback, every byte by hand."""
+"""HTTP servers on loopback that send exact bytes, a fake resolver, and fetches from them."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -10,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 
 BODY = bytes(range(256)) * 1024
@@ -41,7 +43,7 @@ class Server:
             writer.close()
             await writer.wait_closed()
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # the fetcher left, or the test is over
+            pass  # the fetcher closed the connection, or the test is over
         finally:
             writer.transport.abort()
 
@@ -63,7 +65,7 @@ async def serving(
 
 
 def fetched_files(folder: Path, process: int | str = "self") -> int:
-    """How many files without a name a process has open in that folder."""
+    """Unnamed files that a process has open in a folder."""
     names = []
     for descriptor in Path(f"/proc/{process}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed since it was listed
@@ -72,7 +74,7 @@ def fetched_files(folder: Path, process: int | str = "self") -> int:
 
 
 class Resolver:
-    """Knows these names; where a name has several answers, each look-up gets the next one and the last stays."""
+    """Resolves these names. If a name has several answers, each lookup takes the next one, and the last one stays."""
 
     def __init__(self, **answers: list[list[str]]) -> None:
         self.answers = {name.replace("_", "."): answer for name, answer in answers.items()}
@@ -87,7 +89,7 @@ class Resolver:
 
 
 def policy(port: int, *domains: str, **limits: float) -> FetchPolicy:
-    """Opens 127.0.0.1 to clip.test alone, unless other domains are given."""
+    """A policy that opens 127.0.0.1 to clip.test only, unless other domains are given."""
     allowed = tuple(AllowedDomain.parse(each) for each in domains or ("clip.test=127.0.0.1", "*"))
     return FetchPolicy(ports=frozenset({port, 80}), domains=allowed, **{"total_s": 20.0, **limits})  # type: ignore[arg-type]
 
@@ -102,3 +104,37 @@ def head(status: int, *headers: str) -> bytes:
 
 def redirect(location: str, status: int = 302) -> bytes:
     return head(status, f"Location: {location}", "Content-Length: 0", "Set-Cookie: a=b")
+
+
+async def fetched(server: Server, resolver: Resolver | None = None, **limits: float) -> bytes:
+    """The body of http://clip.test/clip.mp4 on a server at 127.0.0.1."""
+    resolver = resolver or Resolver(clip_test=[["127.0.0.1"]])
+    fetcher = Fetcher(policy(server.port, **limits), resolver)
+    source = await fetcher.fetch("video", f"http://clip.test:{server.port}/clip.mp4?a=%2F&b")
+    try:
+        with source.open() as file:
+            data = file.read()
+        assert source.digest == hashlib.sha256(data).digest()
+        assert source.name == "video"
+        return data
+    finally:
+        source.close()
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def forever(writer: asyncio.StreamWriter, piece: bytes, every_s: float = 0.0) -> None:
+    while True:
+        writer.write(piece)
+        await writer.drain()
+        await asyncio.sleep(every_s)
+
+
+def fetcher_of(server: Server, **limits: float) -> Fetcher:
+    return Fetcher(policy(server.port, **limits), Resolver(clip_test=[["127.0.0.1"]]))
+
+
+def url_of(server: Server, path: str = "/") -> str:
+    return f"http://clip.test:{server.port}{path}"

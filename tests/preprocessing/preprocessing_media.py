@@ -1,4 +1,4 @@
-"""Clips whose frames say which they are, and transformers' own functions as oracles.
+"""Clips whose frames show their numbers, and transformers' own functions as oracles.
 
 transformers' video processors cannot be imported without torchvision, so their source is compiled here without it;
 its text processors are made without their `__init__`, which asks for those.
@@ -32,7 +32,7 @@ HEIGHT_PX, WIDTH_PX = 48, 64
 
 
 def picture_of(number: int) -> NDArray[np.uint8]:
-    """uint8 [48, 64, 3]: the number in 12 black or white blocks."""
+    """uint8 [48, 64, 3] that shows the number in 12 black or white blocks."""
     bits = np.array([number >> bit & 1 for bit in range(BITS)], np.uint8).reshape(3, 4) * 255
     return np.repeat(np.kron(bits, np.ones((BLOCK_PX, BLOCK_PX), np.uint8))[..., None], 3, axis=2)
 
@@ -131,7 +131,7 @@ def decoded_in_order(data: bytes) -> list[NDArray[np.uint8]]:
 
 
 class _Size(SimpleNamespace):
-    """What transformers calls a SizeDict."""
+    """Replaces the SizeDict of transformers."""
 
 
 class _Base:
@@ -139,7 +139,7 @@ class _Base:
         return size.height, size.width
 
 
-# Of each family: the module that defines its video processor, that class, and the class that expands placeholders.
+# For each family: module and class of its video processor, and the class that expands placeholders.
 _PROCESSORS: Mapping[str, tuple[str, str, Any]] = {
     "qwen2_5_vl": ("qwen2_vl", "Qwen2VLVideoProcessor", Qwen2_5_VLProcessor),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLVideoProcessor", Qwen3VLProcessor),
@@ -177,7 +177,7 @@ def transformers_video_processor(family: str) -> Any:
 
 
 def transformers_processor(family: str, merge: int, temporal_patch: int) -> Any:
-    """What expands the family's placeholders, with its `replace_…_token` and `get_text_with_replacements`."""
+    """The family's processor, with its `replace_…_token` and `get_text_with_replacements`."""
     processor = object.__new__(_PROCESSORS[family][2])
     processor.image_processor = SimpleNamespace(merge_size=merge)
     processor.video_processor = SimpleNamespace(merge_size=merge, temporal_patch_size=temporal_patch)
@@ -187,7 +187,7 @@ def transformers_processor(family: str, merge: int, temporal_patch: int) -> Any:
 
 
 def transformers_smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> Any:
-    """The size to which every family's image processor, Qwen2-VL's, brings an image."""
+    """The size of Qwen2-VL's image processor, which every family uses."""
     smart_resize = _compiled("qwen2_vl", "Qwen2VLVideoProcessor")["smart_resize"]
     return smart_resize(height, width, factor, min_pixels, max_pixels)
 
@@ -195,7 +195,7 @@ def transformers_smart_resize(height: int, width: int, factor: int, min_pixels: 
 def transformers_indices(
     frames: int, rate: float, fps: float, min_frames: int, max_frames: int, family: str = "qwen2_5_vl"
 ) -> list[int]:
-    """What the family's `sample_frames` yields."""
+    """The result of the family's `sample_frames`."""
     processor = transformers_video_processor(family)
     processor.num_frames, processor.min_frames, processor.max_frames = None, min_frames, max_frames
     indices: list[int] = processor.sample_frames(SimpleNamespace(total_num_frames=frames, fps=rate), fps=fps).tolist()
@@ -213,7 +213,7 @@ def transformers_video_size(
     max_tokens: int,
     family: str = "qwen2_5_vl",
 ) -> tuple[int, int]:
-    """The size to which the family's `resize` brings frames. Raises ValueError for what it refuses."""
+    """The size of the family's `resize`. Raises ValueError for sizes that it refuses."""
     processor = transformers_video_processor(family)
     processor.max_video_tokens = max_tokens
     video = torch.empty(1, frames, 3, height, width, device="meta")

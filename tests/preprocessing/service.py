@@ -1,4 +1,4 @@
-"""The preprocessing service as tests have it: a real server on a unix socket, its workers, and calls to it."""
+"""A real preprocessing server on a unix socket with its workers, and calls to it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.fetch.policy import FetchPolicy
 from services.preprocessing.planner import Planner
 from services.preprocessing.rpc.metrics import watch
+from services.preprocessing.rpc.planning_threads import PlanningThreads
 from services.preprocessing.rpc.servicer import PreprocessingServicer
-from services.preprocessing.rpc.threads import Threads
+from services.preprocessing.workers.job_queue import JobQueue, started
 from services.preprocessing.workers.limits import Limits
-from services.preprocessing.workers.pool import Pool, started
 from services.preprocessing.workers.process import Fault
 from tests.preprocessing.media_server import Resolver, Server, fetched_files, policy
 
@@ -45,42 +45,42 @@ EVERYTHING = PreprocessRequest(select=prompt_pb2.Select(all=True))
 
 
 @dataclass(frozen=True, slots=True)
-class Pools:
-    """Of one worker each, and why any was replaced."""
+class Queues:
+    """Queues of one worker each, and the faults of replaced workers."""
 
-    reading: Pool
-    decoding: Pool
+    reading: JobQueue
+    decoding: JobQueue
     replaced: list[Fault]
 
     @property
     def counters(self) -> tuple[int, int, int]:
-        """Media that are read, media that are decoded, and bytes that wait for their reader."""
+        """Reading jobs, decoding jobs, and bytes in flight."""
         return self.reading.jobs, self.decoding.jobs, self.decoding.inflight_bytes
 
 
 @asynccontextmanager
-async def running_pools() -> AsyncIterator[Pools]:
+async def running_queues() -> AsyncIterator[Queues]:
     limits = Limits(wall_s=60, memory_bytes=2**31, file_bytes=2**30, frames=2**20, length_s=10_000, pixels=2**40)
     replaced: list[Fault] = []
-    reading = Pool(1, limits, 2**20, replaced.append)
-    decoding = Pool(1, limits, INFLIGHT_SLICES * SLICE_BYTES, replaced.append)
+    reading = JobQueue(1, limits, 2**20, replaced.append)
+    decoding = JobQueue(1, limits, INFLIGHT_SLICES * SLICE_BYTES, replaced.append)
     async with started(reading, decoding):
-        yield Pools(reading, decoding, replaced)
+        yield Queues(reading, decoding, replaced)
 
 
 @asynccontextmanager
 async def serving(
-    checkpoint: Path, root: Path | None, folder: Path, pools: Pools, fetcher: Fetcher | None = None, threads: int = 1
+    checkpoint: Path, root: Path | None, folder: Path, queues: Queues, fetcher: Fetcher | None = None, threads: int = 1
 ) -> AsyncIterator[Any]:
-    """A real server on a unix socket, and a stub to it. threads: that plan what is not quick."""
+    """A stub to a real server on a unix socket. threads: for plans that are not quick."""
     planner = Planner(Checkpoint(checkpoint), root)
     server = grpc.aio.server(
         interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", 20 * 2**20)]
     )
     fetcher = fetcher or Fetcher(FetchPolicy())
-    async with Threads(1) as quick, Threads(threads) as slow:
-        watch(pools.reading, pools.decoding, quick, slow)
-        made = PreprocessingServicer(planner, fetcher, quick, slow, pools.reading, pools.decoding)
+    async with PlanningThreads(1) as quick, PlanningThreads(threads) as slow:
+        watch(queues.reading, queues.decoding, quick, slow)
+        made = PreprocessingServicer(planner, fetcher, quick, slow, queues.reading, queues.decoding)
         preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(made, server)
         address = f"unix:{folder}/socket"
         server.add_insecure_port(address)
@@ -118,7 +118,7 @@ async def plan_of(call: Any) -> PromptPlan:
 
 
 async def frames_of(call: Any, plan: PromptPlan) -> tuple[list[int], dict[int, np.ndarray[Any, Any]], int]:
-    """The items in the order in which they came, the frames of each, and how many were repaired."""
+    """The items in the order of arrival, the frames of each, and the number of repaired frames."""
     order: list[int] = []
     received: dict[int, list[np.ndarray[Any, Any]]] = {}
     repaired = 0
@@ -144,7 +144,7 @@ async def frames_of(call: Any, plan: PromptPlan) -> tuple[list[int], dict[int, n
 
 
 async def refused(call: Any) -> tuple[grpc.StatusCode, str, str]:
-    """Status, reason and message of a stream that is refused."""
+    """Status, reason and message of a refused stream."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await read_to_the_end(call)
     error = caught.value
@@ -161,9 +161,9 @@ async def read_to_the_end(call: Any) -> None:
 
 
 async def sent(stub: Any, *requests: PreprocessRequest) -> Any:
-    """A call that has sent these and stays open, the later ones after the plan.
+    """An open call that has sent these requests, those after the first one once the plan has arrived.
 
-    grpc.aio forgets a refusal's status if it arrives while the client writes, so nothing is written into one.
+    grpc.aio loses the status of a refusal that arrives while the client writes, hence the wait.
     """
     call = stub.Preprocess()
     for index, request in enumerate(requests):
@@ -176,7 +176,7 @@ async def sent(stub: Any, *requests: PreprocessRequest) -> Any:
 
 
 async def asked(stub: Any, *requests: PreprocessRequest) -> Any:
-    """A call that has sent these, selected everything if it has selected nothing, and half-closed."""
+    """A half-closed call that has sent these requests; a single request selects everything."""
     call = stub.Preprocess()
     for request in requests if len(requests) > 1 else (*requests, EVERYTHING):
         await call.write(request)
@@ -186,26 +186,26 @@ async def asked(stub: Any, *requests: PreprocessRequest) -> Any:
 
 @asynccontextmanager
 async def fetching_from(
-    server: Server, checkpoint: Path, folder: Path, pools: Pools, **limits: float
+    server: Server, checkpoint: Path, folder: Path, queues: Queues, **limits: float
 ) -> AsyncIterator[Any]:
-    """A stub whose service may reach that server as clip.test, and whose sources are all closed again at the end."""
+    """A stub whose service may fetch from the server as clip.test. All fetched files must be closed in the end."""
     with mock.patch.object(tempfile, "tempdir", str(folder)):
         fetcher = Fetcher(policy(server.port, **limits), Resolver(clip_test=[["127.0.0.1"]]))
-    async with serving(checkpoint, None, folder, pools, fetcher) as made:
+    async with serving(checkpoint, None, folder, queues, fetcher) as made:
         yield made
         assert await settled(lambda: fetched_files(folder) == 0)
 
 
 @contextmanager
-def stopped(pool: Pool) -> Iterator[int]:
-    """Its only worker does nothing inside, as if its decoder hung."""
-    (worker,) = pool.crew._workers
+def stopped(queue: JobQueue) -> Iterator[int]:
+    """Stops the queue's only worker inside, as if its decoder hung."""
+    (worker,) = queue.workers._workers
     os.kill(worker.pid, signal.SIGSTOP)
     yield worker.pid
 
 
 async def settled(reached: Callable[[], bool]) -> bool:
-    """Whether that comes true within five seconds."""
+    """Whether the condition becomes true within five seconds."""
     for _ in range(500):
         if reached():
             return True

@@ -1,7 +1,4 @@
-"""The frames that come out are those that were asked for, whatever the container, the codec or the damage.
-
-What is no video, and is refused by its packets alone, is `test_packets.py`'s.
-"""
+"""The decoder yields the selected frames, seeks as little as possible, and repairs or refuses damage."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from fractions import Fraction
 from typing import Any
 
 import av
-import numpy as np
 import pytest
 
 from common.contract.errors import MediaDamaged
@@ -21,7 +17,7 @@ from services.preprocessing.video import decode
 from services.preprocessing.video.decode import DecodedFrame, decode_frames
 from services.preprocessing.video.packets import PacketIndex, read_packets
 from services.preprocessing.video.slices import PlannedVideo
-from tests.preprocessing.preprocessing_media import clip, decoded_in_order, number_of, shifted, without_packets
+from tests.preprocessing.preprocessing_media import clip, number_of, shifted, without_packets
 
 # Three B-frames in a row, a keyframe every 12 frames.
 B_FRAMES = {"g": "12", "bf": "3", "x264-params": "b-adapt=0:scenecut=0"}
@@ -40,34 +36,7 @@ def numbers(frames: list[DecodedFrame]) -> list[int]:
     return [number_of(frame.pixels) for frame in frames]
 
 
-@pytest.mark.parametrize(
-    ("container", "codec", "options"),
-    [
-        ("mp4", "libx264", B_FRAMES),
-        ("matroska", "libx264", B_FRAMES),
-        ("mpegts", "libx264", B_FRAMES),
-        ("flv", "libx264", B_FRAMES),
-        ("avi", "libx264", B_FRAMES),
-        ("h264", "libx264", B_FRAMES),
-        ("mp4", "libx264", {"g": "1"}),
-        ("mp4", "libx264", {"g": "300", "bf": "0"}),
-        ("avi", "mpeg4", {"g": "12"}),
-        ("webm", "libvpx", {"auto-alt-ref": "1", "lag-in-frames": "8", "g": "12"}),
-        ("webm", "libvpx-vp9", {"auto-alt-ref": "1", "lag-in-frames": "8", "g": "12"}),
-    ],
-)
-def test_each_place_yields_the_frame_that_is_shown_there(container: str, codec: str, options: dict[str, str]) -> None:
-    data = clip(60, container=container, codec=codec, options=options)
-    whole = decoded_in_order(data)
-    places = [0, 1, 1, 5, 13, 14, 30, 31, 47, 59, 59]
-    frames = frames_at(data, places)
-    assert numbers(frames) == places
-    assert not any(frame.repaired for frame in frames)
-    for place, frame in zip(places, frames, strict=True):
-        assert np.array_equal(frame.pixels, whole[place])
-
-
-def test_a_variable_rate_keeps_each_frames_own_time() -> None:
+def test_frames_of_a_variable_rate_keep_their_times() -> None:
     pts = [0, 40, 80, 500, 540, 1000, 1033, 1066]
     data = clip(8, container="matroska", pts=pts, time_base=Fraction(1, 1000))
     source, index = opened(data)
@@ -87,7 +56,7 @@ def test_a_video_that_starts_late_is_the_same_video(container: str, start_s: Fra
     assert numbers(list(decode_frames(source, index, [0, 11, 30, 39]))) == [0, 11, 30, 39]
 
 
-def test_times_before_zero_are_times() -> None:
+def test_negative_times_are_accepted() -> None:
     source, index = opened(shifted(clip(40, 25, options=B_FRAMES), "mpegts", Fraction(-1, 5)))
     assert index.pts is not None
     assert index.pts[0] < 0
@@ -96,7 +65,7 @@ def test_times_before_zero_are_times() -> None:
 
 @pytest.mark.parametrize("container", ["mp4", "mov"])
 @pytest.mark.parametrize("hidden", [5, 17])
-def test_what_an_edit_list_hides_is_no_frame_of_the_video(container: str, hidden: int) -> None:
+def test_frames_that_an_edit_list_hides_are_ignored(container: str, hidden: int) -> None:
     data = shifted(clip(40, 25, options=B_FRAMES), container, Fraction(-hidden, 25))
     source, index = opened(data)
     assert [tick * index.times.time_base for tick in index.times.ticks] == [Fraction(n, 25) for n in range(40 - hidden)]
@@ -105,7 +74,7 @@ def test_what_an_edit_list_hides_is_no_frame_of_the_video(container: str, hidden
 
 
 @pytest.mark.parametrize(("container", "codec"), [("h264", "libx264"), ("mpegts", "libx264"), ("mpegts", "mpeg2video")])
-def test_frames_that_change_their_size_on_the_way_are_resized_like_any_other(container: str, codec: str) -> None:
+def test_frames_that_change_size_in_mid_stream_are_resized(container: str, codec: str) -> None:
     options = {"g": "10", "bf": "0"}
     data = clip(20, container=container, codec=codec, options=options, rate=25)
     data += clip(20, container=container, codec=codec, options=options, rate=25, size=(96, 128))
@@ -118,9 +87,7 @@ def test_frames_that_change_their_size_on_the_way_are_resized_like_any_other(con
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
-def test_a_cut_decodes_nothing_outside_but_back_to_its_keyframe(
-    container: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_decodes_only_from_the_keyframe_before_it(container: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, index = opened(clip(250, 25, container=container, options={"g": "25", "bf": "2"}))
     cut = index.times.cut(4.2, 5.8)
     first = index.times.ticks.index(cut.ticks[0])
@@ -136,13 +103,13 @@ def test_a_cut_decodes_nothing_outside_but_back_to_its_keyframe(
     monkeypatch.setattr(decode, "packets_of", watched)
     places = range(first, first + len(cut.ticks), 4)
     assert numbers(list(decode_frames(source, index, places))) == list(places)
-    # What reorders and threads hold back is a few frames.
+    # Reordering and threads hold back a few frames.
     assert {time for time in sent if time} <= {Fraction(frame, 25) for frame in range(100, 155)}
 
 
 @pytest.fixture
 def seeks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every keyframe that was sought."""
+    """Grows with every keyframe that is sought."""
     sought: list[int] = []
     original = decode._Frames._seek
 
@@ -155,7 +122,7 @@ def seeks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("places", "expected"), [([0, 3, 11], 0), ([0, 13, 14, 23], 1), ([30], 1), ([0, 59], 1)])
-def test_it_seeks_only_where_a_later_keyframe_lies_before_the_next_frame(
+def test_it_seeks_only_if_a_later_keyframe_precedes_the_next_frame(
     seeks: list[int], places: list[int], expected: int
 ) -> None:
     assert numbers(frames_at(clip(60, options={"g": "12", "bf": "0"}), places)) == places
@@ -175,7 +142,7 @@ class Misled:
         return self._container.demux(stream)
 
 
-def test_a_seek_that_lands_too_late_starts_again_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seek_that_lands_too_late_restarts_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     source, index = opened(clip(60, options={"g": "12", "bf": "0"}))
     original = decode.open_video
 
@@ -190,7 +157,7 @@ def test_a_seek_that_lands_too_late_starts_again_from_the_beginning(monkeypatch:
     assert not any(frame.repaired for frame in frames)
 
 
-def test_a_frame_that_cannot_be_decoded_becomes_the_one_before_and_is_counted() -> None:
+def test_an_undecodable_frame_repeats_the_one_before_and_is_counted() -> None:
     data = without_packets(clip(60, container="matroska", codec="mjpeg"), [20])
     places = list(range(0, 60, 2))
     frames = frames_at(data, places)
@@ -198,7 +165,7 @@ def test_a_frame_that_cannot_be_decoded_becomes_the_one_before_and_is_counted() 
     assert [frame.repaired for frame in frames] == [place == 20 for place in places]
 
 
-def test_a_first_frame_that_cannot_be_decoded_becomes_the_first_that_can() -> None:
+def test_an_undecodable_first_frame_repeats_the_first_decodable_one() -> None:
     data = without_packets(clip(60, container="matroska", codec="mjpeg"), [0])
     frames = frames_at(data, list(range(20)))
     assert numbers(frames)[:3] == [1, 1, 2]
@@ -219,14 +186,14 @@ def test_more_than_a_tenth_of_undecodable_frames_is_damaged_media() -> None:
         frames_at(data, list(range(18, 48, 2)))
 
 
-def test_media_of_which_nothing_can_be_decoded_is_damaged() -> None:
+def test_media_without_any_decodable_frame_are_damaged() -> None:
     data = without_packets(clip(8, container="matroska", codec="mjpeg"), range(8))
     with pytest.raises(MediaDamaged):
         frames_at(data, list(range(8)))
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
-def test_a_file_cut_off_holds_the_frames_that_came_whatever_its_header_says(container: str) -> None:
+def test_a_truncated_file_has_the_frames_that_are_left_whatever_its_header_says(container: str) -> None:
     options = {"movflags": "faststart"} if container == "mp4" else {}
     whole = clip(60, container=container, options={"g": "12", "bf": "0"}, container_options=options)
     with av.open(io.BytesIO(whole)) as file:

@@ -1,4 +1,4 @@
-"""Embeddings in place of pixels are laid out by their grid and time base, and what is wrong with those is refused."""
+"""Embeddings of a prompt are laid out by their grid and time base, which are checked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TIMES = {
 
 @pytest.fixture(scope="module")
 def tiny(family_checkpoint: Path) -> Planner:
-    """A planner of each family in turn."""
+    """A planner for each family."""
     return Planner(Checkpoint(family_checkpoint), None)
 
 
@@ -52,7 +52,7 @@ def step(seconds: Fraction) -> prompt_pb2.Rational:
 
 
 def prompt(**media: prompt_pb2.Media) -> prompt_pb2.Prompt:
-    """A user's turn with one `image` or `video`, and a question."""
+    """A user's message with one `image` or `video`, and a question."""
     parts = [prompt_pb2.Part(**media), prompt_pb2.Part(text="so?")]  # type: ignore[arg-type]
     return prompt_pb2.Prompt(messages=[prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=parts)])
 
@@ -67,7 +67,7 @@ def item_of(planner: Planner, **media: prompt_pb2.Media) -> MediaPlan:
 
 
 @pytest.mark.parametrize("base", TIMES)
-def test_embeddings_have_a_plan_without_frames_that_travels(tiny: Planner, base: str) -> None:
+def test_embeddings_have_a_plan_without_frames_on_the_wire(tiny: Planner, base: str) -> None:
     result = tiny.plan(conversation_of(prompt(video=embeds(3, 2, 4, **TIMES[base]))))
     (item,) = result.plan.media
     assert (item.modality, item.grid, item.brings_embeds) == (Modality.VIDEO, Grid(3, 2, 4), True)
@@ -78,13 +78,13 @@ def test_embeddings_have_a_plan_without_frames_that_travels(tiny: Planner, base:
     assert received.media == result.plan.media
 
 
-def test_an_images_embeddings_have_no_time(tiny: Planner) -> None:
+def test_embeddings_of_an_image_have_no_time_base(tiny: Planner) -> None:
     item = item_of(tiny, image=embeds(1, 3, 5))
     assert (item.modality, item.grid, item.seconds_per_grid) == (Modality.IMAGE, Grid(1, 3, 5), None)
     assert len(item.runs) == 1
 
 
-def test_a_videos_embeddings_are_laid_out_as_the_video_would_be(tiny: Planner) -> None:
+def test_embeddings_of_a_video_are_laid_out_like_the_video(tiny: Planner) -> None:
     by_pixels = planned(tiny, video=prompt_pb2.Media(data=clip(60, rate=Fraction(24000, 1001))))
     (item,) = by_pixels.media
     assert item.seconds_per_grid
@@ -101,7 +101,7 @@ def test_a_videos_embeddings_are_laid_out_as_the_video_would_be(tiny: Planner) -
 
 
 @pytest.mark.parametrize("seconds", [Fraction(1), Fraction(1001, 12000), Fraction(1, 3), Fraction(40)])
-def test_from_a_step_alone_frames_are_taken_to_stand_evenly(
+def test_a_step_alone_implies_evenly_spaced_frames(
     family: str, tiny: Planner, family_checkpoint: Path, seconds: Fraction
 ) -> None:
     known = FAMILIES[family]
@@ -115,7 +115,7 @@ def test_from_a_step_alone_frames_are_taken_to_stand_evenly(
     assert plan.input_ids.tolist() == AutoTokenizer.from_pretrained(family_checkpoint)(text)["input_ids"]
 
 
-def test_slices_that_stand_alone_tell_the_times_they_came_with(tmp_path: Path) -> None:
+def test_slices_of_their_own_show_the_given_timestamps(tmp_path: Path) -> None:
     checkpoint = FAMILIES["qwen3_vl"].write(tmp_path / "checkpoint", 1)
     plan = planned(Planner(Checkpoint(checkpoint), None), video=embeds(3, 1, 2, timestamps_s=[0.0, 0.75, 65.25]))
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -139,13 +139,13 @@ def test_slices_that_stand_alone_tell_the_times_they_came_with(tmp_path: Path) -
         ([0.0, 1e-7], Fraction(1, 10**7)),
     ],
 )
-def test_times_alone_give_the_mean_step_exactly(tiny: Planner, times_s: list[float], seconds: Fraction) -> None:
+def test_timestamps_alone_give_the_exact_mean_step(tiny: Planner, times_s: list[float], seconds: Fraction) -> None:
     item = item_of(tiny, video=embeds(len(times_s), 1, 1, timestamps_s=times_s))
     assert item.seconds_per_grid == seconds
 
 
 @given(times_s=st.lists(st.floats(0, WEEK), min_size=2, max_size=40, unique=True).map(sorted))
-def test_any_increasing_times_give_a_step_that_travels_and_is_theirs(times_s: list[float]) -> None:
+def test_any_increasing_timestamps_give_a_mean_step_that_fits_the_wire(times_s: list[float]) -> None:
     base = TimeBase.of_slices(times_s)
     mean = (Fraction(str(times_s[-1])) - Fraction(str(times_s[0]))) / (len(times_s) - 1)
     assert base.seconds_per_grid > 0
@@ -154,18 +154,18 @@ def test_any_increasing_times_give_a_step_that_travels_and_is_theirs(times_s: li
     assert base.slices_s == tuple(times_s)
 
 
-def test_a_frame_that_stands_still_gives_slices_of_one_time(tiny: Planner) -> None:
-    """As a recorded screen does on which nothing happens for a while."""
+def test_equal_timestamps_give_a_positive_step(tiny: Planner) -> None:
+    """For example a screen recording in which nothing changes."""
     item = item_of(tiny, video=embeds(3, 1, 1, timestamps_s=[0.5, 0.5, 0.5]))
     assert item.seconds_per_grid is not None
     assert item.seconds_per_grid > 0
 
 
-def test_no_time_is_shown_as_less_than_nothing() -> None:
+def test_negative_zero_is_shown_as_zero() -> None:
     assert [str(time) for time in TimeBase.of_slices([-0.0, 1.0]).slices_s] == ["0.0", "1.0"]
 
 
-def test_positions_scale_with_the_mean_step_where_time_is_in_positions(tiny_checkpoint: Path) -> None:
+def test_positions_scale_with_the_mean_step(tiny_checkpoint: Path) -> None:
     plan = planned(Planner(Checkpoint(tiny_checkpoint), None), video=embeds(3, 1, 1, timestamps_s=[0.5, 2.0, 4.5]))
     (run,) = plan.media[0].runs
     # 2 s a slice, at the tiny checkpoint's 2 tokens a second.
@@ -189,7 +189,7 @@ def test_different_embeddings_grids_and_time_bases_have_different_hashes(tiny: P
     assert len({*hashes, as_image.content_hash, as_video.content_hash}) == len(looks) + 2
 
 
-def test_a_digest_stands_for_the_tensor_that_was_left_out(tiny: Planner) -> None:
+def test_a_digest_replaces_an_omitted_tensor(tiny: Planner) -> None:
     digest = hashlib.sha256(struct.pack("<i", tensor_pb2.DTYPE_FLOAT32) + b"tower").digest()
     whole, left_out = embeds(1, 2, 2), embeds(1, 2, 2, b"", digest=digest)
     assert item_of(tiny, image=whole).content_hash == item_of(tiny, image=left_out).content_hash
@@ -200,85 +200,64 @@ def test_a_digest_stands_for_the_tensor_that_was_left_out(tiny: Planner) -> None
     assert item_of(tiny, image=other).content_hash != item_of(tiny, image=whole).content_hash
 
 
-def without_grid() -> prompt_pb2.Media:
-    return prompt_pb2.Media(embeds=prompt_pb2.MediaEmbeds(seconds_per_grid=step(Fraction(1))))
+STEP, THREE_TIMES = TIMES["a step"], TIMES["times"]
+NO_GRID = prompt_pb2.Media(embeds=prompt_pb2.MediaEmbeds(seconds_per_grid=step(Fraction(1))))
+SAMPLED = embeds(2, 2, 2, **STEP)
+SAMPLED.frame_sampling.CopyFrom(prompt_pb2.FrameSampling(max_pixels=4096))
 
 
-def with_frame_sampling() -> prompt_pb2.Media:
-    media = embeds(2, 2, 2, **TIMES["a step"])
-    media.frame_sampling.CopyFrom(prompt_pb2.FrameSampling(max_pixels=4096))
-    return media
+def stepped(numerator: int, denominator: int) -> prompt_pb2.Media:
+    return embeds(2, 2, 2, seconds_per_grid=prompt_pb2.Rational(numerator=numerator, denominator=denominator))
 
 
 @pytest.mark.parametrize(
-    ("media", "named"),
+    ("kind", "media", "named"),
     [
-        ({"video": embeds(2, 2, 2)}, r"video\.embeds\.seconds_per_grid or timestamps_s must be set: a video needs"),
+        ("video", embeds(2, 2, 2), "seconds_per_grid or timestamps_s must be set: a video needs"),
+        ("video", embeds(3, 2, 2, **STEP, **THREE_TIMES), "seconds_per_grid and timestamps_s are two time bases"),
+        ("image", embeds(1, 2, 2, **STEP), "seconds_per_grid and timestamps_s are for videos"),
+        ("image", embeds(1, 2, 2, timestamps_s=[0.0]), "seconds_per_grid and timestamps_s are for videos"),
+        ("image", embeds(2, 2, 2), r"grid\.t of an image must be 1, got 2"),
+        ("video", NO_GRID, "grid must be set"),
+        ("video", embeds(2, 0, 2, **STEP), "grid is invalid: .* got 2×0×2"),
+        ("video", embeds(2, 2**20, 2**20, **STEP), "grid is invalid: .* at most 4194304"),
+        ("video", stepped(1, 0), r"seconds_per_grid\.denominator must be at least 1, got 0"),
+        ("video", stepped(1, -2), r"seconds_per_grid\.denominator must be at least 1, got -2"),
+        ("video", stepped(0, 1), "seconds_per_grid must be above 0, got 0"),
+        ("video", stepped(-1, 2), "seconds_per_grid must be above 0, got -1/2"),
+        ("video", stepped(WEEK, 1), "seconds_per_grid makes the video last 1209600 s, at most 604800"),
+        ("video", embeds(2, 2, 2, **THREE_TIMES), "timestamps_s must hold one time for each of 2 slices, got 3"),
+        ("video", embeds(2, 2, 2, timestamps_s=[1.0, 0.5]), r"timestamps_s\[1\] must not be below .* 1\.0, got 0\.5"),
         (
-            {"video": embeds(3, 2, 2, **TIMES["a step"], **TIMES["times"])},
-            r"video\.embeds\.seconds_per_grid and timestamps_s are two time bases",
+            "video",
+            embeds(2, 2, 2, timestamps_s=[-0.5, 1.0]),
+            r"timestamps_s\[0\] must be between 0 and 604800, got -0\.5",
         ),
+        ("video", embeds(1, 2, 2, timestamps_s=[math.nan]), r"timestamps_s\[0\] must be .* got nan"),
+        ("video", embeds(1, 2, 2, timestamps_s=[math.inf]), r"timestamps_s\[0\] must be .* got inf"),
+        ("video", embeds(2, 2, 2, digest=b"short", **STEP), "digest must have 32 bytes, got 5"),
+    ],
+)
+def test_wrong_embeddings_are_refused_with_their_field(kind: str, media: prompt_pb2.Media, named: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^prompt\.messages\[0\]\.parts\[0\]\.{kind}\.embeds\.{named}"):
+        conversation_of(prompt(**{kind: media}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "media", "named"),
+    [
+        ("video", SAMPLED, r"video\.frame_sampling must not be set beside embeds"),
+        ("image", embeds(1, 2, 2, bytes(16 * 2**20 + 1)), "hold 16777217 bytes of inline media, at most 16777216"),
         (
-            {"image": embeds(1, 2, 2, **TIMES["a step"])},
-            r"image\.embeds\.seconds_per_grid and timestamps_s are for vid",
-        ),
-        ({"image": embeds(1, 2, 2, timestamps_s=[0.0])}, r"image\.embeds\.seconds_per_grid and timestamps_s are for"),
-        ({"image": embeds(2, 2, 2)}, r"image\.embeds\.grid\.t of an image must be 1, got 2"),
-        ({"video": without_grid()}, r"video\.embeds\.grid must be set"),
-        ({"video": embeds(2, 0, 2, **TIMES["a step"])}, r"video\.embeds\.grid is no grid: .* got 2×0×2"),
-        ({"video": embeds(2, 2**20, 2**20, **TIMES["a step"])}, r"video\.embeds\.grid is no grid: .* at most 4194304"),
-        (
-            {"video": embeds(2, 2, 2, seconds_per_grid=prompt_pb2.Rational(numerator=1))},
-            r"video\.embeds\.seconds_per_grid\.denominator must be at least 1, got 0",
-        ),
-        (
-            {"video": embeds(2, 2, 2, seconds_per_grid=prompt_pb2.Rational(numerator=1, denominator=-2))},
-            r"video\.embeds\.seconds_per_grid\.denominator must be at least 1, got -2",
-        ),
-        (
-            {"video": embeds(2, 2, 2, seconds_per_grid=prompt_pb2.Rational(denominator=1))},
-            r"video\.embeds\.seconds_per_grid must be above 0, got 0",
-        ),
-        (
-            {"video": embeds(2, 2, 2, seconds_per_grid=step(Fraction(-1, 2)))},
-            r"video\.embeds\.seconds_per_grid must be above 0, got -1/2",
-        ),
-        (
-            {"video": embeds(2, 2, 2, seconds_per_grid=step(Fraction(WEEK)))},
-            r"video\.embeds\.seconds_per_grid makes the video last 1209600 s, at most 604800",
-        ),
-        (
-            {"video": embeds(2, 2, 2, **TIMES["times"])},
-            r"video\.embeds\.timestamps_s must hold one time for each of 2 slices, got 3",
-        ),
-        (
-            {"video": embeds(2, 2, 2, timestamps_s=[1.0, 0.5])},
-            r"video\.embeds\.timestamps_s\[1\] must not be below the one before, 1\.0, got 0\.5",
-        ),
-        (
-            {"video": embeds(2, 2, 2, timestamps_s=[-0.5, 1.0])},
-            r"video\.embeds\.timestamps_s\[0\] must be between 0 and 604800, got -0\.5",
-        ),
-        ({"video": embeds(1, 2, 2, timestamps_s=[math.nan])}, r"timestamps_s\[0\] must be .* got nan"),
-        ({"video": embeds(1, 2, 2, timestamps_s=[math.inf])}, r"timestamps_s\[0\] must be .* got inf"),
-        (
-            {"video": embeds(2, 2, 2, digest=b"short", **TIMES["a step"])},
-            r"video\.embeds\.digest must have 32 bytes, got 5",
-        ),
-        ({"video": with_frame_sampling()}, r"video\.frame_sampling must not be set beside embeds"),
-        (
-            {"image": embeds(1, 2, 2, bytes(16 * 2**20 + 1))},
-            "hold 16777217 bytes of inline media, at most 16777216 are allowed",
-        ),
-        (
-            {"video": embeds(MAX_EMBEDS_SLICES + 1, 1, 1, **TIMES["a step"])},
-            "hold embeddings of 32769 temporal slices, at most 32768 are allowed",
+            "video",
+            embeds(MAX_EMBEDS_SLICES + 1, 1, 1, **STEP),
+            "hold embeddings of 32769 temporal slices, at most 32768",
         ),
     ],
 )
-def test_wrong_embeddings_are_refused_by_field(media: dict[str, prompt_pb2.Media], named: str) -> None:
+def test_embeddings_beyond_a_limit_are_refused(kind: str, media: prompt_pb2.Media, named: str) -> None:
     with pytest.raises(InvalidRequest, match=rf"^prompt\.messages.*{named}"):
-        conversation_of(prompt(**media))
+        conversation_of(prompt(**{kind: media}))
 
 
 def test_embeddings_and_files_count_together_against_the_inline_limit() -> None:
@@ -286,12 +265,3 @@ def test_embeddings_and_files_count_together_against_the_inline_limit() -> None:
     asked.messages[0].parts.append(prompt_pb2.Part(video=prompt_pb2.Media(data=bytes(8 * 2**20))))
     with pytest.raises(InvalidRequest, match="17825792 bytes of inline media, at most 16777216 are allowed"):
         conversation_of(asked)
-
-
-def test_more_media_than_a_prompt_may_hold_are_refused() -> None:
-    picture = prompt_pb2.Part(image=prompt_pb2.Media(path="picture.png"))
-    many = prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=[picture] * 512)
-    assert len(conversation_of(prompt_pb2.Prompt(messages=[many])).media) == 512
-    many.parts.append(picture)
-    with pytest.raises(InvalidRequest, match=r"^prompt\.messages hold 513 media, at most 512 are allowed"):
-        conversation_of(prompt_pb2.Prompt(messages=[many]))

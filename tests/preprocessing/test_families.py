@@ -1,4 +1,4 @@
-"""Each family samples and sizes as its own processors in transformers do, with the settings that a checkpoint has."""
+"""Each family samples and sizes frames like its processors in transformers, with the checkpoint's settings."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def loaded(family_checkpoint: Path) -> Any:
 )
 @example(frames=1195207, rate=Fraction(24000, 1001), fps=2.0, low=4, high=768)  # rounds by lanes of 8
 @example(frames=1289433, rate=Fraction(1), fps=1.0, low=2, high=360)  # ends with half a pair of lanes
-def test_indices_are_those_of_transformers(
+def test_indices_equal_those_of_transformers(
     family: str, loaded: Any, frames: int, rate: Fraction, fps: float, low: int, high: int
 ) -> None:
     expected = transformers_indices(frames, float(rate), fps, low, high, family)
     picked = loaded.sample_indices(frames, rate, FrameBounds(fps, low, high, 2))
-    # Rounding puts Qwen2-VL's last index behind the last frame now and then; there it fails, and we leave it out.
+    # Rounding sometimes puts Qwen2-VL's last index behind the last frame: transformers fails, and it is dropped here.
     assert list(picked) == [index for index in expected if index < frames]
 
 
-def test_an_index_that_rounding_puts_behind_the_last_frame_is_left_out(tiny_checkpoint: Path) -> None:
+def test_an_index_that_rounding_puts_behind_the_last_frame_is_dropped(tiny_checkpoint: Path) -> None:
     rate, fps = Fraction(24000, 1001), 5.622115197626865
     theirs = transformers_indices(68, float(rate), fps, 4, 768, "qwen2_5_vl")
     assert len(theirs) == 15
@@ -61,7 +61,7 @@ def test_an_index_that_rounding_puts_behind_the_last_frame_is_left_out(tiny_chec
     assert list(picked) == theirs[:-1]
 
 
-def test_a_video_of_one_frame_shows_it(loaded: Any) -> None:
+def test_a_video_of_one_frame_yields_that_frame(loaded: Any) -> None:
     assert loaded.sample_indices(1, Fraction(30), FrameBounds(2.0, 4, 768, 2)) == (0,)
 
 
@@ -76,13 +76,13 @@ def test_a_video_of_one_frame_shows_it(loaded: Any) -> None:
 @example(frames=5, height=720, width=1280, low=4096, high=4_000_000, max_tokens=None)  # 5 frames count as 4
 @example(frames=1, height=720, width=1280, low=4096, high=25165824, max_tokens=768)
 @example(frames=9, height=5, width=900, low=4096, high=25165824, max_tokens=None)  # thinner than a token
-def test_sizes_of_videos_are_those_of_transformers(
+def test_video_sizes_equal_those_of_transformers(
     family: str, loaded: Any, frames: int, height: int, width: int, low: int, high: int, max_tokens: int | None
 ) -> None:
     low = min(low, high)
     token_px = FAMILIES[family].token_px
     capped = replace(loaded, video_budget=PixelBudget(token_px, low, high), max_video_tokens=max_tokens)
-    # A single frame is sent as two; asked for one, transformers fails for Qwen3-VL.
+    # A single frame is sent as two, because transformers fails for one frame of Qwen3-VL.
     counted = max(frames, 2) if FAMILIES[family].slices_stand_alone else frames
     try:
         expected = transformers_video_size(
@@ -96,7 +96,7 @@ def test_sizes_of_videos_are_those_of_transformers(
 
 
 @given(height=st.integers(1, 5000), width=st.integers(1, 5000), max_pixels=st.none() | st.integers(1024, 10**7))
-def test_sizes_of_images_are_those_of_transformers(
+def test_image_sizes_equal_those_of_transformers(
     family: str, loaded: Any, height: int, width: int, max_pixels: int | None
 ) -> None:
     assume(max(height, width) / min(height, width) <= 200)
@@ -106,9 +106,7 @@ def test_sizes_of_images_are_those_of_transformers(
 
 
 @given(slices=st.integers(1, 384), max_pixels=st.integers(64 * 64, 10**6))
-def test_a_wish_for_fewer_pixels_bounds_each_frame_and_uses_what_it_may(
-    family: str, loaded: Any, slices: int, max_pixels: int
-) -> None:
+def test_max_pixels_bounds_each_frame_and_is_used_fully(family: str, loaded: Any, slices: int, max_pixels: int) -> None:
     token_px = FAMILIES[family].token_px
     roomy = replace(loaded, video_budget=PixelBudget(token_px, 4096, 10**9), max_video_tokens=None)
     sides = roomy.video_size(1080, 1920, 2 * slices, FrameSampling(max_pixels=max_pixels))
@@ -116,7 +114,7 @@ def test_a_wish_for_fewer_pixels_bounds_each_frame_and_uses_what_it_may(
     assert sides == tuple(math.floor(side / token_px) * token_px for side in exact)
 
 
-def test_the_levels_beside_embeddings_are_those_of_the_model(family: str, loaded: Any) -> None:
+def test_embed_levels_equal_those_of_the_model(family: str, loaded: Any) -> None:
     assert loaded.embed_levels == FAMILIES[family].levels
 
 
@@ -136,7 +134,7 @@ def checkpoint_with(folder: Path, original: Path, **files: dict[str, Any] | None
     return Checkpoint(folder)
 
 
-def test_what_a_checkpoint_leaves_out_is_what_transformers_classes_say(
+def test_missing_settings_take_the_defaults_of_transformers(
     family: str, tmp_path: Path, family_checkpoint: Path
 ) -> None:
     left_out = checkpoint_with(
@@ -149,11 +147,11 @@ def test_what_a_checkpoint_leaves_out_is_what_transformers_classes_say(
     assert (bounds.fps, bounds.min_frames, bounds.max_frames) == (2, theirs.min_frames, theirs.max_frames)
     assert loaded.max_video_tokens is None
     assert not theirs.cap_pixels_per_frame
-    # Qwen2VLImageProcessor's, of whom all make use.
+    # The defaults of Qwen2VLImageProcessor, which all families use.
     assert (loaded.image_budget.min_px, loaded.image_budget.max_px) == (56 * 56, 28 * 28 * 1280)
 
 
-def test_a_capped_checkpoint_caps_by_the_tokens_that_transformers_class_says(
+def test_cap_pixels_per_frame_takes_the_token_limit_of_transformers(
     family: str, tmp_path: Path, family_checkpoint: Path
 ) -> None:
     capped = checkpoint_with(tmp_path, family_checkpoint, video_preprocessor_config={"cap_pixels_per_frame": True})
@@ -161,10 +159,10 @@ def test_a_capped_checkpoint_caps_by_the_tokens_that_transformers_class_says(
     assert loaded.max_video_tokens == transformers_video_processor(family).max_video_tokens
 
 
-def test_budgets_named_the_old_way_are_read_where_transformers_reads_them(
+def test_old_names_of_budgets_are_read_where_transformers_reads_them(
     family: str, tmp_path: Path, family_checkpoint: Path
 ) -> None:
-    """Of images always; of videos by Qwen2-VL's processor alone. Videos without settings take the images'."""
+    """Of video processors only Qwen2-VL's reads them. Videos without settings of their own take those of images."""
     old = {"min_pixels": 3136, "max_pixels": 12845056}
     checkpoint = checkpoint_with(tmp_path, family_checkpoint, preprocessor_config=old, video_preprocessor_config=None)
     loaded: Any = load_family(checkpoint)
@@ -185,7 +183,7 @@ def test_budgets_named_the_old_way_are_read_where_transformers_reads_them(
         ({"num_frames": 8}, "video processor's num_frames is 8, only None is supported"),
     ],
 )
-def test_settings_that_are_not_supported_refuse_to_start(
+def test_unsupported_settings_refuse_to_start(
     tmp_path: Path, family_checkpoint: Path, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(StartupError, match=named):

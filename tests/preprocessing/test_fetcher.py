@@ -1,28 +1,38 @@
-"""The fetcher over real sockets on loopback: which bodies it brings whole, and when it stops waiting for one.
-
-Names resolve through a resolver of the test's own. Loopback is opened as an operator would open it: by a domain with
-its network.
-"""
+"""The fetcher over real sockets on loopback: whole bodies, limits of time, size and disk, and fetches side by side."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from common.contract.errors import MediaRejected
-from services.preprocessing.fetch.fetcher import Fetcher
-from tests.preprocessing.fetching import fetched, forever, open_files
-from tests.preprocessing.media_server import BODY, Resolver, head, ok, policy, redirect, serving
+from common.contract.errors import MediaRejected, Overloaded
+from services.preprocessing.fetch.fetcher import MAX_CONCURRENT_FETCHES, Fetcher
+from tests.preprocessing.media_server import (
+    BODY,
+    Resolver,
+    fetched,
+    fetcher_of,
+    forever,
+    head,
+    ok,
+    open_files,
+    policy,
+    redirect,
+    serving,
+    url_of,
+)
 
-pytest_plugins = ["tests.preprocessing.fixtures"]
 pytestmark = pytest.mark.usefixtures("no_name_is_looked_up")
 
 
-async def test_a_body_arrives_whole_and_the_request_says_no_more_than_it_must() -> None:
+async def test_a_body_arrives_whole_and_the_request_has_only_necessary_headers() -> None:
     async with serving(ok()) as server:
         assert await fetched(server) == BODY
     request, *headers = server.requests[0].rstrip().split("\r\n")
@@ -44,9 +54,9 @@ async def test_a_body_arrives_whole_and_the_request_says_no_more_than_it_must() 
     ],
     ids=["no length", "chunked", "informational answers first", "its length twice", "more than its length"],
 )
-async def test_a_body_ends_where_http_says(answer: bytes) -> None:
+async def test_a_body_of_exactly_the_limit_ends_where_http_says(answer: bytes) -> None:
     async with serving(answer) as server:
-        assert await fetched(server) == BODY
+        assert await fetched(server, max_bytes=len(BODY)) == BODY
 
 
 @pytest.mark.parametrize(
@@ -73,19 +83,14 @@ async def test_a_body_ends_where_http_says(answer: bytes) -> None:
         (b"", "broke off"),
     ],
 )
-async def test_what_is_no_whole_plain_body_is_rejected(answer: bytes, why: str) -> None:
+async def test_an_incomplete_or_encoded_body_is_rejected(answer: bytes, why: str) -> None:
     async with serving(answer) as server:
         with pytest.raises(MediaRejected, match=rf"^video\.url .*{why}"):
             await fetched(server)
 
 
-async def test_a_body_smaller_than_any_buffer_arrives_too() -> None:
-    async with serving(ok(b"clip")) as server:
-        assert await fetched(server) == b"clip"
-
-
 @pytest.mark.parametrize("length", [f"Content-Length: {len(BODY)}", f"Content-Length: {10**19}"])
-async def test_a_length_above_the_limit_is_refused_before_the_body_is_sent(length: str) -> None:
+async def test_a_declared_length_above_the_limit_is_refused_before_the_body_arrives(length: str) -> None:
     async def only_a_head(writer: asyncio.StreamWriter) -> None:
         writer.write(head(200, length))
         await asyncio.sleep(60)
@@ -102,7 +107,7 @@ async def test_a_length_above_the_limit_is_refused_before_the_body_is_sent(lengt
     [(head(200), bytes(65536)), (head(200, "Transfer-Encoding: chunked"), b"10000\r\n" + bytes(65536) + b"\r\n")],
     ids=["no length", "chunked"],
 )
-async def test_bytes_are_counted_whatever_is_said_of_them(start: bytes, piece: bytes) -> None:
+async def test_a_body_without_length_is_cut_at_the_limit(start: bytes, piece: bytes) -> None:
     async def endless(writer: asyncio.StreamWriter) -> None:
         writer.write(start)
         await forever(writer, piece)
@@ -110,11 +115,6 @@ async def test_bytes_are_counted_whatever_is_said_of_them(start: bytes, piece: b
     async with serving(endless) as server:
         with pytest.raises(MediaRejected, match="more than the 1000000 bytes"):
             await fetched(server, max_bytes=1_000_000)
-
-
-async def test_exactly_the_limit_is_let_through() -> None:
-    async with serving(ok()) as server:
-        assert await fetched(server, max_bytes=len(BODY)) == BODY
 
 
 @pytest.mark.parametrize(
@@ -130,21 +130,23 @@ async def test_exactly_the_limit_is_let_through() -> None:
     ],
     ids=["silent", "status line", "header", "informational answers", "body", "chunks", "chunk extension"],
 )
-async def test_a_server_that_drips_is_left_when_the_time_is_up(start: bytes, piece: bytes) -> None:
+async def test_a_slow_server_is_abandoned_when_the_time_is_up(start: bytes, piece: bytes) -> None:
     async def drip(writer: asyncio.StreamWriter) -> None:
         writer.write(start)
         await forever(writer, piece, every_s=0.02)
 
     before, start_s = open_files(), time.perf_counter()
     async with serving(drip) as server:
-        with pytest.raises(MediaRejected, match=r"^video\.url (took longer than the 0\.4 s|could not be fetched)"):
+        with pytest.raises(
+            MediaRejected, match=r"^video\.url (took longer than the allowed 0\.4 s|could not be fetched)"
+        ):
             await fetched(server, total_s=0.4)
         assert time.perf_counter() - start_s < 20
-    await asyncio.sleep(0)  # in which asyncio closes what the server aborted
+    await asyncio.sleep(0)  # lets asyncio close the connections that the server aborted
     assert open_files() <= before
 
 
-async def test_the_time_holds_over_redirects_and_look_ups() -> None:
+async def test_the_time_limit_includes_redirects_and_lookups() -> None:
     async def slowly_elsewhere(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.2)
         writer.write(redirect("/again"))
@@ -154,13 +156,13 @@ async def test_the_time_holds_over_redirects_and_look_ups() -> None:
         return ["127.0.0.1"]
 
     async with serving(slowly_elsewhere) as server:
-        with pytest.raises(MediaRejected, match=r"longer than the 0\.5 s"):
+        with pytest.raises(MediaRejected, match=r"longer than the allowed 0\.5 s"):
             await fetched(server, total_s=0.5, max_redirects=100)
-    with pytest.raises(MediaRejected, match=r"longer than the 0\.1 s"):
+    with pytest.raises(MediaRejected, match=r"longer than the allowed 0\.1 s"):
         await Fetcher(policy(80, total_s=0.1), slow).fetch("video", "http://clip.test/")
 
 
-async def test_whoever_is_cancelled_leaves_no_connection_and_no_file() -> None:
+async def test_cancelling_closes_connection_and_file() -> None:
     async def endless(writer: asyncio.StreamWriter) -> None:
         writer.write(head(200))
         await forever(writer, b"a", every_s=0.01)
@@ -177,7 +179,7 @@ async def test_whoever_is_cancelled_leaves_no_connection_and_no_file() -> None:
     assert open_files() <= before
 
 
-async def test_a_file_that_was_fetched_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fetched_file_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     async with serving(ok()) as server:
         source = await Fetcher(policy(server.port), Resolver(clip_test=[["127.0.0.1"]])).fetch(
@@ -185,3 +187,147 @@ async def test_a_file_that_was_fetched_has_no_name(tmp_path: Path, monkeypatch: 
         )
         assert not list(tmp_path.iterdir())
         source.close()
+
+
+# --- fetches side by side -------------------------------------------------------------------------------------------
+
+
+async def test_urls_are_fetched_side_by_side_and_named() -> None:
+    together = asyncio.Event()
+
+    async def when_all_have_asked(writer: asyncio.StreamWriter) -> None:
+        path = server.requests[-1].split(" ")[1]
+        if len(server.requests) == 3:
+            together.set()
+        await together.wait()
+        writer.write(ok(path.encode()))
+
+    async with serving(when_all_have_asked) as server:
+        fetched = await fetcher_of(server).fetch_all({name: url_of(server, f"/{name}") for name in "abc"})
+    for name, source in fetched.items():
+        with source.open() as file:
+            assert (source.name, file.read()) == (name, f"/{name}".encode())
+        source.close()
+    assert list(fetched) == list("abc")
+
+
+async def test_a_failed_fetch_cancels_the_others_and_closes_everything() -> None:
+    brought = asyncio.Event()
+
+    async def by_path(writer: asyncio.StreamWriter) -> None:
+        path = server.requests[-1].split(" ")[1]
+        if path == "/brought":
+            writer.write(ok())
+            return brought.set()
+        if path == "/drips":
+            writer.write(head(200))
+            await forever(writer, b"a", every_s=0.01)
+        await brought.wait()
+        await asyncio.sleep(0.1)
+        return writer.write(head(404, "Content-Length: 0"))
+
+    before = open_files()
+    async with serving(by_path) as server:
+        with pytest.raises(MediaRejected, match=r"^gone\.url was answered with status 404"):
+            await fetcher_of(server).fetch_all(
+                {name: url_of(server, f"/{name}") for name in ("brought", "drips", "gone")}
+            )
+    await asyncio.sleep(0)
+    assert brought.is_set()
+    assert open_files() <= before
+
+
+async def test_concurrent_fetches_are_limited() -> None:
+    enough = asyncio.Event()
+
+    async def when_told(writer: asyncio.StreamWriter) -> None:
+        await enough.wait()
+        writer.write(ok(b"a"))
+
+    async with serving(when_told) as server:
+        urls = {str(number): url_of(server) for number in range(MAX_CONCURRENT_FETCHES + 3)}
+        fetching = asyncio.create_task(fetcher_of(server).fetch_all(urls))
+        while server.connections < MAX_CONCURRENT_FETCHES:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert server.connections == MAX_CONCURRENT_FETCHES
+        enough.set()
+        for source in (await fetching).values():
+            source.close()
+    assert server.connections == MAX_CONCURRENT_FETCHES + 3
+
+
+async def test_files_share_the_disk_budget_until_they_are_closed() -> None:
+    async with serving(ok()) as server:
+        fetcher = fetcher_of(server, max_bytes=len(BODY), disk_bytes=2 * len(BODY) - 1)
+        first = await fetcher.fetch("first", url_of(server))
+        for _ in range(3):
+            with pytest.raises(Overloaded, match=rf"^second\.url finds no room: .* {2 * len(BODY) - 1} bytes together"):
+                await fetcher.fetch("second", url_of(server))
+        first.close()
+        (await fetcher.fetch("second", url_of(server))).close()
+
+
+async def test_a_cancelled_fetch_releases_its_disk_budget() -> None:
+    sent = asyncio.Event()
+
+    async def half(writer: asyncio.StreamWriter) -> None:
+        writer.write(head(200, f"Content-Length: {len(BODY)}") + BODY[:-1])
+        await writer.drain()
+        sent.set()
+        await asyncio.sleep(60)
+
+    async with serving(half) as server:
+        fetcher = fetcher_of(server, disk_bytes=len(BODY), max_bytes=len(BODY))
+        fetching = asyncio.create_task(fetcher.fetch("video", url_of(server)))
+        await sent.wait()
+        await asyncio.sleep(0.1)
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        server.answer = ok()
+        (await fetcher.fetch("video", url_of(server))).close()
+
+
+@pytest.mark.parametrize("lack", [errno.ENOSPC, errno.EDQUOT])
+async def test_a_full_disk_is_overloaded(monkeypatch: pytest.MonkeyPatch, lack: int) -> None:
+    class FullDisk:
+        def write(self, piece: bytes) -> int:
+            raise OSError(lack, os.strerror(lack))
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: FullDisk())
+    async with serving(ok()) as server:
+        with pytest.raises(Overloaded, match=rf"^video\.url cannot be opened now: {os.strerror(lack)}$"):
+            await fetched(server)
+
+
+async def test_a_lookup_without_free_descriptors_is_overloaded() -> None:
+    async def lacking(host: str) -> Sequence[str]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with pytest.raises(Overloaded, match=r"^video\.url cannot be opened now: Too many open files"):
+        await Fetcher(policy(80), lacking).fetch("video", "http://clip.test/")
+
+
+@pytest.mark.parametrize("at", ["its file", "its connection"])
+async def test_a_fetch_without_free_descriptors_is_overloaded(at: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    class Exhausting(Resolver):
+        async def __call__(self, host: str) -> Sequence[str]:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+            return await super().__call__(host)
+
+    async with serving(ok()) as server:
+        fetcher = Fetcher(policy(server.port), Exhausting(clip_test=[["127.0.0.1"]]))
+        if at == "its file":
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            with pytest.raises(Overloaded, match=r"^video\.url cannot be opened now: Too many open files"):
+                await fetcher.fetch("video", url_of(server))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert server.connections == 0

@@ -1,7 +1,6 @@
-"""Every container, codec and kind of picture yields the frames that were asked for, as a plain reader shows them.
+"""Every container, codec and pixel format yields the frames and colours that PyAV shows without filters.
 
-The plain reader is PyAV without filters, which transformers reads videos with: interlaced fields stay woven, and
-transparency is dropped.
+transformers reads videos with PyAV too: interlaced fields stay woven, and transparency is dropped.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import io
 import av
 import numpy as np
 import pytest
+from av.video.reformatter import ColorRange, Colorspace
 from PIL import Image
 
 from common.contract.errors import MediaRejected
@@ -20,7 +20,7 @@ from services.preprocessing.video.packets import read_packets
 from tests.preprocessing.preprocessing_media import clip, decoded_in_order, number_of, picture_of
 
 FRAMES = 40
-PLACES = [0, 1, 7, 13, 14, 25, 26, 39]
+PLACES = [0, 1, 1, 7, 13, 14, 25, 26, 39, 39]
 OPEN_GOPS = {"g": "10", "bf": "3", "x264-params": "open-gop=1:b-adapt=0:scenecut=0"}
 HEVC = {"x265-params": "log-level=none:keyint=10:min-keyint=10:bframes=3:open-gop=0"}
 HEVC_OPEN_GOPS = {"x265-params": "log-level=none:keyint=10:min-keyint=10:bframes=3:open-gop=1"}
@@ -58,6 +58,10 @@ def animation(format: str) -> bytes:  # noqa: A002
         ("mp4", "libx264", OPEN_GOPS, "yuv420p", (48, 64)),
         ("matroska", "libx264", OPEN_GOPS, "yuv420p", (48, 64)),
         ("mpegts", "libx264", OPEN_GOPS, "yuv420p", (48, 64)),
+        ("flv", "libx264", OPEN_GOPS, "yuv420p", (48, 64)),
+        ("avi", "libx264", OPEN_GOPS, "yuv420p", (48, 64)),
+        ("mp4", "libx264", {"g": "1"}, "yuv420p", (48, 64)),
+        ("mp4", "libx264", {"g": "300", "bf": "0"}, "yuv420p", (48, 64)),
         ("mp4", "libx264", GOP, "yuv420p10le", (48, 64)),
         ("mp4", "libx264", GOP, "yuv422p", (49, 64)),
         ("mp4", "libx264", GOP, "yuv444p", (49, 65)),
@@ -101,7 +105,7 @@ def animation(format: str) -> bytes:  # noqa: A002
         ("hevc", "libx265", HEVC, "yuv420p", (48, 64)),
     ],
 )
-def test_frames_are_those_that_a_plain_reader_shows(
+def test_frames_equal_those_of_pyav(
     container: str, codec: str, options: dict[str, str], pixel_format: str, size: tuple[int, int]
 ) -> None:
     data = encoded(container, codec, options, pixel_format, size)
@@ -139,3 +143,46 @@ def test_an_animated_webp_is_a_video_or_refused() -> None:
             read_packets(bytes_source("video", data))
         pytest.skip("this build of FFmpeg reads no animated WebP")
     assert [number_of(frame.pixels) for frame in frames_at(data, [0, 5, 11])] == [0, 5, 11]
+
+
+# --- colours -----------------------------------------------------------------------------------------------------
+
+COLOURS = [(255, 255, 255), (0, 0, 0), (220, 30, 40), (30, 200, 60), (40, 50, 230), (128, 128, 128), (250, 200, 20)]
+# Weights of red and blue in luma. Source: ITU-R BT.601 and BT.709.
+WEIGHTS = {Colorspace.ITU601: (0.299, 0.114), Colorspace.ITU709: (0.2126, 0.0722)}
+
+
+def ycbcr(colour: tuple[int, int, int], matrix: Colorspace, full: bool) -> list[int]:
+    """A colour as 8-bit Y, Cb and Cr."""
+    red, green, blue = (value / 255 for value in colour)
+    of_red, of_blue = WEIGHTS[matrix]
+    luma = of_red * red + (1 - of_red - of_blue) * green + of_blue * blue
+    cb, cr = (blue - luma) / (2 - 2 * of_blue), (red - luma) / (2 - 2 * of_red)
+    if full:
+        return [round(255 * luma), *(min(255, round(255 * chroma + 128)) for chroma in (cb, cr))]
+    return [round(219 * luma + 16), *(round(224 * chroma + 128) for chroma in (cb, cr))]
+
+
+def clip_of(colours: list[tuple[int, int, int]], matrix: Colorspace, full: bool) -> bytes:
+    """A lossless clip of one frame for each colour, marked with its matrix and range."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as output:
+        stream = output.add_stream("libx264", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv444p"
+        stream.options = {"qp": "0"}
+        stream.codec_context.colorspace = matrix
+        stream.codec_context.color_range = ColorRange.JPEG if full else ColorRange.MPEG
+        for colour in colours:
+            planes = [np.full((48, 64), value, np.uint8) for value in ycbcr(colour, matrix, full)]
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(np.stack(planes), format="yuv444p")))
+        output.mux(stream.encode())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("matrix", WEIGHTS)
+@pytest.mark.parametrize("full", [False, True])
+def test_colours_follow_the_declared_matrix_and_range(matrix: Colorspace, full: bool) -> None:
+    source = bytes_source("video", clip_of(COLOURS, matrix, full))
+    decoded = list(decode_frames(source, read_packets(source), range(len(COLOURS))))
+    for frame, colour in zip(decoded, COLOURS, strict=True):
+        assert np.abs(frame.pixels.astype(int) - colour).max() <= 3

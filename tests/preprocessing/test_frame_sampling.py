@@ -1,4 +1,4 @@
-"""Which frames are looked at: those at the indices that a family picks, by time where the rate varies."""
+"""Frames are selected at the indices that a family picks, by time where the rate varies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def constant(frames: int, rate: Fraction | int, time_base: Fraction = Fraction(1
 
 
 def pick(total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> list[int]:
-    """What transformers picks for Qwen2.5-VL."""
+    """The indices of transformers for Qwen2.5-VL."""
     return transformers_indices(total_frames, float(average_rate), bounds.fps, bounds.min_frames, bounds.max_frames)
 
 
@@ -31,7 +31,7 @@ def sampled_of(times: FrameTimes, **wish: float) -> Sampled:
     return sample(times, BOUNDS, FrameSampling(**wish), pick)  # type: ignore[arg-type]
 
 
-def test_a_single_frame_is_sent_twice() -> None:
+def test_a_single_frame_fills_a_temporal_patch() -> None:
     sampled = sample(constant(1, 30), BOUNDS, FrameSampling(), lambda *_: (0,))
     assert sampled.places == (0, 0)
     assert sampled.timestamps_s == (0.0, 0.0)
@@ -39,7 +39,7 @@ def test_a_single_frame_is_sent_twice() -> None:
 
 
 @pytest.mark.parametrize("rate", RATES)
-def test_rounded_times_of_a_constant_rate_do_not_move_an_index(rate: Fraction) -> None:
+def test_rounded_times_of_a_constant_rate_do_not_shift_indices(rate: Fraction) -> None:
     times = constant(301, rate, Fraction(1, 1000))
     sampled = sampled_of(times)
     expected = transformers_indices(301, float(rate), 2.0, 4, 768)
@@ -72,12 +72,12 @@ def test_a_variable_rate_shows_the_last_frame_at_or_before_each_time() -> None:
     assert sampled.timestamps_s == tuple(ticks[place] / 1000 for place in sampled.places)
 
 
-def test_a_rate_that_the_frames_belie_is_not_believed() -> None:
+def test_a_declared_rate_that_the_frames_contradict_is_ignored() -> None:
     times = FrameTimes(tuple(range(0, 100_000, 1000)), 1000, Fraction(1, 1000), (Fraction(90000),))
     assert times.rate() == FrameRate(Fraction(1), constant=False)
 
 
-def test_a_cut_leaves_out_what_appears_before_it_and_at_its_end() -> None:
+def test_a_cut_excludes_frames_before_its_start_and_at_its_end() -> None:
     sampled = sampled_of(constant(300, 30), start_s=2.0, end_s=5.0)
     within = transformers_indices(90, 30.0, 2.0, 4, 768)
     assert list(sampled.places) == [60 + index for index in within]
@@ -87,14 +87,14 @@ def test_a_cut_leaves_out_what_appears_before_it_and_at_its_end() -> None:
 
 
 @pytest.mark.parametrize("rate", RATES)
-def test_a_cut_of_a_constant_rate_counts_its_times_from_the_videos_start(rate: Fraction) -> None:
+def test_timestamps_of_a_cut_count_from_the_start_of_the_video(rate: Fraction) -> None:
     sampled = sampled_of(constant(600, rate, Fraction(1, 1000)), start_s=float(200 / rate), end_s=float(400 / rate))
     first = next(index for index in range(600) if round(index / (rate * Fraction(1, 1000))) >= 200_000 / rate)
     assert sampled.places[0] == first
     assert sampled.timestamps_s == tuple(place / float(rate) for place in sampled.places)
 
 
-def test_a_steady_cut_of_an_unsteady_video_keeps_its_presentation_times() -> None:
+def test_a_constant_rate_cut_of_a_variable_rate_video_keeps_its_times() -> None:
     # 100 frames at 10 a second, then 300 at 30 a second, of which the cut takes some.
     ticks = (*range(0, 30_000, 300), *range(30_000, 60_000, 100))
     times = FrameTimes(ticks, 100, Fraction(1, 3000), (Fraction(30),))
@@ -122,7 +122,7 @@ def test_a_cut_without_frames_is_refused_with_its_bounds() -> None:
         ({"start_s": 2.0, "end_s": 2.0}, "end_s must be above start_s 2, got 2"),
     ],
 )
-def test_a_wish_outside_its_range_is_refused_with_field_value_and_limit(wish: dict[str, float], named: str) -> None:
+def test_a_setting_out_of_range_is_refused_with_field_value_and_limit(wish: dict[str, float], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         FrameSampling(**wish)  # type: ignore[arg-type]
 
@@ -136,6 +136,6 @@ def test_a_wish_outside_its_range_is_refused_with_field_value_and_limit(wish: di
         (FrameSampling(min_frames=2, max_frames=6), 2, 6),
     ],
 )
-def test_a_bound_that_is_not_named_gives_way_to_the_one_that_is(wish: FrameSampling, low: int, high: int) -> None:
+def test_a_default_bound_is_adjusted_to_a_requested_one(wish: FrameSampling, low: int, high: int) -> None:
     merged = BOUNDS.merged(wish)
     assert (merged.min_frames, merged.max_frames, merged.fps) == (low, high, 2.0)

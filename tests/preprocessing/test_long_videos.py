@@ -1,4 +1,4 @@
-"""An hour of video is planned in little time and memory, and decoded only where frames of it are wanted."""
+"""An hour of video is indexed in little time and memory, and decoded only around its selected frames."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from common.checkpoint import Checkpoint
-from common.contract.errors import MediaRejected
 from common.contract.plan import Modality
 from services.preprocessing.planner import Conversation, MediaRequest, PlannedPrompt, Planner
 from services.preprocessing.prompt.tokens import Turn
@@ -23,12 +22,13 @@ from services.preprocessing.video import decode
 from services.preprocessing.video.packets import read_packets
 from services.preprocessing.video.sampling import FrameSampling
 from services.preprocessing.video.slices import PlannedVideo
+from services.preprocessing.workers.job_queue import JobQueue
 from services.preprocessing.workers.jobs import IndexVideo, VideoSlices
 from services.preprocessing.workers.limits import Limits
-from services.preprocessing.workers.pool import Pool
 from tests.awake import awake
 from tests.preprocessing.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, number_of, transformers_indices
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 MIB = 2**20
 RATE, GROUP, HOUR_S = 24, 48, 3600
 FRAMES = RATE * HOUR_S
@@ -37,7 +37,7 @@ LIMITS = Limits(wall_s=20, memory_bytes=192 * MIB, file_bytes=64 * MIB, frames=F
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With an hour of video, the same two seconds again and again: frame n shows n modulo 48."""
+    """A folder with an hour of video that repeats two seconds: frame n shows n modulo 48."""
     made = tmp_path_factory.mktemp("hour")
     group = clip(GROUP, RATE, options={"g": str(GROUP), "preset": "ultrafast"})
     with av.open(io.BytesIO(group)) as original, av.open(str(made / "hour.mp4"), "w") as output:
@@ -63,7 +63,7 @@ def hour(folder: Path) -> Iterator[Source]:
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with every frame that is decoded, wanted or not."""
+    """Grows with every frame that is decoded, selected or not."""
     frames: list[int] = []
     monkeypatch.setattr(decode._Frames, "_count", lambda _, frame: frames.append(frame.pts))
     return frames
@@ -79,49 +79,35 @@ def planned(checkpoint: Path, folder: Path, **wish: float) -> Iterator[tuple[Pla
         yield prompt, video
 
 
-async def test_its_packets_are_read_in_little_memory_and_time(hour: Source) -> None:
-    async with Pool(1, LIMITS, MIB, lambda _: None) as pool:
-        with awake() as passed_s:
-            index = await pool.call(IndexVideo(hour))
-            assert passed_s() < 10
+async def test_its_packets_are_read_in_little_memory_and_time(queue: JobQueue, hour: Source) -> None:
+    with awake() as passed_s:
+        index = await queue.call(IndexVideo(hour))
+        assert passed_s() < 10
     assert index == read_packets(hour)
     assert len(index.times.ticks) == FRAMES
     assert index.times.length_s == HOUR_S
     assert len(index.keyframes) == FRAMES // GROUP
 
 
-@pytest.mark.parametrize(
-    ("limits", "told"),
-    [
-        (replace(LIMITS, length_s=HOUR_S - 1), "video lasts 3600 s, at most 3599 are allowed"),
-        (replace(LIMITS, frames=FRAMES - 1), "video has 86400 frames, at most 86399 are allowed"),
-    ],
-)
-async def test_limits_of_length_and_frames_hold_to_the_last(hour: Source, limits: Limits, told: str) -> None:
-    async with Pool(1, limits, MIB, lambda _: None) as pool:
-        with pytest.raises(MediaRejected, match=told):
-            await pool.call(IndexVideo(hour))
-
-
-async def test_frames_from_all_over_it_are_those_that_were_asked_for(
-    tiny_checkpoint: Path, folder: Path, decoded: list[int]
+async def test_frames_from_all_over_it_are_the_selected_ones(
+    queue: JobQueue, tiny_checkpoint: Path, folder: Path, decoded: list[int]
 ) -> None:
     with planned(tiny_checkpoint, folder) as (prompt, video):
         assert prompt.plan.media[0].frames == 768
         assert list(video.places) == transformers_indices(FRAMES, RATE, 2.0, 4, 768)
         small = replace(video, height_px=HEIGHT_PX, width_px=WIDTH_PX)
-        async with Pool(1, LIMITS, 64 * MIB, lambda _: None) as pool, pool.ahead(VideoSlices(small)) as slices:
+        async with queue.stream(VideoSlices(small)) as slices:
             sent = [number_of(row) for each in [each async for each in slices] for row in each.pixels]
         assert sent == [place % GROUP for place in video.places]
         first = replace(small, places=video.places[:96])
         assert [number_of(row) for each in first.slices() for row in each.pixels] == sent[:96]
-    # From each frame's keyframe to the frame, and what reordering and threads hold back.
+    # From the keyframe before each frame to the frame, and the frames that reordering and threads hold back.
     assert len(decoded) <= 96 * (GROUP + 8)
     assert len(decoded) < first.places[-1]
 
 
 @pytest.mark.parametrize(("start_s", "end_s"), [(0.0, 10.0), (1801.0, 1811.0), (3590.0, 3600.0)])
-def test_ten_seconds_of_it_are_decoded_alone(
+async def test_ten_seconds_of_it_are_decoded_alone(
     tiny_checkpoint: Path, folder: Path, decoded: list[int], start_s: float, end_s: float
 ) -> None:
     with planned(tiny_checkpoint, folder, start_s=start_s, end_s=end_s) as (_, video):
@@ -131,7 +117,7 @@ def test_ten_seconds_of_it_are_decoded_alone(
         ]
         times_s = np.array(decoded) * float(video.index.times.time_base)
     assert [number_of(row) for row in frames] == [place % GROUP for place in video.places]
-    # The first frame is decoded once whatever is wanted: FFmpeg begins there.
+    # FFmpeg always decodes the first frame, because it begins there.
     near = [time_s for time_s in times_s if time_s >= 1]
     assert all(start_s - GROUP / RATE <= time_s <= end_s + 1 for time_s in near)
     assert len(decoded) <= 12 * RATE + 16

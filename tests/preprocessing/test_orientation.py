@@ -1,4 +1,4 @@
-"""A video is seen as its display matrix shows it, and its plan knows the size of that before frames are decoded."""
+"""Videos are turned upright by their display matrix, and their upright size is known before decoding."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_rotation_is_counter_clockwise_as_ffmpeg_counts(degrees: int) -> None:
     assert np.array_equal(frame, np.rot90(decoded_in_order(data)[2], degrees // 90))
 
 
-def test_a_rotation_by_less_than_a_quarter_goes_by_the_nearest() -> None:
+def test_a_rotation_is_rounded_to_quarter_turns() -> None:
     turned, hardly = (
         opened(clip(1, prepare=lambda stream, by=degrees: stream.set_display_rotation(by)), [0])[0]
         for degrees in (80, 10)
@@ -87,7 +87,7 @@ def test_the_matrix_is_found_wherever_the_container_keeps_it() -> None:
     assert behind.index(b"mdat") < behind.index(b"moov")
     in_front = turned_clip(6, movflags="faststart")
     assert in_front.index(b"moov") < in_front.index(b"mdat")
-    # The eight bytes before it are kept free for this: a length of 64 bits.
+    # The muxer leaves eight bytes before `mdat` free for a 64-bit length.
     free = behind.index(b"free") - 4
     size = int.from_bytes(behind[free + 8 : free + 12]) + 8
     long = behind[:free] + (1).to_bytes(4) + b"mdat" + size.to_bytes(8) + behind[free + 16 :]
@@ -95,7 +95,7 @@ def test_the_matrix_is_found_wherever_the_container_keeps_it() -> None:
 
 
 @pytest.mark.parametrize("container", ["mp4", "mov", "matroska", "mpegts", "avi"])
-def test_a_frame_is_decoded_for_it_only_where_the_header_says_so(
+def test_a_frame_is_decoded_only_if_the_header_hints_at_a_matrix(
     container: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
@@ -106,7 +106,7 @@ def test_a_frame_is_decoded_for_it_only_where_the_header_says_so(
     assert len(asked) == 1
 
 
-def test_what_a_codec_says_of_single_frames_turns_none() -> None:
+def test_orientations_in_the_codec_are_ignored() -> None:
     file = io.BytesIO()
     with (
         av.open(io.BytesIO(clip(24, container="mpegts", options={"g": "8", "bf": "0"}))) as original,

@@ -1,4 +1,4 @@
-"""Pictures of every kind become upright RGB, as transformers makes them, and bad ones are refused."""
+"""Pictures of every format become upright RGB as in transformers, and bad ones are rejected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORIENTATION = 0x0112
 
 
 def scene(mode: str = "RGB") -> Image.Image:
-    """A 40×24 picture with a different value everywhere, transparent in places if the mode can be."""
+    """A random 40×24 picture, partly transparent if the mode allows it."""
     generator = np.random.default_rng(0)
     picture = Image.fromarray(generator.integers(0, 256, (24, 40, 4), np.uint8), "RGBA")
     return picture if mode == "RGBA" else picture.convert(mode)
@@ -33,7 +33,7 @@ def source_of(picture: Image.Image, format: str = "PNG", **options: Any) -> Sour
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "RGBA", "LA", "I;16"])
-def test_every_mode_becomes_the_rgb_that_transformers_makes_of_it(mode: str) -> None:
+def test_every_mode_becomes_the_rgb_of_transformers(mode: str) -> None:
     picture = Image.fromarray(np.arange(960, dtype=np.uint16).reshape(24, 40)) if mode == "I;16" else scene(mode)
     source = source_of(picture)
     with Image.open(source.open()) as read:
@@ -45,7 +45,7 @@ def test_every_mode_becomes_the_rgb_that_transformers_makes_of_it(mode: str) -> 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
-def test_a_picture_stands_upright_as_its_exif_says(orientation: int, format: str) -> None:  # noqa: A002
+def test_a_picture_is_turned_upright_by_its_exif(orientation: int, format: str) -> None:  # noqa: A002
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
     options = {"lossless": True} if format == "WEBP" else {}
@@ -58,14 +58,14 @@ def test_a_picture_stands_upright_as_its_exif_says(orientation: int, format: str
     assert np.array_equal(decode_picture(source, found), expected)
 
 
-def test_transparency_of_a_palette_lies_on_white() -> None:
+def test_transparency_of_a_palette_becomes_white() -> None:
     picture = Image.new("P", (8, 8), 0)
     picture.putpalette([255, 0, 0, 0, 0, 255])
     source = source_of(picture, transparency=0)
     assert decode_picture(source, read_picture(source)).min() == 255
 
 
-def test_of_an_animation_the_first_picture_is_seen() -> None:
+def test_an_animation_yields_its_first_picture() -> None:
     first, second = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")
     source = source_of(first, "GIF", save_all=True, append_images=[second])
     pixels = decode_picture(source, read_picture(source))
@@ -87,12 +87,12 @@ def test_reading_the_size_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "data", [b"no picture", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", b"\x89PNG\r\n\x1a\n" + bytes(64)]
 )
-def test_what_is_no_picture_is_rejected(data: bytes) -> None:
-    with pytest.raises(MediaRejected, match="no image that can be read"):
+def test_an_unreadable_picture_is_rejected(data: bytes) -> None:
+    with pytest.raises(MediaRejected, match="not a readable image"):
         read_picture(bytes_source("image", data))
 
 
-def test_a_picture_cut_off_is_damaged() -> None:
+def test_a_truncated_picture_is_damaged() -> None:
     whole = source_of(scene().resize((400, 240)), "JPEG")
     with whole.open() as file:
         data = file.read()
@@ -113,7 +113,7 @@ def test_a_picture_above_the_limit_is_rejected_by_its_header() -> None:
             read_picture(bytes_source("image", bytes(data)))
 
 
-def test_the_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_above_the_limit_is_rejected_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packets, "MAX_FRAME_PX", 24 * 40 - 1)
     with pytest.raises(MediaRejected, match="40×24 pixels, at most 959 are allowed"):
         read_picture(source_of(scene()))

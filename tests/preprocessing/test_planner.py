@@ -1,14 +1,13 @@
-"""A plan's grids and frames are those of transformers' processor for the same media, and nothing is decoded for it.
-
-Where the tokens stand is `test_preprocessing_positions.py`'s.
-"""
+"""The planner computes grids, frames and hashes without decoding, refuses bad media by name, and owns their files."""
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +18,12 @@ from common.contract import plan
 from common.contract.errors import InvalidRequest, MediaRejected, PromptTooLong
 from common.contract.plan import Grid, Modality
 from services.preprocessing import planner
-from services.preprocessing.planner import MediaRequest, Planner
+from services.preprocessing.planner import Conversation, MediaRequest, PlannedPrompt, Planner
+from services.preprocessing.prompt.tokens import Turn
 from services.preprocessing.sources.source import path_source
 from services.preprocessing.video import decode
 from services.preprocessing.video.sampling import FrameSampling
 from tests.families import FAMILIES
-from tests.preprocessing.planner_asks import image, picture, planned, video
 from tests.preprocessing.preprocessing_media import (
     HEIGHT_PX,
     WIDTH_PX,
@@ -36,9 +35,29 @@ from tests.preprocessing.preprocessing_media import (
 )
 
 
+def picture(height: int, width: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), "green").save(file, "PNG")
+    return file.getvalue()
+
+
+def video(data: bytes, **wish: Any) -> MediaRequest:
+    return MediaRequest("video", Modality.VIDEO, data, FrameSampling(**wish))
+
+
+def image(data: bytes, **wish: Any) -> MediaRequest:
+    return MediaRequest("image", Modality.IMAGE, data, FrameSampling(**wish))
+
+
+def planned(planner: Planner, *parts: str | MediaRequest) -> PlannedPrompt:
+    media = tuple(part for part in parts if isinstance(part, MediaRequest))
+    turn = Turn("user", tuple(part.modality if isinstance(part, MediaRequest) else part for part in parts))
+    return planner.plan(Conversation((turn,), media))
+
+
 @pytest.fixture(scope="module")
 def tiny(family_checkpoint: Path) -> Planner:
-    """A planner of each family in turn."""
+    """A planner for each family."""
     return Planner(Checkpoint(family_checkpoint), None)
 
 
@@ -49,9 +68,9 @@ def edges(checkpoint: Path, file: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("frames", "rate"), [(1, 30), (5, 30), (60, 30), (77, Fraction(24000, 1001)), (200, Fraction(30000, 1001))]
+    ("frames", "rate"), [(1, 30), (5, 30), (77, Fraction(24000, 1001)), (200, Fraction(30000, 1001))]
 )
-def test_a_videos_grid_frames_and_times_are_those_of_transformers(
+def test_a_video_has_the_grid_frames_and_times_of_transformers(
     family: str, tiny: Planner, family_checkpoint: Path, frames: int, rate: Fraction
 ) -> None:
     (item,) = planned(tiny, video(clip(frames, rate=rate))).plan.media
@@ -75,7 +94,7 @@ def test_a_videos_grid_frames_and_times_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (24, 40), (60, 90), (300, 20), (1000, 700)])
-def test_an_images_grid_is_that_of_transformers(
+def test_an_image_has_the_grid_of_transformers(
     family: str, tiny: Planner, family_checkpoint: Path, height: int, width: int
 ) -> None:
     (item,) = planned(tiny, image(picture(height, width))).plan.media
@@ -86,18 +105,16 @@ def test_an_images_grid_is_that_of_transformers(
     assert (item.frames, item.seconds_per_grid, item.timestamps_s) == (1, None, ())
 
 
-@pytest.mark.parametrize("max_pixels", [32 * 32, 3000, 56 * 56, 10_000, 20_000])
 @pytest.mark.parametrize("look", [image(picture(50, 51)), image(picture(10, 400)), video(clip(5)), video(clip(1))])
-def test_no_frame_has_more_pixels_than_were_wished_for(
-    family: str, tiny: Planner, look: MediaRequest, max_pixels: int
-) -> None:
-    (item,) = planned(tiny, replace(look, sampling=FrameSampling(max_pixels=max_pixels))).plan.media
-    assert item.frame_height_px * item.frame_width_px <= max_pixels
+def test_no_frame_has_more_than_max_pixels(family: str, tiny: Planner, look: MediaRequest) -> None:
     token_px = FAMILIES[family].token_px
-    assert (item.frame_height_px % token_px, item.frame_width_px % token_px) == (0, 0)
+    for max_pixels in (32 * 32, 3000, 56 * 56, 10_000, 20_000):
+        (item,) = planned(tiny, replace(look, sampling=FrameSampling(max_pixels=max_pixels))).plan.media
+        assert item.frame_height_px * item.frame_width_px <= max_pixels
+        assert (item.frame_height_px % token_px, item.frame_width_px % token_px) == (0, 0)
 
 
-def test_the_frames_that_are_sent_are_those_that_were_planned(family: str, tiny: Planner) -> None:
+def test_the_sent_frames_are_the_planned_ones(family: str, tiny: Planner) -> None:
     result = planned(tiny, video(clip(110, rate=30), max_pixels=64 * 64))
     expected = transformers_indices(110, 30.0, 2.0, 4, 768, family)
     expected += expected[-1:] * (len(expected) % 2)
@@ -119,7 +136,7 @@ def test_planning_decodes_nothing(tiny: Planner, monkeypatch: pytest.MonkeyPatch
     planned(tiny, video(clip(30)), image(picture(60, 90)))
 
 
-def test_the_same_look_at_the_same_bytes_has_the_same_hash_and_any_other_another(tiny: Planner) -> None:
+def test_content_hashes_differ_exactly_where_bytes_or_settings_differ(tiny: Planner) -> None:
     data, other = clip(60), clip(61)
     png = picture(60, 90)
     looks = [
@@ -139,7 +156,7 @@ def test_the_same_look_at_the_same_bytes_has_the_same_hash_and_any_other_another
 
 
 def test_the_same_frames_at_other_times_have_another_hash(tiny: Planner) -> None:
-    """What is cut off at the end changes the time between slices, and for Qwen2.5-VL here no frame that is seen."""
+    """Cutting the end changes the time between slices, but here no selected frame of Qwen2.5-VL."""
     data = clip(102, rate=10)
     shorter, longer = (planned(tiny, video(data, fps=0.1, end_s=end_s)).plan.media[0] for end_s in (10.0, 10.1))
     assert (shorter.seconds_per_grid, longer.seconds_per_grid) == (Fraction(5), Fraction(101, 20))
@@ -156,8 +173,8 @@ def test_a_picture_read_as_a_video_has_another_hash_than_as_an_image(tiny: Plann
 @pytest.mark.parametrize(
     ("look", "error", "named"),
     [
-        (video(b"garbage"), MediaRejected, "video is no video that can be read"),
-        (image(b"garbage"), MediaRejected, "image is no image that can be read"),
+        (video(b"garbage"), MediaRejected, "video is not a readable video"),
+        (image(b"garbage"), MediaRejected, "image is not a readable image"),
         (
             image(picture(1, 201)),
             MediaRejected,
@@ -176,30 +193,26 @@ def test_bad_media_are_refused_by_name(tiny: Planner, look: MediaRequest, error:
         planned(tiny, look)
 
 
-def test_fewer_pixels_than_a_token_has_are_refused(family: str, tiny: Planner) -> None:
+def test_max_pixels_below_one_token_are_refused(family: str, tiny: Planner) -> None:
     least = FAMILIES[family].token_px ** 2
     named = rf"video\.frame_sampling\.max_pixels must be at least one token's {least}, got {least - 1}"
     with pytest.raises(InvalidRequest, match=named):
         planned(tiny, video(clip(4), max_pixels=least - 1))
 
 
-def test_a_prompt_beyond_any_limit_is_refused_before_it_is_laid_out(
-    tiny: Planner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_of_too_many_tokens_is_refused(tiny: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "MAX_PROMPT_TOKENS", 10)
     with pytest.raises(PromptTooLong, match="at most 10 are allowed"):
         planned(tiny, video(clip(60)))
 
 
-def test_a_video_of_more_tokens_than_any_prompt_may_have_is_refused_by_name(
-    tiny: Planner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_video_of_too_many_tokens_is_refused_by_name(tiny: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "MAX_PROMPT_TOKENS", 7)
     with pytest.raises(PromptTooLong, match=r"^video is too large: .* at most 7 are allowed$"):
         planned(tiny, video(clip(60)))
 
 
-def test_files_are_closed_where_planning_fails(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_files_are_closed_if_planning_fails(tiny_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "clip.mp4").write_bytes(clip(4))
     (tmp_path / "bad.mp4").write_bytes(b"bad")
     held = Planner(Checkpoint(tiny_checkpoint), tmp_path)
@@ -212,7 +225,7 @@ def test_files_are_closed_where_planning_fails(tiny_checkpoint: Path, tmp_path: 
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_sources_that_were_fetched_are_the_planners_to_close(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_planner_closes_fetched_sources(tiny_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "clip.mp4").write_bytes(clip(4))
     held = Planner(Checkpoint(tiny_checkpoint), None)
     closed: list[str] = []

@@ -1,4 +1,4 @@
-"""What is wrong is refused with a status and a reason that say so, and the next request is served."""
+"""Wrong requests and bad media are refused with a status and a reason, and the next request is served."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.preprocessing.media_server import serving as web_server
 from tests.preprocessing.preprocessing_media import clip, sound, without_packets
 from tests.preprocessing.service import (
     EVERYTHING,
-    Pools,
+    Queues,
     asked,
     by_url,
     fetching_from,
@@ -33,8 +33,7 @@ from tests.preprocessing.service import (
     video,
 )
 
-pytest_plugins = ["tests.preprocessing.fixtures"]
-# One event loop for all, to which the workers belong: starting them takes longer than most tests.
+# One event loop for the module, because the workers belong to it.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -88,17 +87,11 @@ CLIP = clip(4)
             [prompt_of(prompt_pb2.Part(image=prompt_pb2.Media(data=b"x", frame_sampling={"fps": 2.0})))],
             "image.frame_sampling.fps is for videos",
         ),
-        (
-            [prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(embeds={"grid": {"t": 2, "h": 1, "w": 1}})))],
-            r"parts\[0\].video.embeds.seconds_per_grid or timestamps_s must be set: a video needs a time base",
-        ),
-        (
-            [prompt_of(video(bytes(9 * 2**20)), video(bytes(8 * 2**20)))],
-            "17825792 bytes of inline media, at most 16777216 are allowed",
-        ),
     ],
 )
-async def test_a_wrong_request_is_refused_by_field(stub: Any, requests: list[PreprocessRequest], named: str) -> None:
+async def test_a_wrong_request_is_refused_with_its_field(
+    stub: Any, requests: list[PreprocessRequest], named: str
+) -> None:
     code, reason, message = await refused(await sent(stub, *requests))
     assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
     assert re.search(named, message)
@@ -123,7 +116,7 @@ async def test_a_wrong_request_is_refused_by_field(stub: Any, requests: list[Pre
         ),
     ],
 )
-async def test_bad_media_has_a_status_and_the_next_request_is_served(
+async def test_bad_media_are_refused_with_status_and_reason(
     stub: Any, media: dict[str, Any], code: str, reason: str
 ) -> None:
     call = await sent(stub, prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(**media))))
@@ -131,16 +124,20 @@ async def test_bad_media_has_a_status_and_the_next_request_is_served(
         await plan_of(call)
         await call.write(EVERYTHING)
     assert (await refused(call))[:2] == (grpc.StatusCode[code], reason)
-    call = await asked(stub, prompt_of(video(clip(4))))
+
+
+async def test_a_request_after_a_refused_one_is_served(stub: Any) -> None:
+    await refused(await sent(stub, prompt_of(video(b"garbage" * 99))))
+    call = await asked(stub, prompt_of(video(CLIP)))
     assert (await frames_of(call, await plan_of(call)))[0] == [0]
 
 
-async def test_what_is_fetched_and_is_no_media_is_told_by_its_field(
-    tiny_checkpoint: Path, tmp_path: Path, pools: Pools
+async def test_a_fetched_file_that_is_no_media_is_refused_with_its_field(
+    tiny_checkpoint: Path, tmp_path: Path, queues: Queues
 ) -> None:
     async with (
         web_server(ok(b"garbage" * 99)) as server,
-        fetching_from(server, tiny_checkpoint, tmp_path, pools) as stub,
+        fetching_from(server, tiny_checkpoint, tmp_path, queues) as stub,
     ):
         code, reason, message = await refused(await sent(stub, prompt_of(video(CLIP), by_url(server))))
     assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MEDIA_REJECTED")
@@ -148,12 +145,12 @@ async def test_what_is_fetched_and_is_no_media_is_told_by_its_field(
 
 
 async def test_a_full_disk_is_refused_with_resource_exhausted(
-    tiny_checkpoint: Path, tmp_path: Path, pools: Pools
+    tiny_checkpoint: Path, tmp_path: Path, queues: Queues
 ) -> None:
     limits = {"max_bytes": len(CLIP), "disk_bytes": 2 * len(CLIP) - 1}
     async with (
         web_server(ok(CLIP)) as server,
-        fetching_from(server, tiny_checkpoint, tmp_path, pools, **limits) as stub,
+        fetching_from(server, tiny_checkpoint, tmp_path, queues, **limits) as stub,
     ):
         first = await sent(stub, prompt_of(by_url(server)))
         await plan_of(first)
@@ -168,7 +165,7 @@ async def test_a_full_disk_is_refused_with_resource_exhausted(
 
 
 async def test_one_url_that_fails_closes_the_sources_of_the_others(
-    tiny_checkpoint: Path, tmp_path: Path, pools: Pools
+    tiny_checkpoint: Path, tmp_path: Path, queues: Queues
 ) -> None:
     async def gone_once_the_clip_is_there(writer: asyncio.StreamWriter) -> None:
         if "clip.mp4" in server.requests[-1]:
@@ -179,7 +176,7 @@ async def test_one_url_that_fails_closes_the_sources_of_the_others(
 
     async with (
         web_server(gone_once_the_clip_is_there) as server,
-        fetching_from(server, tiny_checkpoint, tmp_path, pools) as stub,
+        fetching_from(server, tiny_checkpoint, tmp_path, queues) as stub,
     ):
         code, _, message = await refused(await sent(stub, prompt_of(by_url(server), by_url(server, "/gone"))))
     assert code is grpc.StatusCode.INVALID_ARGUMENT

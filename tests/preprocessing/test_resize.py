@@ -1,4 +1,4 @@
-"""Sizes are those of transformers' processors, and pixels within two levels of theirs and one of Pillow's."""
+"""Resized pixels are within two levels of transformers and Pillow, and sizes shrink to a limit."""
 
 from __future__ import annotations
 
@@ -9,37 +9,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from common.contract.errors import MediaRejected
-from services.preprocessing.video.resize import PixelBudget, resize, shrink_to, smart_resize
-from tests.preprocessing.preprocessing_media import transformers_smart_resize
-
-
-@given(
-    height=st.integers(1, 5000),
-    width=st.integers(1, 5000),
-    low=st.sampled_from([28 * 28, 56 * 56, 128 * 28 * 28]),
-    high=st.sampled_from([112 * 112, 28 * 28 * 768, 12845056]),
-)
-def test_sizes_are_those_of_transformers(height: int, width: int, low: int, high: int) -> None:
-    assume(max(height, width) / min(height, width) <= 200)
-    low = min(low, high)
-    expected = transformers_smart_resize(height, width, 28, low, high)
-    assert smart_resize(height, width, PixelBudget(28, low, high)) == expected
-
-
-def test_a_picture_too_long_for_its_width_is_refused_with_the_limit() -> None:
-    with pytest.raises(
-        MediaRejected, match=r"^has frames of 1×201 pixels, an aspect ratio of 201, at most 200 is allowed$"
-    ):
-        smart_resize(201, 1, PixelBudget(28, 56 * 56, 112 * 112))
+from services.preprocessing.video.resize import resize, shrink_to
 
 
 @given(rows=st.integers(1, 600), columns=st.integers(1, 600), tokens=st.integers(1, 5000))
-def test_a_size_is_made_as_much_smaller_as_it_must_be(rows: int, columns: int, tokens: int) -> None:
+def test_a_size_is_shrunk_no_more_than_necessary(rows: int, columns: int, tokens: int) -> None:
     height, width = shrink_to(rows * 28, columns * 28, 28, tokens * 28 * 28)
     assert (height % 28, width % 28) == (0, 0)
     assert 28 <= height <= rows * 28
@@ -63,7 +41,7 @@ def scene(height: int, width: int, seed: int) -> np.ndarray[tuple[int, ...], np.
 
 
 def noise(height: int, width: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """What no two resamplers agree on by chance."""
+    """Noise, on which two resamplers do not agree by chance."""
     return np.random.default_rng(3).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
@@ -79,7 +57,7 @@ def noise(height: int, width: int) -> np.ndarray[tuple[int, ...], np.dtype[np.ui
         ((541, 963), (140, 252)),
     ],
 )
-def test_pixels_are_within_two_levels_of_transformers_and_mostly_equal(
+def test_pixels_are_within_two_levels_of_transformers(
     source: tuple[int, int], target: tuple[int, int], seed: int | None
 ) -> None:
     pixels = noise(*source) if seed is None else scene(*source, seed)
@@ -97,7 +75,7 @@ SIDES_PX = st.integers(1, 150)
 
 
 @given(rows=SIDES_PX, columns=SIDES_PX, height=SIDES_PX, width=SIDES_PX, reversed_=st.booleans())
-def test_pixels_are_those_of_pillow_across_and_then_down(
+def test_pixels_equal_pillows_horizontal_then_vertical_pass(
     rows: int, columns: int, height: int, width: int, reversed_: bool
 ) -> None:
     pixels = noise(rows, columns)[:: -1 if reversed_ else 1]
@@ -109,12 +87,12 @@ def test_pixels_are_those_of_pillow_across_and_then_down(
     assert (difference != 0).sum() <= 3 + 0.05 * difference.size
 
 
-def test_a_frame_of_the_right_size_is_not_touched() -> None:
+def test_a_frame_of_the_right_size_is_returned_as_it_is() -> None:
     pixels = scene(56, 84, seed=2)
     assert resize(pixels, 56, 84) is pixels
 
 
-def test_little_memory_is_enough_once_the_module_is_loaded() -> None:
+def test_resizing_needs_little_memory_after_import() -> None:
     lines = (
         "import resource, numpy as np",
         "from pathlib import Path",
@@ -124,6 +102,6 @@ def test_little_memory_is_enough_once_the_module_is_loaded() -> None:
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, used + 2**24))",
         "resize(frame, 28, 28)",
     )
-    environment = {"OPENBLAS_NUM_THREADS": "1"}  # as workers have it
+    environment = {"OPENBLAS_NUM_THREADS": "1"}  # as in workers
     ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stderr

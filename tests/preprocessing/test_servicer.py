@@ -1,11 +1,14 @@
-"""The stream keeps its order: plan, selections, frames, wherever the media come from."""
+"""A stream's messages come in order: the plan, then the frames of each selected item, wherever the media come from."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import io
+import os
+import signal
 from pathlib import Path
+from time import monotonic_ns
 from typing import Any
 
 import av
@@ -14,15 +17,19 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
+from common.contract.plan import PromptPlan
 from common.contract.wire import PlanReceiver
 from framesieve.v1 import prompt_pb2
+from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS
+from services.preprocessing.rpc.messages import frames_responses, plan_responses
+from services.preprocessing.video.slices import Slice
 from tests.preprocessing.media_server import fetched_files, ok
 from tests.preprocessing.media_server import serving as web_server
 from tests.preprocessing.preprocessing_media import clip, transformers_indices, without_packets
 from tests.preprocessing.service import (
     EVERYTHING,
     INFLIGHT_SLICES,
-    Pools,
+    Queues,
     asked,
     by_url,
     fetching_from,
@@ -32,32 +39,34 @@ from tests.preprocessing.service import (
     select,
     sent,
     serving,
+    settled,
+    stopped,
     text,
     video,
 )
 
-pytest_plugins = ["tests.preprocessing.fixtures"]
-# One event loop for all, to which the workers belong: starting them takes longer than most tests.
+# One event loop for the module, because the workers belong to it.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_everything_can_be_selected_at_once(stub: Any) -> None:
+def metric(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"framesieve_{name}", labels) or 0.0
+
+
+async def test_everything_can_be_selected_at_once_and_is_counted(stub: Any) -> None:
+    stages = {stage: metric("stage_busy_seconds_count", stage=stage) for stage in ("plan", "decode", "resize")}
+    counted = metric("preprocessing_frames_total", outcome="decoded")
     call = await asked(stub, prompt_of(video(clip(60)), text("and"), video(clip(30)), text("?")), EVERYTHING)
     plan = await plan_of(call)
     order, frames, repaired = await frames_of(call, plan)
-    assert order == [0, 1]
-    assert repaired == 0
+    assert (order, repaired) == ([0, 1], 0)
     for item, length in zip(plan.media, (60, 30), strict=True):
         assert item.frames == len(transformers_indices(length, 30.0, 2.0, 4, 768))
     assert [len(frames[index]) for index in order] == [item.frames for item in plan.media]
-
-
-async def test_half_closing_without_a_select_ends_after_the_plan(stub: Any, decoded: list[int]) -> None:
-    call = stub.Preprocess()
-    await call.write(prompt_of(video(clip(60))))
-    await call.done_writing()
-    order, _, _ = await frames_of(call, await plan_of(call))
-    assert (order, decoded) == ([], [])
+    total = sum(item.frames for item in plan.media)
+    assert metric("preprocessing_frames_total", outcome="decoded") == counted + total
+    for stage, count in stages.items():
+        assert metric("stage_busy_seconds_count", stage=stage) == count + (1 if stage == "plan" else 2)
 
 
 async def test_items_come_in_the_order_of_their_selection_and_no_others(stub: Any) -> None:
@@ -66,14 +75,12 @@ async def test_items_come_in_the_order_of_their_selection_and_no_others(stub: An
     assert order == [2, 0]
 
 
-async def test_embeddings_have_a_place_in_the_plan_and_selecting_them_sends_nothing(
-    family_checkpoint: Path, tmp_path: Path, pools: Pools
-) -> None:
-    brought = prompt_pb2.MediaEmbeds(
+async def test_selecting_embeddings_sends_nothing(tiny_checkpoint: Path, tmp_path: Path, queues: Queues) -> None:
+    embeds = prompt_pb2.MediaEmbeds(
         grid=prompt_pb2.Grid(t=3, h=2, w=2), seconds_per_grid=prompt_pb2.Rational(numerator=1, denominator=2)
     )
-    parts = [video(clip(30)), prompt_pb2.Part(video=prompt_pb2.Media(embeds=brought)), video(clip(30))]
-    async with serving(family_checkpoint, None, tmp_path, pools) as made:
+    parts = [video(clip(30)), prompt_pb2.Part(video=prompt_pb2.Media(embeds=embeds)), video(clip(30))]
+    async with serving(tiny_checkpoint, None, tmp_path, queues) as made:
         for selects, expected in (([EVERYTHING], [0, 2]), ([select(1), select(2)], [2]), ([select(1)], [])):
             call = await asked(made, prompt_of(*parts), *selects)
             plan = await plan_of(call)
@@ -92,9 +99,14 @@ async def test_nothing_is_decoded_before_it_is_selected(stub: Any, decoded: list
     order, _, _ = await frames_of(call, plan)
     assert order == [1]
     assert len(decoded) == plan.media[1].frames
+    unselected = stub.Preprocess()
+    await unselected.write(prompt_of(video(clip(60))))
+    await unselected.done_writing()
+    assert (await frames_of(unselected, await plan_of(unselected)))[0] == []
+    assert len(decoded) == plan.media[1].frames
 
 
-async def test_a_slow_reader_stops_the_decoder_and_one_that_leaves_ends_it(stub: Any, decoded: list[int]) -> None:
+async def test_a_slow_reader_pauses_the_decoder_and_cancelling_ends_it(stub: Any, decoded: list[int]) -> None:
     call = stub.Preprocess()
     await call.write(prompt_of(video(large(), fps=30.0, max_pixels=1024 * 1024)))
     plan = await plan_of(call)
@@ -102,12 +114,12 @@ async def test_a_slow_reader_stops_the_decoder_and_one_that_leaves_ends_it(stub:
     await call.read()
     while True:
         count = len(decoded)
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.6)
         if len(decoded) == count:
             break
     assert 2 * INFLIGHT_SLICES <= count < plan.media[0].frames / 2
     call.cancel()
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.2)
     assert len(decoded) <= count + 2
     # The only worker is free again.
     again = await asked(stub, prompt_of(video(clip(30))))
@@ -127,7 +139,42 @@ def large() -> bytes:
     return file.getvalue()
 
 
-async def test_repaired_frames_are_told_with_their_slice(stub: Any) -> None:
+async def test_text_is_planned_while_all_readers_hang_and_other_prompts_wait(
+    tiny_checkpoint: Path, tmp_path: Path, queues: Queues
+) -> None:
+    def planning(what: str, threads: str) -> float:
+        return metric(f"preprocessing_planning_{what}", threads=threads)
+
+    async def asking(*parts: Any) -> Any:
+        call = stub.Preprocess()
+        await call.write(prompt_of(*parts))
+        return call
+
+    data = clip(10)
+    async with serving(tiny_checkpoint, None, tmp_path, queues, threads=2) as stub:
+        with stopped(queues.reading) as pid:
+            held = [await asking(video(data), text("?")) for _ in range(2)]
+            assert await settled(lambda: queues.reading.jobs == 2)
+            assert planning("jobs", "slow") == 2
+            assert planning("waiting", "slow") == planning("oldest_seconds", "slow") == 0
+            held += [await asking(video(data)), await asking(text("x" * (LARGE_TEXT_CHARS + 1)))]
+            assert await settled(lambda: planning("waiting", "slow") == 2)
+            assert planning("jobs", "slow") == 4
+            first_s = planning("oldest_seconds", "slow")
+            async with asyncio.timeout(20):
+                assert not (await plan_of(await asking(text("x" * 1000)))).media
+            assert planning("oldest_seconds", "slow") > first_s > 0
+            assert planning("jobs", "quick") == planning("oldest_seconds", "quick") == 0
+            os.kill(pid, signal.SIGCONT)
+            async with asyncio.timeout(30):
+                assert [len((await plan_of(call)).media) for call in held] == [1, 1, 1, 0]
+        assert await settled(lambda: planning("jobs", "slow") == planning("oldest_seconds", "slow") == 0)
+
+
+# --- what slices and plans say of themselves ----------------------------------------------------------------------
+
+
+async def test_repaired_frames_are_reported_with_their_slice(stub: Any) -> None:
     data = without_packets(clip(60, container="matroska", codec="mjpeg"), [20])
     call = await asked(stub, prompt_of(video(data, fps=15.0)))
     _, frames, repaired = await frames_of(call, await plan_of(call))
@@ -135,54 +182,60 @@ async def test_repaired_frames_are_told_with_their_slice(stub: Any) -> None:
     assert np.array_equal(frames[0][10], frames[0][9])
 
 
-async def test_metrics_count_frames_and_busy_stages(stub: Any) -> None:
-    def value(name: str, **labels: str) -> float:
-        return REGISTRY.get_sample_value(name, labels) or 0.0
-
-    frames = value("framesieve_preprocessing_frames_total", outcome="decoded")
-    stages = {
-        stage: value("framesieve_stage_busy_seconds_count", stage=stage) for stage in ("plan", "decode", "resize")
-    }
-    call = await asked(stub, prompt_of(video(clip(60))))
-    _, received, _ = await frames_of(call, await plan_of(call))
-    assert value("framesieve_preprocessing_frames_total", outcome="decoded") == frames + len(received[0])
-    for stage, count in stages.items():
-        assert value("framesieve_stage_busy_seconds_count", stage=stage) == count + 1
-
-
 async def test_each_slice_says_how_long_ago_it_was_decoded_and_resized(stub: Any) -> None:
     call = await asked(stub, prompt_of(video(clip(60)), video(clip(30))), EVERYTHING)
     first = await call.read()
     assert not first.HasField("fetched_ago_s")
     held = await call.read()
-    await asyncio.sleep(0.3)  # what is decoded ahead of its reader grows old
+    await asyncio.sleep(0.2)  # slices that wait for their reader grow older
     chunks = [held.frames]
     while (response := await call.read()) is not grpc.aio.EOF:
         chunks.append(response.frames)
     assert len(chunks) > 3
     for chunk in chunks:
         assert 0 < chunk.resized_ago_s < chunk.decoded_ago_s < 60
-    # What one worker made later is told to be younger, but for the time that it waited to be sent.
     assert len({chunk.decoded_ago_s for chunk in chunks}) == len(chunks)
 
 
-async def test_media_by_path_are_as_media_by_bytes(stub: Any, tmp_path: Path) -> None:
+async def test_only_the_first_chunk_of_a_plan_or_slice_has_its_ages_and_repairs() -> None:
+    ids = np.zeros(200_000, np.int32)
+    plan = PromptPlan(ids, np.tile(ids, (3, 1)), (), 0, bytes(32))
+    first, *others = plan_responses(plan, monotonic_ns() - 10**9)
+    assert others
+    assert first.fetched_ago_s >= 1
+    assert not any(each.HasField("fetched_ago_s") for each in (*others, *plan_responses(plan, None)))
+    now_ns = monotonic_ns()
+    pixels = np.zeros((2, 1000, 1000, 3), np.uint8)
+    made = Slice(0, pixels, 1, 0.5, 0.5, decoded_ns=now_ns - 3 * 10**9, resized_ns=now_ns - 2 * 10**9)
+    head, *tail = (response.frames for response in frames_responses(7, made))
+    assert tail
+    assert head.repaired_frames == 1
+    assert head.decoded_ago_s >= 3
+    assert head.decoded_ago_s > head.resized_ago_s >= 2
+    assert {(each.repaired_frames, each.decoded_ago_s, each.resized_ago_s) for each in tail} == {(0, 0.0, 0.0)}
+
+
+# --- media by path, URL and data URI ------------------------------------------------------------------------------
+
+
+async def test_media_by_path_and_by_data_uri_equal_media_by_bytes(stub: Any, tmp_path: Path) -> None:
     data = clip(30)
     (tmp_path / "media" / "clip.mp4").write_bytes(data)
-    by_path = await asked(stub, prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(path="clip.mp4"))))
-    by_bytes = await asked(stub, prompt_of(video(data)))
-    first, second = await plan_of(by_path), await plan_of(by_bytes)
-    assert first.media == second.media
-    frames = [(await frames_of(call, first))[1][0] for call in (by_path, by_bytes)]
-    assert np.array_equal(frames[0], frames[1])
+    uri = "data:video/mp4;base64," + base64.b64encode(data).decode()
+    others = [prompt_pb2.Part(video=media) for media in (prompt_pb2.Media(path="clip.mp4"), prompt_pb2.Media(url=uri))]
+    call = await asked(stub, prompt_of(video(data), *others))
+    plan = await plan_of(call)
+    assert len({item.content_hash for item in plan.media}) == 1
+    _, frames, _ = await frames_of(call, plan)
+    for each in (1, 2):
+        assert np.array_equal(frames[each], frames[0])
 
 
-async def test_media_by_url_are_as_media_by_bytes(tiny_checkpoint: Path, tmp_path: Path, pools: Pools) -> None:
+async def test_media_by_url_equal_media_by_bytes(tiny_checkpoint: Path, tmp_path: Path, queues: Queues) -> None:
     data = clip(30)
-    stage = {"stage": "fetch"}
-    count = REGISTRY.get_sample_value("framesieve_stage_busy_seconds_count", stage) or 0.0
-    fetched_bytes = REGISTRY.get_sample_value("framesieve_preprocessing_fetched_bytes_total") or 0.0
-    async with web_server(ok(data)) as server, fetching_from(server, tiny_checkpoint, tmp_path, pools) as stub:
+    count = metric("stage_busy_seconds_count", stage="fetch")
+    fetched_bytes = metric("preprocessing_fetched_bytes_total")
+    async with web_server(ok(data)) as server, fetching_from(server, tiny_checkpoint, tmp_path, queues) as stub:
         call = await sent(stub, prompt_of(by_url(server), text("and"), video(data), by_url(server)))
         response = await call.read()
         assert 0 < response.fetched_ago_s < 60
@@ -195,14 +248,5 @@ async def test_media_by_url_are_as_media_by_bytes(tiny_checkpoint: Path, tmp_pat
     assert len({item.content_hash for item in plan.media}) == 1
     for each in (0, 2):
         assert np.array_equal(frames[each], frames[1])
-    assert REGISTRY.get_sample_value("framesieve_stage_busy_seconds_count", stage) == count + 1
-    grown = (REGISTRY.get_sample_value("framesieve_preprocessing_fetched_bytes_total") or 0.0) - fetched_bytes
-    assert grown == 2 * len(data)
-
-
-async def test_a_data_uri_is_as_its_bytes(stub: Any) -> None:
-    data = clip(30)
-    uri = "data:video/mp4;base64," + base64.b64encode(data).decode()
-    call = await asked(stub, prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(url=uri)), video(data)))
-    first, second = (await plan_of(call)).media
-    assert first.content_hash == second.content_hash
+    assert metric("stage_busy_seconds_count", stage="fetch") == count + 1
+    assert metric("preprocessing_fetched_bytes_total") == fetched_bytes + 2 * len(data)

@@ -1,4 +1,4 @@
-"""What preprocessing is told about fetching and decoding: flags become a policy and limits, wrong ones are refused."""
+"""Flags become the fetch policy and the limits of a job; wrong values are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def domains(*texts: str) -> tuple[AllowedDomain, ...]:
     return tuple(AllowedDomain.parse(text) for text in texts)
 
 
-def test_without_flags_every_host_is_asked_at_public_addresses() -> None:
+def test_default_policy_allows_every_host_at_public_addresses() -> None:
     policy = PreprocessingSettings.load([]).fetch_policy
     assert policy == FetchPolicy()
     assert policy.domains == ()
@@ -42,12 +42,12 @@ def test_every_flag_reaches_the_limits_of_a_job() -> None:
     assert limits == Limits(wall_s=1.5, memory_bytes=2**27, file_bytes=8, frames=limits.frames, length_s=9, pixels=7)
 
 
-def test_one_worker_a_core_decodes_unless_it_is_told() -> None:
+def test_default_is_one_decoding_worker_for_each_core() -> None:
     assert PreprocessingSettings.load([]).decode_workers == len(os.sched_getaffinity(0))
     assert PreprocessingSettings.load(["--decode-workers", "3"]).decode_workers == 3
 
 
-def test_domains_come_in_several_flags_or_parted_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_domains_come_in_several_flags_or_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = domains("a.test", "*.b.test", "minio=10.20.0.0/16", "here=fd00::/8")
     texts = ["a.test", "*.b.test,minio=10.20.0.0/16", "here=fd00::/8"]
     flags = [part for text in texts for part in ("--allow-media-domain", text)]
@@ -58,7 +58,7 @@ def test_domains_come_in_several_flags_or_parted_by_commas(monkeypatch: pytest.M
     assert PreprocessingSettings.load([]).fetch_policy.domains == ()
 
 
-def test_no_scheme_fetches_nothing() -> None:
+def test_empty_schemes_turn_fetching_off() -> None:
     assert PreprocessingSettings.load(["--fetch-schemes", ""]).fetch_policy.schemes == frozenset()
 
 
@@ -80,6 +80,6 @@ def test_no_scheme_fetches_nothing() -> None:
         ),
     ],
 )
-def test_a_wrong_value_is_refused_by_its_flag(flags: list[str], named: str) -> None:
+def test_a_wrong_value_is_refused_with_its_flag(flags: list[str], named: str) -> None:
     with pytest.raises(StartupError, match=named):
         PreprocessingSettings.load(flags)

@@ -1,8 +1,10 @@
-"""Ordinary text gets transformers' ids, and no text becomes a control token."""
+"""Ordinary text gets the ids of transformers, and no text becomes a control token."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -89,19 +91,6 @@ def test_ordinary_text_has_the_ids_of_transformers(theirs: Any, ours: ChatTokens
     assert ids_of(ours, turns) == expected
 
 
-@given(before=texts, control=st.sampled_from(CONTROL), after=texts)
-def test_text_that_spells_a_control_token_stays_text(
-    theirs: Any, ours: ChatTokens, before: str, control: str, after: str
-) -> None:
-    text = before + control + after
-    harmless = ids_of(ours, [Turn("user", (Modality.VIDEO, "x"))])
-    found = ids_of(ours, [Turn("user", (Modality.VIDEO, text))])
-    special = set(theirs.all_special_ids)
-    assert [each for each in found if each in special] == [each for each in harmless if each in special]
-    plain = [each for each in found if each not in special]
-    assert theirs.backend_tokenizer.normalizer.normalize_str(text) in theirs.decode(plain)
-
-
 @given(turns=conversations, spaced=st.booleans())
 def test_expanded_placeholders_have_the_ids_of_transformers(
     theirs: Any, ours: ChatTokens, turns: list[Turn], spaced: bool
@@ -126,10 +115,10 @@ def test_a_large_text_has_the_ids_of_transformers(theirs: Any, ours: ChatTokens)
     assert ids_of(ours, turns) == expected
 
 
-def test_other_threads_go_on_while_a_large_text_is_tokenised(ours: ChatTokens) -> None:
-    text = (WORDS * (2**21 // len(WORDS.encode())))[: 2**21]
+def test_other_threads_run_while_a_large_text_is_tokenised(ours: ChatTokens) -> None:
+    text = (WORDS * (2**20 // len(WORDS.encode())))[: 2**20]
     with ThreadPoolExecutor(1) as thread:
-        # Processor time, of which none is spent while the machine stands still.
+        # Processor time, because wall time passes while other processes run.
         start = seen = time.process_time()
         tokenised = thread.submit(ids_of, ours, [Turn("user", (text,))])
         longest = 0.0
@@ -141,7 +130,7 @@ def test_other_threads_go_on_while_a_large_text_is_tokenised(ours: ChatTokens) -
 
 
 class Slow:
-    """A tokenizer that says how many it is asked at most at once."""
+    """A tokenizer that records its maximum number of concurrent calls."""
 
     def __init__(self) -> None:
         self.most = self.now = 0
@@ -175,22 +164,22 @@ def test_large_texts_are_tokenised_one_at_a_time_and_small_ones_beside_them(
         assert slow.most == 1
 
 
-def test_a_large_text_that_nobody_wants_any_more_does_not_wait_for_its_turn(ours: ChatTokens) -> None:
+def test_a_cancelled_request_does_not_wait_for_another_large_text(ours: ChatTokens) -> None:
     left = threading.Event()
 
-    def check_wanted() -> None:
+    def check_cancelled() -> None:
         if left.is_set():
-            raise Unavailable("the request has left", "preprocessing")
+            raise Unavailable("the request was cancelled", "preprocessing")
 
     with ThreadPoolExecutor(1) as thread, ours._large:
-        waiting = thread.submit(ours.conversation, [Turn("user", ("x" * 2**17,))], [], check_wanted)
+        waiting = thread.submit(ours.conversation, [Turn("user", ("x" * 2**17,))], [], check_cancelled)
         time.sleep(0.05)
         left.set()
-        with pytest.raises(Unavailable, match="has left"):
+        with pytest.raises(Unavailable, match="was cancelled"):
             waiting.result(20)
 
 
-def test_grids_stand_in_order_each_with_its_item(ours: ChatTokens) -> None:
+def test_grids_come_in_order_with_their_items(ours: ChatTokens) -> None:
     turns = [Turn("user", (Modality.VIDEO, "and", Modality.IMAGE)), Turn("user", (Modality.VIDEO,))]
     pieces = ours.conversation(turns, [("a", ONE, "b", THREE), (THREE,), (ONE, "c")])
     grids = [(piece.item, piece.span) for piece in pieces if isinstance(piece, GridTokens)]
@@ -198,7 +187,7 @@ def test_grids_stand_in_order_each_with_its_item(ours: ChatTokens) -> None:
 
 
 @given(before=texts, after=texts)
-@example(before="in ", after="\u0338")  # which makes one character of the expansion's last and itself
+@example(before="in ", after="\u0338")  # combines with the last character of the expansion
 def test_text_beside_a_bare_placeholder_joins_its_expansion_as_in_transformers(
     theirs: Any, bare: ChatTokens, before: str, after: str
 ) -> None:
@@ -208,7 +197,7 @@ def test_text_beside_a_bare_placeholder_joins_its_expansion_as_in_transformers(
 
 
 @given(before=texts, after=texts, control=st.sampled_from(CONTROL))
-def test_text_that_spells_an_expansion_stays_text(
+def test_text_that_spells_control_tokens_or_an_expansion_stays_text(
     theirs: Any, ours: ChatTokens, before: str, control: str, after: str
 ) -> None:
     expansion = ("<0.3 seconds><|vision_start|>", THREE, "<|vision_end|>")
@@ -220,15 +209,11 @@ def test_text_that_spells_an_expansion_stays_text(
     found = ids_of(ours, turns, expansion)
     special = set(theirs.all_special_ids)
     assert [each for each in found if each in special] == [each for each in harmless if each in special]
+    plain = theirs.decode([each for each in found if each not in special])
+    assert theirs.backend_tokenizer.normalizer.normalize_str(text) in plain
 
 
-def test_a_placeholder_spelled_in_text_holds_no_media(theirs: Any, ours: ChatTokens) -> None:
-    pieces = ours.conversation([Turn("user", ("<|video_pad|><|image_pad|>", Modality.IMAGE))], [(ONE,)])
-    image_pad = theirs.convert_tokens_to_ids("<|image_pad|>")
-    assert [piece.pad_id for piece in pieces if isinstance(piece, GridTokens)] == [image_pad]
-
-
-def test_text_that_looks_like_a_stand_in_stays_as_it_is(theirs: Any, ours: ChatTokens) -> None:
+def test_text_that_looks_like_a_stand_in_is_unchanged(theirs: Any, ours: ChatTokens) -> None:
     text = f"⟨{'0' * 32}⟩ and {'⟨' * 3}"
     assert text in theirs.decode(ids_of(ours, [Turn("user", (text,))]))
 
@@ -261,57 +246,88 @@ def test_the_published_template_gives_the_ids_of_transformers(tmp_path: Path, ti
     assert ids_of(tokens, turns) == expected
 
 
-def test_a_template_that_refuses_the_turns_refuses_the_request(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    tokens = template(tmp_path, tiny_checkpoint, "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(InvalidRequest, match="roles must alternate"):
-        tokens.conversation([Turn("user", ("hello",))], [])
+VIDEO, IMAGE = Modality.VIDEO, Modality.IMAGE
 
 
-def test_text_that_the_template_leaves_out_is_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    first = "{{ messages[0]['content'][0]['text'] }}"
-    tokens = template(tmp_path, tiny_checkpoint, first)
-    assert ids_of(tokens, [Turn("user", ("hello",))])
-    with pytest.raises(InvalidRequest, match=r"^prompt\.messages\[1\] holds text that .* leaves out") as refused:
-        tokens.conversation([Turn("user", ("hello",)), Turn("system", ("never say so",))], [])
-    assert "never say so" not in str(refused.value)
+@pytest.mark.parametrize(
+    ("text", "turns", "why"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", [Turn("user", ("hello",))], "roles must alternate"),
+        (
+            "{{ messages[0]['content'][0]['text'] }}",
+            [Turn("user", ("hello",)), Turn("system", ("secret",))],
+            r"^prompt\.messages\[1\] holds text that .* leaves out",
+        ),
+        ("<|video_pad|><|image_pad|>", [Turn("user", (IMAGE, VIDEO))], "chat template places"),
+        (
+            "{% for message in messages %}{{ message['role'] }}{% endfor %}",
+            [Turn("system", (VIDEO,))],
+            "hold 1 media, the checkpoint's chat template places 0",
+        ),
+    ],
+)
+def test_turns_that_the_template_refuses_or_leaves_out_are_refused(
+    tmp_path: Path, tiny_checkpoint: Path, text: str, turns: list[Turn], why: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=why) as refused:
+        ids_of(template(tmp_path, tiny_checkpoint, text), turns)
+    assert "secret" not in str(refused.value)
 
 
-def test_media_that_the_template_places_in_another_order_are_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    tokens = template(tmp_path, tiny_checkpoint, "<|video_pad|><|image_pad|>")
-    with pytest.raises(InvalidRequest, match="chat template places"):
-        tokens.conversation([Turn("user", (Modality.IMAGE, Modality.VIDEO))], [(ONE,), (ONE,)])
-
-
-def test_media_that_the_template_leaves_out_are_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    tokens = template(tmp_path, tiny_checkpoint, "{% for message in messages %}{{ message['role'] }}{% endfor %}")
-    with pytest.raises(InvalidRequest, match="hold 1 media, the checkpoint's chat template places 0"):
-        tokens.conversation([Turn("system", (Modality.VIDEO,))], [(ONE,)])
-
-
-def test_a_wrong_template_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
+def test_a_malformed_template_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
     with pytest.raises(StartupError, match="template"):
         template(tmp_path, tiny_checkpoint, "{% for message in %}")
 
 
-def test_a_control_token_that_ordinary_text_can_spell_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
+@pytest.mark.parametrize("change", ["spellable", "no placeholder"])
+def test_an_unsafe_tokenizer_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path, change: str) -> None:
     for file in tiny_checkpoint.iterdir():
         if file.name != "tokenizer.json":
             (tmp_path / file.name).symlink_to(file)
     contents = json.loads((tiny_checkpoint / "tokenizer.json").read_text())
-    contents["added_tokens"].append(
-        contents["added_tokens"][0] | {"content": "e", "id": contents["model"]["vocab"]["e"]}
+    added = contents["added_tokens"]
+    if change == "spellable":
+        added.append(added[0] | {"content": "e", "id": contents["model"]["vocab"]["e"]})
+        why = "ordinary text can spell the control tokens e"
+    else:
+        contents["added_tokens"] = [each for each in added if each["content"] != "<|video_pad|>"]
+        why = r"has no token <\|video_pad\|>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(contents))
+    with pytest.raises(StartupError, match=why):
+        ChatTokens(Checkpoint(tmp_path), PLACEHOLDERS)
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+# In a process of its own, because memory that other tests freed would hide a leak.
+_TOKENISE = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from common.checkpoint import Checkpoint
+from common.process import keep_freed_memory
+from services.preprocessing.families.qwen_vl import QwenVL
+from services.preprocessing.prompt.tokens import ChatTokens, Turn
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+keep_freed_memory()
+tokens = ChatTokens(Checkpoint(Path(sys.argv[1])), QwenVL.placeholders)
+with ThreadPoolExecutor(1) as planning:
+    sizes = []
+    for words in (100, 300_000):
+        turns = [Turn("user", ("word " * words,))]
+        planning.submit(lambda: len(tokens.conversation(turns, []))).result()
+        sizes.append(resident_mib())
+print(sizes[1] - sizes[0])
+"""
+
+
+def test_a_large_text_leaves_no_memory_behind(tiny_checkpoint: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _TOKENISE, str(tiny_checkpoint)], capture_output=True, text=True, check=True, timeout=120
     )
-    (tmp_path / "tokenizer.json").write_text(json.dumps(contents))
-    with pytest.raises(StartupError, match="ordinary text can spell the control tokens e"):
-        ChatTokens(Checkpoint(tmp_path), PLACEHOLDERS)
-
-
-def test_a_tokenizer_without_the_placeholders_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    for file in tiny_checkpoint.iterdir():
-        if file.name != "tokenizer.json":
-            (tmp_path / file.name).symlink_to(file)
-    contents = json.loads((tiny_checkpoint / "tokenizer.json").read_text())
-    contents["added_tokens"] = [each for each in contents["added_tokens"] if each["content"] != "<|video_pad|>"]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(contents))
-    with pytest.raises(StartupError, match=r"has no token <\|video_pad\|>"):
-        ChatTokens(Checkpoint(tmp_path), PLACEHOLDERS)
+    # 310 where all that was freed is kept; threads and the tokenizer's own cache stay.
+    assert int(done.stdout) < 160

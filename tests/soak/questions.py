@@ -17,8 +17,7 @@ from PIL import Image as Picture
 from common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden
 from demo.scenes import encode, random_scene
 from framesieve.bench.clips import stamped
-from framesieve.client.prompt import Image, PartLike, Video
-from framesieve.client.wire import Options
+from framesieve.client.prompt import Image, Options, PartLike, Video
 
 CLIPS = 6
 FIRST_SEED = 12_300_000

@@ -44,7 +44,7 @@ SETTLE_S = 10.0
 FLAGS = {
     "preprocessing": ["--inflight-bytes", str(8 * 2**20)],
     "encoder": ["--cache-bytes", str(2 * 2**20)],
-    "generation": ["--kv-cache-tokens", "4096", "--max-running-requests", "8", "--max-waiting-requests", "16"],
+    "generation": ["--kv-cache-tokens", "4096", "--max-num-seqs", "8", "--max-waiting-requests", "16"],
 }
 
 

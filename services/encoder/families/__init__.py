@@ -1,4 +1,4 @@
-"""Which vision towers there are. Adding one adds a file and a line here."""
+"""The supported vision towers, by model type. A new family adds a file and a line here."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ FAMILIES = {
 
 
 def load_tower(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted = "auto") -> Tower:
-    """The checkpoint's vision tower, on `device`, in `dtype` ("auto": see `tower.choose_dtype`).
+    """The checkpoint's vision tower, on `device`, in `dtype` ("auto": see `weights.choose_dtype`).
 
-    Raises StartupError for a model type that is not supported, a checkpoint that is not whole, or an attention that
-    cannot be had.
+    Raises StartupError for an unsupported model type, an incomplete checkpoint, or an unavailable attention.
     """
     return checkpoint.pick(FAMILIES)(checkpoint, dtype, device, attention)

@@ -15,12 +15,12 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from common.checkpoint import Checkpoint
 from services.encoder.families.vision_model import make_tower, vision_config
 from services.encoder.tower.attention import Wanted
-from services.encoder.tower.packing import Geometry, TowerShape
+from services.encoder.tower.packing import PackedLayout, TowerShape
 from services.encoder.tower.tower import Tower
 
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not whole, or cannot have that attention."""
+    """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
     config = vision_config(checkpoint, Qwen2_5_VLVisionConfig)
     merge = config.spatial_merge_size
     return make_tower(
@@ -39,14 +39,14 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
     )
 
 
-def _keywords(geometry: Geometry[Tensor]) -> dict[str, Tensor | int | None]:
+def _keywords(layout: PackedLayout[Tensor]) -> dict[str, Tensor | int | None]:
     return {
-        "position_ids": geometry.positions,
-        "cu_seqlens": geometry.ends,
-        "max_seqlen": geometry.longest,
-        "window_index": geometry.order,
-        "cu_window_seqlens": geometry.window_ends,
-        "max_window_seqlen": geometry.longest_window,
+        "position_ids": layout.positions,
+        "cu_seqlens": layout.ends,
+        "max_seqlen": layout.longest,
+        "window_index": layout.order,
+        "cu_window_seqlens": layout.window_ends,
+        "max_window_seqlen": layout.longest_window,
     }
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL's vision tower, dense and mixture of experts alike: transformers' class, and its output.
+"""Qwen3-VL's vision tower, of dense and mixture-of-experts models: transformers' class, and its output.
 
 Level 0 is the embedding; each further level is a deepstack feature, in the order of the text model's layers.
 Source: Qwen3-VL, arXiv 2511.21631, and deepstack, arXiv 2406.04334.
@@ -17,12 +17,12 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel, Q
 from common.checkpoint import Checkpoint
 from services.encoder.families.vision_model import make_tower, vision_config
 from services.encoder.tower.attention import Wanted
-from services.encoder.tower.packing import Geometry, TowerShape
+from services.encoder.tower.packing import PackedLayout, TowerShape
 from services.encoder.tower.tower import Tower
 
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
-    """Raises StartupError if the checkpoint's tower is not whole, or cannot have that attention."""
+    """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
     config = vision_config(checkpoint, Qwen3VLVisionConfig)
     return make_tower(
         checkpoint,
@@ -39,13 +39,13 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
     )
 
 
-def _keywords(geometry: Geometry[Tensor]) -> dict[str, Tensor | int | None]:
+def _keywords(layout: PackedLayout[Tensor]) -> dict[str, Tensor | int | None]:
     return {
-        "position_ids": geometry.positions,
-        "cu_seqlens": geometry.ends,
-        "max_seqlen": geometry.longest,
-        "interp_indices": geometry.taps,
-        "interp_weights": geometry.tap_weights,
+        "position_ids": layout.positions,
+        "cu_seqlens": layout.ends,
+        "max_seqlen": layout.longest,
+        "interp_indices": layout.interpolation_indices,
+        "interp_weights": layout.interpolation_weights,
     }
 
 

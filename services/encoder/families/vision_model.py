@@ -1,6 +1,6 @@
-"""How a vision tower is made of a checkpoint and transformers' class for it.
+"""Makes a vision tower from a checkpoint and transformers' class for it.
 
-It knows no family: a family's file says which classes those are, and what of their output is embeddings.
+It knows no family: a family's file names the classes, and extracts the embeddings from their output.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from torch import Tensor, nn
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from services.encoder.tower.attention import VARLEN, Wanted, find_attention
-from services.encoder.tower.cost import TowerSizes
-from services.encoder.tower.forward import ModelForward
-from services.encoder.tower.packing import Geometry, TowerShape
+from services.encoder.tower.packing import PackedLayout, TowerShape
 from services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
 from services.encoder.tower.saturation import saturate
-from services.encoder.tower.tower import PATCH_EMBED, Tower, choose_dtype, fill, find_weights, read_weights
+from services.encoder.tower.tower import ModelForward, Tower, TowerSizes
+from services.encoder.tower.weights import PATCH_EMBED, choose_dtype, fill, find_weights, read_weights
 
-# Qwen3-VL's checkpoints have the first, Qwen2.5-VL's published ones the second.
+# Of Qwen3-VL's checkpoints, and of Qwen2.5-VL's published ones.
 PREFIXES = ("model.visual.", "visual.")
 
 
 def vision_config(checkpoint: Checkpoint, config_class: Any) -> Any:
-    """The tower's part of config.json, as transformers reads it. Raises StartupError if there is none."""
+    """vision_config of config.json as transformers' config class. Raises StartupError if it is absent."""
     vision = checkpoint.config.get("vision_config")
     if not isinstance(vision, dict):
         raise StartupError(f"{checkpoint.folder}/config.json has no vision_config")
@@ -41,7 +40,7 @@ def make_tower(
     model_class: Any,
     rotary_class: Any,
     shape: TowerShape,
-    keywords: Callable[[Geometry[Tensor]], Mapping[str, Tensor | int | None]],
+    keywords: Callable[[PackedLayout[Tensor]], Mapping[str, Tensor | int | None]],
     levels: Callable[[Any], Tensor],
     embed_levels: int,
     dtype: str,
@@ -51,9 +50,9 @@ def make_tower(
 ) -> Tower:
     """A tower that runs `model_class(config)` with the checkpoint's weights.
 
-    rotary_class: of its `rotary_pos_emb`. keywords: the geometry under the names by which the model's forward takes it
-    instead of computing it. levels: its output to (1 + embed_levels, P / merge², embed_dim).
-    Raises StartupError if the checkpoint's tower is not whole, or cannot have that attention.
+    rotary_class: of its `rotary_pos_emb`. keywords: the layout as keyword arguments of the model's forward, which
+    otherwise computes it. levels: converts its output to (1 + embed_levels, P / merge², embed_dim).
+    Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable.
     """
     with torch.device("meta"):
         model = model_class(config)
@@ -61,7 +60,7 @@ def make_tower(
     runs_in = choose_dtype(stored, dtype)
     weights = read_weights(stored, runs_in, device)
     fill(model, weights, runs_in)
-    # Its frequencies are computed, not stored, and stay float32.
+    # Made again off the meta device: its frequencies are computed, not stored, and stay float32.
     model.rotary_pos_emb = rotary_class(config)
     model.patch_embed = FoldedPatchEmbed(
         weights[f"{PATCH_EMBED}weight"],
@@ -76,12 +75,12 @@ def make_tower(
     attend = find_attention(attention, device, runs_in, heads, config.hidden_size // heads)
     extra = {"attend": attend} if attend else {}
     if attend:
-        # Not by transformers' setter, which knows no other names with "flash" in them than its own.
+        # The private name: transformers' setter accepts no names with "flash" except its own.
         config._attn_implementation_internal = VARLEN
 
-    def compute(patches: Tensor, geometry: Geometry[Tensor]) -> Tensor:
-        # Its grids are what the geometry was made of, on the device: all that follows from them is given.
-        return levels(model(patches, grid_thw=None, **keywords(geometry), **extra))
+    def compute(patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
+        # Without grid_thw, from which the model would compute the layout on the device.
+        return levels(model(patches, grid_thw=None, **keywords(layout), **extra))
 
     return Tower(
         forward=ModelForward(compute, shape, device, varlen=attend is not None),
@@ -95,7 +94,7 @@ def make_tower(
 
 
 def _sizes(model: Any, shape: TowerShape, windowed_layers: int) -> TowerSizes:
-    """Of its matrices those in blocks meet every patch, and so do the embedding's; all others merge."""
+    """Matrices in blocks, and the patch embedding, apply to every patch; the others to merged tokens."""
     in_blocks, elsewhere = (
         sum(each.weight.numel() for name, each in model.named_modules() if isinstance(each, nn.Linear) and where(name))
         for where in (lambda name: name.startswith("blocks."), lambda name: not name.startswith("blocks."))

@@ -1,112 +1,67 @@
-"""Unpruned embeddings by content: each made once for all who ask at the same time, and kept for whoever asks later.
+"""Unpruned embeddings by content: made once for all concurrent requests, and kept for later ones.
 
-    join ─▶ nobody has it  ─▶ lead: room, then a stream selects it ─▶ slices ─▶ complete ─▶ gathered by all ─▶ kept
-            being made     ─▶ wait; lead, if its stream is lost ──────────────▲                              │
-            kept           ─▶ gathered at once ◀─────────────────────────────────────────────────────────────┘
+    join ─▶ absent      ─▶ lead: reserve bytes, select from a stream ─▶ slices ─▶ complete ─▶ gathered ─▶ kept
+            being made  ─▶ wait; lead if its stream fails ────────────────────────▲                        │
+            kept        ─▶ gathered at once ◀──────────────────────────────────────────────────────────────┘
 
-An entry belongs to those who wait for it: the last to leave ends its pass. Kept ones that nobody reads give way, least
-recently read first; nobody ever waits for that, so what is kept can hold nobody up. It knows no gRPC and no prompts.
+An entry belongs to the requested items that wait for it; when the last one leaves an unfinished entry, its stream is
+cancelled. Kept entries that nothing reads are evicted, least recently used first. Nothing waits for an eviction, so
+kept entries cannot block a request. It knows no gRPC and no prompts.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
-from typing import Protocol
+
+import torch
 
 from common.byte_semaphore import ByteSemaphore
+from common.contract.digest import tagged_digest
 from common.contract.plan import MediaPlan
 from common.telemetry.request_stats import add_request_stats
 from services.encoder.items.batcher import Batcher
-from services.encoder.items.cache_key import cache_key
-from services.encoder.items.encoding import Encoding
+from services.encoder.items.cache_entry import CacheEntry
 from services.encoder.metrics import EVICTIONS, LOOKUPS
-from services.encoder.pruning.methods import SCORES_BYTES, Scores
 from services.encoder.tower.tower import Tower
 
-
-class Source(Protocol):
-    """A stream that an entry's slices come from."""
-
-    async def select(self, media_index: int, entry: Entry) -> None: ...
-
-    def brings(self, entry: Entry) -> bool: ...
-
-    def end_if_unwanted(self) -> None: ...
-
-
-class Entry:
-    """One item's unpruned embeddings, their scores by method, and who waits for them.
-
-    source: the stream that its slices come from; None where somebody who waits has yet to lead. kept: it stays when
-    the last of them leaves.
-    """
-
-    def __init__(self, key: bytes | None, encoding: Encoding) -> None:
-        self.key = key
-        self.encoding = encoding
-        self.scores: dict[str, Scores] = {}
-        self.waiters = 0
-        self.kept = False
-        self.source: Source | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        return self.encoding.size_bytes + SCORES_BYTES * self.encoding.plan.grid.tokens
-
-    async def lead(self, source: Source, media_index: int) -> None:
-        """Has it made from `source`, where it is item `media_index`. Raises what the source has failed by."""
-        self.source = source
-        try:
-            await self.encoding.reserve()
-            await source.select(media_index, self)
-        except BaseException:
-            self.lose(source, None)
-            raise
-        self.encoding.tell()
-
-    def lose(self, source: Source, error: BaseException | None) -> None:
-        """`source` brings no more; error: what is wrong with the media itself, and told to everyone."""
-        if self.source is source:
-            self.source = None
-        if error is not None:
-            self.encoding.fail(error)
-        self.encoding.tell()
+_KEY_DOMAIN = b"framesieve embeddings v1"
 
 
 class EmbedsCache:
-    """room: for what is being made, and waited for; size_bytes: how much is kept beside it, 0 for nothing."""
+    """encoding_bytes: limits entries that are being made. size_bytes: limits kept entries, beside it; 0 keeps none."""
 
-    def __init__(self, tower: Tower, batcher: Batcher, room: ByteSemaphore, size_bytes: int) -> None:
+    def __init__(self, tower: Tower, batcher: Batcher, encoding_bytes: ByteSemaphore, size_bytes: int) -> None:
         self.tower = tower
-        self.room = room
+        self.encoding_bytes = encoding_bytes
         self.size_bytes = size_bytes
-        self.held_bytes = 0
-        self.waiters = 0  # requested items that wait for an entry, or read it
+        self.held_bytes = 0  # of kept entries
+        self.waiters = 0  # requested items that wait for an entry or read it
         self._batcher = batcher
-        self._entries: dict[bytes, Entry] = {}
-        self._idle: OrderedDict[Entry, None] = OrderedDict()  # kept ones that nobody reads, least recently read first
+        self._entries: dict[bytes, CacheEntry] = {}
+        self._idle: OrderedDict[CacheEntry, None] = OrderedDict()  # kept and not read, least recently used first
         self._idle_bytes = 0
 
-    def join(self, plan: MediaPlan) -> Entry:
-        """The item's entry, which the caller waits for until it leaves; where nobody leads, the caller does."""
+    def join(self, plan: MediaPlan) -> CacheEntry:
+        """The item's entry, with the caller as a waiter until `leave`. The caller leads if `needs_stream`."""
         key = cache_key(plan, self.tower.dtype, self.tower.embed_levels)
         entry = self._entries.get(key)
-        if entry is None or entry.encoding.failure is not None:
-            entry = self._entries[key] = Entry(key, self._encoding(plan))
+        if entry is None or entry.failure is not None:
+            entry = self._entries[key] = self._new_entry(key, plan)
             LOOKUPS.labels("miss").inc()
         elif entry.kept:
             LOOKUPS.labels("hit").inc()
             add_request_stats(cached_media=1)
         else:
             LOOKUPS.labels("shared").inc()
-        return self._awaited(entry)
+        return self._joined(entry)
 
-    def alone(self, plan: MediaPlan) -> Entry:
-        """An entry for what a prompt brought: a copy makes it, so it is not worth what would give way to it."""
-        return self._awaited(Entry(None, self._encoding(plan)))
+    def join_unshared(self, plan: MediaPlan) -> CacheEntry:
+        """An entry for embeddings that a prompt brought: remaking it is one copy, so it never evicts others."""
+        return self._joined(self._new_entry(None, plan))
 
-    def leave(self, entry: Entry) -> None:
-        """One who waited has what it wanted, or wants it no more."""
+    def leave(self, entry: CacheEntry) -> None:
+        """Removes a waiter. After the last one a complete entry is kept if it fits, and any other is dropped."""
         entry.waiters -= 1
         self.waiters -= 1
         if entry.waiters:
@@ -116,13 +71,13 @@ class EmbedsCache:
             self._idle_bytes += entry.size_bytes
             return
         self._drop(entry)
-        if entry.source is not None:
-            entry.source.end_if_unwanted()
+        if entry.cancel_stream is not None:
+            entry.cancel_stream()
 
-    def _encoding(self, plan: MediaPlan) -> Encoding:
-        return Encoding(plan, self.tower, self._batcher, self.room)
+    def _new_entry(self, key: bytes | None, plan: MediaPlan) -> CacheEntry:
+        return CacheEntry(key, plan, self.tower, self._batcher, self.encoding_bytes)
 
-    def _awaited(self, entry: Entry) -> Entry:
+    def _joined(self, entry: CacheEntry) -> CacheEntry:
         if entry in self._idle:
             del self._idle[entry]
             self._idle_bytes -= entry.size_bytes
@@ -130,10 +85,10 @@ class EmbedsCache:
         self.waiters += 1
         return entry
 
-    def _keep(self, entry: Entry) -> bool:
-        """Whether it is kept from now on, others giving way if need be; none do in vain."""
+    def _keep(self, entry: CacheEntry) -> bool:
+        """Keeps a complete entry, evicting idle ones; False, with nothing evicted, if it cannot fit."""
         read_bytes = self.held_bytes - self._idle_bytes
-        if entry.key is None or not entry.encoding.complete or read_bytes + entry.size_bytes > self.size_bytes:
+        if entry.key is None or not entry.complete or read_bytes + entry.size_bytes > self.size_bytes:
             return False
         while self.held_bytes + entry.size_bytes > self.size_bytes:
             oldest, _ = self._idle.popitem(last=False)
@@ -143,10 +98,28 @@ class EmbedsCache:
             EVICTIONS.inc()
         entry.kept = True
         self.held_bytes += entry.size_bytes
-        entry.encoding.give_room_back()
+        entry.release_reservation()
         return True
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: CacheEntry) -> None:
         if entry.key is not None and self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
-        entry.encoding.close()
+        entry.close()
+
+
+def cache_key(item: MediaPlan, dtype: torch.dtype, embed_levels: int) -> bytes:
+    """32 bytes that differ wherever modality, grid, dtype, levels or content differ.
+
+    The content hash covers file bytes, frame selection, frame size, time base and the checkpoint's fingerprint. The
+    item's place in the prompt, its pruning and the caller do not enter.
+    """
+    return tagged_digest(
+        _KEY_DOMAIN,
+        (
+            item.content_hash,
+            item.modality.value.encode(),
+            struct.pack("<3q", item.grid.t, item.grid.h, item.grid.w),
+            str(dtype).encode(),
+            struct.pack("<q", embed_levels),
+        ),
+    )

@@ -1,11 +1,12 @@
-"""One media item of one request: room for what is sent of it, its share of an entry, and which of its tokens are kept.
+"""One media item of one request: output bytes, its share of a cache entry, and which of its tokens are kept.
 
     start ──────────────────────────▶ obtain ──────────────────▶ close
-    (room for K; the entry is led     (complete: gathered, and   (room is free again)
-     by this request or another)       the entry is left)
+    (output bytes for K tokens; the    (entry complete: gathered,   (output bytes
+     entry is led here or elsewhere)    entry left)                  released)
 
-Room is taken before the entry is joined, and the entry is read as soon as it is complete, however slow the caller
-reads: nobody who holds an entry waits for anything but the entry. It knows no gRPC.
+Output bytes are reserved before the entry is joined, and the entry is gathered as soon as it is complete, however
+slowly the caller reads. So a holder of an entry waits for nothing but the entry, and requests cannot deadlock.
+It knows no gRPC.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from common.contract.tensors import DType
 from common.telemetry.metrics import busy
 from common.telemetry.request_stats import add_request_stats
 from common.telemetry.tracing import record, span
-from services.encoder.items.cache import EmbedsCache, Entry, Source
-from services.encoder.items.encoding import Encoding, Moments, embeds_bytes
+from services.encoder.items.cache import EmbedsCache
+from services.encoder.items.cache_entry import CacheEntry, StageTimes, embeds_bytes
+from services.encoder.items.preprocess_stream import PreprocessStream
 from services.encoder.metrics import count_item
 from services.encoder.pruning.methods import keep_tokens
-from services.encoder.tower.readback import Readback
+from services.encoder.tower.transfers import Readback
 
 _DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, torch.float16: DType.FLOAT16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeds:
-    """What is sent of one item: kept, int32 [K] (None: every token), and its embeddings [1 + levels, K, D] as bytes."""
+    """What is sent of one item: kept, int32 [K] (None: all tokens), and its embeddings [1 + levels, K, D] as bytes."""
 
     kept: Int32Array | None
     dtype: DType
@@ -46,149 +48,147 @@ class Embeds:
 
 
 class Item:
-    """One media item of one request, from its reservation to its release. outputs: room for what waits to be sent."""
+    """One media item of one request. output_bytes: limits embeddings that wait to be sent, over all requests."""
 
     def __init__(
-        self, media_index: int, plan: MediaPlan, pruning: Pruning, cache: EmbedsCache, outputs: ByteSemaphore
+        self, media_index: int, plan: MediaPlan, pruning: Pruning, cache: EmbedsCache, output_bytes: ByteSemaphore
     ) -> None:
         self.media_index = media_index
         self.plan = plan
         self._pruning = pruning
         self._cache = cache
-        self._outputs = outputs
+        self._output_bytes = output_bytes
         self._count = retained_count(plan.grid, pruning, plan.modality)
-        self._output_bytes = embeds_bytes(cache.tower, self._count)
+        self._size_bytes = embeds_bytes(cache.tower, self._count)
         self._reserved = False
+        self._joined = False  # whether the cache counts it as a waiter of its entry
         self._joined_ns = 0
         self._pruned_ns = 0
-        self._entry: Entry | None = None
-        self._encoding: Encoding | None = None
+        self._entry: CacheEntry | None = None
         self._embeds: Embeds | None = None
 
     @property
     def embeds(self) -> Embeds:
-        """What is to be sent, once it is obtained and until it is closed."""
+        """What is to be sent, from `obtain` until `close`."""
         assert self._embeds is not None
         return self._embeds
 
     @property
-    def moments(self) -> Moments:
-        """When an obtained item left each stage; one that was made before had begun as soon as there was room."""
-        assert self._encoding is not None
-        moments = self._encoding.moments
-        return replace(moments, begun_ns=max(self._joined_ns, moments.begun_ns), pruned_ns=self._pruned_ns)
-
-    @property
-    def _told(self) -> dict[str, int]:
-        """What traces tell of it."""
-        return {"media_index": self.media_index, "media_tokens_full": self.plan.grid.tokens}
+    def times(self) -> StageTimes:
+        """When an obtained item left each stage; one that was cached begins when it joined its entry."""
+        assert self._entry is not None
+        times = self._entry.times
+        return replace(times, begun_ns=max(self._joined_ns, times.begun_ns), pruned_ns=self._pruned_ns)
 
     @property
     def decoded_slices(self) -> int:
-        return self._encoding.decoded_slices if self._encoding else 0
+        return self._entry.decoded_slices if self._entry else 0
 
     @property
     def encoded_slices(self) -> int:
-        return self._encoding.encoded_slices if self._encoding else 0
+        return self._entry.encoded_slices if self._entry else 0
 
     @property
     def repaired_frames(self) -> int:
-        return self._encoding.repaired_frames if self._encoding else 0
+        return self._entry.repaired_frames if self._entry else 0
 
-    async def start(self, source: Source, brought: Tensor | None) -> None:
-        """Returns once the item is sure to come: kept, led by another, brought, or with room and selected.
+    async def start(self, stream: PreprocessStream, brought: Tensor | None) -> None:
+        """Reserves output bytes and joins the item's entry; leads it from `stream` if no other stream delivers it.
 
-        brought: its embeddings, (1 + levels, tokens, D), where the prompt had them.
-        Raises MediaRejected if it can never fit, and what the source has failed by.
+        brought: embeddings that came with the prompt, (1 + levels, tokens, D).
+        Raises MediaRejected if the item can never fit, and the error of the stream if that has failed.
         """
         self._check_fits()
-        await self._outputs.reserve(self._output_bytes)
+        await self._output_bytes.reserve(self._size_bytes)
         self._reserved = True
-        self._entry = self._cache.join(self.plan) if brought is None else self._cache.alone(self.plan)
-        self._encoding = self._entry.encoding
-        self._joined_ns = monotonic_ns()
+        self._entry = self._cache.join(self.plan) if brought is None else self._cache.join_unshared(self.plan)
+        self._joined, self._joined_ns = True, monotonic_ns()
         if brought is not None:
-            await self._encoding.reserve()
-            await self._encoding.fill(brought)
-        elif self._unled(self._entry):
-            await self._entry.lead(source, self.media_index)
+            await self._entry.reserve()
+            await self._entry.fill(brought)
+        elif self._entry.needs_stream:
+            await stream.lead(self.media_index, self._entry)
 
-    async def obtain(self, source: Source, progressed: Callable[[Item], None]) -> None:
-        """Waits until the entry is complete, and gathers. Raises what failed it, or the source if it had to lead."""
+    async def obtain(self, stream: PreprocessStream, progressed: Callable[[Item], None]) -> None:
+        """Waits until the entry is complete, leading it if its stream fails, and gathers the kept tokens.
+
+        progressed: called after every change. Raises the error of the entry, or of `stream` if it had to lead.
+        """
         entry = self._entry
         assert entry is not None
         try:
-            await self._complete(entry, source, progressed)
+            await self._complete(entry, stream, progressed)
         except BaseException as error:
-            self._record_encoding(entry.encoding, error)
+            self._record_spans(entry, error)
             raise
-        self._record_encoding(entry.encoding, None)
-        self._embeds = await asyncio.to_thread(self._gather, entry, entry.encoding.embeds)
+        self._record_spans(entry, None)
+        self._embeds = await asyncio.to_thread(self._gather, entry, entry.embeds)
         add_request_stats(media=1, media_tokens_full=self.plan.grid.tokens, media_tokens=self._count)
         self._leave()
 
-    async def _complete(self, entry: Entry, source: Source, progressed: Callable[[Item], None]) -> None:
-        while not entry.encoding.complete:
-            if entry.encoding.failure is not None:
-                raise entry.encoding.failure
-            if self._unled(entry):
-                await entry.lead(source, self.media_index)
-            else:
-                await entry.encoding.changed()
-            progressed(self)
-
-    async def settled(self, source: Source) -> None:
-        """Waits until the item has no more use for its request's stream than to get what was selected from it."""
-        while (entry := self._entry) and entry.encoding.decoded_slices < self.plan.grid.t and not source.brings(entry):
-            await entry.encoding.changed()
+    async def decoded(self, stream: PreprocessStream) -> None:
+        """Waits until the item will select nothing more: all is decoded, or the rest is due from `stream`."""
+        while self._joined and (entry := self._entry) and not entry.decoded and not stream.delivers_to(entry):
+            await entry.changed()
 
     def close(self) -> None:
-        """Leaves the entry and gives the room back; safe to call again."""
+        """Leaves the entry and releases the output bytes; may be called twice."""
         self._leave()
         self._embeds = None
         if self._reserved:
-            self._outputs.release(self._output_bytes)
+            self._output_bytes.release(self._size_bytes)
             self._reserved = False
 
+    async def _complete(self, entry: CacheEntry, stream: PreprocessStream, progressed: Callable[[Item], None]) -> None:
+        while not entry.complete:
+            if entry.failure is not None:
+                raise entry.failure
+            if entry.needs_stream:
+                await stream.lead(self.media_index, entry)
+            else:
+                await entry.changed()
+            progressed(self)
+
+    def _leave(self) -> None:
+        if self._joined and self._entry is not None:
+            self._joined = False
+            self._cache.leave(self._entry)
+
     def _check_fits(self) -> None:
-        tower, room_bytes = self._cache.tower, self._cache.room.size_bytes
+        tower, limit_bytes = self._cache.tower, self._cache.encoding_bytes.size_bytes
         size_bytes = embeds_bytes(tower, self.plan.grid.tokens)
-        if size_bytes > room_bytes:
+        if size_bytes > limit_bytes:
             raise MediaRejected(
                 f"media {self.media_index} becomes {self.plan.grid.tokens} tokens, {size_bytes} bytes of embeddings; "
-                f"the encoder has room for {room_bytes} bytes, {room_bytes // embeds_bytes(tower, 1)} tokens: "
+                f"the encoder has room for {limit_bytes} bytes, {limit_bytes // embeds_bytes(tower, 1)} tokens: "
                 f"{_remedy(self.plan)}"
             )
 
-    def _unled(self, entry: Entry) -> bool:
-        """Whether its slices have nowhere to come from."""
-        encoding = entry.encoding
-        return entry.source is None and encoding.failure is None and encoding.decoded_slices < self.plan.grid.t
+    @property
+    def _span_attributes(self) -> dict[str, int]:
+        return {"media_index": self.media_index, "media_tokens_full": self.plan.grid.tokens}
 
-    def _leave(self) -> None:
-        if self._entry is not None:
-            entry, self._entry = self._entry, None
-            self._cache.leave(entry)
-
-    def _record_encoding(self, encoding: Encoding, error: BaseException | None) -> None:
-        """Of what was made before, or came with the prompt, there is nothing to tell."""
-        ended_ns = encoding.moments.encoded_ns if error is None else monotonic_ns()
-        if encoding.queued_ns is None or ended_ns <= self._joined_ns:
+    def _record_spans(self, entry: CacheEntry, error: BaseException | None) -> None:
+        """Records the spans of queueing and encoding; none if the entry was complete, or brought, when it joined."""
+        ended_ns = entry.times.encoded_ns if error is None else monotonic_ns()
+        if entry.queued_ns is None or ended_ns <= self._joined_ns:
             return
-        queued_ns, entered_ns = max(encoding.queued_ns, self._joined_ns), encoding.entered_ns
+        queued_ns, entered_ns = max(entry.queued_ns, self._joined_ns), entry.entered_ns
         if entered_ns is None:
-            record("wait_for_encoder", queued_ns, ended_ns, error, **self._told)
+            record("wait_for_encoder", queued_ns, ended_ns, error, **self._span_attributes)
             return
         if entered_ns > queued_ns:
-            record("wait_for_encoder", queued_ns, entered_ns, None, **self._told)
-        record("encode", max(entered_ns, queued_ns), ended_ns, error, **self._told)
+            record("wait_for_encoder", queued_ns, entered_ns, None, **self._span_attributes)
+        record("encode", max(entered_ns, queued_ns), ended_ns, error, **self._span_attributes)
 
     @torch.inference_mode()
-    def _gather(self, entry: Entry, embeds: Tensor) -> Embeds:
-        """embeds: (1 + levels, tokens, D), which others read as well; where all is kept, it is sent itself."""
+    def _gather(self, entry: CacheEntry, embeds: Tensor) -> Embeds:
+        """The kept tokens, on the host. embeds: (1 + levels, tokens, D), shared; sent uncopied if all are kept."""
         prunes = self._count < self.plan.grid.tokens
         how = {"method": self._pruning.method, "rate": self._pruning.rate} if prunes else {"method": NONE}
-        with torch.cuda.device_of(embeds), busy("prune"), span("prune", **self._told, media_tokens=self._count, **how):
+        tokens = {**self._span_attributes, "media_tokens": self._count}
+        # `device_of`: the current device of a new thread is cuda:0.
+        with torch.cuda.device_of(embeds), busy("prune"), span("prune", **tokens, **how):
             wanted = [embeds]
             if prunes:
                 kept = keep_tokens(embeds[0], self.plan.grid, self._pruning, entry.scores)
@@ -206,7 +206,7 @@ class Item:
 
 
 def _remedy(plan: MediaPlan) -> str:
-    """Which fields make an item smaller, and what they have come to."""
+    """Which request fields make the item smaller, and their effect so far."""
     if plan.brings_embeds:
         return f"bring fewer than the {plan.grid} of embeds.grid"
     pixels = f"max_pixels (now {plan.frame_height_px}×{plan.frame_width_px} a frame)"

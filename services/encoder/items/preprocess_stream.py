@@ -1,34 +1,45 @@
-"""The preprocessing service's client: one call of Preprocess, checked against the contract as it is read.
+"""A stream from preprocessing: one call of Preprocess, its checks, and which cache entry gets which slice.
 
-It turns messages into a plan and whole temporal slices; whatever the plan did not announce is PeerContract.
+    caller A   plan ─ lead X ──── gone
+    stream A         X X X X X X X X X X     continues, since B waits for X; cancelled with the last waiter
+    caller B          plan ─ wait for X ──▶ answered
+
+Each request opens one stream, because media are opened, fetched and hashed while its plan is made. Its slices may be
+shared with other requests, so the call runs without the caller's deadline and may outlive the caller. If a stream
+fails, another request that waits for the entry selects the item from a stream of its own.
+Anything that the plan did not announce raises PeerContract.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
 
 import grpc
-from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
-from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
 
 from common.channels import end_writing, read_from, write_to
-from common.contract.errors import PeerContract
+from common.contract.errors import DeadlinePassed, Overloaded, PeerContract, Unavailable
 from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan
 from common.contract.tensors import DType, TensorBuffer
 from common.contract.wire import PlanReceiver, add_chunk, buffer_for, modalities_of
 from common.telemetry.ages import moment_ns
-from services.encoder.items.encoding import FrameSlice
+from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
+from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
+from services.encoder.items.cache_entry import CacheEntry, FrameSlice
 from services.encoder.tower.patches import PatchShape
 
 STAGE = "preprocessing"
 
+# Errors that say nothing about the media being decoded: another stream may succeed.
+_RETRIABLE = (Unavailable, DeadlinePassed, Overloaded, asyncio.CancelledError)
+
 
 @dataclass(frozen=True, slots=True)
-class Expectation:
+class PlanCheck:
     """What a plan must agree with: the tower's patches and levels, and the checkpoint's fingerprint."""
 
     patches: PatchShape
@@ -38,7 +49,7 @@ class Expectation:
     def check(self, plan: PromptPlan, modalities: Sequence[Modality], brought: Mapping[int, Grid]) -> None:
         """Raises PeerContract unless the plan was made with this checkpoint, for a prompt with these media.
 
-        brought: the grids of those media that brought their embeddings, by index.
+        brought: the grids of the media that brought their embeddings, by media index.
         """
         if plan.fingerprint != self.fingerprint:
             raise PeerContract(
@@ -69,66 +80,141 @@ class Expectation:
             raise PeerContract(f"{item.frames} frames of an {item.modality.value} do not make the grid {item.grid}")
 
 
-class FrameStream:
-    """One Preprocess call: the plan, then slices of what is selected, in the order of selection."""
+class PreprocessStream:
+    """One call of Preprocess: the plan, then the slices of selected items, in the order of selection.
 
-    def __init__(self, channel: grpc.aio.Channel, options: Mapping[str, Any], expected: Expectation) -> None:
-        self._expected = expected
-        self._temporal_patch = expected.patches.temporal_patch
-        stub = preprocessing_pb2_grpc.PreprocessingServiceStub(channel)
-        self._call: Any = stub.Preprocess(**options)
-        self._due: deque[tuple[int, MediaPlan]] = deque()
+    It belongs to its request until `detach`, then to the waiters of the entries that it delivers to.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, options: Mapping[str, Any], plan_check: PlanCheck) -> None:
+        """options: of the call, such as its metadata."""
+        self.fetched_ns: int | None = None  # when media fetched by URL were complete; set by `plan`, if there are any
+        self._plan_check = plan_check
+        self._temporal_patch = plan_check.patches.temporal_patch
+        self._call: Any = preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess(**options)
+        self._selected: list[tuple[int, MediaPlan]] = []  # whose frames are due, in the order of selection
+        self._entries: dict[int, CacheEntry] = {}  # that get these frames, by media index
         self._all_selected = False
-        self.fetched_ns: int | None = None
+        self._detached = False
+        self._writing = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
 
     async def plan(self, prompt: prompt_pb2.Prompt, brought: Mapping[int, Grid]) -> PromptPlan:
-        """Sends the prompt and returns its plan, checked. brought: see `Expectation.check`.
-
-        `fetched_ns` then says when media that came by URL had been fetched, on this host's monotonic clock.
-        """
+        """Sends the prompt, returns its plan, checked, and starts reading frames. brought: see `PlanCheck.check`."""
         modalities = modalities_of(prompt)
         await write_to(self._call, PreprocessRequest(prompt=prompt))
         receiver = PlanReceiver()
-        while (message := await self._read()) is not None:
+        while (message := await self._read_message()) is not None:
             if not message.HasField("plan"):
                 raise PeerContract("preprocessing sent frames before its plan was complete")
             if self.fetched_ns is None and message.HasField("fetched_ago_s"):
                 self.fetched_ns = moment_ns(message.fetched_ago_s, monotonic_ns())
             plan = receiver.add(message.plan)
             if plan is not None:
-                self._expected.check(plan, modalities, brought)
+                self._plan_check.check(plan, modalities, brought)
+                self._reading = asyncio.create_task(self._read())
+                self._reading.add_done_callback(_retrieve_error)
                 return plan
         raise PeerContract("preprocessing ended before its plan was complete")
 
-    async def select(self, media_index: int, item: MediaPlan) -> None:
-        """Asks for one item's frames; the caller has room for all that they will become."""
-        self._due.append((media_index, item))
-        await write_to(self._call, PreprocessRequest(select=prompt_pb2.Select(media_index=media_index)))
+    async def lead(self, media_index: int, entry: CacheEntry) -> None:
+        """Reserves bytes for the entry, then selects the item, whose slices go to the entry from then on.
+
+        Raises the stream's error if it has failed.
+        """
+        entry.cancel_stream = self.cancel_if_unwanted
+        try:
+            await entry.reserve()
+            await self._select(media_index, entry)
+        except BaseException:
+            entry.end_stream(self.cancel_if_unwanted)
+            raise
+        entry.notify()
 
     async def all_selected(self) -> None:
-        """Nothing more will be selected: the stream ends after what is due."""
-        self._all_selected = True
-        await end_writing(self._call)
+        """Declares that nothing more will be selected: the stream ends after the frames that are due."""
+        async with self._writing:
+            self._all_selected = True
+            await end_writing(self._call)
 
-    async def slices(self) -> AsyncGenerator[FrameSlice, None]:
-        """Every slice of every selected item, until the stream ends as it should."""
+    def delivers_to(self, entry: CacheEntry) -> bool:
+        """Whether the entry has slices to come from this stream."""
+        return entry in self._entries.values()
+
+    async def finished(self) -> None:
+        """Waits until the stream has ended as it should. Raises its error otherwise."""
+        assert self._reading is not None
+        await asyncio.wait([self._reading])
+        self._reading.result()
+
+    def detach(self) -> None:
+        """Ends the request's claim to the stream, which continues while other requests wait for its slices."""
+        self._detached = True
+        self.cancel_if_unwanted()
+
+    def cancel_if_unwanted(self) -> None:
+        """Cancels the call once its request has detached and no entry that it delivers to has a waiter."""
+        if self._detached and not any(entry.waiters for entry in self._entries.values()):
+            self._call.cancel()
+            if self._reading is not None:
+                self._reading.cancel()
+
+    async def _select(self, media_index: int, entry: CacheEntry) -> None:
+        async with self._writing:
+            assert self._reading is not None
+            if self._reading.done():
+                self._reading.result()
+            self._entries[media_index] = entry
+            self._selected.append((media_index, entry.plan))
+            try:
+                await write_to(self._call, PreprocessRequest(select=prompt_pb2.Select(media_index=media_index)))
+            except BaseException:
+                self._entries.pop(media_index, None)
+                raise
+
+    async def _read(self) -> None:
+        try:
+            async with aclosing(self._slices()) as slices:
+                async for piece in slices:
+                    await self._deliver(piece)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    async def _deliver(self, piece: FrameSlice) -> None:
+        entry = self._entries.get(piece.media_index)
+        if entry is None:  # its leader was cancelled while the selection was being sent
+            return
+        await entry.add_slice(piece)
+        if piece.index + 1 == entry.plan.grid.t:
+            del self._entries[piece.media_index]
+            entry.end_stream(self.cancel_if_unwanted)
+            self.cancel_if_unwanted()
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends all deliveries. An error of the media fails the first entry due; the others get another stream."""
+        for place, entry in enumerate(self._entries.values()):
+            if place == 0 and not isinstance(error, _RETRIABLE):
+                entry.fail(error)
+            entry.end_stream(self.cancel_if_unwanted)
+        self._entries.clear()
+
+    async def _slices(self) -> AsyncGenerator[FrameSlice, None]:
+        """Every slice of every selected item. Raises PeerContract if the stream ends before it should."""
         while (first := await self._read_frames()) is not None:
-            if not self._due:
+            if not self._selected:
                 raise PeerContract(f"frames of media {first.media_index} came unasked or beyond its plan")
-            media_index, item = self._due[0]
+            media_index, item = self._selected[0]
             for start in range(0, item.frames, self._temporal_patch):
                 chunk = first if start == 0 else await self._read_frames()
-                yield await self._slice(media_index, item, start, chunk)
-            self._due.popleft()
-        if self._due or not self._all_selected:
-            due = ", ".join(str(index) for index, _ in self._due) or "what is yet to be selected"
+                yield await self._read_slice(media_index, item, start, chunk)
+            self._selected.pop(0)
+        if self._selected or not self._all_selected:
+            due = ", ".join(str(index) for index, _ in self._selected) or "what is yet to be selected"
             raise PeerContract(f"the stream ended before the frames of media {due}")
 
-    def cancel(self) -> None:
-        self._call.cancel()
-
-    async def _slice(self, media_index: int, item: MediaPlan, start: int, chunk: FramesChunk | None) -> FrameSlice:
-        """The slice that starts at frame `start`, of which `chunk` is the first piece."""
+    async def _read_slice(self, media_index: int, item: MediaPlan, start: int, chunk: FramesChunk | None) -> FrameSlice:
+        """The slice that starts at frame `start`. chunk: its first piece."""
         frames = min(self._temporal_patch, item.frames - start)
         shape = (frames, item.frame_height_px, item.frame_width_px, 3)
         buffer: TensorBuffer | None = None
@@ -150,13 +236,19 @@ class FrameStream:
         return FrameSlice(media_index, start // self._temporal_patch, buffer, repaired, decoded_ns, resized_ns)
 
     async def _read_frames(self) -> FramesChunk | None:
-        message = await self._read()
+        message = await self._read_message()
         if message is None:
             return None
         if not message.HasField("frames"):
             raise PeerContract("preprocessing sent a second plan")
         return message.frames
 
-    async def _read(self) -> PreprocessResponse | None:
+    async def _read_message(self) -> PreprocessResponse | None:
         message: PreprocessResponse | None = await read_from(self._call, STAGE)
         return message
+
+
+def _retrieve_error(reading: asyncio.Task[None]) -> None:
+    """Marks the task's error as retrieved: if nothing waits for the stream any more, asyncio would log it."""
+    if not reading.cancelled():
+        reading.exception()

@@ -1,20 +1,23 @@
-"""Efficient Video Sampling: how much a token differs from the one at its place a slice earlier.
+"""Efficient Video Sampling: keeps the tokens that differ most from the token at the same place one slice earlier.
 
-Source: arXiv 2510.14624, embedding variant; the rounding and the place of NaN are Framesieve's own.
+Source: arXiv 2510.14624, embedding variant; the rounding and the rank of NaN are Framesieve's own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.contract.plan import Grid
-from services.encoder.pruning.ranking import rounded, spans
+from common.contract.retention import Pruning, retained_count
+from services.encoder.pruning.ranking import keep_best, rounded, spans
 
 
-def evs_scores(embeds: Tensor, grid: Grid) -> Tensor:
-    """How much each token differs from the one at its place a slice earlier.
+def evs_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor]:
+    """1 − cosine similarity of each token to the one at the same place one slice earlier.
 
     embeds: (t·h·w, D), any float dtype; scored in float32.
     Returns float32 (t·h·w,), multiples of 2⁻¹⁶; slice 0 is +inf, NaN is −inf.
@@ -25,4 +28,9 @@ def evs_scores(embeds: Tensor, grid: Grid) -> Tensor:
         pairs = slices[span.start - 1 : span.stop].float()
         change = rounded(1 - F.cosine_similarity(pairs[1:], pairs[:-1], dim=-1))
         scores[span] = torch.where(change.isnan(), -torch.inf, change)
-    return scores.view(-1)
+    return (scores.view(-1),)
+
+
+def evs_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor:
+    """Indices of the best tokens of the whole video: int32 (K,), strictly increasing."""
+    return keep_best(scores[0], retained_count(grid, pruning))

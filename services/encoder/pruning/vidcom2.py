@@ -1,11 +1,12 @@
-"""VidCom2: slices that stand out in their video keep more, and within a slice the tokens that stand out are kept.
+"""VidCom2: distinctive slices of a video keep more tokens, and each slice keeps its most distinctive tokens.
 
-    tokens ─▶ the half of the channels that varies least ─▶ unit length
-                 ├─▶ similarity to the video's centre ─▶ a slice's mean of it ─▶ softmax ─▶ the slice's budget
-                 └─▶ similarity to the video's and to its slice's centre, in sum ─▶ the least similar are kept
+    tokens ─▶ the half of the channels with the least variance ─▶ unit length
+                 ├─▶ similarity to the video's centre ─▶ mean over each slice ─▶ softmax ─▶ budget of the slice
+                 └─▶ similarity to the video's centre + to its slice's centre ─▶ the least similar are kept
 
-A token that is not finite counts as zeros among the others and is dropped first.
-Source: arXiv 2505.14454; the exact total, the floor of one token a slice and the order of ties are Framesieve's own.
+A token with a value that is not finite is computed as zeros and dropped first.
+Source: arXiv 2505.14454; the exact total, the minimum of one token per slice and the order of ties are Framesieve's
+own.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _TEMPERATURE = 0.01
 
 
 def vidcom2_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """How like each token is to its video's centre, and to that and its slice's in sum.
+    """Each token's similarity to its video's centre, and the sum of that and its similarity to its slice's centre.
 
-    embeds: (t·h·w, D), any float dtype; scored in float32. Returns float32 (t, h·w) each; what is not finite is +inf
-    in the second.
+    embeds: (t·h·w, D), any float dtype; scored in float32. Returns float32 (t, h·w) each; tokens that are not finite
+    are +inf in the second.
     """
     slices = embeds.view(grid.t, grid.slice_tokens, -1)
     return _similarities(slices, _steady_channels(slices))
@@ -37,67 +38,67 @@ def vidcom2_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 def vidcom2_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor:
     """Indices of the tokens that VidCom2 keeps.
 
-    scores: of `vidcom2_scores`.
-    Returns int32 (K,), strictly increasing, K = retained_count(grid, pruning), at least one of each slice.
+    scores: from `vidcom2_scores`.
+    Returns int32 (K,), strictly increasing, K = retained_count(grid, pruning), at least one token per slice.
     """
     to_video, to_both = scores
     count = retained_count(grid, pruning)
     quotas = _quotas(to_video.mean(1, dtype=torch.float64), pruning.rate, grid.slice_tokens)
     budgets = slice_budgets(quotas, grid.slice_tokens, count)
     within = torch.arange(grid.slice_tokens, device=to_both.device) < budgets[:, None]
-    # Rounded, since tokens that look alike differ by rounding noise: their order is then that of the grid.
+    # Rounded, because equal tokens differ by rounding noise: ties are then broken by the order of the grid.
     order = rounded(to_both).argsort(dim=1, stable=True)
     kept = torch.zeros_like(within).scatter(1, order, within)
-    # Those that are kept come first, in their order: how many is known here, and nobody has to ask the device.
+    # A stable sort moves the kept tokens to the front, in order. `count` is known here: no synchronisation.
     return kept.view(-1).to(torch.int8).argsort(descending=True, stable=True)[:count].to(torch.int32)
 
 
 def slice_budgets(quotas: Tensor, slice_tokens: int, count: int) -> Tensor:
-    """How many tokens each slice keeps, int64 (t,): its quota, by largest remainder, `count` in sum.
+    """How many tokens each slice keeps, int64 (t,): quotas rounded by largest remainder, so that the sum is `count`.
 
-    quotas: float64 (t,), real numbers; each is first brought between 1 and slice_tokens, and so is what comes of it.
-    count: at least one a slice, at most all. Of equal remainders the earlier slice's counts as the larger.
+    quotas: float64 (t,); quotas and results are clamped to 1 … slice_tokens. count: from t to t · slice_tokens.
+    Of equal remainders the earlier slice's counts as the larger.
 
-    What their whole parts lack goes to slices in rounds, one token each; what they have too much is taken likewise:
+    Tokens missing after rounding down are added in rounds, one per slice; surplus tokens are removed likewise:
 
-        remainders  .9 .6 .2        lacking 5, the first slice has room for 1
-        round 1      +  +  +        by remainder, the largest first; what is too much, the smallest first
+        remainders  .9 .6 .2        5 missing, the first slice can take only 1
+        round 1      +  +  +        in the order of remainders, largest first (surplus: smallest first)
         round 2         +  +
     """
     assert len(quotas) <= count <= len(quotas) * slice_tokens
     clipped = quotas.clamp(1, slice_tokens)
     whole = clipped.floor().to(torch.int64)
-    missing = count - whole.sum()
-    lacking = missing > 0
+    missing = count - whole.sum()  # negative: a surplus
+    adding = missing > 0
     by_remainder = (whole - clipped).argsort(stable=True)
-    turns = torch.where(lacking, by_remainder, by_remainder.flip(0))
-    room = torch.where(lacking, slice_tokens - whole, whole - 1)[turns]
+    turns = torch.where(adding, by_remainder, by_remainder.flip(0))
+    possible = torch.where(adding, slice_tokens - whole, whole - 1)[turns]
     rounds = torch.arange(slice_tokens, device=quotas.device)
-    moves = rounds[:, None] < room  # (rounds, t): whether a slice, in its turn, has anything left to give or take
+    moves = rounds[:, None] < possible  # (rounds, t): whether a slice, at its turn, can still give or take a token
     moved = moves & (moves.view(-1).cumsum(0).view(moves.shape) <= missing.abs())
     return whole.scatter_add(0, turns, moved.sum(0) * missing.sign())
 
 
 def _quotas(to_video: Tensor, rate: float, slice_tokens: int) -> Tensor:
-    """What each slice would keep if tokens could be cut: more of it, the less it is like its video. to_video: (t,)."""
-    standing_out = torch.softmax(-to_video / _TEMPERATURE, dim=0)
-    return (1 - rate) * (1 + standing_out - standing_out.mean()) * slice_tokens
+    """Real-valued budgets: the less similar a slice is to its video, the larger. to_video: slice means, (t,)."""
+    distinctive = torch.softmax(-to_video / _TEMPERATURE, dim=0)
+    return (1 - rate) * (1 + distinctive - distinctive.mean()) * slice_tokens
 
 
 def _steady_channels(slices: Tensor) -> Tensor:
-    """The half of the channels that varies least over the video, int64 (⌊D/2⌋,); ties go to the lower channel."""
+    """The half of the channels with the least variance over the video, int64 (⌊D/2⌋,); ties to the lower channel."""
     tokens, width = slices.shape[0] * slices.shape[1], slices.shape[2]
     mean, variance = (torch.zeros(width, dtype=torch.float64, device=slices.device) for _ in range(2))
     for _, values, _ in _read(slices):
         mean += values.sum((0, 1), dtype=torch.float64)
-    mean /= tokens  # once, so that what is the same everywhere varies by exactly nothing
+    mean /= tokens  # divided once, so that a constant channel has a variance of exactly 0
     for _, values, _ in _read(slices):
         variance += (values - mean).square().sum((0, 1))
     return variance.argsort(stable=True)[: width // 2]
 
 
 def _similarities(slices: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-    """`vidcom2_scores`, over the half of the channels that varies least."""
+    """`vidcom2_scores` over the given channels."""
     tokens = slices.shape[0] * slices.shape[1]
     centre = torch.zeros(channels.numel(), dtype=torch.float64, device=slices.device)
     for _, values, _ in _read(slices):
@@ -114,13 +115,13 @@ def _similarities(slices: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _similarity(units: Tensor, centre: Tensor) -> Tensor:
-    """Gaussian, of several widths in sum: (…, D) to (…,)."""
+    """The sum of Gaussian kernels of several widths: (…, D) to (…,)."""
     distances = (units - centre).square().sum(-1)
     return torch.stack([torch.exp(-distances / (2 * width)) for width in _WIDTHS]).sum(0)
 
 
 def _read(slices: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Spans of a video, their tokens, float32 (n, h·w, D), and which are finite, bool (n, h·w); the rest are zeros."""
+    """Spans of a video, their tokens, float32 (n, h·w, D), and which are finite, bool (n, h·w); others are zeros."""
     for span in spans(slices):
         values = slices[span].float()
         finite = values.isfinite().all(-1)

@@ -1,4 +1,7 @@
-"""Has the gauges read the batcher, the cache and the rooms whenever Prometheus asks."""
+"""Gauges that read the batcher, the cache and the byte semaphores whenever Prometheus scrapes.
+
+Beside `metrics`, which lies below the modules that are read here.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,19 @@ from services.encoder.metrics import (
 )
 
 
-def watch(batcher: Batcher, cache: EmbedsCache, outputs: ByteSemaphore) -> None:
-    """Has the gauges ask these whenever they are read."""
+def watch(batcher: Batcher, cache: EmbedsCache, output_bytes: ByteSemaphore) -> None:
+    """Makes the gauges read these objects from now on."""
     QUEUE_SLICES.set_function(lambda: batcher.queued)
     QUEUE_OLDEST_SECONDS.set_function(lambda: age_seconds(batcher.oldest_ns))
     CACHE_BYTES.set(cache.size_bytes)
     CACHE_BYTES_USED.set_function(lambda: cache.held_bytes)
     CACHE_WAITERS.set_function(lambda: cache.waiters)
-    _watch_room("encoding", cache.room)
-    _watch_room("output", outputs)
+    _watch_semaphore("encoding", cache.encoding_bytes)
+    _watch_semaphore("output", output_bytes)
 
 
-def _watch_room(name: str, room: ByteSemaphore) -> None:
-    """Has the gauges of a room ask it whenever they are read."""
-    ROOM_BYTES.labels(name).set(room.size_bytes)
-    ROOM_BYTES_USED.labels(name).set_function(lambda: room.held_bytes)
-    ROOM_WAITING.labels(name).set_function(lambda: room.waiting)
-    ROOM_OLDEST_SECONDS.labels(name).set_function(lambda: age_seconds(room.oldest_ns))
+def _watch_semaphore(name: str, semaphore: ByteSemaphore) -> None:
+    ROOM_BYTES.labels(name).set(semaphore.size_bytes)
+    ROOM_BYTES_USED.labels(name).set_function(lambda: semaphore.held_bytes)
+    ROOM_WAITING.labels(name).set_function(lambda: semaphore.waiting)
+    ROOM_OLDEST_SECONDS.labels(name).set_function(lambda: age_seconds(semaphore.oldest_ns))

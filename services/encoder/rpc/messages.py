@@ -1,7 +1,7 @@
-"""What a prompt asks of the encoder itself, checked before the prompt is passed on: pruning, and embeddings it brings.
+"""Checks the parts of a prompt that concern the encoder, before it is passed on: pruning, and embeddings it brings.
 
-Embeddings stay here: preprocessing gets their grid, their time base and their digest. The rest of a prompt is its to
-check.
+Embeddings stay here: preprocessing gets their grid, their time base and their digest. Preprocessing checks the rest of
+the prompt.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from framesieve.v1 import prompt_pb2, tensor_pb2
-from framesieve.v1.encoder_pb2 import EncodePrompt
 from torch import Tensor
 
 from common.contract.errors import InvalidRequest
@@ -20,6 +18,8 @@ from common.contract.plan import Grid
 from common.contract.retention import EVS, Pruning
 from common.contract.tensors import MAX_AXES
 from common.contract.wire import named_media, prunings_of, tensor_digest
+from framesieve.v1 import prompt_pb2, tensor_pb2
+from framesieve.v1.encoder_pb2 import EncodePrompt
 from services.encoder.tower.tower import Tower
 
 _DTYPES = {
@@ -31,17 +31,17 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BroughtEmbeds:
-    """Embeddings that came with a prompt: (1 + embed_levels, t·h·w, embed_dim) as sent, finite in the tower's dtype."""
+    """Embeddings that came with a prompt: (1 + embed_levels, t·h·w, embed_dim), in the dtype sent."""
 
     grid: Grid
     tensor: Tensor
 
 
 def checked_prunings(request: EncodePrompt, methods: Sequence[str]) -> tuple[Pruning, ...]:
-    """How each media item is pruned.
+    """How each media item is pruned, by media index.
 
     methods: those that the model's family allows.
-    Raises InvalidRequest for another method, even where nothing would be pruned by it, and for a rate out of range.
+    Raises InvalidRequest for another method, even if it would prune nothing, and for a rate out of range.
     """
     _check_method("pruning", request.pruning, methods)
     for name, _, media in named_media(request.prompt):
@@ -50,10 +50,10 @@ def checked_prunings(request: EncodePrompt, methods: Sequence[str]) -> tuple[Pru
 
 
 def take_embeds(prompt: prompt_pb2.Prompt, tower: Tower) -> dict[int, BroughtEmbeds]:
-    """Takes embeddings out of the prompt, each replaced by its digest; by media index.
+    """Moves embeddings out of the prompt, leaving their digests; returns them by media index.
 
-    Reads and converts all of them, so call it beside the loop.
-    Raises InvalidRequest, naming the field, for what the tower could not have yielded.
+    Reads and converts all values, so call it in a thread, not on the event loop.
+    Raises InvalidRequest, naming the field, for a dtype, shape, size or value that the tower could not have produced.
     """
     named = [(name, media) for name, _, media in named_media(prompt)]
     if not any(media.WhichOneof("source") == "embeds" for _, media in named):
@@ -80,7 +80,7 @@ def _take(embeds: prompt_pb2.MediaEmbeds, tower: Tower, name: str) -> BroughtEmb
 
 
 def _tensor(message: tensor_pb2.Tensor, data: bytearray, shape: tuple[int, ...], name: str) -> Tensor:
-    """A view of `data`, its type, shape and size checked."""
+    """A view of `data`, after checking dtype, shape and size."""
     if message.dtype not in _DTYPES:
         raise InvalidRequest(f"{name}.dtype must be BFLOAT16, FLOAT16 or FLOAT32, got {message.dtype}")
     if tuple(message.shape) != shape:
@@ -96,7 +96,7 @@ def _tensor(message: tensor_pb2.Tensor, data: bytearray, shape: tuple[int, ...],
 
 
 def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
-    """In `dtype`: what is finite in float32 may be too large for another."""
+    """Checks the values converted to `dtype`: what is finite in float32 may overflow in float16."""
     for level, values in enumerate(tensor):
         finite = values.to(dtype).isfinite()
         if not bool(finite.all()):

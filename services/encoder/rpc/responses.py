@@ -1,6 +1,6 @@
-"""What one call of Encode sends, in order: a queue between those who make messages and the reader who takes them.
+"""The responses of one call of Encode: a bounded queue between the tasks that make messages and the gRPC writer.
 
-A slow reader holds back embeddings; progress that it has no time for is left out.
+A slow caller holds back embeddings (backpressure); progress messages are dropped while the queue is full.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, MediaProgress, StageAges
-
 from common.contract.plan import PromptPlan
 from common.contract.tensors import pieces
 from common.contract.wire import fill_chunk, int32_tensor, plan_messages
 from common.telemetry.ages import ago_s
-from services.encoder.items.encoding import Moments
+from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, MediaProgress, StageAges
+from services.encoder.items.cache_entry import StageTimes
 from services.encoder.items.item import Item
 
-# Messages made ahead of a slow reader, 1 MiB each at most.
-_AHEAD = 2
+# Messages queued for a slow caller, at most 1 MiB each.
+_QUEUED = 2
 _PROGRESS_EVERY_S = 0.05
 
 
 class Responses:
-    """What is to be sent, in order, a few messages ahead of the reader."""
+    """Messages to be sent, in order. None in the queue only wakes the reader."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[EncodeResponse | None] = asyncio.Queue(_AHEAD)
+        self._queue: asyncio.Queue[EncodeResponse | None] = asyncio.Queue(_QUEUED)
         self._order = asyncio.Lock()
         self._reported: dict[int, tuple[int, int, float]] = {}
 
@@ -37,24 +36,24 @@ class Responses:
             await self._queue.put(response)
 
     async def put_plan(self, plan: PromptPlan, fetched_ns: int | None) -> None:
-        """fetched_ns: when media that came by URL had been fetched, if any was; told in the first piece."""
+        """fetched_ns: when media fetched by URL were complete, None without such media; sent with the first piece."""
         fetched_ago_s = None if fetched_ns is None else ago_s(fetched_ns)
         for message in plan_messages(plan):
             await self.put(EncodeResponse(plan=message, fetched_ago_s=fetched_ago_s))
             fetched_ago_s = None
 
     def offer_progress(self, item: Item) -> None:
-        """Says how far the item is, if the reader keeps up: at each stage's end, and between at most every 50 ms."""
+        """Reports progress unless the queue is full: at the end of each stage, otherwise at most every 50 ms."""
         if not self._order.locked() and not self._queue.full() and (progress := self._progress(item)):
             self._queue.put_nowait(progress)
 
     async def put_embeds(self, item: Item) -> None:
-        """Puts the last of an obtained item's progress, and its pieces."""
+        """Puts the final progress of an obtained item, then its embeddings in pieces."""
         embeds = item.embeds
         async with self._order:
             if progress := self._progress(item):
                 await self._queue.put(progress)
-        extra: dict[str, Any] = {"repaired_frames": item.repaired_frames, "ages": _ages(item.moments)}
+        extra: dict[str, Any] = {"repaired_frames": item.repaired_frames, "ages": _ages(item.times)}
         if embeds.kept is not None:
             extra["kept"] = int32_tensor(embeds.kept)
         for offset, piece in pieces(embeds.data):
@@ -64,7 +63,7 @@ class Responses:
             extra = {}
 
     async def until_done(self, task: asyncio.Task[None]) -> AsyncIterator[EncodeResponse]:
-        """Everything that was put until `task` is done; then raises what it raised."""
+        """Yields everything that is put until `task` is done, then raises the error of the task, if any."""
         task.add_done_callback(self._wake)
         while not (task.done() and self._queue.empty()):
             response = await self._queue.get()
@@ -88,11 +87,11 @@ class Responses:
             self._queue.put_nowait(None)
 
 
-def _ages(moments: Moments) -> StageAges:
+def _ages(times: StageTimes) -> StageAges:
     return StageAges(
-        decoded_s=None if moments.decoded_ns is None else ago_s(moments.decoded_ns),
-        resized_s=None if moments.resized_ns is None else ago_s(moments.resized_ns),
-        begun_s=ago_s(moments.begun_ns),
-        encoded_s=ago_s(moments.encoded_ns),
-        pruned_s=ago_s(moments.pruned_ns),
+        decoded_s=None if times.decoded_ns is None else ago_s(times.decoded_ns),
+        resized_s=None if times.resized_ns is None else ago_s(times.resized_ns),
+        begun_s=ago_s(times.begun_ns),
+        encoded_s=ago_s(times.encoded_ns),
+        pruned_s=ago_s(times.pruned_ns),
     )

@@ -1,11 +1,11 @@
-"""EncoderService: the plan first, then the pruned embeddings of what is selected, items in the order of selection.
+"""EncoderService: sends the plan, then the pruned embeddings of selected items, in the order of selection.
 
-    selecting   select ─▶ room for what is sent ─▶ join its entry ─▶ lead it: room, select upstream
-    obtaining                                      (one task an item)  entry complete ─▶ gather ─▶ leave the entry
-    sending                                                            in order ─▶ stream ─▶ release
+    select   reserve output bytes ─▶ join the cache entry ─▶ lead it: reserve encoding bytes, select upstream
+    obtain                                        (a task per item)  entry complete ─▶ gather ─▶ leave the entry
+    send                                                             in order ─▶ stream ─▶ release output bytes
 
-Who has not reserved does not select. What an entry is made of comes by a request's feed, its own or another's.
-It owns the order of messages, and what a device without memory is told as.
+Output bytes are reserved before an item is selected upstream. The slices of an entry may come from this request's
+stream or from another's. It owns the order of messages, and maps CUDA out-of-memory to OVERLOADED.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from common.security.credentials import NO_CREDENTIALS, Credentials
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from services.encoder.items.cache import EmbedsCache
-from services.encoder.items.feed import Feed
 from services.encoder.items.item import Item
-from services.encoder.items.preprocess_stream import Expectation, FrameStream
+from services.encoder.items.preprocess_stream import PlanCheck, PreprocessStream
 from services.encoder.rpc.messages import BroughtEmbeds, checked_prunings, take_embeds
 from services.encoder.rpc.responses import Responses
 
@@ -44,42 +43,44 @@ Context: TypeAlias = grpc.aio.ServicerContext[EncodeRequest, EncodeResponse]
 
 
 class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
-    """Serves the tower behind `cache`; outputs: room for what waits to be sent, as much as the cache's at least.
+    """Serves the embeddings of `cache`.
 
-    preprocessing: the channel to the service that decodes; credentials: whose token is shown to it.
+    fingerprint: of the checkpoint. output_bytes: limits embeddings that wait to be sent, at least as large as the
+    cache's `encoding_bytes`. preprocessing: the channel to it; credentials: the token shown to it.
     """
 
     def __init__(
         self,
         fingerprint: bytes,
         cache: EmbedsCache,
-        outputs: ByteSemaphore,
+        output_bytes: ByteSemaphore,
         preprocessing: grpc.aio.Channel,
         credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
-        assert outputs.size_bytes >= cache.room.size_bytes
+        assert output_bytes.size_bytes >= cache.encoding_bytes.size_bytes
         self._tower = cache.tower
         self._cache = cache
-        self._outputs = outputs
+        self._output_bytes = output_bytes
         self._preprocessing = preprocessing
         self._credentials = credentials
-        self._expected = Expectation(self._tower.patches, self._tower.embed_levels, fingerprint)
+        self._plan_check = PlanCheck(self._tower.patches, self._tower.embed_levels, fingerprint)
 
     async def Encode(self, request_iterator: Requests, context: Context) -> AsyncIterator[EncodeResponse]:
         responses = Responses()
-        # No deadline of this caller's: others may wait for what its stream decodes. It ends by being cancelled.
+        # The stream runs without the caller's deadline, since other requests may wait for its slices. The deadline
+        # cancels this call, and with it the request's claim to the stream.
         options = {**passed_on(context, self._credentials), "timeout": None}
         task = asyncio.create_task(self._answer(aiter(request_iterator), options, responses))
-        # A caller that is gone is noticed here even while the last response is still being written.
-        context.add_done_callback(lambda _: _abandon(task))  # type: ignore[arg-type]  # the stub's own type is no protocol
+        # Notices a disconnected caller even while the last response is still being written.
+        context.add_done_callback(lambda _: _cancel(task))  # type: ignore[arg-type]  # the stub's own type is no protocol
         try:
             async for response in responses.until_done(task):
                 yield response
         finally:
-            _abandon(task)
+            task.cancel()
             await asyncio.wait([task])
             if not task.cancelled():
-                task.exception()  # told to the caller, or there is no caller left to tell
+                task.exception()  # marks it as retrieved: the caller has it already, or has disconnected
 
     async def _answer(self, requests: Requests, options: Mapping[str, Any], responses: Responses) -> None:
         first = await anext(requests, None)
@@ -88,18 +89,18 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         check_prompt(first.prompt.prompt)
         prunings = checked_prunings(first.prompt, self._tower.pruning_methods)
         brought = await asyncio.to_thread(take_embeds, first.prompt.prompt, self._tower)
-        feed = Feed(FrameStream(self._preprocessing, options, self._expected))
+        stream = PreprocessStream(self._preprocessing, options, self._plan_check)
         try:
             grids = {index: embeds.grid for index, embeds in brought.items()}
-            plan = await feed.plan(first.prompt.prompt, grids)
+            plan = await stream.plan(first.prompt.prompt, grids)
             del first  # its media may be large
-            await responses.put_plan(plan, feed.fetched_ns)
-            await self._encode(selections(requests, len(plan.media)), plan, prunings, brought, feed, responses)
+            await responses.put_plan(plan, stream.fetched_ns)
+            await self._encode(selections(requests, len(plan.media)), plan, prunings, brought, stream, responses)
         except torch.OutOfMemoryError as error:
             log.warning("the device is full", error=str(error))
             raise Overloaded("the encoder's device has no memory left") from error
         finally:
-            feed.leave()
+            stream.detach()
 
     async def _encode(
         self,
@@ -107,7 +108,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         plan: PromptPlan,
         prunings: tuple[Pruning, ...],
         brought: dict[int, BroughtEmbeds],
-        feed: Feed,
+        stream: PreprocessStream,
         responses: Responses,
     ) -> None:
         items: list[Item] = []
@@ -115,14 +116,14 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
 
         async def select(group: asyncio.TaskGroup) -> None:
             async for index in selections:
-                item = Item(index, plan.media[index], prunings[index], self._cache, self._outputs)
+                item = Item(index, plan.media[index], prunings[index], self._cache, self._output_bytes)
                 items.append(item)
-                await item.start(feed, brought.pop(index).tensor if index in brought else None)
-                started.put_nowait((item, group.create_task(item.obtain(feed, responses.offer_progress))))
+                await item.start(stream, brought.pop(index).tensor if index in brought else None)
+                started.put_nowait((item, group.create_task(item.obtain(stream, responses.offer_progress))))
             started.put_nowait(None)
             for item in items:
-                await item.settled(feed)
-            await feed.all_selected()
+                await item.decoded(stream)
+            await stream.all_selected()
 
         async def send() -> None:
             while (each := await started.get()) is not None:
@@ -133,7 +134,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
 
         try:
             async with asyncio.TaskGroup() as group:
-                for step in (select(group), send(), feed.ended()):
+                for step in (select(group), send(), stream.finished()):
                     group.create_task(step)
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -142,5 +143,5 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
                 item.close()
 
 
-def _abandon(task: asyncio.Task[None]) -> None:
+def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()

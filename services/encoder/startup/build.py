@@ -1,19 +1,52 @@
-"""The tower of one rank, made as the settings say, by each in the same way: the service is rank 0."""
+"""Builds the tower of this process, and with `--data-parallel` starts the other ranks; this process is rank 0."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import torch
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
+from common.ranks import Ranks, meeting_place
 from services.encoder.families import load_tower
 from services.encoder.settings import EncoderSettings
 from services.encoder.tower.graphs import with_graphs
+from services.encoder.tower.parallel.exchange import Exchange, join, leave
+from services.encoder.tower.parallel.rank_failure import RankFailure
+from services.encoder.tower.parallel.tower import DataParallelTower
 from services.encoder.tower.tower import Tower
+
+_RANK = "services.encoder.startup.rank"
+
+
+@contextmanager
+def data_parallel(settings: EncoderSettings) -> Iterator[DataParallelTower]:
+    """The tower of all ranks, until every rank has ended.
+
+    A rank that cannot start ends this process. Raises StartupError if rank 0 cannot start.
+    """
+    count, device, rank_failure = settings.data_parallel, device_of(settings), RankFailure()
+    meeting = meeting_place()
+    facts = {"settings": settings.model_dump(mode="json"), "meeting": str(meeting)}
+    with closing(Ranks(_RANK, count, facts, rank_failure.record)) as others:
+        own = load_rank(settings, device)  # while the other ranks load theirs
+        for rank in range(1, count):
+            others.hear(rank)
+        # After loading and capturing: joining has a timeout, and NCCL's work must not get into a captured graph.
+        group = join(meeting, 0, count, device) if count > 1 else None
+        try:
+            yield DataParallelTower(own, others, count, Exchange(group), settings.batch_tokens, rank_failure)
+        finally:
+            if rank_failure.cause is not None:  # the other ranks may wait for ever for the failed one
+                others.kill()
+    if group is not None and rank_failure.cause is None:
+        leave(device)
 
 
 def load_rank(settings: EncoderSettings, device: torch.device) -> Tower:
-    """device: the rank's, of `device_of`. Raises StartupError for what cannot be as the settings say."""
+    """The tower of one rank, with graphs. device: from `device_of`. Raises StartupError if it cannot be loaded."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     if device.type == "cuda" and device.index is not None:
@@ -23,7 +56,7 @@ def load_rank(settings: EncoderSettings, device: torch.device) -> Tower:
 
 
 def device_of(settings: EncoderSettings, rank: int = 0) -> torch.device:
-    """The settings' device, or on CUDA as many further as the rank is. Raises StartupError if it cannot be used."""
+    """The device of a rank: on CUDA, `--device` plus the rank. Raises StartupError if it cannot be used."""
     name = settings.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,6 +71,6 @@ def device_of(settings: EncoderSettings, rank: int = 0) -> torch.device:
                 )
             device = torch.device("cuda", first + rank)
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter from builds of torch without CUDA
+    except (RuntimeError, AssertionError) as error:  # AssertionError: from builds of torch without CUDA
         raise StartupError(f"--device {name} cannot be used: {error}") from error
     return device

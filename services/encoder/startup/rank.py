@@ -1,6 +1,6 @@
-"""A rank beside the service's own: it loads its tower, then runs what it is sent until the service hangs up or ends.
+"""A worker rank: loads its tower, then encodes the shares that it is sent until the service hangs up or ends.
 
-`python -m services.encoder.startup.rank DESCRIPTOR`, started by the service alone.
+`python -m services.encoder.startup.rank DESCRIPTOR`; only the service starts it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from common.telemetry.logs import configure_logging
 from services.encoder.settings import EncoderSettings
 from services.encoder.startup.build import device_of, load_rank
 from services.encoder.tower.parallel.exchange import Exchange, join, leave, unpacked
-from services.encoder.tower.parallel.share import DONE, NO_MEMORY, encode_share, packing_of
+from services.encoder.tower.parallel.tower import DONE, NO_MEMORY, encode_share, packing_of
 from services.encoder.tower.tower import Tower
 
 log = structlog.get_logger()
@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 def main() -> ExitStatus:
     orders = Orders(int(sys.argv[1]))
-    if not orders.facts:  # the service has ended meanwhile
+    if not orders.facts:  # the service has ended since
         return ExitStatus.FINISHED
     settings, rank = EncoderSettings(**orders.facts["settings"]), int(orders.facts["rank"])
     configure_logging("encoder", settings.log_format, settings.log_level)
@@ -41,7 +41,7 @@ def main() -> ExitStatus:
     except StartupError as error:
         log.error("cannot start", error=str(error))
         return ExitStatus.CANNOT_START
-    except BrokenPipeError:  # the service could not, and is gone
+    except BrokenPipeError:  # the service could not start, and has ended
         return ExitStatus.FINISHED
     run_shares(orders, tower, exchange, settings.batch_tokens)
     leave(tower.device)
@@ -49,7 +49,7 @@ def main() -> ExitStatus:
 
 
 def run_shares(orders: Orders, tower: Tower, exchange: Exchange, most_tokens: int) -> None:
-    """Runs share after share until the service hangs up. most_tokens: of one forward."""
+    """Encodes share after share until the service hangs up. most_tokens: of one forward."""
     packing = packing_of(tower, most_tokens)
     while (told := orders.receive()) is not None:
         shapes = json.loads(told)
@@ -58,12 +58,12 @@ def run_shares(orders: Orders, tower: Tower, exchange: Exchange, most_tokens: in
             slices = unpacked(exchange.receive(values, 0), shapes)
             try:
                 embeds = encode_share(tower, slices, packing)
-            except torch.AcceleratorError:  # the device is of no more use to this process
+            except torch.AcceleratorError:  # the process can use the device no more
                 raise
-            except Exception as error:  # whatever it was, it fails this share and not the rank
+            except Exception as error:  # any other error fails this share and not the rank
                 log.exception("a share has failed")
                 full = isinstance(error, torch.OutOfMemoryError)
-                orders.answer(NO_MEMORY if full else str(error).encode() or b"it did not say why")
+                orders.answer(NO_MEMORY if full else str(error).encode() or b"an error without a message")
                 continue
             orders.answer(DONE)
             exchange.send(embeds, 0).wait()

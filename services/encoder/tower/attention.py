@@ -1,9 +1,9 @@
-"""Attention of towers, as transformers calls it: SDPA once a sequence, or one call a layer of a variable-length kernel.
+"""Attention of towers, as transformers calls it: SDPA per sequence, or one variable-length kernel call per layer.
 
-    rows:  [ a a a ][ b b ] · ·        one call for all sequences; rows behind the last are in none
-    ends:  0        3      5  5        read on the device: what is captured in a graph follows them
+    rows:  [ a a a ][ b b ] · ·        one call for all sequences; rows behind the last end are in none
+    ends:  0        3      5  5        read on the device, so a captured graph follows new ends
 
-torch's own flash kernel does the second on CUDA in half precision; what there is, is tried once at the start.
+torch's flash kernel provides the latter on CUDA in half precision; it is tested once at the start.
 Sources: `torch.nn.attention.varlen`, FlashAttention 2, arXiv 2307.08691; `transformers.AttentionInterface`.
 """
 
@@ -20,9 +20,9 @@ from transformers import AttentionInterface
 
 from common.contract.errors import StartupError
 
-# transformers tells of all sequences at once only what has "flash" in its name.
+# transformers passes the ends of sequences only to attention functions with "flash" in their names.
 VARLEN = "framesieve_flash_varlen"
-# What two kernels may differ by on numbers of about one, in bfloat16.
+# The largest difference between two kernels on values of about one, in bfloat16.
 TOLERANCE = 2e-2
 _HEAD_DIM_STEP, _MOST_HEAD_DIM = 8, 256
 
@@ -32,37 +32,37 @@ log = structlog.get_logger()
 
 
 class Attend(Protocol):
-    """`torch.nn.attention.varlen.varlen_attn`, as far as it is used: no mask, scaled by head_dim ** -0.5."""
+    """`torch.nn.attention.varlen.varlen_attn`: without a mask, scaled by head_dim ** -0.5."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int, /
     ) -> Tensor:
-        """All, and what it returns: (P, heads, head_dim); ends: int32 (S + 1,), no sequence longer than max."""
+        """query, key, value and result: (P, heads, head_dim). ends: int32 (S + 1,). max: of any sequence's length."""
 
 
 def find_attention(
     wanted: Wanted, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int
 ) -> Attend | None:
-    """The variable-length kernel that suits a tower; None: SDPA does.
+    """The variable-length kernel for a tower, or None for SDPA.
 
-    Raises StartupError if it is wanted and cannot be had.
+    Raises StartupError if `wanted` is varlen and no kernel works.
     """
     if device.type == "cuda":
-        # torch's first choice on Hopper, and it makes a plan for every new size, for up to half a second: sizes are new
-        # with almost every forward here.
+        # cuDNN is torch's first choice on Hopper, but plans for up to half a second for every new size, and almost
+        # every forward here has a new size.
         torch.backends.cuda.enable_cudnn_sdp(False)
     attend: Attend | None = None
     obstacle = None if wanted == "sdpa" else unsuitable(device.type, dtype, head_dim)
     if wanted != "sdpa" and obstacle is None:
         attend, obstacle = _try_kernel(device, dtype, heads, head_dim)
     if wanted == "varlen" and obstacle is not None:
-        raise StartupError(f"--tower-attention varlen cannot be had: {obstacle}")
+        raise StartupError(f"--tower-attention varlen cannot be used: {obstacle}")
     log.info("tower attention", attention="varlen" if attend else "sdpa", device=str(device), reason=obstacle)
     return attend
 
 
 def unsuitable(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the variable-length kernel is none for such a tower, whatever torch has."""
+    """Why the variable-length kernel does not support such a tower; None if it does."""
     if device != "cuda":
         return f"it needs a CUDA device, got {device}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -84,12 +84,12 @@ def _try_kernel(
 
 
 def check_kernel(attend: Attend, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> None:
-    """Has a kernel attend to sequences of several lengths, with empty ones and NaN behind the last.
+    """Runs a kernel on sequences of several lengths, some empty, with NaN rows behind the last, and compares with SDPA.
 
-    What it is given are views of one product, as a tower's are. NaN is what padding may come to in a pool of memory
-    that graphs share: FlashAttention 3 and 4 carried it into embeddings (github.com/vllm-project/vllm/issues/57136), as
-    they weigh it by 0, where 2 clears it first (github.com/Dao-AILab/flash-attention/issues/2374).
-    Raises what the kernel raises, and AssertionError if it is wrong.
+    Its inputs are views of one product, as in a tower. Padding rows may hold NaN, because graphs share a memory pool:
+    FlashAttention 3 and 4 carried it into embeddings (github.com/vllm-project/vllm/issues/57136), because they multiply
+    it by 0, where 2 clears it first (github.com/Dao-AILab/flash-attention/issues/2374).
+    Raises the kernel's errors, and AssertionError if its result is wrong.
     """
     lengths, empty, behind = [3, 64, 1, 150], 4, 20
     rows, bound = sum(lengths), 2 * max(lengths)
@@ -122,7 +122,7 @@ def varlen_attention(
     max_length_q: int,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls. Returns (1, P, heads, head_dim)."""
+    """The attention function registered with transformers. Returns (1, P, heads, head_dim)."""
     assert scaling == query.shape[-1] ** -0.5
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     return attend(query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)[None], None

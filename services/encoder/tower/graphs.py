@@ -1,10 +1,10 @@
-"""Forwards of a tower as graphs: captured at the start, one for each budget, and replayed for whatever fits into it.
+"""CUDA graphs of a tower's forward: one captured per bucket at the start, replayed for any slices that fit into it.
 
     patches:   [ a a a a b b b c c · · · ]      uint8; all rows are written before each replay, padding included
-    geometry:  [ a a a a b b b c c · · · ]      positions, order, ends, taps: see `geometry.pad`
+    layout:    [ a a a a b b b c c · · · ]      positions, order, ends, interpolation: see `packing.pad`
 
-Padding stands in no sequence and in tokens of its own, so nothing of it reaches a slice. What is returned is a copy:
-the next replay writes over what this one computed. It knows no family, and CUDA in `CudaDevice` alone.
+Padding is in no sequence and in tokens of its own, so it affects no slice. The output is copied, because the next
+replay overwrites it. It knows no family, and CUDA only in `CudaDevice`.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ import torch
 from torch import Tensor
 
 from services.encoder.metrics import EAGER_FORWARDS, GRAPH_PADDING_TOKENS, GRAPH_REPLAYS, GRAPH_TOKENS
-from services.encoder.tower.forward import ModelForward, pin
 from services.encoder.tower.graph_buckets import (
     Eager,
     Measured,
-    Packing,
+    PackingLimit,
     Size,
-    budgets,
+    bucket_size,
     choose,
     excess,
     fitting,
+    graph_buckets,
     pays,
-    room_of,
 )
 from services.encoder.tower.packing import Side, TowerShape, lay_out, pad, size_of
-from services.encoder.tower.tower import Tower
+from services.encoder.tower.tower import ModelForward, Tower
+from services.encoder.tower.transfers import pin
 
-# Few slices are smaller, and the graph of so many tokens takes no longer than one of fewer.
+# The smallest bucket: few slices are smaller, and a graph of fewer tokens is no faster.
 LEAST_TOKENS = 64
-# What a budget is measured with: slices of so many tokens a side, where they fit.
+# Buckets are timed with square slices of at most so many tokens per side.
 MEASURED_SIDE = 8
 _ROUNDS = 5
 
@@ -53,7 +53,7 @@ for _reason in Eager:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """output: what the last `replay` computed, until the next one."""
+    """output: the result of the last `replay`, until the next one."""
 
     replay: Callable[[], None]
     output: Tensor
@@ -61,29 +61,29 @@ class Captured:
 
 class Device(Protocol):
     def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
-        """Makes a graph of what `compute` does, which reads `inputs`, whose content is written before each replay.
+        """Captures `compute`, which reads `inputs`; their content is written before each replay.
 
-        Raises RuntimeError if it does what no graph can hold.
+        Raises RuntimeError if `compute` does something that cannot be captured.
         """
 
     def measure_s(self, run: Callable[[], object]) -> float:
-        """How long it takes, until the device is done."""
+        """The time from the call of `run` until the device is idle."""
 
 
 class TowerGraphs:
-    """A tower's forward that replays a graph where one holds the slices and is worth its padding; and counts."""
+    """A tower's forward that replays a graph if a bucket holds the slices and its padding pays. Counts both cases."""
 
     def __init__(self, forward: ModelForward, graphs: Mapping[Size, _Graph], measured: Sequence[Measured]) -> None:
-        """measured: of each graph, ascending."""
+        """graphs: by bucket. measured: times of these buckets, ascending."""
         self._forward = forward
         self._graphs = graphs
         self.measured = measured
-        self.budgets = [each.budget for each in measured]
+        self.buckets = [each.bucket for each in measured]
 
     def __call__(self, patches: Tensor, sides: Sequence[Side]) -> Tensor:
-        """What `Tower.forward` says."""
+        """See `Tower.forward`."""
         load = sum((size_of(side, self._forward.shape) for side in sides), Size(0, 0, 0))
-        chosen = choose(load, self.budgets)
+        chosen = choose(load, self.buckets)
         if isinstance(chosen, Size) and not pays(load, chosen, self.measured):
             chosen = Eager.PADDING
         if isinstance(chosen, Eager):
@@ -96,34 +96,35 @@ class TowerGraphs:
 
 
 def capture(forward: ModelForward, patch_values: int, most_tokens: int, device: Device) -> TowerGraphs:
-    """Captures, largest first, so that smaller graphs find their memory in the pool. RuntimeError as from `device`."""
+    """Captures all buckets, largest first, so that smaller graphs reuse its memory. Raises RuntimeError on failure."""
     window_tokens = forward.shape.window_side**2
-    ascending = [room_of(each, window_tokens) for each in budgets(min(LEAST_TOKENS, most_tokens), most_tokens)]
+    tokens = graph_buckets(min(LEAST_TOKENS, most_tokens), most_tokens)
+    ascending = [bucket_size(each, window_tokens) for each in tokens]
     graphs = {each: _Graph(forward, patch_values, each, device) for each in reversed(ascending)}
     return TowerGraphs(forward, graphs, [_measure(forward, graphs[each], device) for each in ascending])
 
 
 class _Graph:
-    """One budget's."""
+    """The captured graph of one bucket, and its input buffers."""
 
     def __init__(self, forward: ModelForward, patch_values: int, size: Size, device: Device) -> None:
         self.size, self._shape = size, forward.shape
         patches = torch.zeros(size.tokens * self._shape.merge**2, patch_values, dtype=torch.uint8)
         token = lay_out([(self._shape.merge, self._shape.merge)], self._shape)
-        geometry = pad(token, size, self._shape).map(torch.from_numpy)
+        layout = pad(token, size, self._shape).map(torch.from_numpy)
         self.patches = patches.to(forward.device)
-        self._geometry = geometry.map(lambda array: array.to(forward.device))
-        inputs = [self.patches, *self._geometry.arrays]
-        self._captured = device.capture(inputs, partial(forward.compute, self.patches, self._geometry))
+        self._layout = layout.map(lambda array: array.to(forward.device))
+        inputs = [self.patches, *self._layout.arrays]
+        self._captured = device.capture(inputs, partial(forward.compute, self.patches, self._layout))
 
     def replay(self, patches: Tensor, sides: Sequence[Side]) -> Tensor:
-        """What `Tower.forward` says, of slices that the budget holds."""
+        """See `Tower.forward`; for slices that fit into the bucket."""
         rows = len(patches)
         self.patches[:rows].copy_(patches)
         self.patches[rows:].zero_()
-        geometry = pad(lay_out(sides, self._shape), self.size, self._shape)
-        for read, array in zip(self._geometry.arrays, geometry.arrays, strict=True):
-            read.copy_(pin(torch.from_numpy(array), read.device), non_blocking=True)
+        layout = pad(lay_out(sides, self._shape), self.size, self._shape)
+        for buffer, array in zip(self._layout.arrays, layout.arrays, strict=True):
+            buffer.copy_(pin(torch.from_numpy(array), buffer.device), non_blocking=True)
         self._captured.replay()
         return self._captured.output[:, : rows // self._shape.merge**2].clone()
 
@@ -138,17 +139,17 @@ def _measure(forward: ModelForward, graph: _Graph, device: Device) -> Measured:
     return Measured(graph.size, *times)
 
 
-def _squares(room: Size, shape: TowerShape) -> list[Side]:
-    """As many small squares as a budget holds."""
+def _squares(bucket: Size, shape: TowerShape) -> list[Side]:
+    """As many equal squares as the bucket holds."""
     for side in range(MEASURED_SIDE * shape.merge, shape.merge, -shape.merge):
         size = size_of((side, side), shape)
-        if not excess(size, room):
-            return [(side, side)] * fitting([size] * (room.tokens // size.tokens), room)
+        if not excess(size, bucket):
+            return [(side, side)] * fitting([size] * (bucket.tokens // size.tokens), bucket)
     return [(shape.merge, shape.merge)]
 
 
 class CudaDevice:
-    """Captures CUDA graphs into one pool of memory, on a stream of its own."""
+    """Captures CUDA graphs into one memory pool, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -156,15 +157,17 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(device)
 
     def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
-        """What `Device` says. First without a graph, as libraries set themselves up, and then once more and watched:
-        a capture that fails leaves more behind than what fails before it.
+        """See `Device.capture`.
+
+        Runs `compute` once so that libraries initialise themselves, and once with synchronisation forbidden: an error
+        there leaves the process in a better state than a failed capture.
         """
-        # `torch.cuda.graph` leaves its own stream current if a capture cannot be ended.
+        # `torch.cuda.graph` leaves its own stream current if a capture fails to end.
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 compute()
-                with _waiting_fails():
+                with _synchronising_raises():
                     compute()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
@@ -181,10 +184,10 @@ class CudaDevice:
 
 
 @contextmanager
-def _waiting_fails() -> Iterator[None]:
-    """Within, what has the host wait for the device raises RuntimeError: no graph can hold it."""
+def _synchronising_raises() -> Iterator[None]:
+    """Makes synchronising with the device raise RuntimeError, since it cannot be captured."""
     mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that torch may yet change the mode
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns that this mode is experimental
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -194,9 +197,9 @@ def _waiting_fails() -> Iterator[None]:
 
 @torch.inference_mode()
 def with_graphs(tower: Tower, most_tokens: int, device: Device | None = None) -> Tower:
-    """The tower, replaying graphs of up to so many tokens where its attention lets it. device: None is its own.
+    """The tower with graphs of up to `most_tokens` tokens. device: None captures on the tower's own.
 
-    A tower that no graph can hold is run as before.
+    Without variable-length attention, or if capturing fails, the tower runs without graphs.
     """
     forward = tower.forward
     assert isinstance(forward, ModelForward)
@@ -207,10 +210,11 @@ def with_graphs(tower: Tower, most_tokens: int, device: Device | None = None) ->
     try:
         graphs = capture(forward, tower.patches.patch_values, most_tokens, device or CudaDevice(tower.device))
     except RuntimeError as error:
-        log.warning("the tower runs without graphs", error=str(error.__context__ or error))  # what ended the capture
+        cause = error.__context__ or error  # ending a failed capture raises an error of its own
+        log.warning("the tower runs without graphs", error=str(cause))
         return uncaptured
-    log.info("tower captured", graphs=len(graphs.budgets), seconds=round(time.perf_counter() - start, 3))
+    log.info("tower captured", graphs=len(graphs.buckets), seconds=round(time.perf_counter() - start, 3))
     for each in graphs.measured:
-        log.debug("budget measured", tokens=each.budget.tokens, replay_s=each.replay_s, eager_s=each.eager_s)
-    packing = Packing(graphs.budgets[-1], lambda frames: size_of(tower.patches.side(frames), forward.shape))
+        log.debug("bucket measured", tokens=each.bucket.tokens, replay_s=each.replay_s, eager_s=each.eager_s)
+    packing = PackingLimit(graphs.buckets[-1], lambda frames: size_of(tower.patches.side(frames), forward.shape))
     return replace(tower, forward=graphs, packing=packing)

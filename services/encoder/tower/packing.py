@@ -1,15 +1,15 @@
-"""Where the patches of packed slices stand: all that a tower's forward must know of their sizes, made on the host.
+"""The layout of packed slices: positions, sequences and windows of their patches, computed on the host.
 
     slices:     [ a: 4 × 6 patches ][ b: 4 × 4 ]        sides
     ends:       0                  24         40        sequences of full attention
-    order:      [0 1 3 4 | 2 5 || 6 7 8 9]              tokens by window (of 2 × 2 here); the forward puts them back
+    order:      [0 1 3 4 | 2 5 || 6 7 8 9]              tokens by window (of 2 × 2 here); the forward reverses it
 
-So the forward asks no device for a number, and what it reads can be padded to the size of a captured one:
+So the forward reads no number back from the device, and its inputs can be padded to the size of a graph bucket:
 
-    ends:       0   24   40   40   40                   padding stands in no sequence: attention passes it over
-    order:      [0 … 9 | 10 11 …]                       and in its own place
+    ends:       0   24   40   40   40                   padding is in no sequence, so attention skips it
+    order:      [0 … 9 | 10 11 …]                       padding tokens keep their places
 
-It knows numpy alone. The tests hold it to `transformers.vision_utils`, which asks the device.
+It knows only numpy. The tests compare it with `transformers.vision_utils`, which computes the same on the device.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from services.encoder.tower.graph_buckets import Size
 
-# Slices of how many sizes stay laid out: those of few videos at once, each a few hundred bytes a token.
-_SIZES_KEPT = 32
+# Layouts of single slices that are cached, by size: a few hundred bytes per token each.
+_CACHED_SIZES = 32
 
 # Rows and columns of a slice, in patches; multiples of merge.
 Side: TypeAlias = tuple[int, int]
@@ -37,10 +37,10 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """What the geometry of a tower follows from.
+    """What a tower's layouts depend on.
 
-    merge: patches per side of a token. window_side: of an attention window, in tokens; 0 where there are none.
-    table_side: of the square table that position embeddings are interpolated in; 0 where there is none.
+    merge: patches per side of a token. window_side: side of an attention window, in tokens; 0 without windows.
+    table_side: side of the square table from which position embeddings are interpolated; 0 without a table.
     """
 
     merge: int
@@ -49,12 +49,13 @@ class TowerShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry(Generic[A]):
-    """Of P patches in T tokens, S slices and W windows; what a tower has no use for is None.
+class PackedLayout(Generic[A]):
+    """Layout of P patches in T tokens, S slices and W windows; None for arrays that a tower does not need.
 
-    positions: int64 (P, 2), row and column. ends: int32 (S + 1,), where slices end, in patches; none has more than
-    `longest`. order: int64 (T,), tokens by window; window_ends: int32 (W + 1,), in patches, and `longest_window`.
-    taps: int64 (P, 4), entries of the table that a patch's embedding is the sum of, tap_weights: float32 (P, 4).
+    positions: int64 (P, 2), row and column. ends: int32 (S + 1,), ends of slices in patches, the longest of which has
+    `longest`. order: int64 (T,), tokens by window. window_ends: int32 (W + 1,), ends of windows in patches, the longest
+    of which has `longest_window`. interpolation_indices: int64 (P, 4), table entries whose weighted sum is a patch's
+    position embedding; interpolation_weights: float32 (P, 4).
     """
 
     positions: A
@@ -63,38 +64,38 @@ class Geometry(Generic[A]):
     order: A | None = None
     window_ends: A | None = None
     longest_window: int = 0
-    taps: A | None = None
-    tap_weights: A | None = None
+    interpolation_indices: A | None = None
+    interpolation_weights: A | None = None
 
-    def map(self, change: Callable[[A], B]) -> Geometry[B]:
-        """The same with every array changed."""
-        order, window_ends, taps, tap_weights = (
+    def map(self, change: Callable[[A], B]) -> PackedLayout[B]:
+        """A copy with `change` applied to every array."""
+        order, window_ends, indices, weights = (
             None if each is None else change(each)
-            for each in (self.order, self.window_ends, self.taps, self.tap_weights)
+            for each in (self.order, self.window_ends, self.interpolation_indices, self.interpolation_weights)
         )
         positions, ends = change(self.positions), change(self.ends)
-        return Geometry(positions, ends, self.longest, order, window_ends, self.longest_window, taps, tap_weights)
+        return PackedLayout(positions, ends, self.longest, order, window_ends, self.longest_window, indices, weights)
 
-    def with_ends_of(self, other: Geometry[A]) -> Geometry[A]:
-        """The same, but for where sequences end."""
+    def with_ends_of(self, other: PackedLayout[A]) -> PackedLayout[A]:
+        """A copy with the ends of sequences from another layout."""
         return replace(self, ends=other.ends, window_ends=other.window_ends)
 
     @property
     def arrays(self) -> list[A]:
-        """Those that there are, always in one order."""
-        each = (self.positions, self.ends, self.order, self.window_ends, self.taps, self.tap_weights)
-        return [array for array in each if array is not None]
+        """The arrays that are not None, always in the same order."""
+        optional = (self.order, self.window_ends, self.interpolation_indices, self.interpolation_weights)
+        return [self.positions, self.ends, *(array for array in optional if array is not None)]
 
 
 def size_of(side: Side, shape: TowerShape) -> Size:
-    """What one slice takes of a budget."""
+    """The size of one slice."""
     rows, columns = side[0] // shape.merge, side[1] // shape.merge
     windows = -(-rows // shape.window_side) * -(-columns // shape.window_side) if shape.window_side else 0
     return Size(rows * columns, 1, windows)
 
 
-def lay_out(sides: Sequence[Side], shape: TowerShape) -> Geometry[Array]:
-    """The geometry of slices laid end to end; at least one."""
+def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
+    """The layout of slices packed end to end. sides: of at least one slice."""
     laid = [_laid(side, shape) for side in sides]
     order, window_ends, longest_window = None, None, 0
     if shape.window_side:
@@ -103,45 +104,46 @@ def lay_out(sides: Sequence[Side], shape: TowerShape) -> Geometry[Array]:
         lengths = np.concatenate([each.windows for each in laid])
         window_ends, longest_window = _ends(lengths), int(lengths.max())
     patches = [each.patches for each in laid]
-    return Geometry(
+    return PackedLayout(
         positions=np.concatenate([each.positions for each in laid]),
         ends=_ends(patches),
         longest=max(patches),
         order=order,
         window_ends=window_ends,
         longest_window=longest_window,
-        taps=np.concatenate([each.taps for each in laid]) if shape.table_side else None,
-        tap_weights=np.concatenate([each.tap_weights for each in laid]) if shape.table_side else None,
+        interpolation_indices=np.concatenate([each.indices for each in laid]) if shape.table_side else None,
+        interpolation_weights=np.concatenate([each.weights for each in laid]) if shape.table_side else None,
     )
 
 
-def pad(geometry: Geometry[Array], budget: Size, shape: TowerShape) -> Geometry[Array]:
-    """The same as a forward of the budget's size reads it, whose longest sequences are as long as any may be there."""
-    assert (geometry.order is None) == (shape.window_side == 0)
-    patches = budget.tokens * shape.merge**2
-    order, window_ends = geometry.order, geometry.window_ends
+def pad(layout: PackedLayout[Array], bucket: Size, shape: TowerShape) -> PackedLayout[Array]:
+    """The layout padded to a bucket. `longest` and `longest_window` are those of any layout that fits into it."""
+    assert (layout.order is None) == (shape.window_side == 0)
+    patches = bucket.tokens * shape.merge**2
+    order, window_ends = layout.order, layout.window_ends
+    indices, weights = layout.interpolation_indices, layout.interpolation_weights
     if order is not None and window_ends is not None:
-        order = np.concatenate([order, np.arange(len(order), budget.tokens)])
-        window_ends = _lengthen(window_ends, budget.windows + 1, window_ends[-1])
-    return Geometry(
-        positions=_lengthen(geometry.positions, patches, 0),
-        ends=_lengthen(geometry.ends, budget.slices + 1, geometry.ends[-1]),
+        order = np.concatenate([order, np.arange(len(order), bucket.tokens)])
+        window_ends = _lengthen(window_ends, bucket.windows + 1, window_ends[-1])
+    return PackedLayout(
+        positions=_lengthen(layout.positions, patches, 0),
+        ends=_lengthen(layout.ends, bucket.slices + 1, layout.ends[-1]),
         longest=patches,
         order=order,
         window_ends=window_ends,
         longest_window=min(patches, (shape.window_side * shape.merge) ** 2),
-        taps=None if geometry.taps is None else _lengthen(geometry.taps, patches, 0),
-        tap_weights=None if geometry.tap_weights is None else _lengthen(geometry.tap_weights, patches, 0),
+        interpolation_indices=None if indices is None else _lengthen(indices, patches, 0),
+        interpolation_weights=None if weights is None else _lengthen(weights, patches, 0),
     )
 
 
-@lru_cache(maxsize=_SIZES_KEPT)
+@lru_cache(maxsize=_CACHED_SIZES)
 def _laid(side: Side, shape: TowerShape) -> _Slice:
     return _Slice(side, shape)
 
 
 class _Slice:
-    """One slice's own part, from 0 on. order, windows: tokens by window, and patches in each."""
+    """The layout of one slice. order: tokens by window. windows: patches in each window."""
 
     def __init__(self, side: Side, shape: TowerShape) -> None:
         rows, columns = side
@@ -156,17 +158,17 @@ class _Slice:
             self.order = np.argsort(window, kind="stable")
             self.windows = np.bincount(window) * merge**2
         if shape.table_side:
-            (row_taps, row_weights), (column_taps, column_weights) = (
+            (row_indices, row_weights), (column_indices, column_weights) = (
                 _axis(self.positions[:, axis], side[axis], shape.table_side) for axis in (0, 1)
             )
-            self.taps = (row_taps[:, :, None] * shape.table_side + column_taps[:, None]).reshape(-1, 4)
-            self.tap_weights = (row_weights[:, :, None] * column_weights[:, None]).reshape(-1, 4)
+            self.indices = (row_indices[:, :, None] * shape.table_side + column_indices[:, None]).reshape(-1, 4)
+            self.weights = (row_weights[:, :, None] * column_weights[:, None]).reshape(-1, 4)
 
 
 def _axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:
-    """The two table entries beside each place of an axis, and their shares: its ends are the table's, the rest linear.
+    """The two table entries nearest to each place of an axis, and their weights: linear, with both ends aligned.
 
-    In float32, in the order in which transformers computes, so that both round alike.
+    Computed in float32, in the order of transformers' operations, so that both round alike.
     """
     at = places.astype(np.float32) * np.float32(table_side - 1) / np.float32(max(length - 1, 1))
     below = np.floor(at)
@@ -180,7 +182,7 @@ def _ends(lengths: Sequence[int] | Array) -> Array:
 
 
 def _lengthen(array: Array, length: int, value: Any) -> Array:
-    """More rows, of one value; never fewer."""
+    """Appends rows of one value up to `length` rows."""
     longer = np.full((length, *array.shape[1:]), value, array.dtype)
     longer[: len(array)] = array
     return longer

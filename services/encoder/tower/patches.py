@@ -1,10 +1,11 @@
-"""Frames to the patches that a vision tower reads, with rescaling and normalising folded into its first weights.
+"""Turns frames into the patches that a vision tower reads; normalisation is folded into the tower's first weights.
 
     frames  uint8 (F, H, W, 3)
     patches uint8 (h·w·merge², 3·temporal_patch·patch²)      rows by merged token, then within it; values (c, t, y, x)
 
-A patch embedding W of normalised values is, for values u as they were sent, W·(u·rescale − mean)/std, which is
-W'·(u − 128) + b' (uncentred, bfloat16 would lose a fifth more). So frames stay uint8 until the tower's first product.
+A patch embedding W of normalised values is, for uint8 values u, W·(u·rescale − mean)/std, which equals
+W'·(u − 128) + b' (without centring, the bfloat16 error would be a fifth larger). So frames stay uint8 until the
+tower's first product.
 It knows no family.
 Source: patchify and rescale_and_normalize of transformers' Qwen2VLVideoProcessor.
 """
@@ -43,7 +44,7 @@ class PatchShape:
         return CHANNELS * self.temporal_patch * self.patch_px**2
 
     def side(self, frames: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of patches in frames of this shape, (F, H, W, 3)."""
+        """Rows and columns of patches in a slice. frames: its shape, (F, H, W, 3)."""
         return frames[1] // self.patch_px, frames[2] // self.patch_px
 
     def tokens(self, frames: Sequence[int]) -> int:
@@ -54,7 +55,7 @@ class PatchShape:
 
 @dataclass(frozen=True, slots=True)
 class Normalisation:
-    """normalised = (value · rescale − mean) / std, by channel, value 0 to 255."""
+    """normalised = (value · rescale − mean) / std, per channel, for values 0 to 255."""
 
     rescale: float
     mean: tuple[float, ...]
@@ -62,9 +63,9 @@ class Normalisation:
 
 
 def read_normalisation(checkpoint: Checkpoint) -> Normalisation:
-    """How the checkpoint's processors normalise.
+    """The normalisation of the checkpoint's processors.
 
-    Raises StartupError if they say nothing, or normalise images and videos differently.
+    Raises StartupError if there is no processor config, or if images and videos are normalised differently.
     """
     image = checkpoint.processor("image")
     video = checkpoint.processor("video") or image
@@ -92,8 +93,8 @@ def _normalisation(config: Mapping[str, Any]) -> Normalisation:
 def patchify(frames: Tensor, shape: PatchShape) -> Tensor:
     """One temporal slice as patches, in the tower's order.
 
-    frames: uint8 (F, H, W, 3), 1 ≤ F ≤ temporal_patch, H and W multiples of token_px; the last frame is repeated
-    where the slice is short of frames. Returns uint8 (H·W / patch², patch_values).
+    frames: uint8 (F, H, W, 3), 1 ≤ F ≤ temporal_patch, H and W multiples of token_px; the last frame of a short slice
+    is repeated. Returns uint8 (H·W / patch², patch_values).
     """
     short = shape.temporal_patch - frames.shape[0]
     if short:
@@ -107,12 +108,12 @@ def patchify(frames: Tensor, shape: PatchShape) -> Tensor:
 
 
 class FoldedPatchEmbed(nn.Module):
-    """A patch embedding of uint8 patches: (P, patch_values) to (P, hidden), normalising included."""
+    """A patch embedding with normalisation folded in: uint8 patches (P, patch_values) to (P, hidden)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, normalisation: Normalisation, dtype: torch.dtype) -> None:
-        """weight: (hidden, 3, temporal_patch, patch, patch), and bias: (hidden,) or None, of a convolution."""
+        """weight: (hidden, 3, temporal_patch, patch, patch) of the convolution. bias: (hidden,) or None."""
         super().__init__()
-        weight = weight.double()  # so that folding itself adds no rounding
+        weight = weight.double()  # folding in float64 adds no rounding error
         mean, std = (
             torch.tensor(values, dtype=torch.float64, device=weight.device).view(1, CHANNELS, 1, 1, 1)
             for values in (normalisation.mean, normalisation.std)

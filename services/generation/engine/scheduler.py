@@ -1,22 +1,22 @@
-"""Who computes what in the next step, and who gives up cache blocks when they run out.
+"""Decides which tokens of which requests the next step computes, and which requests give up cache blocks.
 
-One step's budget of tokens goes first to running requests that decode, one each and then their guesses, then to prompts
-being prefilled, then to newly admitted ones, first come first served; what is left goes to the text before media that
-have not arrived.
+A step computes at most `max_num_batched_tokens`. They are assigned in this order: one token and then draft tokens for
+each running request that decodes, prompts of running requests, newly admitted prompts, each in order of arrival. The
+rest goes to text before media that have not arrived.
 
-    who holds blocks              how it loses them
-    running                       newest first, and only to an older one: it waits and is computed again
-    waiting (media arrived)       before any running one
-    awaiting media                first of all, and it is not prefilled again until its media is there
+    requests with blocks          when they lose them
+    running                       last, newest first, and only to an older request: it waits and is recomputed
+    waiting (media arrived)       before any running request
+    awaiting media                first; the text before its media is then not prefilled again until they arrive
 
-What earlier requests left in the cache is taken over where a request begins with the same (`prefixes`). Blocks of media
-rows that the request itself never received are pinned until it ends, for it could not compute them again. They are
-pinned only while the largest request fits beside all that are, so the oldest can always go on; one that comes later and
-is larger waits until they end.
+Prefix cache hits replace computation (`kv_cache/prefixes.py`). A request that reuses media rows without having received
+them cannot recompute them, so these blocks are pinned until it ends. Blocks are pinned only while the largest request
+fits beside all pinned blocks, so the oldest request can always run; a larger request that arrives later waits until
+the pins are released.
 
-A prompt is admitted only where it fits beside what the running ones still have to prefill, so that only answers
-growing can preempt. It knows neither the model nor torch.
-Source: continuous batching, Orca (OSDI 2022); chunked prefill, Sarathi-Serve, arXiv 2403.02310.
+A prompt is admitted only if it fits beside what running requests still have to prefill, so only growing answers cause
+preemption. The scheduler knows neither the model nor torch.
+Sources: continuous batching, Orca (OSDI 2022); chunked prefill, Sarathi-Serve, arXiv 2403.02310.
 """
 
 from __future__ import annotations
@@ -26,83 +26,83 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
-from services.generation.engine.speculation import guess
+from services.generation.engine.speculation import propose_draft_tokens
 from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.kv_cache.prefixes import Prefixes
+from services.generation.kv_cache.prefixes import PrefixCache
 from services.generation.request.batch import Window
-from services.generation.request.encoded_media import Answer
+from services.generation.request.encoded_media import EncodedMedia
 from services.generation.request.request import Request, Status
 
 BY_ARRIVAL = attrgetter("arrival")
 
 
 class Scheduler:
-    """Owns the order of requests and their blocks. Lists are sorted by arrival, oldest first.
+    """Owns the queues of requests and their blocks. Each queue is sorted by arrival, oldest first.
 
-    budget_tokens: at most this many tokens a step.
-    max_running: at most this many requests decode or prefill at a time, those awaiting media not counted.
-    guess_tokens: at most this many tokens are guessed for each request that decodes.
+    max_num_batched_tokens: tokens of one step. max_num_seqs: running requests. max_draft_tokens: per request and step.
     """
 
-    def __init__(self, allocator: BlockAllocator, budget_tokens: int, max_running: int, guess_tokens: int = 0) -> None:
+    def __init__(
+        self, allocator: BlockAllocator, max_num_batched_tokens: int, max_num_seqs: int, max_draft_tokens: int = 0
+    ) -> None:
         self.allocator = allocator
-        self._prefixes = Prefixes(allocator)
-        self._pins: Counter[int] = Counter()  # how many requests have pinned a block
-        self._budget_tokens = budget_tokens
-        self._max_running = max_running
-        self._guess_tokens = guess_tokens
+        self._prefix_cache = PrefixCache(allocator)
+        self._pins: Counter[int] = Counter()  # how many requests have pinned each block
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
+        self._max_draft_tokens = max_draft_tokens
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.awaiting_media: list[Request] = []
-        self.following: list[Request] = []
+        self.awaiting_sibling: list[Request] = []
         self.preemptions = 0
-        self._lists = {
+        self._queues = {
             Status.RUNNING: self.running,
             Status.WAITING: self.waiting,
             Status.AWAITING_MEDIA: self.awaiting_media,
-            Status.FOLLOWING: self.following,
+            Status.AWAITING_SIBLING: self.awaiting_sibling,
         }
 
-    def add(self, request: Request, answers: Sequence[Answer]) -> None:
-        """Takes a new request, whose `max_tokens` must fit into the whole cache, and which media it need not wait for.
+    def add(self, request: Request, encoded_media: Sequence[EncodedMedia]) -> None:
+        """Queues a new request and its siblings, and gives it the media whose rows are in the cache.
 
-        answers: what is known of its first media items.
+        The request's `max_tokens` must fit into the whole cache. encoded_media: what is known of its first media items.
         """
         assert self.allocator.blocks_for(request.max_tokens) <= self.allocator.total, f"{request} can never fit"
-        items, blocks = self._prefixes.recall(request, answers) if answers else (0, [])
+        items, blocks = self._prefix_cache.lookup_media(request, encoded_media) if encoded_media else (0, [])
         if items and self._can_pin(request, blocks):
-            for index, answer in enumerate(answers[:items]):
-                request.take(index, answer, answer.last_rows)
+            for index, encoded in enumerate(encoded_media[:items]):
+                request.add_media(index, encoded, encoded.last_rows)
             self._pin(request, blocks)
-        self._prefixes.reuse(request)
+        self._prefix_cache.reuse(request)
         self._enter(request, Status.WAITING if request.rope.complete else Status.AWAITING_MEDIA)
-        for follower in request.followers:
-            self._enter(follower, Status.FOLLOWING)
+        for sibling in request.siblings:
+            self._enter(sibling, Status.AWAITING_SIBLING)
 
-    def start_followers(self, request: Request) -> None:
-        """Has those that share a request's prompt begin, now that it is computed. It still holds its blocks."""
-        for follower in (each for each in request.followers if each.status is Status.FOLLOWING):
-            follower.share_prompt(request)
-            self._pin(follower, request.blocks[: request.pinned])
-            self.following.remove(follower)
-            self._enter(follower, Status.WAITING)
-        request.followers = []
+    def start_siblings(self, request: Request) -> None:
+        """Queues the siblings of a request that has prefilled their prompt and still has its blocks."""
+        for sibling in (each for each in request.siblings if each.status is Status.AWAITING_SIBLING):
+            sibling.share_prompt(request)
+            self._pin(sibling, request.blocks[: request.num_pinned_blocks])
+            self.awaiting_sibling.remove(sibling)
+            self._enter(sibling, Status.WAITING)
+        request.siblings = []
 
     def media_complete(self, request: Request) -> None:
-        """Puts a request whose last media item has arrived where its arrival places it."""
+        """Queues a request whose last media item has arrived."""
         self.awaiting_media.remove(request)
         self._enter(request, Status.WAITING)
 
-    def computed(self, request: Request, tokens: int) -> None:
-        """Notes how many of a request's tokens are computed now."""
-        request.computed = tokens
-        self._prefixes.remember(request)
+    def mark_computed(self, request: Request, num_computed_tokens: int) -> None:
+        """Records that keys and values of the request's first tokens are in the cache."""
+        request.num_computed_tokens = num_computed_tokens
+        self._prefix_cache.cache_full_blocks(request)
 
     def remove(self, request: Request) -> None:
-        """Forgets a request, finished or not, and frees its blocks."""
-        self._lists[request.status].remove(request)
-        self._pins -= Counter(request.blocks[: request.pinned])
-        request.pinned = 0
+        """Removes a request, finished or not, and frees its blocks."""
+        self._queues[request.status].remove(request)
+        self._pins -= Counter(request.blocks[: request.num_pinned_blocks])
+        request.num_pinned_blocks = 0
         self._release(request)
         request.move_to(Status.DONE)
 
@@ -110,66 +110,70 @@ class Scheduler:
         yield from self.running
         yield from self.waiting
         yield from self.awaiting_media
-        yield from self.following
+        yield from self.awaiting_sibling
 
     def check_integrity(self) -> None:
-        """Asserts that every block is free or held as often as it counts, and no request holds more than it needs."""
+        """Asserts that no block is lost or miscounted, and that each request has the blocks it needs and no more."""
         self.allocator.check_integrity(request.blocks for request in self.requests())
         for request in self.requests():
-            assert len(request.blocks) >= self.allocator.blocks_for(request.computed), f"{request} lacks blocks"
-            most = self.allocator.blocks_for(request.tokens + self._guess_tokens)
-            assert len(request.blocks) <= most, f"{request} hoards blocks"
-            assert request.pinned <= request.chained <= len(request.blocks), f"{request} pins what is not remembered"
-        pinned = Counter(block for request in self.requests() for block in request.blocks[: request.pinned])
-        assert pinned == self._pins, "pins were lost"
+            needed = self.allocator.blocks_for(request.num_computed_tokens)
+            assert len(request.blocks) >= needed, f"{request} lacks blocks"
+            most = self.allocator.blocks_for(request.tokens + self._max_draft_tokens)
+            assert len(request.blocks) <= most, f"{request} has more blocks than tokens"
+            cached = request.num_cached_blocks
+            assert request.num_pinned_blocks <= cached <= len(request.blocks), f"{request} pins blocks out of the cache"
+        pinned = Counter(block for request in self.requests() for block in request.blocks[: request.num_pinned_blocks])
+        assert pinned == self._pins, "pins differ from the pinned blocks of requests"
 
     def schedule(self) -> list[Window]:
-        """The windows of the next step, with blocks for each; empty if nothing can run until something arrives."""
-        windows = list(self._with_blocks(self._windows_in_budget()))
+        """The windows of the next step, with blocks allocated; empty if nothing can run until something arrives."""
+        windows = list(self._allocate(self._assign_tokens()))
         if not windows and self.waiting:
-            # The newest gave way, but an older one, which waited, can have what it held.
-            windows = list(self._with_blocks(self._windows_in_budget()))
-        # The oldest of those that can run is among them: it is admitted first, gets budget that no newer prompt gets
-        # before it, and blocks from everybody else, but for those that one who awaits media has pinned.
-        pinned = any(request.pinned for request in self.awaiting_media)
-        assert windows or pinned or not (self.running or self.waiting), "requests could run, and none does"
-        return windows + self._early_windows(self._budget_tokens - sum(window.tokens for window in windows))
+            # The newest request was preempted for its own window; an older, waiting one may use the blocks it had.
+            windows = list(self._allocate(self._assign_tokens()))
+        # The oldest request that can run is always among them: it is admitted and served first and may preempt any
+        # other. Only blocks pinned by requests that await media are out of its reach.
+        pinned = any(request.num_pinned_blocks for request in self.awaiting_media)
+        assert windows or pinned or not (self.running or self.waiting), "requests can run but none is scheduled"
+        return windows + self._prefill_before_media(
+            self._max_num_batched_tokens - sum(window.tokens for window in windows)
+        )
 
-    # --- who gets tokens ---------------------------------------------------------------------------------------
+    # --- assigning tokens --------------------------------------------------------------------------------------
 
-    def _windows_in_budget(self) -> list[Window]:
-        budget = self._budget_tokens
+    def _assign_tokens(self) -> list[Window]:
+        budget = self._max_num_batched_tokens
         windows: list[Window] = []
-        decoding = [request for request in self.running if request.tokens - request.computed == 1]
-        prefilling = [request for request in self.running if request.tokens - request.computed > 1]
-        # Half of what is left after one token each: guesses must not keep prompts from being computed.
-        spare = (budget - len(decoding)) // 2
-        for request in decoding[:budget]:
-            most = min(self._guess_tokens, spare, request.max_tokens - request.tokens)
-            request.guesses = guess(request, most) if most > 0 else ()
-            windows.append(_window(request, 1 + len(request.guesses)))
+        decodes = [request for request in self.running if request.tokens - request.num_computed_tokens == 1]
+        prefills = [request for request in self.running if request.tokens - request.num_computed_tokens > 1]
+        # Draft tokens get half of what decodes leave, so that they cannot keep prompts from being prefilled.
+        draft_budget = (budget - len(decodes)) // 2
+        for request in decodes[:budget]:
+            limit = min(self._max_draft_tokens, draft_budget, request.max_tokens - request.tokens)
+            draft_tokens = propose_draft_tokens(request, limit) if limit > 0 else ()
+            windows.append(_decode_window(request, draft_tokens))
             budget -= windows[-1].tokens
-            spare -= len(request.guesses)
-        for request in prefilling:
+            draft_budget -= len(draft_tokens)
+        for request in prefills:
             if not budget:
                 return windows
-            windows.append(_window(request, budget))
+            windows.append(_prefill_window(request, budget))
             budget -= windows[-1].tokens
         while budget and (admitted := self._admit()):
-            windows.append(_window(admitted, budget))
+            windows.append(_prefill_window(admitted, budget))
             budget -= windows[-1].tokens
         return windows
 
     def _admit(self) -> Request | None:
-        """Moves the oldest waiting request to the running ones, if there is room."""
-        if not self.waiting or len(self.running) == self._max_running:
+        """Moves the oldest waiting request to the running ones, if there is room for it."""
+        if not self.waiting or len(self.running) == self._max_num_seqs:
             return None
         request = self.waiting[0]
-        self._prefixes.reuse(request)
+        self._prefix_cache.reuse(request)
         promised = sum(self._missing_blocks(other, other.tokens) for other in self.running)
-        idle = (*self.waiting[1:], *self.awaiting_media)
-        reclaimable = sum(self.allocator.held_alone(other.blocks[other.pinned :]) for other in idle)
-        # One block for each to grow into, or the next token of any of them throws the newcomer out again.
+        not_running = (*self.waiting[1:], *self.awaiting_media)
+        reclaimable = sum(self.allocator.exclusive(other.blocks[other.num_pinned_blocks :]) for other in not_running)
+        # One block for each running request to grow into: otherwise its next token would preempt the new request.
         room = self.allocator.free + reclaimable - promised - len(self.running)
         if self.running and self._missing_blocks(request, request.tokens) > room:
             return None
@@ -178,28 +182,48 @@ class Scheduler:
         return request
 
     def _enter(self, request: Request, status: Status) -> None:
-        request.guesses = ()
         request.move_to(status)
-        insort(self._lists[status], request, key=BY_ARRIVAL)
+        insort(self._queues[status], request, key=BY_ARRIVAL)
 
-    # --- who gets blocks ---------------------------------------------------------------------------------------
+    def _prefill_before_media(self, budget: int) -> list[Window]:
+        """Windows of text before missing media, within tokens and free blocks that no other request needs now."""
+        windows: list[Window] = []
+        if not budget or not self.awaiting_media:
+            return windows
+        promised = sum(self._missing_blocks(other, other.tokens) for other in (*self.running, *self.waiting))
+        for request in self.awaiting_media:
+            spare = max(0, self.allocator.free - promised)
+            start = request.num_computed_tokens
+            room = (len(request.blocks) + spare) * self.allocator.block_tokens - start
+            tokens = min(budget, room, request.ready_tokens - start)
+            if request.reclaimed or tokens < 1:
+                continue
+            windows.append(Window(request, start, start + tokens, samples=False))
+            request.blocks += self.allocator.allocate(self._missing_blocks(request, start + tokens))
+            budget -= tokens
+            if not budget:
+                break
+        return windows
 
-    def _with_blocks(self, windows: Sequence[Window]) -> Iterator[Window]:
-        """Those of `windows` that got their blocks. The oldest take first, so a window that has taken keeps."""
+    # --- assigning blocks --------------------------------------------------------------------------------------
+
+    def _allocate(self, windows: Sequence[Window]) -> Iterator[Window]:
+        """Yields the windows that got their blocks. Oldest first, so a window never loses blocks to a later one."""
         for window in sorted(windows, key=lambda window: window.request.arrival):
             request = window.request
-            if window.guesses and self._missing_blocks(request, window.end) > self.allocator.free:
-                # Nobody gives up a block for a guess.
-                request.guesses = ()
-                window = _window(request, 1)
+            if window.draft_tokens and self._missing_blocks(request, window.end) > self.allocator.free:
+                window = _decode_window(request, ())  # no request is preempted for draft tokens
             if request.status is Status.RUNNING and self._make_room(request, window.end):
                 request.blocks += self.allocator.allocate(self._missing_blocks(request, window.end))
                 yield window
 
     def _make_room(self, request: Request, tokens: int) -> bool:
-        """Takes blocks from others until `request` can hold `tokens`. False: only older ones hold any, it must wait."""
+        """Takes blocks from other requests until this one can have `tokens`.
+
+        Returns False if it is itself the newest running request and was preempted.
+        """
         while self._missing_blocks(request, tokens) > self.allocator.free:
-            victim = self._idle_holder()
+            victim = self._reclaimable()
             if victim:
                 self._reclaim(victim)
                 continue
@@ -209,12 +233,12 @@ class Scheduler:
                 return False
         return True
 
-    def _idle_holder(self) -> Request | None:
-        """The newest request that holds blocks without running: one awaiting media before one that waits."""
-        for others in (self.awaiting_media, self.waiting):
-            for other in reversed(others):
-                if len(other.blocks) > other.pinned:
-                    return other
+    def _reclaimable(self) -> Request | None:
+        """The newest request that has blocks without running; requests awaiting media before waiting ones."""
+        for queue in (self.awaiting_media, self.waiting):
+            for request in reversed(queue):
+                if len(request.blocks) > request.num_pinned_blocks:
+                    return request
         return None
 
     def _reclaim(self, request: Request) -> None:
@@ -228,14 +252,16 @@ class Scheduler:
         self._enter(request, Status.WAITING)
 
     def _release(self, request: Request) -> None:
-        """Lets go of all blocks but those that are pinned."""
-        kept = request.pinned
-        self.allocator.release(request.blocks[kept:])
+        """Drops all blocks except the pinned ones."""
+        kept = request.num_pinned_blocks
+        self.allocator.decref(request.blocks[kept:])
         del request.blocks[kept:]
-        request.computed = kept * self.allocator.block_tokens
-        request.chained, request.chain = kept, self.allocator.serial_of(request.blocks[-1]) if kept else request.root
+        request.num_computed_tokens = kept * self.allocator.block_tokens
+        request.num_cached_blocks = kept
+        request.parent_serial = self.allocator.serial_of(request.blocks[-1]) if kept else request.root
 
     def _can_pin(self, request: Request, blocks: Sequence[int]) -> bool:
+        """Whether every request still fits into the cache beside all pinned blocks."""
         pinned = len(self._pins.keys() | set(blocks))
         return all(
             pinned + self.allocator.blocks_for(other.max_tokens) <= self.allocator.total
@@ -243,10 +269,9 @@ class Scheduler:
         )
 
     def _pin(self, request: Request, blocks: Sequence[int]) -> None:
-        """Gives a request that holds nothing yet the first blocks of its prompt."""
-        for block in blocks:
-            self.allocator.hold(block)
-        request.blocks, request.pinned = list(blocks), len(blocks)
+        """Gives a request without blocks the first blocks of its prompt, and pins them."""
+        self.allocator.incref(blocks)
+        request.blocks, request.num_pinned_blocks = list(blocks), len(blocks)
         request.cached_tokens = len(blocks) * self.allocator.block_tokens
         self._pins.update(blocks)
         self._release(request)
@@ -254,29 +279,13 @@ class Scheduler:
     def _missing_blocks(self, request: Request, tokens: int) -> int:
         return max(0, self.allocator.blocks_for(tokens) - len(request.blocks))
 
-    # --- text before media that have not arrived ---------------------------------------------------------------
 
-    def _early_windows(self, budget: int) -> list[Window]:
-        """Windows of requests that await media, from tokens and blocks that nobody else wants now."""
-        windows: list[Window] = []
-        if not budget or not self.awaiting_media:
-            return windows
-        promised = sum(self._missing_blocks(other, other.tokens) for other in (*self.running, *self.waiting))
-        for request in self.awaiting_media:
-            spare = max(0, self.allocator.free - promised)
-            room = (len(request.blocks) + spare) * self.allocator.block_tokens - request.computed
-            tokens = min(budget, room, request.ready_tokens - request.computed)
-            if request.reclaimed or tokens < 1:
-                continue
-            windows.append(Window(request, request.computed, request.computed + tokens, samples=False))
-            request.blocks += self.allocator.allocate(self._missing_blocks(request, request.computed + tokens))
-            budget -= tokens
-            if not budget:
-                break
-        return windows
+def _decode_window(request: Request, draft_tokens: tuple[int, ...]) -> Window:
+    start = request.num_computed_tokens
+    return Window(request, start, start + 1 + len(draft_tokens), samples=True, draft_tokens=draft_tokens)
 
 
-def _window(request: Request, budget: int) -> Window:
-    end = min(request.computed + budget, request.tokens + len(request.guesses))
-    guesses = max(0, end - request.tokens)
-    return Window(request, request.computed, end, samples=end >= request.tokens, guesses=guesses)
+def _prefill_window(request: Request, budget: int) -> Window:
+    start = request.num_computed_tokens
+    end = min(start + budget, request.tokens)
+    return Window(request, start, end, samples=end == request.tokens)

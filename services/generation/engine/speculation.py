@@ -1,10 +1,11 @@
-"""Guesses the next tokens of an answer: what followed the last time that the same few tokens stood in prompt or answer.
+"""Proposes draft tokens by prompt lookup: what followed the last few tokens when they occurred before.
 
-    … the red circle moves down …  The red circle        guesses: moves down …
-          └──── found again ────┘      └─ the last three
+    … the red circle moves down …  The red circle        draft tokens: moves down …
+          └──── matches ──────┘      └─ the last three
 
-A guess costs a row of the next forward and never changes an answer: it stands only if the model chooses it too. It
-knows neither the model nor torch. Source: prompt lookup decoding, `prompt_lookup_num_tokens` of transformers' generate.
+A draft token costs one more row in the next forward and never changes the answer: it is accepted only if the model
+samples the same token. This module knows neither the model nor torch.
+Source: prompt lookup decoding, `prompt_lookup_num_tokens` of transformers' `generate`.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ import numpy as np
 
 from services.generation.request.request import Request
 
-# How many tokens must be found again: longer matches first, and one alone says too little.
+# Lengths of the match, tried in this order. A single matching token predicts too little.
 MATCHED_TOKENS = (3, 2)
 
 
-def guess(request: Request, most: int) -> tuple[int, ...]:
-    """At most `most` tokens that may follow the answer so far, perhaps none."""
+def propose_draft_tokens(request: Request, limit: int) -> tuple[int, ...]:
+    """At most `limit` tokens that may follow the answer so far; empty if nothing matches. Media rows never match."""
     history = np.concatenate([request.rope.text_ids, np.array(request.output_ids, np.int32)])
     for length in MATCHED_TOKENS:
         tail = history[-length:]
-        found = np.ones(max(0, history.size - length), np.bool_)
-        for place, token in enumerate(tail):
-            found &= history[place : place + found.size] == token
-        if found.any():
-            first = int(np.flatnonzero(found)[-1]) + length
-            follows = history[first : first + most]
+        matches = np.ones(max(0, history.size - length), np.bool_)
+        for offset, token in enumerate(tail):
+            matches &= history[offset : offset + matches.size] == token
+        if matches.any():
+            first = int(np.flatnonzero(matches)[-1]) + length
+            follows = history[first : first + limit]
             media = np.flatnonzero(follows < 0)
-            return tuple(follows[: media[0] if media.size else most].tolist())
+            return tuple(follows[: media[0] if media.size else limit].tolist())
     return ()

@@ -1,4 +1,4 @@
-"""What the engine does and has done, for whoever watches it. It knows neither metrics nor who asks."""
+"""Figures of the engine: totals since the start, one step, and its state now. It knows nothing of metrics."""
 
 from __future__ import annotations
 
@@ -11,50 +11,61 @@ from services.generation.request.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
-    """Up to the last step; they only grow. tokens: computed, of prompts and answers, with guesses."""
-
-    tokens: int = 0
-    preemptions: int = 0
-    guesses: int = 0
-    right_guesses: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
-    """What one step computed, guesses among the tokens of answers, and how long it took."""
+    """What one step computed and how long it took. answer_tokens: draft tokens included."""
 
     seconds: float
     sequences: int
     prompt_tokens: int
     answer_tokens: int
     preemptions: int
-    guesses: int
-    right_guesses: int
+    draft_tokens: int
+    accepted_draft_tokens: int
 
     @classmethod
-    def between(cls, before: Totals, after: Totals, windows: Sequence[Window], seconds: float) -> Step:
-        """The step that ran `windows`."""
+    def of(cls, windows: Sequence[Window], accepted_draft_tokens: int, preemptions: int, seconds: float) -> Step:
+        """The step that computed `windows`."""
         prompt_tokens = sum(map(_prompt_tokens, windows))
         return cls(
             seconds=seconds,
             sequences=len(windows),
             prompt_tokens=prompt_tokens,
-            answer_tokens=after.tokens - before.tokens - prompt_tokens,
-            preemptions=after.preemptions - before.preemptions,
-            guesses=after.guesses - before.guesses,
-            right_guesses=after.right_guesses - before.right_guesses,
+            answer_tokens=sum(window.tokens for window in windows) - prompt_tokens,
+            preemptions=preemptions,
+            draft_tokens=sum(window.num_draft_tokens for window in windows),
+            accepted_draft_tokens=accepted_draft_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over all steps. tokens: computed tokens of prompts and answers, draft tokens included."""
+
+    tokens: int = 0
+    preemptions: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+
+    def plus(self, step: Step) -> Totals:
+        return Totals(
+            self.tokens + step.prompt_tokens + step.answer_tokens,
+            self.preemptions + step.preemptions,
+            self.draft_tokens + step.draft_tokens,
+            self.accepted_draft_tokens + step.accepted_draft_tokens,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """As of now, but for `totals`. `*_since_ns`: when the longest such got so, on the monotonic clock."""
+    """The queues and the cache now, and the totals up to the last step.
+
+    *_since_ns: since when the longest-standing request of a queue has its status, on the monotonic clock.
+    """
 
     running: int
     waiting: int
     awaiting_media: int
-    following: int
+    awaiting_sibling: int
     running_since_ns: int | None
     waiting_since_ns: int | None
     awaiting_media_since_ns: int | None
@@ -69,7 +80,7 @@ class EngineStats:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             awaiting_media=len(scheduler.awaiting_media),
-            following=len(scheduler.following),
+            awaiting_sibling=len(scheduler.awaiting_sibling),
             running_since_ns=_since_ns(scheduler.running),
             waiting_since_ns=_since_ns(scheduler.waiting),
             awaiting_media_since_ns=_since_ns(scheduler.awaiting_media),
@@ -81,10 +92,8 @@ class EngineStats:
 
 
 def _since_ns(requests: Sequence[Request]) -> int | None:
-    """When the one that has been what it is for the longest became so."""
     return min((request.since_ns for request in requests), default=None)
 
 
 def _prompt_tokens(window: Window) -> int:
-    """How many of a window's tokens are its prompt's."""
     return max(0, min(window.end, window.request.rope.tokens) - window.start)

@@ -1,15 +1,16 @@
-"""Which blocks of the paged cache are free, who holds the others, and what full ones are remembered by.
-
-It counts blocks and knows neither what they hold nor torch.
+"""The block allocator of the paged KV cache: reference counts, and an index of full blocks by their content.
 
     request's tokens:  [0 ............ 15][16 ........... 31][32 .. 37]
-    its blocks:               7                  2               5        block_tokens = 16
+    block table:              7                  2               5        block_tokens = 16
     slots in the cache:   112 … 127           32 … 47         80 … 85
-    remembered:        (root, "0 … 15") ◀─ (serial of 7, "16 … 31")       block 5 is not full
+    cached as:         (root, "0 … 15") ◀─ (serial of 7, "16 … 31")       block 5 is not full
 
-A full block is found again by what it holds and by the block before it, compared as a whole and never by a hash alone.
-Once nobody holds it, it stays until its room is needed: the one that was let go first is forgotten first. A request
-lets go of its last block first, so no block is forgotten before those that follow it.
+A full block is cached under its content and the serial of the block before it. Lookups compare the whole content, never
+a hash alone. A cached block without references keeps its content until an allocation needs it; the block that lost its
+last reference first is evicted first. A request drops the reference to its last block first, so a block is never
+evicted before the blocks that follow it.
+
+The allocator knows neither the tensors of the cache nor requests.
 Sources: PagedAttention, arXiv 2309.06180; RadixAttention, arXiv 2312.07104 (prefixes that outlive their request).
 """
 
@@ -19,17 +20,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from services.generation.request.adapter import ROOT
+from services.generation.request.request import ROOT
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """A full block that is remembered.
+class CachedBlock:
+    """A full block whose content can be looked up.
 
-    serial: names it as long as it is remembered, and nothing else ever.
-    parent: serial of the block before it, or what its sequence begins behind: ROOT, or a number below it.
-    content: what its keys and values depend on besides those before it.
-    owners: what must live as long as this is remembered.
+    serial: identifies this content until it is evicted; never used again for another.
+    parent: serial of the block before it. For the first block of a sequence: ROOT, or the negative root of an adapter.
+    content: everything that its keys and values depend on besides the blocks before it.
+    owners: objects that must stay alive as long as the block is cached.
     """
 
     block: int
@@ -45,17 +46,17 @@ class BlockAllocator:
     def __init__(self, total: int, block_tokens: int) -> None:
         self.total = total
         self.block_tokens = block_tokens
-        # Handed out from the end, lowest first: a request alone gets neighbours, and its cache reads as one slice.
+        # Taken from the end, lowest number first: a single request gets neighbouring blocks, read as one slice.
         self._empty = list(range(total - 1, -1, -1))
-        self._holders = [0] * total
-        self._known: dict[int, Known] = {}
-        self._by_content: dict[tuple[int, bytes], Known] = {}
-        self._idle: dict[int, None] = {}  # remembered and held by nobody, in the order in which they are forgotten
+        self._references = [0] * total
+        self._cached: dict[int, CachedBlock] = {}
+        self._by_content: dict[tuple[int, bytes], CachedBlock] = {}
+        self._idle: dict[int, None] = {}  # cached blocks without references, in the order of eviction
         self._serials = count(ROOT + 1)
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds, those that are remembered among them."""
+        """Blocks without references, cached or empty."""
         return len(self._empty) + len(self._idle)
 
     @property
@@ -64,84 +65,84 @@ class BlockAllocator:
 
     @property
     def idle(self) -> int:
-        """Blocks that are remembered and that nobody holds."""
+        """Cached blocks without references."""
         return len(self._idle)
 
-    def held_alone(self, blocks: Sequence[int]) -> int:
-        """How many of a request's blocks nobody else holds, which would be free without it."""
-        return sum(self._holders[block] == 1 for block in blocks)
+    def exclusive(self, blocks: Sequence[int]) -> int:
+        """How many of a request's blocks no other request references: they become free when it drops them."""
+        return sum(self._references[block] == 1 for block in blocks)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks that nobody holds, lowest first. The caller has looked at `free` first."""
+        """Returns `count` blocks with one reference each, lowest number first; `count` must not exceed `free`."""
         assert count <= self.free, f"{count} blocks wanted, {self.free} are free"
         if not count:
             return []
         while len(self._empty) < count:
-            self._forget(next(iter(self._idle)))
+            self._evict(next(iter(self._idle)))
         blocks = sorted(self._empty[-count:])
         del self._empty[-count:]
         for block in blocks:
-            self._holders[block] = 1
+            self._references[block] = 1
         return blocks
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Lets go of a request's blocks, given in the order of its tokens."""
+    def incref(self, blocks: Sequence[int]) -> None:
+        """Adds a reference to each of these cached blocks."""
+        for block in blocks:
+            assert block in self._cached, f"block {block} is not cached"
+            self._references[block] += 1
+            self._idle.pop(block, None)
+
+    def decref(self, blocks: Sequence[int]) -> None:
+        """Drops a reference to each of a request's blocks, which are given in the order of its tokens."""
         for block in reversed(blocks):
-            self._holders[block] -= 1
-            if self._holders[block]:
+            self._references[block] -= 1
+            if self._references[block]:
                 continue
-            if block in self._known:
+            if block in self._cached:
                 self._idle[block] = None
             else:
                 self._empty.append(block)
 
-    # --- prefixes ----------------------------------------------------------------------------------------------
-
-    def find(self, parent: int, content: bytes) -> Known | None:
-        """The block that holds `content` behind the block `parent`, if it is remembered."""
+    def lookup(self, parent: int, content: bytes) -> CachedBlock | None:
+        """The cached block with this content behind the block with serial `parent`."""
         return self._by_content.get((parent, content))
 
     def serial_of(self, block: int) -> int:
-        return self._known[block].serial
+        return self._cached[block].serial
 
-    def hold(self, block: int) -> None:
-        """One more request holds a remembered block."""
-        assert block in self._known, f"block {block} is not remembered"
-        self._holders[block] += 1
-        self._idle.pop(block, None)
+    def cache(self, block: int, parent: int, content: bytes, owners: tuple[object, ...]) -> int:
+        """Makes a full, referenced block available to lookups, and returns the serial for the block after it.
 
-    def remember(self, block: int, parent: int, content: bytes, owners: tuple[object, ...]) -> int:
-        """Notes what a full block that somebody holds contains, and returns the serial by which the next one goes on.
-
-        Where another block with the same content is known already, that one stays and this one remains unknown.
+        If another block is cached with the same parent and content, that block stays, this one is not cached, and the
+        returned serial is the other block's.
         """
-        assert self._holders[block], f"block {block} is free"
-        assert block not in self._known, f"block {block} is known already"
-        known = self._by_content.get((parent, content))
-        if known is None:
-            known = Known(block, next(self._serials), parent, content, owners)
-            self._by_content[parent, content] = self._known[block] = known
-        return known.serial
+        assert self._references[block], f"block {block} is free"
+        assert block not in self._cached, f"block {block} is cached already"
+        cached = self._by_content.get((parent, content))
+        if cached is None:
+            cached = CachedBlock(block, next(self._serials), parent, content, owners)
+            self._by_content[parent, content] = self._cached[block] = cached
+        return cached.serial
 
-    def _forget(self, block: int) -> None:
-        known = self._known.pop(block)
-        del self._by_content[known.parent, known.content]
+    def _evict(self, block: int) -> None:
+        cached = self._cached.pop(block)
+        del self._by_content[cached.parent, cached.content]
         del self._idle[block]
         self._empty.append(block)
 
     def check_integrity(self, owned: Iterable[Sequence[int]]) -> None:
-        """Asserts that blocks are empty, idle or held, by as many as are counted; `owned` are all requests' lists."""
-        holders = [0] * self.total
+        """Asserts that reference counts match `owned`, the block tables of all requests, and that no block is lost."""
+        references = [0] * self.total
         for blocks in owned:
-            assert len(set(blocks)) == len(blocks), "a request holds a block twice"
+            assert len(set(blocks)) == len(blocks), "a request has the same block twice"
             for block in blocks:
-                holders[block] += 1
-        assert holders == self._holders, "a block was lost, or has another number of holders than it counts"
-        nobody = sorted(block for block, number in enumerate(holders) if not number)
-        assert sorted([*self._empty, *self._idle]) == nobody, "a block that nobody holds is lost, or is there twice"
-        assert self._idle.keys() <= self._known.keys(), "an idle block is not remembered"
-        assert not set(self._empty) & self._known.keys(), "an empty block is remembered"
-        assert {known.block for known in self._by_content.values()} == self._known.keys()
+                references[block] += 1
+        assert references == self._references, "reference counts differ from the block tables of requests"
+        unreferenced = sorted(block for block, number in enumerate(references) if not number)
+        assert sorted([*self._empty, *self._idle]) == unreferenced, "a free block is lost or listed twice"
+        assert self._idle.keys() <= self._cached.keys(), "an idle block is not cached"
+        assert not set(self._empty) & self._cached.keys(), "an empty block is cached"
+        assert {cached.block for cached in self._by_content.values()} == self._cached.keys()

@@ -1,10 +1,10 @@
-"""What the encoder answered about media, remembered for as long as the cache holds anything of it.
+"""Media that the encoder sent, kept as long as the KV cache holds rows of it, so that it need not be sent again.
 
-    key (content, grid, method, rate, seed, checkpoint) ─▶ answer: an id, which tokens were kept, the last embeddings
+    key (content, grid, method, rate, seed, checkpoint) ─▶ EncodedMedia: an id, which tokens were kept, the last rows
 
-Rows of media are known to the cache by their answer's id, for the same media can come back with another choice of
-tokens, or with embeddings that were rounded in another batch. An answer lives while a remembered block or a request
-refers to it; only then is it found. It knows neither the cache nor the engine.
+The prefix cache identifies media rows by the id of their encoding, not by the key: the same media can be encoded again
+with another choice of tokens, or with embeddings that were rounded in another batch. The cache here holds weak
+references: an encoding lives as long as a cached block or a request refers to it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from weakref import WeakValueDictionary
 from common.contract.digest import tagged_digest
 from common.contract.plan import MediaPlan
 from common.contract.retention import Pruning
-from services.generation.request.encoded_media import Answer, MediaItem
+from services.generation.request.encoded_media import EncodedMedia, MediaItem
 
 _DOMAIN = b"framesieve answers v1"
 
 
-def answer_key(item: MediaPlan, pruning: Pruning, kept_count: int, fingerprint: bytes) -> bytes:
-    """32 bytes that differ wherever media, sampling, grid, pruning or checkpoint do; how nothing is pruned is one."""
+def encoded_media_key(item: MediaPlan, pruning: Pruning, kept_count: int, fingerprint: bytes) -> bytes:
+    """32 bytes that differ wherever media, sampling, grid, pruning or checkpoint differ.
+
+    All prunings that keep every token have the same key.
+    """
     how = b""
     if kept_count < item.grid.tokens:
         how = struct.pack("<dq", pruning.rate, pruning.seed or 0) + pruning.method.encode()
@@ -30,24 +33,24 @@ def answer_key(item: MediaPlan, pruning: Pruning, kept_count: int, fingerprint: 
     return tagged_digest(_DOMAIN, (item.content_hash, item.modality.value.encode(), grid, how, fingerprint))
 
 
-class Answers:
-    """Answers by key. Not for several threads at a time."""
+class EncodedMediaCache:
+    """Encoded media by key. Not thread-safe."""
 
-    def __init__(self, rows: int) -> None:
-        """rows: how many of an answer's last embeddings are remembered."""
-        self._rows = rows
-        self._by_key: WeakValueDictionary[bytes, Answer] = WeakValueDictionary()
+    def __init__(self, max_last_rows: int) -> None:
+        """max_last_rows: how many of an item's last embeddings are kept."""
+        self._max_last_rows = max_last_rows
+        self._by_key: WeakValueDictionary[bytes, EncodedMedia] = WeakValueDictionary()
         self._ids = count(1)
 
-    def find(self, key: bytes) -> Answer | None:
+    def lookup(self, key: bytes) -> EncodedMedia | None:
         return self._by_key.get(key)
 
-    def note(self, key: bytes, item: MediaItem) -> Answer:
-        """The answer for what has arrived: the one that is known if it is the same to the last bit, else a new one."""
-        known = self._by_key.get(key)
-        if known and known.digest == item.digest:
-            return known
-        # A copy: a view would keep the whole item in memory.
-        last_rows = item.embeds[:, max(0, item.embeds.shape[1] - self._rows) :].clone()
-        answer = self._by_key[key] = Answer(next(self._ids), item, last_rows)
-        return answer
+    def add(self, key: bytes, item: MediaItem) -> EncodedMedia:
+        """The encoding of a received item: the cached one if it is equal to the last bit, else one with a new id."""
+        cached = self._by_key.get(key)
+        if cached and cached.digest == item.digest:
+            return cached
+        # Cloned: a view would keep the whole item in memory.
+        last_rows = item.embeds[:, max(0, item.embeds.shape[1] - self._max_last_rows) :].clone()
+        encoded = self._by_key[key] = EncodedMedia(next(self._ids), item, last_rows)
+        return encoded

@@ -1,12 +1,12 @@
-"""What a request need not compute, because the cache holds it already.
+"""The prefix cache: finds the beginning of a prompt among cached blocks, so that it is not computed again.
 
     pruned prompt:   [text][0 3 4 7 · · ·][text of this question]
-    blocks:          |  A  |  B  |  C  |  D  |          A, B, C: remembered from another question, shared, not copied
-    media rows in D: from the answer's last rows        so nothing is selected, decoded or encoded
+    blocks:          |  A  |  B  |  C  |  D  |      A, B, C: computed for another question, shared by reference
+    media rows in D: `EncodedMedia.last_rows`       so the item is neither decoded nor encoded again
 
-A block's content is what its keys and values depend on: token ids, or an answer's id and row; and positions, which need
-no argument of their own this way. Blocks before it are part of its name, and so is the adapter that computed them all:
-it is what the first one stands behind. It knows neither torch nor the model.
+The content of a block is everything its keys and values depend on: token ids, or id and row of encoded media, and
+positions. The blocks before it are part of its identity through the parent's serial, and so is the adapter: it is the
+parent of the first block. This module knows neither torch nor the model.
 """
 
 from __future__ import annotations
@@ -14,70 +14,79 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.request.encoded_media import Answer
+from services.generation.request.encoded_media import EncodedMedia
 from services.generation.request.request import Request
 from services.generation.request.rope import RopeState
 
 
-class Prefixes:
-    """Finds requests' beginnings in the blocks of an allocator, and remembers them there."""
+class PrefixCache:
+    """Looks prompts up in the blocks of an allocator, and caches full blocks there."""
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self._allocator = allocator
 
     def reuse(self, request: Request) -> None:
-        """Takes over remembered blocks in place of those yet to be filled; leaves one token to compute."""
-        size = self._allocator.block_tokens
-        blocks, chain, end = list[int](), request.chain, request.chained * size
-        while end + size <= min(request.ready_tokens, request.tokens - 1):
-            known = self._allocator.find(chain, request.content(end, end + size))
-            if known is None:
-                break
-            blocks.append(known.block)
-            chain, end = known.serial, end + size
-        if end <= request.computed:
+        """Replaces blocks that the request has yet to fill by cached ones. At least one token is left to compute."""
+        blocks, serial = self._lookup(
+            request, min(request.ready_tokens, request.tokens - 1), request.num_cached_blocks, request.parent_serial
+        )
+        first = request.num_cached_blocks
+        end = (first + len(blocks)) * self._allocator.block_tokens
+        if end <= request.num_computed_tokens:
             return
-        for block in blocks:
-            self._allocator.hold(block)
-        self._allocator.release(request.blocks[request.chained :])
-        request.blocks[request.chained :] = blocks
-        if not (request.prefill_announced or request.reclaimed):  # else it may have computed them itself
-            request.cached_tokens += end - request.computed
-        request.chain, request.chained, request.computed = chain, len(request.blocks), end
+        self._allocator.incref(blocks)
+        self._allocator.decref(request.blocks[first:])
+        request.blocks[first:] = blocks
+        # A request whose prefill had started, or whose blocks were reclaimed, may have computed these blocks itself.
+        if not (request.prefill_announced or request.reclaimed):
+            request.cached_tokens += end - request.num_computed_tokens
+        request.num_cached_blocks, request.parent_serial = first + len(blocks), serial
+        request.num_computed_tokens = end
 
-    def remember(self, request: Request) -> None:
-        """Notes the blocks that the request has filled since."""
+    def cache_full_blocks(self, request: Request) -> None:
+        """Caches the blocks that the request has filled since the last call."""
         size = self._allocator.block_tokens
-        while (request.chained + 1) * size <= request.computed:
-            first = request.chained * size
-            content, answers = request.content(first, first + size), request.answers_within(first, first + size)
-            request.chain = self._allocator.remember(request.blocks[request.chained], request.chain, content, answers)
-            request.chained += 1
+        while (request.num_cached_blocks + 1) * size <= request.num_computed_tokens:
+            index = request.num_cached_blocks
+            first, end = index * size, (index + 1) * size
+            request.parent_serial = self._allocator.cache(
+                request.blocks[index],
+                request.parent_serial,
+                request.content(first, end),
+                request.encoded_media_within(first, end),
+            )
+            request.num_cached_blocks += 1
 
-    def recall(self, request: Request, answers: Sequence[Answer]) -> tuple[int, list[int]]:
-        """How many of a request's first media items need not come again, and the blocks that this rests on.
+    def lookup_media(self, request: Request, encoded_media: Sequence[EncodedMedia]) -> tuple[int, list[int]]:
+        """How many of the first media items need not be sent again, and the cached blocks that hold their rows.
 
-        answers: those that are known, of its first items.
+        encoded_media: what is still known of the request's first items.
         """
         rope = RopeState(request.plan, request.kept_counts)
-        for index, answer in enumerate(answers):
-            rope.deliver(index, answer.kept, answer.id)
-        blocks = self._known_blocks(rope, request.root)
+        for index, encoded in enumerate(encoded_media):
+            rope.deliver(index, encoded.kept, encoded.id)
+        blocks, _ = self._lookup(rope, min(rope.ready, rope.tokens - 1), 0, request.root)
         items = end = 0
-        for index, answer in enumerate(answers):
-            rows_end = rope.rows_end(index, request.kept_counts[index] - answer.last_rows.shape[1])
+        for index, encoded in enumerate(encoded_media):
+            rows_end = rope.rows_end(index, request.kept_counts[index] - encoded.last_rows.shape[1])
             if rows_end > len(blocks) * self._allocator.block_tokens:
                 break
             items, end = index + 1, max(end, rows_end)
         return items, blocks[: self._allocator.blocks_for(end)]
 
-    def _known_blocks(self, rope: RopeState, chain: int) -> list[int]:
+    def _lookup(
+        self, sequence: Request | RopeState, tokens: int, first_block: int, serial: int
+    ) -> tuple[list[int], int]:
+        """The cached blocks within the first `tokens`, from `first_block` on, and the serial of the last one.
+
+        serial: of the block before `first_block`.
+        """
         size = self._allocator.block_tokens
         blocks: list[int] = []
-        for first in range(0, min(rope.ready, rope.tokens - 1) - size + 1, size):
-            known = self._allocator.find(chain, rope.content(first, first + size))
-            if known is None:
+        for first in range(first_block * size, tokens - size + 1, size):
+            cached = self._allocator.lookup(serial, sequence.content(first, first + size))
+            if cached is None:
                 break
-            chain = known.serial
-            blocks.append(known.block)
-        return blocks
+            blocks.append(cached.block)
+            serial = cached.serial
+        return blocks, serial

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.contract.errors import InvalidRequest
-from services.generation.request.adapter import AdaptedRows, Adapter
+from services.generation.request.batch import AdaptedRows
+from services.generation.request.request import Adapter
 
 _NAME_CHARACTERS = 200
 

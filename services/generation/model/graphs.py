@@ -86,7 +86,7 @@ class DecodeGraphs:
 
         A step that nobody samples from is nobody's to wait for, and the next one would write over rows in use.
         """
-        if packed.media_rows.size or packed.singles < len(packed.contexts) or not packed.last_rows.size:
+        if packed.media_rows.size or packed.num_decodes < len(packed.contexts) or not packed.last_rows.size:
             return None
         if packed.adapted:  # graphs were captured without adapters
             return None

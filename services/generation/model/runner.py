@@ -1,6 +1,6 @@
-"""One packed forward over the windows of a step.
+"""Runs the windows of a step as one packed forward and samples from its logits.
 
-It owns the cache and the model, and knows neither who is scheduled nor how tokens are chosen.
+It owns the model and the KV cache, and knows nothing of scheduling.
 """
 
 from __future__ import annotations
@@ -17,80 +17,91 @@ from services.generation.model.attention import make_cache
 from services.generation.model.attention.sizes import CacheSizes
 from services.generation.model.graphs import Capture, DecodeGraphs
 from services.generation.model.language_model import LanguageModel
-from services.generation.request.batch import MediaRows, Packed, Window, pack, singles_first
+from services.generation.request.batch import MediaRows, Packed, Window, decodes_first, pack
+from services.generation.sampling.sampler import SampledToken, sample_and_verify
 from services.generation.to_device import tensor_to_device, to_device
 
 log = structlog.get_logger()
 
 
 class OutOfStep(Exception):
-    """Ranks that compute together no longer do: what their caches hold is not the same from here on."""
+    """The ranks of a tensor-parallel model no longer compute the same steps, so their caches differ from now on."""
 
 
-class Followers(Protocol):
-    """The other ranks that hold a part of the model."""
+class Workers(Protocol):
+    """The other ranks of a tensor-parallel model."""
 
     def tell(self, packed: Packed, features: Tensor | None) -> None:
-        """Has each of them compute what this rank computes next."""
+        """Makes each of them compute what this rank computes next."""
 
 
 class Runner:
-    """Runs a language model over a paged cache of `blocks` blocks of `block_tokens` tokens each."""
+    """Runs a language model over a paged KV cache of `blocks` blocks of `block_tokens` tokens each."""
 
-    def __init__(
-        self, model: LanguageModel, blocks: int, block_tokens: int, followers: Followers | None = None
-    ) -> None:
+    def __init__(self, model: LanguageModel, blocks: int, block_tokens: int, workers: Workers | None = None) -> None:
         self.model = model
-        self._followers = followers
+        self._workers = workers
         sizes = CacheSizes(model.layers, blocks, block_tokens, model.heads, model.kv_heads, model.head_dim)
         self._cache = make_cache(sizes, model.embed_tokens.weight)
         self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
     def capture_decoding(self, most_requests: int, most_tokens: int, capture: Capture) -> bool:
-        """Has steps that only decode replayed as graphs, for up to so many requests of up to so many tokens.
+        """Captures decode steps of up to `most_requests` requests of up to `most_tokens` tokens as graphs.
 
-        Returns whether they are: a model that no graph can hold is run as before.
+        Returns False, and leaves decoding eager, if the model does something that no graph can hold.
         """
         start = time.perf_counter()
         blocks = -(-most_tokens // self._cache.sizes.block_tokens)
         try:
             self._graphs = DecodeGraphs(self.model, self._cache, most_requests, blocks, capture)
         except RuntimeError as error:
-            log.warning("decoding without graphs", error=str(error.__context__ or error))  # what ended the capture
+            # torch raises a second error when the broken capture is closed; its context is the cause.
+            log.warning("decoding without graphs", error=str(error.__context__ or error))
             return False
         log.info("decode steps captured", graphs=len(self._graphs), seconds=round(time.perf_counter() - start, 3))
         return True
 
     def decode_eagerly(self) -> None:
-        """Gives up the graphs that were captured."""
+        """Drops captured graphs."""
         self._graphs = None
 
-    @torch.inference_mode()
-    def run(self, windows: Sequence[Window]) -> tuple[list[Window], Tensor]:
-        """Computes the windows' keys and values, and what follows those that sample.
+    def run(self, windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
+        """Computes windows and samples. Waits for the device only if a window samples.
 
-        Returns the windows that sample and their raw logits, float32 [S, vocab_size], in the same order, one row for
-        each and one for each of its guesses. Raises OutOfStep for whatever fails once other ranks are told to compute
-        the same; what fails before leaves them as they are.
+        Returns, for each window that samples, its accepted draft tokens and one more token.
+        """
+        windows = decodes_first(windows)
+        logits = self.forward(windows)
+        sampling = [window for window in windows if window.samples]
+        states = [window.request.sampling_state for window in sampling]
+        sampled = sample_and_verify(logits, states, [window.draft_tokens for window in sampling])
+        return dict(zip(sampling, sampled, strict=True))
+
+    @torch.inference_mode()
+    def forward(self, windows: Sequence[Window]) -> Tensor:
+        """Computes the keys and values of windows in packed order.
+
+        Returns raw logits, float32 [S, vocab_size]: for each window that samples, in order, one row for each draft
+        token and one for the token before them. Any failure after the workers have been told raises OutOfStep; a
+        failure before leaves them untouched.
         """
         packed, media = pack(windows, self._cache.sizes.block_tokens)
         device = self.model.device
         features = torch.cat([tensor_to_device(_features(each), device) for each in media], dim=1) if media else None
-        sampled = [window for window in singles_first(windows) if window.samples]
-        if self._followers is None:
-            return sampled, self.compute(packed, features)
+        if self._workers is None:
+            return self.compute(packed, features)
         try:
-            self._followers.tell(packed, features)
-            return sampled, self.compute(packed, features)
+            self._workers.tell(packed, features)
+            return self.compute(packed, features)
         except Exception as error:
             raise OutOfStep(str(error)) from error
 
     @torch.inference_mode()
     def compute(self, packed: Packed, features: Tensor | None) -> Tensor:
-        """Raw logits of the wanted rows, float32 [S, vocab_size].
+        """Raw logits of `packed.last_rows`, float32 [S, vocab_size].
 
-        features: [1 + embed_levels, M, D], what the media rows carry; None if there are none.
+        features: [1 + embed_levels, M, D], embeddings and levels of the media rows; None if there are none.
         """
         rows = to_device(packed.last_rows, self.model.device)
         self.model.adapters.rows = packed.adapted
@@ -111,7 +122,7 @@ class Runner:
         return logits.float()
 
     def _put_media(self, packed: Packed, embeds: Tensor, features: Tensor) -> dict[str, Tensor]:
-        """Puts media rows into `embeds` [T, D], and returns what the model must be told of their levels."""
+        """Writes media rows into `embeds` [T, D], and returns the model's arguments for their further levels."""
         rows = to_device(packed.media_rows, self.model.device)
         embeds.index_copy_(0, rows, features[0])
         if not self.model.embed_levels:
@@ -123,5 +134,5 @@ def _features(media: MediaRows) -> Tensor:
     embeds = media.request.embeds[media.media_index]
     assert embeds is not None
     first = media.first_row - (media.request.kept_counts[media.media_index] - embeds.shape[1])
-    assert first >= 0, f"{media.request} lacks rows of item {media.media_index} that are not in the cache"
+    assert first >= 0, f"{media.request} lacks rows of item {media.media_index} that the cache lacks, too"
     return embeds[:, first : first + media.rows]

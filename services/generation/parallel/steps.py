@@ -9,10 +9,9 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from services.generation.request.adapter import AdaptedRows
-from services.generation.request.batch import Context, Packed
+from services.generation.request.batch import AdaptedRows, Context, Packed
 
-# The kinds whose counts come first: `singles`, and the parts.
+# The kinds whose counts come first: `num_decodes`, and the parts.
 _PARTS = 12
 _HEAD = 1 + _PARTS
 _DIGEST = 4  # numbers of an adapter's
@@ -35,13 +34,13 @@ def to_bytes(packed: Packed) -> bytes:
         np.frombuffer(b"".join(each.digest for each in adapted), np.int64),
     ]
     assert len(parts) == _PARTS
-    head = np.array([packed.singles, *(part.size for part in parts)], np.int64)
+    head = np.array([packed.num_decodes, *(part.size for part in parts)], np.int64)
     return np.concatenate([head, *parts]).tobytes()
 
 
 def from_bytes(data: bytes) -> Packed:
     numbers = np.frombuffer(data, np.int64)
-    singles, *sizes = numbers[:_HEAD].tolist()
+    num_decodes, *sizes = numbers[:_HEAD].tolist()
     ids, positions, slots, media_rows, last_rows, starts, ends, counts, blocks, firsts, lasts, digests = (
         # Copied: torch wants arrays that may be written to.
         numbers[_HEAD + end - size : _HEAD + end].copy()
@@ -51,7 +50,7 @@ def from_bytes(data: bytes) -> Packed:
     each = zip(starts.tolist(), ends.tolist(), counts.tolist(), accumulate(counts.tolist()), strict=True)
     return Packed(
         contexts=tuple(Context(start, end, own[last - count : last]) for start, end, count, last in each),
-        singles=singles,
+        num_decodes=num_decodes,
         ids=ids,
         positions=positions.reshape(3, -1),
         slots=slots,

@@ -1,9 +1,9 @@
 """What one packed forward reads: each request's window of its pruned sequence, laid end to end.
 
-    pruned:   [text][0 3 4 7][text]            spans: rows 0..3 of item 0 stand at 4
+    pruned:   [text][0 3 4 7][text]            spans: rows 0..3 of item 0 are at 4
     window:            [4 7 text]              [6, 9): rows 2..3 of item 0, then one text token
-    packed:   [d][d][window of A][window of B]  single tokens first, so that they form one rectangle;
-                                                of those, and of the others, those of one adapter together
+    packed:   [d][d][window of A][window of B]  decodes (windows of one token) first, so that they form a rectangle;
+                                                within both parts, windows of one adapter are adjacent
 
 It works on numpy arrays and knows neither the model nor torch.
 """
@@ -20,7 +20,6 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from services.generation.request.adapter import AdaptedRows
 from services.generation.request.request import Request
 
 Int64Array: TypeAlias = NDArray[np.int64]
@@ -28,26 +27,30 @@ Int64Array: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Tokens [start, end) of a request's pruned sequence, whose forward is due.
+    """Tokens [start, end) of a request's pruned sequence that one forward computes.
 
-    samples: a token follows them. guesses: the last of them, which the request's `guesses` say, and after each of which
-    a token may follow too.
+    samples: the token after the window is sampled.
+    draft_tokens: the last tokens of the window; a token is sampled after each of them, too.
     """
 
     request: Request
     start: int
     end: int
     samples: bool
-    guesses: int = 0
+    draft_tokens: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
         return self.end - self.start
 
+    @property
+    def num_draft_tokens(self) -> int:
+        return len(self.draft_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class MediaRows:
-    """Rows [first_row, first_row + rows) of a request's media item, which belong at `at` of the packed batch."""
+    """Rows [first_row, first_row + rows) of a request's media item, at packed rows [at, end)."""
 
     at: int
     rows: int
@@ -62,7 +65,7 @@ class MediaRows:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the cache is told of a window: tokens [start, end) of a sequence that stands in `blocks`, up to its end."""
+    """A window for attention: tokens [start, end) of a sequence whose first `end` tokens are in `blocks`."""
 
     start: int
     end: int
@@ -73,21 +76,31 @@ class Context:
         return self.end - self.start
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """Packed rows [start, end), computed with the adapter of this digest."""
+
+    digest: bytes
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Windows laid end to end, those of a single token first. It holds numbers alone: any process can compute it.
+    """Windows laid end to end, decodes first. It holds numbers only, so it can be sent to other processes.
 
-    contexts: one a window, in order; singles: those of a single token.
-    ids: int64 [T], the pad token where media rows go.
+    contexts: one for each window, in order.
+    num_decodes: windows of one token, a prompt's last token among them.
+    ids: int64 [T], the pad token for media rows.
     positions: int64 [3, T].
-    slots: int64 [T], where in the cache the keys and values go.
-    media_rows: int64 [M], rows whose embeddings are not those of `ids`.
-    last_rows: int64 [S], rows whose logits are wanted, in order: 1 + guesses of each window that samples.
+    slots: int64 [T], where in the cache the keys and values are written.
+    media_rows: int64 [M], packed rows that take media embeddings instead of those of `ids`.
+    last_rows: int64 [S], rows whose logits are needed: for each window that samples, 1 + its draft tokens.
     adapted: rows that are computed with an adapter.
     """
 
     contexts: tuple[Context, ...]
-    singles: int
+    num_decodes: int
     ids: Int64Array
     positions: Int64Array
     slots: Int64Array
@@ -96,46 +109,45 @@ class Packed:
     adapted: tuple[AdaptedRows, ...] = ()
 
 
-def singles_first(windows: Sequence[Window]) -> list[Window]:
-    """Windows in the order in which they are packed, those of one adapter beside each other; else their order stays."""
+def decodes_first(windows: Sequence[Window]) -> list[Window]:
+    """Windows in packed order. The sort is stable."""
     return sorted(windows, key=lambda window: (window.tokens > 1, window.request.root))
 
 
 def pack(windows: Sequence[Window], block_tokens: int) -> tuple[Packed, tuple[MediaRows, ...]]:
-    """Lays windows end to end, single tokens first, and says what its media rows are."""
-    ordered = singles_first(windows)
-    total = sum(window.tokens for window in ordered)
+    """Lays windows, which are in packed order, end to end, and lists their media rows."""
+    total = sum(window.tokens for window in windows)
     ids, positions, slots = np.empty(total, np.int64), np.empty((3, total), np.int64), np.empty(total, np.int64)
     media: list[MediaRows] = []
     last_rows: list[int] = []
     at = 0
-    for window in ordered:
+    for window in windows:
         end = at + window.tokens
         if window.tokens == 1:
-            _fill_single(window, at, ids, positions, slots, block_tokens)
+            _fill_decode(window, at, ids, positions, slots, block_tokens)
         else:
             _fill(window, ids[at:end], positions[:, at:end])
             slots[at:end] = slots_of(window.request.blocks, window.start, window.end, block_tokens)
         media.extend(media_rows(window, at))
         if window.samples:
-            last_rows.extend(range(end - 1 - window.guesses, end))
+            last_rows.extend(range(end - 1 - window.num_draft_tokens, end))
         at = end
     packed = Packed(
-        contexts=tuple(_context(window, block_tokens) for window in ordered),
-        singles=sum(window.tokens == 1 for window in ordered),
+        contexts=tuple(_context(window, block_tokens) for window in windows),
+        num_decodes=sum(window.tokens == 1 for window in windows),
         ids=ids,
         positions=positions,
         slots=slots,
         media_rows=np.concatenate([np.empty(0, np.int64), *(np.arange(each.at, each.end) for each in media)]),
         last_rows=np.array(last_rows, np.int64),
-        adapted=tuple(_adapted_rows(ordered)),
+        adapted=tuple(_adapted_rows(windows)),
     )
     return packed, tuple(media)
 
 
-def _adapted_rows(ordered: Sequence[Window]) -> Iterator[AdaptedRows]:
+def _adapted_rows(windows: Sequence[Window]) -> Iterator[AdaptedRows]:
     at = 0
-    for adapter, same in groupby(ordered, key=lambda window: window.request.adapter):
+    for adapter, same in groupby(windows, key=lambda window: window.request.adapter):
         end = at + sum(window.tokens for window in same)
         if adapter:
             yield AdaptedRows(adapter.digest, at, end)
@@ -143,13 +155,13 @@ def _adapted_rows(ordered: Sequence[Window]) -> Iterator[AdaptedRows]:
 
 
 def slots_of(blocks: Sequence[int], start: int, end: int, block_tokens: int) -> Int64Array:
-    """Where in the cache tokens [start, end) of a sequence that owns `blocks` stand: int64 [end − start]."""
+    """Cache slots of tokens [start, end) of the sequence with this block table: int64 [end − start]."""
     tokens = np.arange(start, end)
     return np.asarray(blocks, np.int64)[tokens // block_tokens] * block_tokens + tokens % block_tokens
 
 
 def media_rows(window: Window, at: int) -> Iterator[MediaRows]:
-    """The media rows inside a window that stands at `at` of the packed batch; all the rest of it is text."""
+    """The media rows inside a window that starts at packed row `at`; its other rows are text."""
     spans = window.request.rope.spans
     if not spans or window.start >= spans[-1].end:
         return
@@ -171,7 +183,7 @@ def _context(window: Window, block_tokens: int) -> Context:
     return Context(window.start, window.end, window.request.blocks[: -(-window.end // block_tokens)])
 
 
-def _fill_single(
+def _fill_decode(
     window: Window, at: int, ids: Int64Array, positions: Int64Array, slots: Int64Array, block_tokens: int
 ) -> None:
     request, token = window.request, window.start
@@ -184,13 +196,13 @@ def _fill_single(
 
 
 def _fill(window: Window, ids: Int64Array, positions: Int64Array) -> None:
-    """A window may reach from the prompt into the answer, when a preempted request is computed again."""
+    """Fills the rows of a window, which reaches into the answer when a preempted request is recomputed."""
     request, prompt = window.request, window.request.rope.tokens
     inside = max(0, min(window.end, prompt) - window.start)
     ids[:inside] = request.rope.ids[window.start : window.start + inside]
     positions[:, :inside] = request.rope.positions[:, window.start : window.start + inside]
     if inside < window.tokens:
         first = max(window.start, prompt)
-        own = [*request.output_ids[first - prompt :], *request.guesses]
+        own = [*request.output_ids[first - prompt :], *window.draft_tokens]
         ids[inside:] = own[: window.end - first]
         positions[:, inside:] = np.arange(first, window.end) + request.rope.delta

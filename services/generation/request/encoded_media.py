@@ -1,4 +1,4 @@
-"""One media item of a request, as the encoder sent it."""
+"""One media item of a request as the encoder sent it, and what stays of it after the request."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from common.contract.plan import Int32Array
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaItem:
-    """One item of a request, as it came from the encoder and was checked.
+    """A received item, checked against the plan.
 
-    kept: int32 [K], strictly increasing; None if all tokens were.
+    kept: int32 [K], strictly increasing; None if all tokens were kept.
     embeds: [1 + embed_levels, K, hidden_size] in the model's dtype, finite, on the host.
     digest: of kept and embeddings as they were sent.
     """
@@ -25,19 +25,19 @@ class MediaItem:
     digest: bytes
 
 
-class Answer:
-    """One answer of the encoder about one media item.
+class EncodedMedia:
+    """The identity of an item's encoding, and its last rows.
 
-    id: from 1, and never given to another answer.
-    digest, kept, repaired_frames: as they came.
-    last_rows: [1 + levels, min(K, block_tokens − 1), D], its last embeddings: where a block ends is chance, and without
-        these a prompt that goes on differently would need the whole item again for the few rows behind it. They stay on
-        the host: a device's memory is shared out beforehand, and answers are many.
+    id: from 1, unique among all encodings.
+    digest, kept, repaired_frames: as received.
+    last_rows: [1 + embed_levels, min(K, block_tokens − 1), D], the last embeddings. An item's rows rarely end with a
+        block; without these rows, a prompt that continues differently would need the whole item again for the few rows
+        behind the last full block. They stay on the host: device memory is budgeted at startup, and there are many.
     """
 
     __slots__ = ("__weakref__", "digest", "id", "kept", "last_rows", "repaired_frames")
 
-    def __init__(self, id: int, item: MediaItem, last_rows: Tensor) -> None:  # noqa: A002  (as it is called everywhere)
+    def __init__(self, id: int, item: MediaItem, last_rows: Tensor) -> None:  # noqa: A002  (the usual name)
         self.id = id
         self.digest = item.digest
         self.kept = item.kept

@@ -1,6 +1,6 @@
-"""One request as the engine sees it: its pruned prompt, its answer so far, and what it holds.
+"""One request as the engine sees it: its pruned prompt, the answer so far, and its blocks in the KV cache.
 
-It knows neither the scheduler nor the model; tensors and samplers pass through it untouched.
+It knows neither the scheduler nor the model.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from time import monotonic_ns
 from typing import TypeAlias
 
@@ -16,11 +17,29 @@ from torch import Tensor
 
 from common.contract.errors import FramesieveError
 from common.contract.plan import PromptPlan
-from services.generation.request.adapter import ROOT, Adapter
-from services.generation.request.encoded_media import Answer
+from services.generation.request.encoded_media import EncodedMedia
 from services.generation.request.rope import RopeState
-from services.generation.sampling.detokenizer import Detokeniser
-from services.generation.sampling.sampler import SamplingParams, SamplingState
+from services.generation.sampling.detokenizer import Detokenizer
+from services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState
+
+# The parent of the first block of a sequence that is computed without an adapter.
+ROOT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that the model is computed with.
+
+    name: used by requests. digest: sha256 of its config and weights, its identity in the prefix cache.
+    """
+
+    name: str
+    digest: bytes
+
+    @property
+    def root(self) -> int:
+        """The parent of the first block of a sequence: below ROOT, and different for every digest."""
+        return -int.from_bytes(self.digest)
 
 
 class FinishReason(Enum):
@@ -30,17 +49,17 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrefillStarted:
-    """Everything that the prompt needs is here, and its first forward since then is about to run; sent once."""
+    """All media have arrived and the first forward since then is about to run. Sent once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """More of the answer.
 
-    text: ends at a whole character; may be empty while a stop string may have begun.
-    token_ids: since the last event, the one that ended the answer included.
-    logprobs: one a token, of raw logits; empty unless asked for.
-    top_logprobs: one a token, the likeliest tokens there with theirs; empty unless asked for.
+    text: whole characters only; may be empty while a stop string may have begun.
+    token_ids: tokens since the last event, including one that ends the answer.
+    logprobs: one for each token, of raw logits; empty unless requested.
+    top_logprobs: for each token, the most likely tokens and their log-probabilities; empty unless requested.
     """
 
     text: str
@@ -65,7 +84,7 @@ Event: TypeAlias = PrefillStarted | Tokens | Finished | Failed
 
 class Status(Enum):
     NEW = "new"
-    FOLLOWING = "following"
+    AWAITING_SIBLING = "awaiting sibling"  # until the request whose prompt it shares has prefilled that prompt
     AWAITING_MEDIA = "awaiting media"
     WAITING = "waiting"
     RUNNING = "running"
@@ -73,36 +92,36 @@ class Status(Enum):
 
 
 TRANSITIONS = {
-    Status.NEW: {Status.FOLLOWING, Status.AWAITING_MEDIA, Status.WAITING},
-    Status.FOLLOWING: {Status.WAITING, Status.DONE},  # until the request that it shares a prompt with has prefilled it
+    Status.NEW: {Status.AWAITING_SIBLING, Status.AWAITING_MEDIA, Status.WAITING},
+    Status.AWAITING_SIBLING: {Status.WAITING, Status.DONE},
     Status.AWAITING_MEDIA: {Status.WAITING, Status.DONE},
     Status.WAITING: {Status.RUNNING, Status.DONE},
-    Status.RUNNING: {Status.WAITING, Status.DONE},  # back to waiting: preempted
+    Status.RUNNING: {Status.WAITING, Status.DONE},  # back to WAITING by preemption
     Status.DONE: set(),
 }
 
 
 class Request:
-    """One question and its answer. `Engine.submit` enters it; from then on the engine's thread alone changes it.
+    """One prompt and its answer. After `Engine.submit` only the engine's thread changes it.
 
-    Others read of it what stands still meanwhile: `answers` and `wanted_media` until media are delivered,
-    `cached_tokens` once an event has come.
+    Other threads may read `encoded_media` and `wanted_media` until media are delivered, and `cached_tokens` after the
+    first event: these do not change meanwhile.
 
     kept_counts: how many tokens of each media item of the plan are kept.
-    answer_keys: what the encoder's answer about each media item is remembered by.
-    on_event: called in the engine's thread, in order; `Finished` or `Failed` comes last. It must not block.
-    rope: of another request for the same prompt.
-    adapter: what the model computes its tokens with; None: the model alone.
+    media_keys: key of each media item in the cache of encoded media.
+    on_event: called in the engine's thread, in order; the last event is `Finished` or `Failed`. Must not block.
+    rope: shared with another request for the same prompt.
+    adapter: None to compute with the model alone.
     """
 
     def __init__(
         self,
-        id: str,  # noqa: A002  (as it is called everywhere)
+        id: str,  # noqa: A002  (the usual name)
         plan: PromptPlan,
         kept_counts: Sequence[int],
-        answer_keys: Sequence[bytes],
+        media_keys: Sequence[bytes],
         sampling: SamplingParams,
-        detokeniser: Detokeniser,
+        detokenizer: Detokenizer,
         on_event: Callable[[Event], None],
         rope: RopeState | None = None,
         adapter: Adapter | None = None,
@@ -111,85 +130,102 @@ class Request:
         self.adapter = adapter
         self.plan = plan
         self.kept_counts = tuple(kept_counts)
-        self.answer_keys = tuple(answer_keys)
+        self.media_keys = tuple(media_keys)
         self.rope = rope or RopeState(plan, kept_counts)
         self.sampling = sampling
-        self.detokeniser = detokeniser
+        self.detokenizer = detokenizer
         self.on_event = on_event
-        self.sampling_state: SamplingState | None = None
-        # What is held of each item's embeddings, [1 + levels, R, D]: all of them on the model's device, or an earlier
-        # answer's last R on the host, where the cache has the others.
+        # For each item [1 + embed_levels, R, D]: all its embeddings on the model's device, or, where the KV cache holds
+        # the rows before them, `EncodedMedia.last_rows` on the host.
         self.embeds: list[Tensor | None] = [None] * len(plan.media)
-        self.answers: list[Answer | None] = [None] * len(plan.media)
-        self.followers: list[Request] = []
+        self.encoded_media: list[EncodedMedia | None] = [None] * len(plan.media)
+        self.siblings: list[Request] = []  # other answers to the prompt (`n`) that start once it is prefilled
         self.output_ids: list[int] = []
-        self.guesses: tuple[int, ...] = ()  # tokens that may follow, of the window that is due
         self.status = Status.NEW
         self.since_ns = 0  # when it got its status, on the monotonic clock
-        self.arrival = -1  # the engine numbers requests as they come
-        self.blocks: list[int] = []
-        self.pinned = 0  # of its first blocks: media rows in them are in the cache alone, so it never lets go of them
-        self.computed = 0  # tokens whose keys and values are in the cache
-        self.chained = 0  # of its first blocks, which are remembered; `chain` is the last one's serial
-        self.chain = self.root
-        self.cached_tokens = 0  # of the prompt, which others had computed
-        self.reclaimed = False  # its blocks were taken before it had ended
+        self.arrival = -1  # assigned by the engine in the order of submission
+        self.blocks: list[int] = []  # the block table
+        self.num_pinned_blocks = 0  # first blocks, whose media rows only the cache has: not released before the end
+        self.num_computed_tokens = 0  # tokens whose keys and values are in the KV cache
+        self.num_cached_blocks = 0  # first blocks that are cached in the allocator, or equal to a cached block
+        self.parent_serial = self.root  # serial of the last of these blocks
+        self.cached_tokens = 0  # prompt tokens that other requests had computed
+        self.reclaimed = False  # its blocks were taken away before it finished
         self.prefill_announced = False
 
     def __repr__(self) -> str:
-        return f"Request({self.id}, {self.status.value}, {self.computed}/{self.tokens} computed)"
+        return f"Request({self.id}, {self.status.value}, {self.num_computed_tokens}/{self.tokens} computed)"
 
     @property
     def root(self) -> int:
-        """What its first block stands behind in the cache: no adapter reads what another computed."""
+        """Parent of its first block: sequences of different adapters share no blocks."""
         return self.adapter.root if self.adapter else ROOT
 
     @property
     def tokens(self) -> int:
-        """Of the pruned prompt and the answer so far."""
+        """Tokens of the pruned prompt and the answer so far."""
         return self.rope.tokens + len(self.output_ids)
 
     @property
     def max_tokens(self) -> int:
-        """Tokens it may ever need room for: the last token of an answer is never read again."""
+        """The most tokens it can have in the KV cache: the last token of an answer is never computed."""
         return self.rope.tokens + self.sampling.max_new_tokens - 1
 
     @property
     def ready_tokens(self) -> int:
-        """How many of `tokens` are known by now."""
+        """How many of `tokens` are known: the prompt up to the first missing media item."""
         return self.rope.ready + len(self.output_ids)
 
     @property
     def wanted_media(self) -> tuple[int, ...]:
-        """The items whose embeddings have yet to come."""
-        return tuple(index for index, answer in enumerate(self.answers) if answer is None)
+        """Indices of the items whose embeddings have not arrived."""
+        return tuple(index for index, encoded in enumerate(self.encoded_media) if encoded is None)
 
-    def add_follower(
+    @cached_property
+    def sampling_state(self) -> SamplingState:
+        """Random generator and penalties of the answer. Needs the complete prompt."""
+        assert self.rope.complete
+        return SamplingState(self.sampling, self.rope.ids)
+
+    def add_sibling(
         self,
         id: str,  # noqa: A002
         sampling: SamplingParams,
-        detokeniser: Detokeniser,
+        detokenizer: Detokenizer,
         on_event: Callable[[Event], None],
     ) -> Request:
-        """Another answer to the same prompt, which is computed once: its own starts when this one's has begun."""
-        follower = Request(
-            id, self.plan, self.kept_counts, self.answer_keys, sampling, detokeniser, on_event, self.rope, self.adapter
+        """Adds another answer to the same prompt. It starts when this request has prefilled the prompt."""
+        sibling = Request(
+            id, self.plan, self.kept_counts, self.media_keys, sampling, detokenizer, on_event, self.rope, self.adapter
         )
-        self.followers.append(follower)
-        return follower
+        self.siblings.append(sibling)
+        return sibling
 
-    def take(self, media_index: int, answer: Answer, embeds: Tensor) -> None:
-        """Takes one media item. Raises PeerContract for an answer that does not fit the plan."""
-        self.rope.deliver(media_index, answer.kept, answer.id)
-        self.answers[media_index] = answer
+    def add_media(self, media_index: int, encoded: EncodedMedia, embeds: Tensor) -> None:
+        """Adds a media item. Raises PeerContract if it contradicts the plan."""
+        self.rope.deliver(media_index, encoded.kept, encoded.id)
+        self.encoded_media[media_index] = encoded
         self.embeds[media_index] = embeds
 
     def share_prompt(self, other: Request) -> None:
-        """Takes over the complete prompt of another request for the same."""
-        self.rope, self.answers, self.embeds = other.rope, other.answers, other.embeds
+        """Takes over the complete prompt of a sibling."""
+        self.rope, self.encoded_media, self.embeds = other.rope, other.encoded_media, other.embeds
+
+    def append(self, sampled: SampledToken) -> tuple[Tokens, FinishReason | None]:
+        """Appends a token to the answer. Returns its event, and the reason if the answer ends with it."""
+        token_id = sampled.token_id
+        self.output_ids.append(token_id)
+        ended = token_id in self.sampling.eos_ids
+        full = len(self.output_ids) >= self.sampling.max_new_tokens
+        text, stopped = ("", False) if ended else self.detokenizer.add(token_id)
+        if (ended or full) and not stopped:
+            text += self.detokenizer.flush()
+        logprobs = () if sampled.logprob is None else (sampled.logprob,)
+        tokens = Tokens(text, (token_id,), logprobs, (sampled.top,) if sampled.top else ())
+        return tokens, FinishReason.STOP if ended or stopped else FinishReason.LENGTH if full else None
 
     def content(self, first: int, end: int) -> bytes:
-        """`RopeState.content`, for tokens of prompt and answer."""
+        """`RopeState.content` for tokens of prompt and answer."""
         prompt = self.rope.tokens
         if end <= prompt:
             return self.rope.content(first, end)
@@ -200,10 +236,10 @@ class Request:
         both = np.concatenate([self.rope.positions[:, first:own], np.broadcast_to(positions, (3, end - own))], axis=1)
         return identities.tobytes() + both.tobytes()
 
-    def answers_within(self, first: int, end: int) -> tuple[Answer, ...]:
-        """Those whose media rows are among tokens [first, end)."""
+    def encoded_media_within(self, first: int, end: int) -> tuple[EncodedMedia, ...]:
+        """The items that have rows among tokens [first, end)."""
         ids = set(self.rope.identities[0, first:end].tolist()) - {0}
-        return tuple(answer for answer in self.answers if answer and answer.id in ids) if ids else ()
+        return tuple(encoded for encoded in self.encoded_media if encoded and encoded.id in ids) if ids else ()
 
     def move_to(self, status: Status) -> None:
         assert status in TRANSITIONS[self.status], f"{self} cannot become {status.value}"

@@ -1,10 +1,10 @@
 """The pruned prompt of one request, gathered from the full layout item by item: ids and M-RoPE positions.
 
     full:    [text][· · · · · · · ·][text]        N = 13
-    kept:          [0     3 4     7]              K = 4, known before the encoder runs; which ones, only after
+    kept:          [0     3 4     7]              K = 4 is known before the encoder runs, which ones only after it
     pruned:  [text][0 3 4 7][text]                9 tokens, gathered item by item as `kept` arrives
 
-It knows plans, and nothing of requests, blocks or models.
+It knows plans only, neither requests nor blocks nor models.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Span:
 class RopeState:
     """The pruned prompt: token ids and M-RoPE positions, gathered from the full layout as `kept` arrives.
 
-    tokens: of the pruned prompt, known from the grids alone.
+    tokens: length of the pruned prompt; the grids and rates determine it before any item arrives.
     ids: int32 [tokens]; positions: int32 [3, tokens]; both valid up to `ready`.
-    ready: tokens gathered so far, which is all that stands before the first item that has not arrived.
-    delta: decoded token i sits at tokens + i + delta on all three axes.
-    spans: where media rows stand, in order, within [0, ready).
-    identities: int64 [2, tokens], valid up to `ready`: 0 and a text token's id, or an answer's id and a media row.
+    ready: tokens gathered so far: those before the first item that has not arrived.
+    delta: decoded token i has position tokens + i + delta on all three axes.
+    spans: the media rows within [0, ready), in order.
+    identities: int64 [2, tokens], valid up to `ready`: (0, token id) or (id of encoded media, row).
     """
 
     def __init__(self, plan: PromptPlan, kept_counts: Sequence[int]) -> None:
@@ -50,7 +50,7 @@ class RopeState:
         self._kept_counts = tuple(kept_counts)
         self._mask = np.ones(plan.tokens, np.bool_)
         self._kept: list[Int32Array | None] = [None] * len(plan.media)
-        self._answer_ids = [0] * len(plan.media)
+        self._encoded_ids = [0] * len(plan.media)
         self._next_item = 0
         self._cursor = 0
         dropped = sum(item.grid.tokens for item in plan.media) - sum(self._kept_counts)
@@ -67,11 +67,11 @@ class RopeState:
     def complete(self) -> bool:
         return self.ready == self.tokens
 
-    def deliver(self, media_index: int, kept: Int32Array | None, answer_id: int) -> None:
-        """Takes which tokens of an item's grid were kept: int32 [K], strictly increasing; None for all of them.
+    def deliver(self, media_index: int, kept: Int32Array | None, encoded_id: int) -> None:
+        """Gathers an item. kept: int32 [K], strictly increasing tokens of its grid; None for all of them.
 
-        answer_id: above 0; names what the encoder answered.
-        Raises PeerContract for an item that does not exist or came before, or for other tokens than the plan allows.
+        encoded_id: id of the encoded media, above 0.
+        Raises PeerContract for an item that does not exist or was delivered before, or if `kept` contradicts the plan.
         """
         if not 0 <= media_index < len(self._kept) or self._kept[media_index] is not None:
             raise PeerContract(f"media item {media_index} of {len(self._kept)} does not exist or was delivered twice")
@@ -84,26 +84,26 @@ class RopeState:
         self._mask[at] = False
         self._mask[at[kept]] = True
         self._kept[media_index] = kept
-        self._answer_ids[media_index] = answer_id
+        self._encoded_ids[media_index] = encoded_id
         self._gather()
 
     @cached_property
     def text_ids(self) -> Int32Array:
-        """int32 [tokens], of the complete prompt: ids, and −1 in place of media rows."""
+        """int32 [tokens]: ids of the complete prompt, −1 for media rows."""
         assert self.complete
         return np.where(self.identities[0] > 0, np.int32(-1), self.ids)
 
     def content(self, first: int, end: int) -> bytes:
-        """What the keys and values of tokens [first, end) depend on, besides the tokens before them."""
+        """Everything that keys and values of tokens [first, end) depend on besides the tokens before them."""
         return self.identities[:, first:end].tobytes() + self.positions[:, first:end].tobytes()
 
     def rows_end(self, media_index: int, rows: int) -> int:
-        """Where the first `rows` rows of an item that was delivered end; 0 for none."""
+        """The token after the first `rows` rows of a delivered item; 0 if rows is 0."""
         spans = [span for span in self.spans if span.media_index == media_index and span.first_row < rows]
         return spans[-1].offset + min(rows - spans[-1].first_row, spans[-1].length) if spans else 0
 
     def _gather(self) -> None:
-        """Moves on to the first item that has not arrived, or to the prompt's end."""
+        """Gathers up to the first item that has not arrived, or to the end of the prompt."""
         media = self._plan.media
         first = self._next_item
         while self._next_item < len(media) and self._kept[self._next_item] is not None:
@@ -125,7 +125,7 @@ class RopeState:
             start, end = np.searchsorted(taken, (run.offset, run.end))
             if end > start:
                 span = Span(self.ready + int(start), int(end - start), index, row)
-                self.identities[0, span.offset : span.end] = self._answer_ids[index]
+                self.identities[0, span.offset : span.end] = self._encoded_ids[index]
                 self.identities[1, span.offset : span.end] = np.arange(row, row + span.length)
                 self.spans.append(span)
                 row += span.length

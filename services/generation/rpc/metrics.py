@@ -48,7 +48,7 @@ QUEUE = Gauge(f"{_PREFIX}engine_requests", "Answers in the engine, by what they 
 QUEUE_OLDEST_SECONDS = Gauge(
     f"{_PREFIX}engine_oldest_seconds", "For how long one of these has done so, at most; 0 if there is none", ["state"]
 )
-QUEUE_LIMIT = Gauge(f"{_PREFIX}engine_requests_limit", "--max-running-requests and --max-waiting-requests", ["state"])
+QUEUE_LIMIT = Gauge(f"{_PREFIX}engine_requests_limit", "--max-num-seqs and --max-waiting-requests", ["state"])
 BLOCKS_USED = Gauge(f"{_PREFIX}kv_blocks_used", "Blocks of the KV cache that requests hold")
 BLOCKS_IDLE = Gauge(
     f"{_PREFIX}kv_blocks_idle", "Blocks of the KV cache that nobody holds, kept for who begins the same"
@@ -61,17 +61,19 @@ MEDIA_OLDEST_SECONDS = Gauge(
     f"{_PREFIX}media_buffer_oldest_seconds", "How long the first of these has waited; 0 if none does"
 )
 STEP_SECONDS = Histogram(f"{_PREFIX}step_seconds", "Steps of the engine", buckets=FINE_SECONDS_BUCKETS)
-# From one answer's next token to a full --prefill-chunk-tokens; --max-running-requests sequences at most.
+# From one answer's next token to a full --max-num-batched-tokens; --max-num-seqs sequences at most.
 STEP_TOKENS = Histogram(f"{_PREFIX}step_tokens", "Tokens of one step", buckets=[2**power for power in range(15)])
 STEP_SEQUENCES = Histogram(
     f"{_PREFIX}step_sequences", "Sequences of one step", buckets=[2**power for power in range(10)]
 )
 COMPUTED_TOKENS = Counter(
-    f"{_PREFIX}computed_tokens_total", "Tokens computed: of prompts (prefill), and of answers, with guesses", ["phase"]
+    f"{_PREFIX}computed_tokens_total",
+    "Tokens computed: of prompts (prefill), and of answers, draft tokens included",
+    ["phase"],
 )
 PREEMPTIONS = Counter(f"{_PREFIX}preemptions_total", "Times that an answer lost its blocks to an older one")
-GUESSES = Counter(f"{_PREFIX}guesses_total", "Tokens guessed")
-RIGHT_GUESSES = Counter(f"{_PREFIX}right_guesses_total", "Tokens guessed right")
+DRAFT_TOKENS = Counter(f"{_PREFIX}draft_tokens_total", "Draft tokens of speculative decoding")
+ACCEPTED_DRAFT_TOKENS = Counter(f"{_PREFIX}accepted_draft_tokens_total", "Draft tokens that the model accepted")
 
 for _busy in ("transfer", "prefill"):
     STAGE_BUSY_SECONDS.labels(_busy)
@@ -94,7 +96,7 @@ def watch(engine: Engine, room: ByteSemaphore, max_running: int, max_waiting: in
     QUEUE.labels("running").set_function(lambda: engine.stats().running)
     QUEUE.labels("waiting").set_function(lambda: engine.stats().waiting)
     QUEUE.labels("awaiting_media").set_function(lambda: engine.stats().awaiting_media)
-    QUEUE.labels("following").set_function(lambda: engine.stats().following)
+    QUEUE.labels("following").set_function(lambda: engine.stats().awaiting_sibling)
     QUEUE_OLDEST_SECONDS.labels("running").set_function(lambda: age_seconds(engine.stats().running_since_ns))
     QUEUE_OLDEST_SECONDS.labels("waiting").set_function(lambda: age_seconds(engine.stats().waiting_since_ns))
     QUEUE_OLDEST_SECONDS.labels("awaiting_media").set_function(
@@ -118,8 +120,8 @@ def count_step(step: Step) -> None:
     COMPUTED_TOKENS.labels("prefill").inc(step.prompt_tokens)
     COMPUTED_TOKENS.labels("decode").inc(step.answer_tokens)
     PREEMPTIONS.inc(step.preemptions)
-    GUESSES.inc(step.guesses)
-    RIGHT_GUESSES.inc(step.right_guesses)
+    DRAFT_TOKENS.inc(step.draft_tokens)
+    ACCEPTED_DRAFT_TOKENS.inc(step.accepted_draft_tokens)
     if step.prompt_tokens:
         STAGE_BUSY_SECONDS.labels("prefill").observe(step.seconds)
 

@@ -25,8 +25,7 @@ from services.generation.engine.engine import Engine
 from services.generation.model.adapters import NO_ADAPTERS, Adapters
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Tokens
-from services.generation.rpc.arrivals import Progress
-from services.generation.rpc.media import MediaClient, MediaSession
+from services.generation.rpc.media import MediaClient, MediaSession, Progress
 from services.generation.rpc.messages import (
     accepted_response,
     delta_response,
@@ -43,10 +42,9 @@ from services.generation.rpc.metrics import (
     count_prompt,
 )
 from services.generation.rpc.prompt_limit import PromptLimit
-from services.generation.rpc.spans import record_stages
-from services.generation.rpc.timing import Stage, StageClock
+from services.generation.rpc.timing import Stage, StageClock, record_stages
 from services.generation.sampling.defaults import SamplingDefaults
-from services.generation.sampling.detokenizer import Detokeniser, Tokenizer
+from services.generation.sampling.detokenizer import Detokenizer, Tokenizer
 from services.generation.sampling.sampler import SamplingParams
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -94,13 +92,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             usage = usage_message(plan, prunings, kept_counts)
             first, *others = wanted.resolve(self._defaults, room)
             events = Events(1 + len(others))
-            keys, listener = session.answer_keys, events.listener
+            keys, listener = session.media_keys, events.listener
             question = Request(
-                request_id, plan, kept_counts, keys, first, self._detokeniser(first), listener(0), adapter=adapter
+                request_id, plan, kept_counts, keys, first, self._detokenizer(first), listener(0), adapter=adapter
             )
             for index, each in enumerate(others, 1):
-                question.add_follower(f"{request_id}#{index}", each, self._detokeniser(each), listener(index))
-            answers = (question, *question.followers)
+                question.add_sibling(f"{request_id}#{index}", each, self._detokenizer(each), listener(index))
+            answers = (question, *question.siblings)
             # Submitted before its media is selected: the text before them is prefilled meanwhile.
             self._engine.submit(question)
             _note_repairs(usage, question)
@@ -158,8 +156,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 fetching.cancel()
                 await asyncio.wait([fetching])
 
-    def _detokeniser(self, sampling: SamplingParams) -> Detokeniser:
-        return Detokeniser(self._tokenizer, sampling.stop)
+    def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:
+        return Detokenizer(self._tokenizer, sampling.stop)
 
     async def _fetch(
         self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
@@ -222,7 +220,7 @@ class Events:
 
 def _note_repairs(usage: generation_pb2.Usage, question: Request) -> None:
     """Of media that the cache holds, which do not come again."""
-    for media, answer in zip(usage.media, question.answers, strict=True):
+    for media, answer in zip(usage.media, question.encoded_media, strict=True):
         if answer:
             media.repaired_frames = answer.repaired_frames
 

@@ -1,11 +1,12 @@
-"""Where the time to the first token went. Each instant belongs to the earliest stage that is not finished.
+"""The stages of the time to first token. Each instant belongs to the earliest stage that has not finished.
 
     finished at:  fetch 0 · plan 3 · decode 9 · encode 7 · prune 9 · transfer 10 · first token 14
-    0 ── plan ── 3 ──────── decode ──────── 9 ─ transfer ─ 10 ── prefill ── 14      the others: 0
+    0 ── plan ── 3 ──────── decode ──────── 9 ─ transfer ─ 10 ── prefill ── 14      all other stages: 0
 
-So the stages sum to the time to the first token even where they overlap. Whole nanoseconds of one clock of one host:
-sums are exact. What other hosts did is told as how long ago it was, and placed on this clock by when that was heard, so
-no two hosts' clocks are compared. It knows nothing of what the stages do.
+The stages therefore sum to the time to first token even where they overlap. All times are integer nanoseconds of this
+host's monotonic clock, so the sums are exact. Other hosts report how long ago something happened; that age is
+subtracted from the local time of receipt, so clocks of two hosts are never compared. This module does not know what
+the stages do.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections.abc import Callable
 from enum import IntEnum
 from time import monotonic_ns
 
+from common.telemetry.tracing import record
+
 
 class Stage(IntEnum):
-    """In the order in which a request goes through them."""
+    """In the order in which a request passes through them."""
 
     FETCH = 0
     PLAN = 1
@@ -28,6 +31,10 @@ class Stage(IntEnum):
     TRANSFER = 7
     WAIT_FOR_PREFILL = 8
     PREFILL = 9
+
+
+# The stages that happen in this service; the services upstream record spans for the others.
+_OWN_STAGES = (Stage.TRANSFER, Stage.WAIT_FOR_PREFILL, Stage.PREFILL)
 
 
 class StageClock:
@@ -43,13 +50,13 @@ class StageClock:
         return self._clock_ns()
 
     def skip(self, stage: Stage) -> None:
-        """Notes that a stage was not needed, nor any earlier one."""
+        """Records that this stage and all earlier ones were not needed. Stages already finished keep their times."""
         self.finish(stage, self._start_ns)
 
     def finish(self, stage: Stage, at_ns: int | None = None) -> None:
-        """Notes that a stage is finished, and with it every earlier one. What was noted before stands.
+        """Records the end of a stage and of every earlier one. Stages already finished keep their times.
 
-        at_ns: when, if not now. A time before the request, or before an earlier stage's, is that one's.
+        at_ns: defaults to now. A time before the request, or before the end of an earlier stage, counts as that time.
         """
         at_ns = self._clock_ns() if at_ns is None else at_ns
         for each in Stage:
@@ -57,14 +64,14 @@ class StageClock:
                 self._finished_ns.setdefault(each, at_ns)
 
     def token(self, at_ns: int) -> bool:
-        """Notes a token, and returns whether it was the first, with which every stage is finished."""
+        """Records a token. Returns whether it was the first, which finishes every stage."""
         first = self._last_ns is None
         self._last_ns = at_ns
         self.finish(Stage.PREFILL, at_ns)
         return first
 
     def intervals_ns(self) -> dict[Stage, tuple[int, int]]:
-        """When each stage that is finished began and ended, each as the one before it ended."""
+        """Start and end of every finished stage; a stage starts where the one before it ends."""
         intervals: dict[Stage, tuple[int, int]] = {}
         end = self._start_ns
         for stage, finished in sorted(self._finished_ns.items()):
@@ -73,7 +80,7 @@ class StageClock:
         return intervals
 
     def stages_ns(self) -> dict[Stage, int]:
-        """How long each stage took, once the first token is there; they sum to `first_token_ns` exactly."""
+        """Duration of each stage, once the first token was recorded; they sum to `first_token_ns` exactly."""
         return {stage: end - began for stage, (began, end) in self.intervals_ns().items()}
 
     @property
@@ -85,3 +92,24 @@ class StageClock:
         """From the first token to the last."""
         assert self._last_ns is not None
         return self._last_ns - self._finished_ns[Stage.PREFILL]
+
+
+def record_stages(clock: StageClock, error: BaseException | None = None) -> None:
+    """Records trace spans of this service's stages after the request has ended.
+
+    Each request gets its own spans, because a step of the engine computes parts of many requests. Stages that took no
+    time get no span. error: what interrupted the last stage, if anything did.
+    """
+    intervals = clock.intervals_ns()
+    for stage in _OWN_STAGES:
+        began_ns, ended_ns = intervals.get(stage, (0, 0))
+        if ended_ns > began_ns:
+            record(stage.name.lower(), began_ns, ended_ns)
+    if Stage.PREFILL in intervals:
+        _, began_ns = intervals[Stage.PREFILL]
+        record("generate", began_ns, clock.now_ns() if error else began_ns + clock.generate_ns, error)
+        return
+    unfinished = next(stage for stage in Stage if stage not in intervals)
+    if unfinished in _OWN_STAGES:
+        _, began_ns = intervals[Stage(unfinished - 1)]
+        record(unfinished.name.lower(), began_ns, clock.now_ns(), error)

@@ -1,8 +1,8 @@
-"""What a checkpoint says about choosing tokens: its generation_config.json, read strictly.
+"""Sampling defaults of a checkpoint: its generation_config.json, read strictly.
 
-A field that changes answers and is not supported refuses to start instead of being ignored. What the file leaves out
-is neutral: the library defaults that `generate` would put in (top_k = 50) are not the checkpoint's.
-Source: transformers.GenerationConfig, whose every field is sorted into one of the sets below.
+An unsupported field that would change answers is a startup error instead of being ignored. Missing fields are neutral:
+library defaults that `generate` would fill in (top_k = 50) do not come from the checkpoint.
+Source: transformers.GenerationConfig; HONOURED, NEUTRAL and a list in the tests together contain all of its fields.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HONOURED = frozenset(
     ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "eos_token_id")
 )
 
-# Fields that change answers, and the values (besides null) with which they do not.
+# Unsupported fields that change answers, and the values (besides null) with which they change nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "bad_words_ids": ([],),
     "begin_suppress_tokens": ([],),
@@ -58,10 +58,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """How tokens are chosen where a request does not say.
+    """Sampling parameters for fields that a request leaves unset.
 
-    vocab_size: how many tokens there are to choose from.
-    temperature: 0 is greedy. max_new_tokens: None if the checkpoint sets none.
+    temperature: 0 is greedy. max_new_tokens: None if the checkpoint has no limit.
     """
 
     vocab_size: int
@@ -75,7 +74,7 @@ class SamplingDefaults:
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
-    """Raises StartupError naming a field that is not supported, or a value outside its range."""
+    """Raises StartupError, with field and value, for an unsupported field or a value out of range."""
     given = {name: value for name, value in checkpoint.read_json(FILE).items() if value is not None}
     for name, neutral in NEUTRAL.items():
         if name in given and given[name] not in neutral:
@@ -102,7 +101,7 @@ def _vocab_size(config: dict[str, Any]) -> int:
 
 
 def _eos_ids(given: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
-    """One id or a list of them; where the file has none, the model's own config says."""
+    """One id or a list of ids, from generation_config.json or else from config.json."""
     text_config = config.get("text_config") or {}
     ids = given.get("eos_token_id", config.get("eos_token_id", text_config.get("eos_token_id")))
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]

@@ -1,4 +1,4 @@
-"""What a request says about choosing tokens, and what becomes of it beside the checkpoint's defaults."""
+"""The sampling fields of a request: their limits, and how they are resolved against the checkpoint's defaults."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SEEDS = 2**63
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """What a caller asks for; None is the checkpoint's own.
+    """Sampling fields as the caller sent them; None selects the checkpoint's default.
 
-    Raises InvalidRequest, with field, value and limit, for a value outside its range.
+    Raises InvalidRequest with field, limit and value for a value out of range.
     """
 
     max_new_tokens: int | None = None
@@ -66,10 +66,10 @@ class SamplingRequest:
             _check(f"stop[{index}]", f"{len(stop)} characters", limit, 1 <= len(stop) <= MAX_STOP_CHARACTERS)
 
     def resolve(self, defaults: SamplingDefaults, room_tokens: int) -> tuple[SamplingParams, ...]:
-        """What each of this request's answers gets; answer i draws by seed + i.
+        """The parameters of each of the `n` answers; answer i has seed + i.
 
-        room_tokens: at least 1, how long an answer may become at most.
-        Raises InvalidRequest for a stop token that the checkpoint does not have.
+        room_tokens: the longest possible answer, at least 1.
+        Raises InvalidRequest for a stop token outside the vocabulary.
         """
         for index, token_id in enumerate(self.stop_token_ids):
             limit = f"at least 0 and below {defaults.vocab_size}"
@@ -100,7 +100,7 @@ class SamplingRequest:
 
 
 def check_stops(strings: int, tokens: int) -> None:
-    """Raises InvalidRequest for more strings or tokens than may end an answer."""
+    """Raises InvalidRequest if there are too many stop strings or stop tokens."""
     _check("stop", f"{strings} strings", f"at most {MAX_STOPS} strings", strings <= MAX_STOPS)
     _check("stop_token_ids", f"{tokens} tokens", f"at most {MAX_STOP_TOKENS} tokens", tokens <= MAX_STOP_TOKENS)
 

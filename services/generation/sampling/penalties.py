@@ -1,11 +1,12 @@
-"""What repeating itself costs an answer: repetition, presence and frequency penalties for a whole batch at once.
+"""Repetition, presence and frequency penalties for a whole batch at once.
 
-    logit  ─▶  ÷ repetition where positive, × repetition where negative      tokens of the prompt and of the answer
-           ─▶  − presence − frequency · count                                tokens of the answer, `count` times there
+    logit  ─▶  ÷ repetition if positive, × repetition if negative      tokens of the prompt and of the answer
+           ─▶  − presence − frequency · count                          tokens of the answer, which occur `count` times
 
-Repetition comes first, as transformers' processor sees raw logits; it has no processor for the other two, which are
-subtracted from what that leaves. All of them come before temperature. It knows neither requests nor how tokens are
-chosen. Sources: CTRL, arXiv 1909.05858, section 4.1 (repetition); OpenAI's API reference (presence and frequency).
+The repetition penalty comes first, because transformers' processor applies to raw logits; transformers has no processor
+for the other two, which are subtracted from the result. Temperature comes after all of them. This module knows neither
+requests nor sampling.
+Sources: CTRL, arXiv 1909.05858, section 4.1 (repetition); OpenAI's API reference (presence and frequency).
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from torch import Tensor
 from common.contract.plan import Int32Array
 from services.generation.to_device import to_device
 
-_LEAST_REPETITION = 1e-30  # what divides by less leaves the range of float32
+_LEAST_REPETITION = 1e-30  # dividing by less would overflow float32
 
 
 class Penalties:
-    """The penalties of one answer, and the tokens that they fall on."""
+    """The penalties of one answer, and the tokens that they apply to."""
 
     def __init__(self, repetition: float, presence: float, frequency: float, prompt_ids: Int32Array) -> None:
-        """repetition: above 0, 1 for none; presence, frequency: 0 for none.
+        """repetition: above 0, 1 is neutral; presence, frequency: 0 is neutral.
 
-        prompt_ids: int32 [N], the prompt's tokens; only which tokens there are matters, so full or pruned.
+        prompt_ids: int32 [N]. Only the set of tokens matters, so the full or the pruned prompt.
         """
         self.repetition = max(repetition, _LEAST_REPETITION)
         self.presence = presence
         self.frequency = frequency
-        # int64 [S] without repeats, and how often each stands in the answer, float32 [S].
+        # Distinct tokens, int64 [S], and how often each occurs in the answer, float32 [S].
         self.token_ids = np.unique(prompt_ids if repetition != 1 else prompt_ids[:0]).astype(np.int64)
         self.counts = np.zeros(self.token_ids.size, np.float32)
         self._places = {token_id: place for place, token_id in enumerate(self.token_ids.tolist())}
 
     def add(self, token_id: int) -> None:
-        """Notes a token of the answer."""
+        """Counts a token of the answer."""
         place = self._places.setdefault(token_id, self.counts.size)
         if place == self.counts.size:
             self.token_ids = np.append(self.token_ids, token_id)
@@ -48,7 +49,7 @@ class Penalties:
 
 
 def penalise(scores: Tensor, penalties: Mapping[int, Penalties]) -> None:
-    """Applies them, by row, in place. scores: float32 [B, V]. Only the tokens that penalties fall on are touched."""
+    """Applies penalties, by row, to scores, float32 [B, V], in place. Only affected tokens are read and written."""
     each = list(penalties.values())
     sizes = [one.counts.size for one in each]
 

@@ -1,10 +1,11 @@
-"""How the next token is chosen from logits: penalties, temperature and truncation for a whole batch at once.
+"""Samples the next token from logits for a whole batch: penalties, temperature, truncation, log-probabilities.
 
-It knows neither requests nor the model; the rules and their order are those of transformers' logits processors:
-penalties (`penalties.py`), then, where a token is drawn, temperature, top-k, top-p, min-p. Of equals, truncation keeps
-all or none. Each step is taken for the rows that ask for it, so that nobody pays for a neighbour's options.
-A token is drawn by inverting the distribution at one number of the request's own generator, so that an answer depends
-on its seed and on no neighbour. Sources: nucleus sampling, arXiv 1904.09751 (top-p); arXiv 2407.01082 (min-p).
+The rules and their order are those of transformers' logits processors: penalties (`penalties.py`); then, unless greedy,
+temperature, top-k, top-p and min-p. Truncation keeps or drops tied tokens together. Each rule is computed only for the
+rows that use it, so a request does not pay for the options of its neighbours. A token is drawn by inverting the
+cumulative distribution at one number of the request's own generator, so an answer depends on its seed and not on the
+batch. This module knows neither requests nor the model.
+Sources: nucleus sampling, arXiv 1904.09751 (top-p); arXiv 2407.01082 (min-p).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,20 +24,21 @@ from common.contract.plan import Int32Array
 from services.generation.sampling.penalties import Penalties, penalise
 from services.generation.to_device import to_device
 
-_NUCLEUS = 1024  # where the likeliest tokens that hold top_p are looked for at first: sorting all is slow
+# The nucleus of top-p is searched among this many most likely tokens first: sorting the whole vocabulary is slow.
+_NUCLEUS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one answer are chosen, with nothing left open.
+    """How one answer is sampled, with all defaults resolved.
 
     max_new_tokens: at least 1.
     temperature: 0 is greedy.
-    top_p, top_k, min_p: truncation of what may be drawn; 1, 0 and 0 keep everything.
-    repetition_penalty: above 0; 1 penalises nothing. Greedy answers are penalised too.
-    presence_penalty, frequency_penalty: 0 penalises nothing.
+    top_p, top_k, min_p: truncation; 1, 0 and 0 keep everything.
+    repetition_penalty: above 0, 1 is neutral. Applies to greedy answers, too.
+    presence_penalty, frequency_penalty: 0 is neutral.
     stop: the answer ends before the first of these strings.
-    logprobs: whether log-probabilities are wanted; top_logprobs: of how many of the likeliest tokens besides.
+    logprobs: whether to return log-probabilities; top_logprobs: for how many of the most likely tokens besides.
     eos_ids: tokens that end the answer.
     """
 
@@ -63,12 +66,11 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SampledToken:
     """One token of an answer.
 
-    logprob: its log-probability, natural and of raw logits; None unless wanted.
-    top: the likeliest tokens of the same logits with theirs, the likeliest first, of equals the lower id; empty unless
-        wanted.
+    logprob: its natural log-probability by the raw logits; None unless requested.
+    top: the most likely tokens and their log-probabilities, in descending order, ties by id; empty unless requested.
     """
 
     token_id: int
@@ -77,10 +79,10 @@ class Chosen:
 
 
 class SamplingState:
-    """What one answer's choices depend on besides the logits: its generator and the tokens that it has seen."""
+    """The state of one answer's sampling: its random generator, and the tokens that its penalties apply to."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Int32Array) -> None:
-        """prompt_ids: int32 [N], the prompt's tokens; only which tokens there are matters, so full or pruned."""
+        """prompt_ids: int32 [N]. Only the set of tokens matters, so the full or the pruned prompt."""
         self.params = params
         self.penalties = (
             Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty, prompt_ids)
@@ -90,15 +92,46 @@ class SamplingState:
         self._generator = torch.Generator().manual_seed(params.seed)
 
     def draw(self) -> float:
-        """The next number of the answer's own sequence, uniform in [0, 1)."""
+        """The next number of the answer's generator, uniform in [0, 1)."""
         return float(torch.rand((), dtype=torch.float64, generator=self._generator))
 
 
-def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Chosen]:
-    """Chooses one token for each row and notes it in the row's state.
+def sample_and_verify(
+    logits: Tensor, states: Sequence[SamplingState], drafts: Sequence[Sequence[int]]
+) -> list[list[SampledToken]]:
+    """Samples one token for each sequence, and one more after each draft token that equals the token sampled for it.
 
-    logits: [B, V], any float dtype, one row a state; not changed.
-    Returns one a row.
+        draft tokens:       [a  b]
+        rows of logits:  [0  1  2]      row 0 gives a: accepted, row 1 counts; it gives c: rejected, row 2 is unused
+
+    logits: [S, V], for each sequence 1 + len(draft) rows.
+    Returns the sampled tokens of each sequence: those equal to draft tokens, and one more.
+
+    Rows are sampled position by position over all sequences: penalties and random numbers of a row depend on the tokens
+    accepted before it.
+    """
+    first_rows = list(accumulate((1 + len(draft) for draft in drafts), initial=0))
+    sampled: list[list[SampledToken]] = [[] for _ in states]
+    active, position = list(range(len(states))), 0
+    while active:
+        rows = logits
+        if len(active) < len(logits):
+            rows = logits[_indices([first_rows[index] + position for index in active], logits)]
+        for index, token in zip(active, sample(rows, [states[index] for index in active]), strict=True):
+            sampled[index].append(token)
+        active = [
+            index
+            for index in active
+            if position < len(drafts[index]) and sampled[index][position].token_id == drafts[index][position]
+        ]
+        position += 1
+    return sampled
+
+
+def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
+    """Samples one token for each row and updates the row's state. Waits for the device.
+
+    logits: [B, V], any float dtype, one row for each state; not changed.
     """
     scores = logits.float()
     token_ids = scores.argmax(dim=-1)
@@ -106,30 +139,29 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Chosen]:
     if rows:
         at = _indices(rows, scores)
         token_ids[at] = _choose(scores[at], [states[row] for row in rows])
-    chosen = list(map(Chosen, token_ids.tolist()))
-    for each, state in zip(chosen, states, strict=True):
+    sampled = list(map(SampledToken, token_ids.tolist()))
+    for each, state in zip(sampled, states, strict=True):
         if state.penalties:
             state.penalties.add(each.token_id)
     rows = [row for row, state in enumerate(states) if state.params.logprobs]
     if rows:
         tops = [states[row].params.top_logprobs for row in rows]
         at = _indices(rows, scores)
-        told = _with_logprobs(scores[at].log_softmax(dim=-1), token_ids[at], tops)
-        for row, each in zip(rows, told, strict=True):
-            chosen[row] = each
-    return chosen
+        for row, each in zip(rows, _with_logprobs(scores[at].log_softmax(dim=-1), token_ids[at], tops), strict=True):
+            sampled[row] = each
+    return sampled
 
 
 def truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Scores after temperature, top-k, top-p and min-p, each row by its own parameters; what is cut is −inf.
+    """Scores after temperature, top-k, top-p and min-p, each row by its own parameters; dropped tokens are −inf.
 
-    scores: float32 [B, V]. Returns float32 [B, V], each row shifted so that its best is 0.
+    scores: float32 [B, V]. Returns float32 [B, V], each row shifted so that its maximum is 0.
     """
-    # The best becomes 0 first: no temperature, however low, divides it to infinity.
+    # Shifting the maximum to 0 first keeps it finite at any temperature.
     best = scores.amax(dim=-1, keepdim=True)
     coldest = torch.finfo(torch.float32).tiny
     scores = (scores - best) / _column([max(each.temperature, coldest) for each in params], scores)
-    floors = torch.full_like(best, -torch.inf)  # what lies below its row's is cut
+    floors = torch.full_like(best, -torch.inf)  # tokens below the floor of their row are dropped
     for top_k in {each.top_k for each in params if 0 < each.top_k < scores.shape[-1]}:
         at = _indices([row for row, each in enumerate(params) if each.top_k == top_k], scores)
         floors[at] = scores[at].topk(top_k, dim=-1).values[:, -1:]
@@ -142,9 +174,10 @@ def truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _nucleus_floors(scores: Tensor, floors: Tensor, shares: Tensor, among: int) -> Tensor:
-    """The least score of the likeliest tokens that hold a share of the probability above the row's floor: [B, 1].
+    """The lowest score within the nucleus: the most likely tokens that hold a share of the probability. [B, 1].
 
-    scores: [B, V], best 0. floors: [B, 1]. shares: float64 [B, 1]. among: how many of the likeliest are looked at.
+    scores: [B, V], maximum 0; those below floors [B, 1] do not count. shares: float64 [B, 1].
+    among: how many of the most likely tokens are searched; rows with a larger nucleus are searched again among more.
     """
     among = min(among, scores.shape[-1])
     kept = scores.masked_fill(scores < floors, -torch.inf)
@@ -160,7 +193,7 @@ def _nucleus_floors(scores: Tensor, floors: Tensor, shares: Tensor, among: int) 
 
 
 def _choose(scores: Tensor, states: Sequence[SamplingState]) -> Tensor:
-    """One token a row, penalised and drawn as its state says. scores: float32 [B, V], changed. Returns int64 [B]."""
+    """One token for each row, with penalties and randomness. scores: float32 [B, V], changed. Returns int64 [B]."""
     penalties = {row: state.penalties for row, state in enumerate(states) if state.penalties}
     if penalties:
         penalise(scores, penalties)
@@ -173,37 +206,37 @@ def _choose(scores: Tensor, states: Sequence[SamplingState]) -> Tensor:
 
 
 def _draw(scores: Tensor, states: Sequence[SamplingState]) -> Tensor:
-    """One token a row: the first whose cumulative probability passes the row's number. int64 [B]."""
+    """For each row the first token whose cumulative probability exceeds the random number of its state: int64 [B]."""
     odds = truncate(scores, [state.params for state in states]).exp()
     cumulative = odds.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     numbers = _column([state.draw() for state in states], scores, np.float64)
-    # Below the total even after rounding, so that a token without probability is never reached.
+    # Strictly below the total even after rounding: a token of probability 0 is never drawn.
     wanted = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))
     chosen = torch.searchsorted(cumulative, wanted, right=True)[:, 0]
     return chosen.clamp(max=scores.shape[-1] - 1)
 
 
-def _with_logprobs(logprobs: Tensor, token_ids: Tensor, tops: Sequence[int]) -> list[Chosen]:
-    """logprobs: float32 [B, V]. token_ids: int64 [B]. tops: how many of the likeliest are wanted, one a row."""
+def _with_logprobs(logprobs: Tensor, token_ids: Tensor, tops: Sequence[int]) -> list[SampledToken]:
+    """logprobs: float32 [B, V]. token_ids: int64 [B]. tops: for each row, how many of the most likely tokens."""
     values = logprobs.gather(-1, token_ids[:, None])[:, 0].tolist()
-    likeliest: list[tuple[tuple[int, float], ...]] = [()] * len(tops)
-    rows = [row for row, wanted in enumerate(tops) if wanted]
+    most_likely: list[tuple[tuple[int, float], ...]] = [()] * len(tops)
+    rows = [row for row, count in enumerate(tops) if count]
     if rows:
-        for row, each in zip(rows, _likeliest(logprobs[_indices(rows, logprobs)], max(tops)), strict=True):
-            likeliest[row] = each[: tops[row]]
-    return list(map(Chosen, token_ids.tolist(), values, likeliest))
+        for row, each in zip(rows, _most_likely(logprobs[_indices(rows, logprobs)], max(tops)), strict=True):
+            most_likely[row] = each[: tops[row]]
+    return list(map(SampledToken, token_ids.tolist(), values, most_likely))
 
 
-def _likeliest(logprobs: Tensor, wanted: int) -> list[tuple[tuple[int, float], ...]]:
-    """The likeliest tokens of each row, in order; of equals, which topk takes as they come, the lower id first."""
-    wanted = min(wanted, logprobs.shape[-1])
+def _most_likely(logprobs: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """The `count` most likely tokens of each row in descending order, ties by id (topk leaves their order open)."""
+    count = min(count, logprobs.shape[-1])
     logprobs = logprobs.nan_to_num(nan=-torch.inf)
-    rows, ids = (logprobs >= logprobs.topk(wanted, dim=-1).values[:, -1:]).nonzero(as_tuple=True)
+    rows, ids = (logprobs >= logprobs.topk(count, dim=-1).values[:, -1:]).nonzero(as_tuple=True)
     found = [each.cpu().numpy() for each in (rows, ids, logprobs[rows, ids])]
     rows_of, ids_of, values_of = (each[np.lexsort((found[1], -found[2], found[0]))] for each in found)
     starts = np.searchsorted(rows_of, np.arange(len(logprobs)))
-    at = starts[:, None] + np.arange(wanted)  # [B, wanted]
+    at = starts[:, None] + np.arange(count)  # [B, count]
     return [tuple(zip(*each, strict=True)) for each in zip(ids_of[at].tolist(), values_of[at].tolist(), strict=True)]
 
 
@@ -212,5 +245,5 @@ def _column(values: Sequence[float], like: Tensor, dtype: type[np.floating[Any]]
 
 
 def _indices(rows: Sequence[int], like: Tensor) -> Tensor:
-    """By a list of rows, torch would have the host wait for the device."""
+    """Row indices on the device. Indexing by a Python list would make the host wait for the device."""
     return to_device(np.array(rows, np.int64), like.device)

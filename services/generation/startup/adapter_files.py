@@ -31,7 +31,7 @@ from services.generation.model.adapters import AdaptedLinear, LowRank
 from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
 from services.generation.parallel.sharding import part
-from services.generation.request.adapter import Adapter
+from services.generation.request.request import Adapter
 from services.generation.settings import AdapterFolder
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -13,7 +13,7 @@ from common.contract.errors import StartupError
 from services.generation.families import load_language_model
 from services.generation.model.graphs import CudaCapture
 from services.generation.model.language_model import LanguageModel
-from services.generation.model.runner import Followers, Runner
+from services.generation.model.runner import Runner, Workers
 from services.generation.parallel.group import Group
 from services.generation.settings import GenerationSettings
 from services.generation.startup.adapter_files import load_adapters
@@ -41,9 +41,9 @@ def build(
     settings: GenerationSettings,
     checkpoint: Checkpoint,
     group: Group | None = None,
-    followers: Followers | None = None,
+    workers: Workers | None = None,
 ) -> Built:
-    """group: of this rank; followers: on rank 0, the others. Raises StartupError for what cannot be as settings say."""
+    """group: of this rank; workers: on rank 0, the others. Raises StartupError for what cannot be as settings say."""
     device = device_of(settings, group.rank if group else 0)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # kernels and quantizers that are tried below may ask which one is current
@@ -51,7 +51,7 @@ def build(
     load_adapters(settings.adapters, model, group)
     blocks = -(-_cache_tokens(settings, model, group) // BLOCK_TOKENS)
     limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
-    runner = Runner(model, blocks, BLOCK_TOKENS, followers)
+    runner = Runner(model, blocks, BLOCK_TOKENS, workers)
     if model.device.type == "cuda":
         captured = _capture(runner, settings, limit_tokens)
         if group and not group.least(int(captured)):  # all replay a step, or none does
@@ -99,9 +99,9 @@ def fitting_tokens(
     capture: has a runner's decode steps captured, of up to so many tokens.
     Raises StartupError, with figures, if not even one prompt's do.
     """
-    longest = min(model.context_tokens, settings.max_prompt_tokens or model.context_tokens)
-    context = min(longest, settings.max_prompt_tokens or UNLIMITED_CONTEXT_TOKENS)
-    rows, requests = settings.prefill_chunk_tokens, settings.max_running_requests
+    longest = min(model.context_tokens, settings.max_model_len or model.context_tokens)
+    context = min(longest, settings.max_model_len or UNLIMITED_CONTEXT_TOKENS)
+    rows, requests = settings.max_num_batched_tokens, settings.max_num_seqs
     sampled = min(rows, requests * (1 + settings.speculative_tokens))
     sizes = Sizes(rows, sampled, min(requests, sampled), max(rows, context))
     try:
@@ -115,7 +115,7 @@ def fitting_tokens(
         )
     except torch.OutOfMemoryError as error:
         raise StartupError(
-            f"a step of {rows} tokens (--prefill-chunk-tokens) of a prompt of {context} (--max-prompt-tokens) does not "
+            f"a step of {rows} tokens (--max-num-batched-tokens) of a prompt of {context} (--max-model-len) does not "
             f"fit on {model.device}: {error}"
         ) from error
     token_bytes = model.token_bytes
@@ -129,7 +129,7 @@ def fitting_tokens(
         fraction=settings.gpu_memory_fraction,
         **{f"{name}_bytes": value for name, value in asdict(needs).items()},
     )
-    least = settings.max_prompt_tokens or min(rows, longest)
+    least = settings.max_model_len or min(rows, longest)
     if tokens < least:
         told = ", ".join(f"{name} {value / 2**30:.2f}" for name, value in asdict(needs).items())
         raise StartupError(
@@ -140,19 +140,19 @@ def fitting_tokens(
 
 
 def _capture(runner: Runner, settings: GenerationSettings, most_tokens: int) -> bool:
-    return runner.capture_decoding(settings.max_running_requests, most_tokens, CudaCapture(runner.model.device))
+    return runner.capture_decoding(settings.max_num_seqs, most_tokens, CudaCapture(runner.model.device))
 
 
 def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_tokens: int) -> int:
     most = min(model.context_tokens, cache_tokens)
-    if settings.max_prompt_tokens is None:
+    if settings.max_model_len is None:
         return most
-    if settings.max_prompt_tokens > most:
+    if settings.max_model_len > most:
         raise StartupError(
-            f"--max-prompt-tokens {settings.max_prompt_tokens} is more than the model's context of "
+            f"--max-model-len {settings.max_model_len} is more than the model's context of "
             f"{model.context_tokens} tokens or the cache's {cache_tokens} (--kv-cache-tokens)"
         )
-    return settings.max_prompt_tokens
+    return settings.max_model_len
 
 
 def _dtype(settings: GenerationSettings, checkpoint: Checkpoint) -> torch.dtype:

@@ -145,7 +145,7 @@ def _largest_step(runner: Runner, blocks: int, block_tokens: int, sizes: Sizes) 
     own = list(range(blocks))
     packed = Packed(
         contexts=(Context(start, start + rows, [*islice(cycle(own), start // block_tokens), *own]),),
-        singles=int(rows == 1),
+        num_decodes=int(rows == 1),
         ids=np.zeros(rows, np.int64),
         positions=np.tile(np.arange(start, start + rows), (3, 1)),
         slots=slots_of(own, 0, rows, block_tokens),
@@ -169,7 +169,7 @@ def _largest_decode_step(runner: Runner, blocks: int, block_tokens: int, sizes: 
     runner.compute(
         Packed(
             contexts=(Context(end - 1, end, own),) * rows,
-            singles=rows,
+            num_decodes=rows,
             ids=np.zeros(rows, np.int64),
             positions=np.full((3, rows), end - 1),
             slots=np.repeat(slots_of(own, end - 1, end, block_tokens), rows),

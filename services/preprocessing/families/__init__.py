@@ -1,4 +1,4 @@
-"""Which model families there are, and what one must say. Adding a family adds a file and a line here."""
+"""The model families, and the interface that each implements. A new family is a file and a line in FAMILIES."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from services.preprocessing.video.timing import TimeBase
 
 
 class Family(Protocol):
-    """What differs between models when media are planned."""
+    """The parts of planning that differ between models."""
 
     @property
     def placeholders(self) -> Mapping[Modality, str]:
-        """The control token that stands for a media item in the chat template."""
+        """The control token of a media item in the chat template, by modality."""
 
     @property
     def embed_levels(self) -> int:
-        """Tensors that a media token carries beside its embedding."""
+        """Tensors that each media token has besides its embedding."""
 
     @property
     def frame_bounds(self) -> FrameBounds:
-        """How densely videos are sampled where the request does not say."""
+        """The checkpoint's defaults for sampling frames."""
 
     @property
     def token_px(self) -> int:
-        """Side in pixels of what becomes one token; sides after resizing are multiples of it."""
+        """Side in pixels of the square that becomes one token; sides after resizing are multiples of it."""
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
-        """Which of so many frames are looked at: indices below `total_frames`, not decreasing, at least one."""
+        """The sampled frames: indices below `total_frames`, not decreasing, at least one."""
 
     def image_size(self, height_px: int, width_px: int, wish: FrameSampling) -> tuple[int, int]:
         """Height and width after resizing."""
@@ -44,10 +44,10 @@ class Family(Protocol):
         """Height and width of each of `frames` after resizing."""
 
     def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
-        """Merged tokens of an item whose `frames` are sent at this size."""
+        """The grid of merged tokens of an item whose `frames` are sent at this size."""
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
-        """What the item's placeholder becomes. base: a video's; None for an image."""
+        """The expansion of the item's placeholder. base: of a video; None for an image."""
 
 
 FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {

@@ -1,7 +1,7 @@
-"""Qwen2.5-VL: a video is one grid, whose slices stand apart by their seconds; its budget is one frame's.
+"""Qwen2.5-VL: a video is one grid, and the time between its slices determines their distance in positions.
 
-Source: `Qwen2VLVideoProcessor` and `Qwen2_5_VLProcessor` of transformers 5.23, index for index; the time base of
-Qwen2.5-VL, arXiv 2502.13923.
+The pixel budget applies to each frame. Source: `Qwen2VLVideoProcessor` and `Qwen2_5_VLProcessor` of transformers 5.23,
+index for index; the time base of Qwen2.5-VL, arXiv 2502.13923.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LANES = 8
 
 @dataclass(frozen=True, slots=True)
 class Qwen25VL(QwenVL):
-    """One checkpoint's settings. tokens_per_second: positions that a second of video spans."""
+    """The settings of one checkpoint. tokens_per_second: positions for each second of video."""
 
     tokens_per_second: Fraction
 
@@ -47,10 +47,10 @@ class Qwen25VL(QwenVL):
         return cls.read(checkpoint, _DEFAULTS, tokens_per_second=Fraction(str(per_second)))
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
-        """Now and then an odd number of indices, as transformers yields.
+        """The indices of transformers, sometimes an odd number of them.
 
-        A video too short for one temporal patch yields its first frame (transformers divides by zero); an index that
-        rounding put behind the last frame is left out (transformers fails).
+        Two deviations: a video too short for one temporal patch yields its first frame (transformers divides by zero),
+        and an index that rounding puts behind the last frame is left out (transformers fails).
         """
         patch = bounds.temporal_patch
         most = min(bounds.max_frames, total_frames) // patch * patch
@@ -71,15 +71,16 @@ class Qwen25VL(QwenVL):
         return smart_resize(height_px, width_px, budget)
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
-        """One grid, its slices as far apart as their time says (an image: 0)."""
+        """One grid. Its time step is tokens_per_second · seconds_per_grid, 0 for an image."""
         return (GridSpan(grid, self.tokens_per_second * base.seconds_per_grid if base else Fraction(0)),)
 
 
 def _torch_arange(end: int, step: float) -> list[int]:
-    """`torch.arange(0, end, step).int()`, rounding for rounding.
+    """Reproduces `torch.arange(0, end, step).int()`, rounding for rounding.
 
-    It computes pairs of lanes of 8: the first of each lane rounded to float32, the others from it in float64, then
-    rounded; what fills no pair, each by itself. It may yield one element more than end / step, and that may be `end`.
+    torch computes in pairs of lanes of 8 elements: it rounds the first element of each lane to float32, derives the
+    others from it in float64, and rounds them; elements that fill no pair are computed one by one. The result may have
+    one element more than end / step, which may be `end` itself.
     """
     count = math.ceil(end / step)
     index = np.arange(count)

@@ -1,8 +1,8 @@
-"""Qwen3-VL, dense and mixture of experts alike: a video's slices stand alone, each behind its time; its budget is all
-frames' together.
+"""Qwen3-VL, dense and mixture of experts: each slice of a video is a grid of its own behind its timestamp.
 
 A video's placeholder becomes `<0.3 seconds><|vision_start|>(grid)<|vision_end|>` for each slice. The chat template's
-own <|vision_start|> and <|vision_end|> stay around all of them, as in transformers 5.23; older ones dropped them.
+own <|vision_start|> and <|vision_end|> stay around all of them, as in transformers 5.23; older versions dropped them.
+All frames of a video share one pixel budget.
 Source: `Qwen3VLVideoProcessor` and `Qwen3VLProcessor` of transformers 5.23; Qwen3-VL, arXiv 2511.21631.
 """
 
@@ -33,7 +33,7 @@ _DEEPSTACK_INDEXES = (8, 16, 24)
 
 @dataclass(frozen=True, slots=True)
 class Qwen3VL(QwenVL):
-    """One checkpoint's settings. embed_levels: how many of the tower's layers feed deepstack."""
+    """The settings of one checkpoint. embed_levels: the number of tower layers that feed deepstack."""
 
     embed_levels: int
 
@@ -44,7 +44,7 @@ class Qwen3VL(QwenVL):
         return cls.read(checkpoint, _DEFAULTS, embed_levels=len(indexes))
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
-        """As many as the bounds say, odd or even, evenly from the first frame to the last."""
+        """Evenly spaced indices from the first frame to the last. Their number may be odd."""
         wanted = int(total_frames / float(average_rate) * bounds.fps)
         frames = min(max(wanted, bounds.min_frames), bounds.max_frames, total_frames)
         return tuple(np.linspace(0, total_frames - 1, frames).round().astype(int).tolist())
@@ -52,7 +52,7 @@ class Qwen3VL(QwenVL):
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
         """Height and width of each of a video's `frames` after resizing. Raises MediaRejected.
 
-        Frames that fill no temporal patch count as one that they fill (transformers fails).
+        Fewer frames than a temporal patch count as a whole patch (transformers fails).
         """
         patch, side = self.frame_bounds.temporal_patch, self.token_px
         frames = max(frames, patch)
@@ -68,7 +68,7 @@ class Qwen3VL(QwenVL):
         return smart_resize(height_px, width_px, budget, frames, round(frames / patch) * patch)
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
-        """A grid for each slice, between its time and the markers of a picture; an image: one grid."""
+        """For each slice its timestamp, and its grid between vision markers. For an image one grid alone."""
         one = GridSpan(Grid(1, grid.h, grid.w), Fraction(0))
         if base is None:
             return (one,)

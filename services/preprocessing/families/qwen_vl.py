@@ -1,7 +1,7 @@
-"""What Qwen's vision-language families share: processors' settings, how densely videos are sampled, images, grids.
+"""The common parts of Qwen's vision-language families: processor settings, sampling bounds, image sizes and grids.
 
-It knows no one of them: each says by itself how it samples and sizes videos, and what its placeholders become.
-Source: `Qwen2VLImageProcessor` of transformers 5.23, which all of them use, and where transformers looks for settings.
+Each family adds how it samples and sizes videos, and the expansion of its placeholders.
+Source: `Qwen2VLImageProcessor` of transformers 5.23, which all of them use, and the files where it reads settings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from common.contract.plan import Grid, Modality
 from services.preprocessing.video.resize import PixelBudget, smart_resize
 from services.preprocessing.video.sampling import FrameBounds, FrameSampling
 
-# The processors' own, for what a checkpoint leaves out. Qwen2-VL's class says fps=None, the models were trained at 2.
+# Defaults of transformers' processors. Qwen2-VL's class says fps=None, but the models were trained at 2.
 _IMAGE_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 _FPS, _MIN_FRAMES, _MAX_FRAMES = 2, 4, 768
 _BICUBIC = 3
@@ -24,10 +24,10 @@ _BICUBIC = 3
 
 @dataclass(frozen=True, slots=True)
 class VideoDefaults:
-    """What a family's own classes say where the checkpoint says nothing.
+    """Defaults of a family's own classes for settings that the checkpoint leaves out.
 
-    patch_px: of the model. size: the video processor's, in pixels. max_tokens: what it caps pixels by, where it does.
-    old_names: whether it takes the size from min_pixels and max_pixels too.
+    patch_px: of the model. size: of the video processor, in pixels. max_tokens: limit for cap_pixels_per_frame.
+    old_names: whether min_pixels and max_pixels override the size.
     """
 
     patch_px: int
@@ -38,9 +38,9 @@ class VideoDefaults:
 
 @dataclass(frozen=True, slots=True)
 class QwenVL:
-    """One checkpoint's settings.
+    """The settings of one checkpoint.
 
-    max_video_tokens: caps a video's pixels, where the checkpoint wants them capped (cap_pixels_per_frame); else None.
+    max_video_tokens: limit on a video's pixels if the checkpoint sets cap_pixels_per_frame, else None.
     """
 
     patch_px: int
@@ -57,7 +57,7 @@ class QwenVL:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, defaults: VideoDefaults, **own: Any) -> Self:
-        """own: the family's own fields. Raises StartupError for settings that are not supported or contradictory."""
+        """Reads the settings. own: fields of the subclass. Raises StartupError for unsupported or conflicting ones."""
         vision = checkpoint.config.get("vision_config", {})
         patch, merge = int(vision.get("patch_size", defaults.patch_px)), int(vision.get("spatial_merge_size", 2))
         temporal = int(vision.get("temporal_patch_size", 2))
@@ -84,7 +84,7 @@ class QwenVL:
 
     @property
     def token_px(self) -> int:
-        """Side of a merged token."""
+        """Side of a merged token in pixels."""
         return self.patch_px * self.merge
 
     def image_size(self, height_px: int, width_px: int, wish: FrameSampling) -> tuple[int, int]:
@@ -95,13 +95,13 @@ class QwenVL:
         )
 
     def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
-        """Merged tokens of an item whose `frames` are sent at this size."""
+        """The grid of merged tokens of an item whose `frames` are sent at this size."""
         slices = 1 if modality is Modality.IMAGE else frames // self.frame_bounds.temporal_patch
         return Grid(slices, height_px // self.token_px, width_px // self.token_px)
 
 
 def at_most(budget: PixelBudget, max_px: int) -> PixelBudget:
-    """The budget with another maximum, to which its minimum gives way."""
+    """The budget with another maximum; its minimum is lowered to that if necessary."""
     return replace(budget, min_px=min(budget.min_px, max_px), max_px=max_px)
 
 

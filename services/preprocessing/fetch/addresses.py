@@ -1,16 +1,24 @@
-"""Which addresses are public: assigned to somebody on the Internet, and not to a special purpose.
+"""Addresses of host names, and which addresses are public: reachable on the Internet, without a special purpose.
 
-Written out, since `ipaddress`'s own properties changed between patch releases of Python. Everything that carries an
-IPv4 address inside an IPv6 one (mapped, compatible, NAT64, 6to4, Teredo) is refused whole, whatever it carries. What
-no table can know: a NAT64 prefix of the operator's own, which lies among public addresses.
+The table of networks is written out because the properties of Python's `ipaddress` changed between patch releases.
+IPv6 addresses that embed an IPv4 address (mapped, compatible, NAT64, 6to4, Teredo) are never public, whatever they
+embed. One gap remains: a NAT64 prefix that the operator chose among public addresses.
 
-Source: IANA's special-purpose address registries for IPv4 and IPv6, and what clouds serve their metadata on.
+Source: IANA's special-purpose address registries for IPv4 and IPv6, and the addresses of clouds' metadata servers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from threading import Semaphore
 from typing import TypeAlias
+
+from common.contract.errors import Overloaded
 
 IPAddress: TypeAlias = IPv4Address | IPv6Address
 IPNetwork: TypeAlias = IPv4Network | IPv6Network
@@ -22,7 +30,7 @@ _SPECIAL_V4 = tuple(
         "10.0.0.0/8",  # private
         "100.64.0.0/10",  # carrier-grade NAT, and Alibaba's metadata
         "127.0.0.0/8",  # loopback
-        "168.63.129.16/32",  # Azure's host, a public address that is none
+        "168.63.129.16/32",  # Azure's platform services, on an address that is otherwise public
         "169.254.0.0/16",  # link-local, and most clouds' metadata
         "172.16.0.0/12",  # private
         "192.0.0.0/24",  # protocol assignments, and Oracle's metadata
@@ -37,8 +45,8 @@ _SPECIAL_V4 = tuple(
     )
 )
 
-# Outside it lie loopback, mapped, compatible and NAT64 addresses, unique local (and the metadata of AWS and Google in
-# them), link-local, site-local, multicast and all that is reserved.
+# Outside this network: loopback, mapped, compatible and NAT64 addresses, unique local (with the metadata servers of AWS
+# and Google), link-local, site-local, multicast and reserved ones.
 _ASSIGNED_V6 = IPv6Network("2000::/3")
 _SPECIAL_V6 = tuple(
     IPv6Network(network)
@@ -52,7 +60,29 @@ _SPECIAL_V6 = tuple(
 
 
 def is_public(address: IPAddress) -> bool:
-    """Whether it is an address of somebody on the Internet."""
+    """Whether the address is a public one."""
     if isinstance(address, IPv4Address):
         return not any(address in network for network in _SPECIAL_V4)
     return address in _ASSIGNED_V6 and not any(address in network for network in _SPECIAL_V6)
+
+
+class SystemResolver:
+    """Resolves up to `at_once` names at a time. A cancelled lookup keeps its thread until the system gives up."""
+
+    def __init__(self, at_once: int) -> None:
+        # Own threads: the event loop's are few, and silent name servers would block them for other work.
+        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="look-up")
+        self._free = Semaphore(at_once)
+        self._at_once = at_once
+
+    async def look_up(self, host: str) -> Sequence[str]:
+        """The host's addresses, in the order in which the system would dial them.
+
+        Raises OSError for a name without any, Overloaded where `at_once` lookups are already running.
+        """
+        if not self._free.acquire(blocking=False):
+            raise Overloaded(f"has a host whose name cannot be looked up now: {self._at_once} lookups are running")
+        job = self._threads.submit(partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM))
+        job.add_done_callback(lambda _: self._free.release())
+        found = await asyncio.wrap_future(job)
+        return list(dict.fromkeys(str(address[0]) for *_, address in found))

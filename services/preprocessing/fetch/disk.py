@@ -1,4 +1,4 @@
-"""The disk that fetched media lie on: how many bytes they may take together, and files that are counted while open."""
+"""The disk budget of fetched media, and the files that count against it while they are open."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import threading
 from common.contract.errors import Overloaded
 
 
-class Disk:
-    """Room for `size_bytes` of fetched media. Files grow in the loop's thread and are closed in any."""
+class DiskBudget:
+    """A budget of `size_bytes` for all fetched media together. Thread-safe: any thread may close a file."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -17,23 +17,23 @@ class Disk:
         self.folder = tempfile.gettempdir()
         self._lock = threading.Lock()
 
-    def take(self, size_bytes: int) -> None:
-        """Raises Overloaded where that many bytes are not free."""
+    def reserve(self, size_bytes: int) -> None:
+        """Raises Overloaded if not enough bytes are free."""
         with self._lock:
             if self.held_bytes + size_bytes > self.size_bytes:
                 raise Overloaded(f"finds no room: fetched media may take {self.size_bytes} bytes together")
             self.held_bytes += size_bytes
 
-    def give_back(self, size_bytes: int) -> None:
+    def release(self, size_bytes: int) -> None:
         with self._lock:
             self.held_bytes -= size_bytes
-            assert self.held_bytes >= 0, "given back twice"
+            assert self.held_bytes >= 0, "released twice"
 
 
 class FetchedFile:
-    """A file without a name, which is gone and no longer counted once it is closed. Raises OSError."""
+    """An unnamed temporary file; closing it deletes it and releases its bytes. Raises OSError."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: DiskBudget) -> None:
         self._disk = disk
         self._file = tempfile.TemporaryFile(dir=disk.folder, buffering=0)  # noqa: SIM115
         self.size_bytes = 0
@@ -43,8 +43,8 @@ class FetchedFile:
         return self._file.fileno()
 
     def write(self, piece: bytes) -> None:
-        """Appends. Raises Overloaded where the disk has no room, OSError where the system has none."""
-        self._disk.take(len(piece))
+        """Appends. Raises Overloaded where the budget is exhausted, OSError where the disk itself is full."""
+        self._disk.reserve(len(piece))
         self.size_bytes += len(piece)
         left = memoryview(piece)
         while left:
@@ -52,4 +52,4 @@ class FetchedFile:
 
     def close(self) -> None:
         self._file.close()
-        self._disk.give_back(self.size_bytes)
+        self._disk.release(self.size_bytes)

@@ -1,13 +1,13 @@
-"""Media from http and https URLs, fetched so that a URL reaches nothing but what it may.
+"""Fetches media from http and https URLs, safe against server-side request forgery (SSRF).
 
-A name is looked up once, all of its addresses are checked, and one of these very addresses is dialled: the client is
-given no name that it could look up again, only the Host header and the name that the certificate must hold. Every
-redirect starts over. A connection serves one request, since it stands for the name it was opened for. httpx's transport
-alone is used, so there are no cookies, no proxies from the environment, no credentials and no decoding, and no redirect
-is read but here.
+Each host name is resolved once, all of its addresses are checked against the policy, and one of exactly these addresses
+is dialled. httpx gets the address, the Host header and the name that the certificate must hold, so it cannot resolve
+the name again (DNS rebinding). Every redirect repeats the whole check. A connection serves one request only. Only
+httpx's transport is used: it knows no cookies, no proxies from the environment, no credentials, no content decoding
+and no redirects.
 
-Errors tell the caller nothing about the network inside: no address, no target of a redirect, nor whether a name is
-unknown or lies where it may not be reached. The log does.
+Error texts reveal nothing about the internal network: no address, no target of a redirect, and no difference between an
+unknown name and a forbidden one. The log holds the details.
 """
 
 from __future__ import annotations
@@ -25,41 +25,40 @@ import httpx
 import structlog
 
 from common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected, Overloaded
-from services.preprocessing.fetch.addresses import IPAddress
-from services.preprocessing.fetch.disk import Disk, FetchedFile
-from services.preprocessing.fetch.names import Names
+from services.preprocessing.fetch.addresses import IPAddress, SystemResolver
+from services.preprocessing.fetch.disk import DiskBudget, FetchedFile
 from services.preprocessing.fetch.policy import FetchPolicy
 from services.preprocessing.fetch.urls import Url, parse_url
-from services.preprocessing.sources.source import Source, own_lack_told
+from services.preprocessing.sources.source import Source, resource_errors_as_overloaded
 
 log = structlog.get_logger()
 
-# A host's name to its addresses; OSError for a name without any.
+# Resolves a host name to its addresses. Raises OSError for a name without any.
 Resolve: TypeAlias = Callable[[str], Awaitable[Sequence[str]]]
 
-# Each has a connection and a file open, and a process often no more than 1024 of both.
-AT_ONCE = 128
+# Each fetch holds a connection and a file open, and processes are often limited to 1024 descriptors.
+MAX_CONCURRENT_FETCHES = 128
 
 _HEADERS = {"User-Agent": "framesieve", "Accept": "*/*", "Accept-Encoding": "identity"}
 
 
 class Fetcher:
-    """Fetches under one policy.
+    """Fetches URLs under one policy.
 
-    resolve: unset, the system is asked. tls: whom to trust; unset, the usual authorities or SSL_CERT_FILE.
+    resolve: defaults to the system's resolver. tls: defaults to the usual certificate authorities or SSL_CERT_FILE.
     """
 
     def __init__(self, policy: FetchPolicy, resolve: Resolve | None = None, tls: ssl.SSLContext | None = None) -> None:
         self._policy = policy
-        self._resolve = resolve or Names(AT_ONCE).look_up
+        self._resolve = resolve or SystemResolver(MAX_CONCURRENT_FETCHES).look_up
         self._tls = tls or httpx.create_ssl_context()
-        self._disk = Disk(policy.disk_bytes)
-        self._running = asyncio.Semaphore(AT_ONCE)
+        self._disk = DiskBudget(policy.disk_bytes)
+        self._running = asyncio.Semaphore(MAX_CONCURRENT_FETCHES)
 
     async def fetch_all(self, urls: Mapping[str, str]) -> dict[str, Source]:
-        """Fetches them side by side; all are brought, or none is left open.
+        """Fetches all URLs side by side. If one fails, the others are cancelled and their files closed.
 
-        urls: by the media's name. Raises what `fetch` raises, for the first that fails.
+        urls: by the name of the media item. Raises what `fetch` raises for the first that fails.
         """
         with ExitStack() as sources:
 
@@ -77,19 +76,20 @@ class Fetcher:
             return {name: task.result() for name, task in fetching.items()}
 
     async def fetch(self, name: str, url: str) -> Source:
-        """The body, in a file that has no name and goes when the caller closes the source.
+        """Fetches the body into an unnamed file, which is deleted when the caller closes the source.
 
-        name: the media's, for messages. Whoever is cancelled leaves no connection and no file.
-        Raises InvalidRequest for what is no URL; MediaForbidden for what may not be reached; MediaRejected for what
-        is not there, is too large, takes too long, or redirects too often; Overloaded where disk or descriptors lack.
+        name: of the media item, for error texts. Cancelling closes the connection and the file.
+        Raises InvalidRequest for a malformed URL; MediaForbidden for a target that the policy forbids; MediaRejected
+        for a body that is missing, too large or too slow, or for too many redirects; Overloaded where the machine is
+        out of disk or descriptors.
         """
-        with own_lack_told(f"{name}.url"):
+        with resource_errors_as_overloaded(f"{name}.url"):
             try:
                 async with self._running, asyncio.timeout(self._policy.total_s):
                     return await self._fetch(name, url)
             except TimeoutError as error:
                 limit_s = self._policy.total_s
-                raise MediaRejected(f"{name}.url took longer than the {limit_s:g} s it may take") from error
+                raise MediaRejected(f"{name}.url took longer than the allowed {limit_s:g} s") from error
             except (InvalidRequest, MediaForbidden, Overloaded) as error:
                 raise type(error)(f"{name}.url {error}") from error
 
@@ -113,15 +113,15 @@ class Fetcher:
                 url = parse_url(urljoin(str(url), answer))
                 addresses = await self._addresses(url)
             except MediaRejected as error:
-                raise MediaRejected(f"redirects to a host whose name took {self._too_long}") from error
+                raise MediaRejected(f"redirects to a host whose name lookup took {self._too_long}") from error
             except MediaForbidden as error:
                 raise MediaForbidden("redirects to what may not be reached") from error
             except (InvalidRequest, ValueError) as error:
-                raise MediaRejected("redirects to what is no URL") from error
+                raise MediaRejected("redirects to a malformed URL") from error
         raise MediaRejected(f"redirects more than {self._policy.max_redirects} times")
 
     async def _addresses(self, url: Url) -> list[IPAddress]:
-        """What may be dialled for it, at least one. Raises MediaForbidden, and MediaRejected for a slow look-up."""
+        """The host's addresses: at least one, all allowed. Raises MediaForbidden, MediaRejected for a slow lookup."""
         self._policy.check_url(url)
         failed: OSError | None = None
         if url.host.address is not None:
@@ -132,7 +132,7 @@ class Fetcher:
                     addresses = [ip_address(address) for address in await self._resolve(url.host.name)]
             except TimeoutError as error:
                 log.warning("name not looked up in time", host=url.host.name)
-                raise MediaRejected(f"has a host whose name took {self._too_long}: {url.host.name!r}") from error
+                raise MediaRejected(f"has a host whose name lookup took {self._too_long}: {url.host.name!r}") from error
             except OSError as error:
                 addresses, failed = [], error
         if not self._policy.admits(url.host, addresses):
@@ -142,10 +142,10 @@ class Fetcher:
 
     @property
     def _too_long(self) -> str:
-        return f"longer to look up than the {self._policy.look_up_s:g} s it may take"
+        return f"longer than the allowed {self._policy.look_up_s:g} s"
 
     async def _get(self, url: Url, addresses: Sequence[IPAddress], file: FetchedFile) -> bytes | str:
-        """sha256 of the body that it wrote to the file, or where the answer redirects to."""
+        """Writes the body to the file and returns its sha256, or returns the Location of a redirect."""
         try:
             async with (
                 httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False) as transport,
@@ -155,14 +155,14 @@ class Fetcher:
                     return response.headers["Location"]
                 self._check(response)
                 return await self._receive(response, file)
-        except (httpx.TransportError, ssl.SSLError) as error:  # httpx lets the latter through in mid-stream
+        except (httpx.TransportError, ssl.SSLError) as error:  # httpx does not wrap SSLErrors in mid-stream
             log.warning("media not fetched", host=url.host.name, error=repr(error))
-            raise MediaRejected("could not be fetched: the connection or its answer broke off") from error
+            raise MediaRejected("could not be fetched: the connection or the response broke off") from error
 
     async def _answer(
         self, transport: httpx.AsyncHTTPTransport, url: Url, addresses: Sequence[IPAddress]
     ) -> httpx.Response:
-        """The first address's that can be connected to, its body not yet read."""
+        """The response of the first address that accepts a connection; its body is not read yet."""
         failed: httpx.TransportError | None = None
         for address in addresses:
             request = httpx.Request(
@@ -183,12 +183,12 @@ class Fetcher:
         raise MediaRejected("cannot be connected to, or has no valid certificate") from failed
 
     def _check(self, response: httpx.Response) -> None:
-        """Raises MediaRejected for a head that no body is wanted of."""
+        """Raises MediaRejected for a status, encoding or length that is not accepted."""
         if response.status_code != httpx.codes.OK:
-            raise MediaRejected(f"was answered with status {response.status_code}, only 200 brings media")
+            raise MediaRejected(f"was answered with status {response.status_code}, only 200 is accepted")
         encoding = response.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
-            raise MediaRejected(f"was answered with Content-Encoding {encoding[:32]!r}, only identity was accepted")
+            raise MediaRejected(f"was answered with Content-Encoding {encoding[:32]!r}, only identity is accepted")
         self._check_size(int(response.headers.get("Content-Length", 0)))
 
     async def _receive(self, response: httpx.Response, file: FetchedFile) -> bytes:
@@ -203,4 +203,4 @@ class Fetcher:
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._policy.max_bytes:
-            raise MediaRejected(f"holds more than the {self._policy.max_bytes} bytes it may hold")
+            raise MediaRejected(f"has more than the {self._policy.max_bytes} bytes that --fetch-max-bytes allows")

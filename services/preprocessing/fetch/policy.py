@@ -1,7 +1,7 @@
-"""What the fetcher may reach, and how much of it.
+"""Which URLs and addresses may be fetched, and the limits of one fetch.
 
-Only public addresses are reached, unless the operator opened a network to a domain by name. Whether an address is
-public is told by `addresses`, what a URL says by `urls`.
+Only public addresses are allowed, unless the operator opens a network to a domain by name. `addresses` decides whether
+an address is public, `urls` parses URLs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.preprocessing.fetch.urls import Host, Url, parse_host
 
 @dataclass(frozen=True, slots=True)
 class AllowedDomain:
-    """Hosts that may be asked, and a network besides the public ones that they may lie in.
+    """Hosts that may be fetched from, and a network that they may lie in besides the public ones.
 
         cdn.example.org            that host
         *.example.org              every host below it, but not itself; so does .example.org
@@ -26,8 +26,8 @@ class AllowedDomain:
         minio=10.20.0.0/16         that host, which may also lie in 10.20.0.0/16
         *.corp.example=10.0.0.7    every host below it, which may also lie at 10.0.0.7
 
-    A name alone opens nothing: who answers for it in the DNS would decide what of this network is reached. With
-    `domain=network` it is the operator who decides, metadata and loopback included.
+    A name alone opens no private address: otherwise its DNS server would decide which internal hosts are reached. With
+    `domain=network` the operator decides, metadata servers and loopback included.
     """
 
     host: str
@@ -36,7 +36,7 @@ class AllowedDomain:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError for what is neither `domain` nor `domain=network`."""
+        """Parses `domain` or `domain=network`. Raises ValueError for anything else."""
         domain, _, network = text.partition("=")
         opened = ip_network(network) if "=" in text else None
         if domain == "*":
@@ -55,9 +55,9 @@ class AllowedDomain:
 
 @dataclass(frozen=True, slots=True)
 class FetchPolicy:
-    """domains: none means every host, at public addresses. total_s: from the name's look-up to the last byte.
+    """domains: empty allows every host at public addresses. total_s: from the name lookup to the last byte.
 
-    disk_bytes: what all fetched media that are open may hold together.
+    max_bytes: of one body. disk_bytes: of all open fetched media together.
     """
 
     schemes: frozenset[str] = frozenset({"http", "https"})
@@ -82,9 +82,9 @@ class FetchPolicy:
             raise MediaForbidden(f"names a host that --allow-media-domain does not allow: {url.host.name!r}")
 
     def admits(self, host: Host, addresses: Sequence[IPAddress]) -> bool:
-        """Whether there are addresses and each of them may be dialled for this host.
+        """Whether there are addresses and all of them are allowed for this host.
 
-        One that may not spoils all: public names have no private addresses, so who mixes them is probing.
+        A single forbidden address refuses the host: a name with both public and private addresses is an attack.
         """
         opened = [domain.network for domain in self.domains if domain.network is not None and domain.holds(host)]
         return bool(addresses) and all(

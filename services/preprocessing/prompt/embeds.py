@@ -1,6 +1,6 @@
-"""Embeddings that come with a prompt in place of pixels, as far as a plan needs them: what they are and when.
+"""Embeddings that a prompt brings instead of media: their grid and time base, checked.
 
-Their values are the encoder's to check. It knows neither protobuf nor families.
+The encoder checks their values. It knows neither protobuf nor families.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from services.preprocessing.video.timing import MAX_LENGTH_S, TimeBase
 
 @dataclass(frozen=True, slots=True)
 class Embeds:
-    """Embeddings of one media item; a video's with one of its two time bases, an image's with none.
+    """Embeddings of one media item. A video has exactly one of the two time bases, an image has none.
 
-    size_bytes: of the tensor, 0 where whoever asks keeps it. digest: sha256 of it.
-    seconds_per_grid: between temporal slices. timestamps_s: when each is shown.
-    Raises InvalidRequest for a time base that is missing, out of range or not this modality's.
+    size_bytes: of the tensor, 0 if it was left out. digest: sha256 of the tensor.
+    seconds_per_grid: from each temporal slice to the next. timestamps_s: start of each slice.
+    Raises InvalidRequest for a time base that is missing, out of range or of the other modality.
     """
 
     modality: Modality
@@ -52,7 +52,7 @@ class Embeds:
             _check_times(self.timestamps_s, self.grid.t)
 
     def time_base(self, slice_frames: int) -> TimeBase | None:
-        """A video's, from the one that it has; None for an image. slice_frames: in a temporal slice."""
+        """The time base of a video; None for an image. slice_frames: frames in a temporal slice."""
         if self.seconds_per_grid is not None:
             return TimeBase.of_step(self.seconds_per_grid, self.grid.t, slice_frames)
         return TimeBase.of_slices(self.timestamps_s) if self.timestamps_s else None

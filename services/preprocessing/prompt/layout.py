@@ -1,10 +1,10 @@
-"""The full prompt: token ids, positions, and where each media item's tokens stand.
+"""The full prompt: token ids, positions, and the runs of tokens that belong to each media item.
 
     pieces:    [ids 0..4)  GridTokens  [ids]  GridTokens  [ids …)
     input_ids: [ text     ][pad pad pad][text][pad pad pad][text  ]
-    runs:                   ─────────── one a grid ──────────
+    runs:                   ──────── one run for each grid ────────
 
-A family says what a media item becomes; this module joins the pieces and knows no family.
+A family expands each media item into pieces; this module joins the pieces and knows no family.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 from common.contract.plan import Int32Array, Run
 from services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
 
-# What a media item becomes: grids, and the family's own text, control tokens included, where it puts some around them.
+# The expansion of a media item: its grids, and the family's own text between them, control tokens included.
 Expansion: TypeAlias = tuple[str | GridSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GridTokens:
-    """One grid of media item `item`, as so many of `pad_id`."""
+    """One grid of media item `item`: as many tokens `pad_id` as the grid has cells."""
 
     item: int
     pad_id: int
@@ -45,7 +45,7 @@ class Layout:
 
 
 def lay_out(pieces: Sequence[Int32Array | GridTokens]) -> Layout:
-    """Joins text ids (int32 [n]) and grids, items in order, into the full prompt, as if nothing would be pruned."""
+    """Joins text ids (int32 [n]) and grids into the full, unpruned prompt. Items must appear in order."""
     ids: list[Int32Array] = []
     spans: list[TextSpan | GridSpan] = []
     runs: dict[int, list[Run]] = {}

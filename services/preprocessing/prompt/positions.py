@@ -1,7 +1,7 @@
-"""The one position formula of the whole system: M-RoPE positions of the full, unpruned prompt.
+"""The only position formula of the system: M-RoPE positions of the full, unpruned prompt.
 
-Everything later gathers or slices what is computed here; nothing else computes a position, except the decoded
-token's `index + delta`, which continues it. It knows no model family: a family describes its prompt as spans.
+All later stages gather or slice these positions; only decoded tokens add `index + delta`, which continues them.
+It knows no model family: a family describes its prompt as spans.
 Source: Qwen2-VL, arXiv 2409.12191, section 2.1; time scaled by seconds as in Qwen2.5-VL, arXiv 2502.13923.
 """
 
@@ -23,7 +23,7 @@ Int64Array: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class TextSpan:
-    """`tokens` text tokens, which count up on all three axes."""
+    """`tokens` text tokens, whose positions count up on all three axes."""
 
     tokens: int
 
@@ -64,7 +64,7 @@ def _text(tokens: int) -> Int64Array:
 def _grid(span: GridSpan) -> Int64Array:
     t, h, w = span.grid.t, span.grid.h, span.grid.w
     step = span.time_step
-    # Integers all the way: in floating point some products land just below the integer and floor one lower.
+    # Integer arithmetic: in floating point some products land just below an integer and floor one lower.
     time = np.array([i * step.numerator // step.denominator for i in range(t)], np.int64)
     axes = np.meshgrid(time, np.arange(h), np.arange(w), indexing="ij")
     return np.stack([axis.reshape(-1) for axis in axes])

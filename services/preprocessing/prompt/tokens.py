@@ -1,13 +1,14 @@
-"""The checkpoint's chat template and tokenizer, applied so that no user's text can become a control token.
+"""Applies the checkpoint's chat template and tokenizer such that user text can never become a control token.
 
     template over stand-ins:  <|im_start|>user\\n⟨1⟩<|vision_start|><|video_pad|><|vision_end|>⟨2⟩<|im_end|>\\n
     placeholders expanded:    … <|vision_start|><0.3 seconds><|vision_start|><|video_pad|><|vision_end|><1.3 seconds>…
     split at control tokens:  [<|im_start|>] [user\\n⟨1⟩] [<|vision_start|>] [<0.3 seconds>] [<|vision_start|>] (grid) …
-    user's text put back:     plain pieces alone, tokenised by a tokenizer that knows no control tokens
+    user text put back:       only into plain pieces, which a tokenizer without control tokens tokenises
 
-The template never sees the user's text, and what it or a family joins with that text is still tokenised as one piece:
-ordinary text gives the ids that transformers gives, unless the template looks into it (some cut earlier answers at
-`</think>`; here they stay whole). It knows no model family, and uses `tokenizers` and jinja2 alone.
+The template renders random stand-ins instead of the user's text. Text that the template or a family puts directly
+beside user text is tokenised together with it, so ordinary text gets the same ids as in transformers. Exception: a
+template that inspects the text (some cut earlier answers at `</think>`) sees only the stand-in, so that text stays
+whole. It knows no model family, and needs only `tokenizers` and jinja2.
 Source: `apply_chat_template` and `get_text_with_replacements` of transformers 5.23, whose environment it rebuilds.
 """
 
@@ -38,23 +39,23 @@ from services.preprocessing.prompt.positions import GridSpan
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 LARGE_TEXT_CHARS = 2**16
-# How soon one that waits for its turn learns that its request has left.
+# How often a text that waits for the lock checks whether its request was cancelled.
 _CHECK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message: a role that chat templates know, and its text and media in order."""
+    """One message: its role as chat templates name it, and its text and media in order."""
 
     role: str
     parts: tuple[str | Modality, ...]
 
 
 class ChatTokens:
-    """Token ids of conversations.
+    """Tokenises conversations with a checkpoint's chat template and tokenizer.
 
-    placeholders: the control tokens that stand for media, by modality.
-    Raises StartupError if the checkpoint lacks what is needed.
+    placeholders: the control token of a media item, by modality.
+    Raises StartupError if the checkpoint has no usable tokenizer or template.
     """
 
     def __init__(self, checkpoint: Checkpoint, placeholders: Mapping[Modality, str]) -> None:
@@ -68,7 +69,7 @@ class ChatTokens:
             raise StartupError(f"{path} has no token {', '.join(missing)}")
         self._media = {token: modality for modality, token in placeholders.items()}
         self._plain = Tokenizer.from_str(json.dumps(contents | {"added_tokens": [], "post_processor": None}))
-        # A text takes some 300 times its size while it is tokenised: 4 MiB of it more than a gigabyte.
+        # Serialises large texts: tokenising takes some 300 times the text's size, more than 1 GiB for 4 MiB.
         self._large = threading.Lock()
         spellable = [token for token, token_id in self._control.items() if token_id in self._ids(token)]
         if spellable:
@@ -83,18 +84,18 @@ class ChatTokens:
             raise StartupError(f"the chat template of {checkpoint.folder} is wrong: {error}") from error
 
     def conversation(
-        self, turns: Sequence[Turn], expansions: Sequence[Expansion], check_wanted: Callable[[], None] = lambda: None
+        self, turns: Sequence[Turn], expansions: Sequence[Expansion], check_cancelled: Callable[[], None] = lambda: None
     ) -> list[Int32Array | GridTokens]:
         """Ids (int32 [n]) of the rendered conversation, and between them the grids of its media.
 
-        expansions: what each media item becomes, in the order of the turns; no text in them may spell a placeholder.
-        check_wanted: called before each text, and while one waits for its turn. What it raises ends the whole.
-        Raises InvalidRequest if the template refuses the turns or has no place for some of what they hold.
+        expansions: of the media items in the order of the turns; no text in them may spell a placeholder.
+        check_cancelled: called before each text and while a large one waits; an exception from it ends the call.
+        Raises InvalidRequest if the template refuses the turns, or leaves out some of their text or media.
         """
         rendered, texts = self._render(turns)
         places = (place for place, turn in enumerate(turns) for part in turn.parts if not isinstance(part, Modality))
         for place, (stand_in, text) in zip(places, texts.items(), strict=True):
-            if text and stand_in not in rendered:  # which is not quoted: what is refused is logged
+            if text and stand_in not in rendered:  # the text is not quoted, because error texts are logged
                 raise InvalidRequest(
                     f"prompt.messages[{place}] holds text that the checkpoint's chat template leaves out (some take a "
                     f"system message only as the first)"
@@ -106,10 +107,10 @@ class ChatTokens:
                 f"prompt.messages hold {len(asked)} media, the checkpoint's chat template places {len(placed)} of them"
             )
         grids = [(item, part) for item, each in enumerate(expansions) for part in each if isinstance(part, GridSpan)]
-        return self._tokenise(self._expand(rendered, expansions), texts, grids, check_wanted)
+        return self._tokenise(self._expand(rendered, expansions), texts, grids, check_cancelled)
 
     def _expand(self, rendered: str, expansions: Sequence[Expansion]) -> str:
-        """Each placeholder replaced by its item's text, with one placeholder for each grid."""
+        """Replaces each placeholder by its item's expansion, with one placeholder for each grid."""
         following = iter(expansions)
 
         def replaced(match: re.Match[str]) -> str:
@@ -125,14 +126,14 @@ class ChatTokens:
         text: str,
         texts: Mapping[str, str],
         grids: Sequence[tuple[int, GridSpan]],
-        check_wanted: Callable[[], None],
+        check_cancelled: Callable[[], None],
     ) -> list[Int32Array | GridTokens]:
         following = iter(grids)
         pieces: list[Int32Array | GridTokens] = []
         ids: list[int] = []
         for index, piece in enumerate(self._control_pattern.split(text)):
             if index % 2 == 0:
-                ids += self._ids(_put_back(piece, texts), check_wanted)
+                ids += self._ids(_put_back(piece, texts), check_cancelled)
             elif piece in self._media:
                 item, span = next(following)
                 pieces += [np.array(ids, np.int32), GridTokens(item, self._control[piece], span)]
@@ -142,35 +143,35 @@ class ChatTokens:
         pieces.append(np.array(ids, np.int32))
         return [piece for piece in pieces if piece.size]
 
-    def _ids(self, text: str, check_wanted: Callable[[], None] = lambda: None) -> list[int]:
+    def _ids(self, text: str, check_cancelled: Callable[[], None] = lambda: None) -> list[int]:
         """Ids of text in which nothing is a control token. Large texts take turns, and leave no memory behind."""
         if not text:
             return []
-        check_wanted()
+        check_cancelled()
         if len(text) <= LARGE_TEXT_CHARS:
             return self._encoded(text)
-        with self._turn(check_wanted):
+        with self._turn(check_cancelled):
             ids = self._encoded(text)
             give_back_freed_memory()
             return ids
 
     def _encoded(self, text: str) -> list[int]:
-        # Not `encode`: for as long as that takes, which may be seconds, no other thread of the process runs.
+        # Not `encode`: it holds the interpreter lock, for seconds with a large text.
         (encoded,) = self._plain.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoded.ids
         return ids
 
     @contextmanager
-    def _turn(self, check_wanted: Callable[[], None]) -> Iterator[None]:
+    def _turn(self, check_cancelled: Callable[[], None]) -> Iterator[None]:
         while not self._large.acquire(timeout=_CHECK_S):
-            check_wanted()
+            check_cancelled()
         try:
             yield
         finally:
             self._large.release()
 
     def _render(self, turns: Sequence[Turn]) -> tuple[str, dict[str, str]]:
-        """The template's output over stand-ins, and the text for which each stands."""
+        """The template's output over stand-ins, and the text of each stand-in."""
         texts: dict[str, str] = {}
         messages: list[dict[str, Any]] = []
         for turn in turns:
@@ -202,7 +203,7 @@ def _control_tokens(contents: Mapping[str, Any], path: str) -> dict[str, int]:
 
 
 def _template(checkpoint: Checkpoint, tokenizer_config: Mapping[str, Any]) -> str:
-    """Where transformers looks, in its order."""
+    """The chat template from the files that transformers reads, in its order."""
     path = checkpoint.folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Protobuf to a checked conversation, and slices to protobuf.
+"""Converts a protobuf prompt to a checked conversation, and plans and slices to protobuf.
 
-It owns what a prompt must hold before anything is opened; values that dataclasses check are checked by them.
+It checks everything that can be checked before media are opened; dataclasses check their own values.
 """
 
 from __future__ import annotations
@@ -9,25 +9,24 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from framesieve.v1 import preprocessing_pb2, prompt_pb2
-
 from common.contract.errors import InvalidRequest, MediaRejected
 from common.contract.limits import check_inline_bytes, check_prompt
 from common.contract.plan import Grid, Modality, PromptPlan
 from common.contract.tensors import DType, pieces
 from common.contract.wire import fill_chunk, plan_messages, tensor_digest
 from common.telemetry.ages import ago_s
-from services.preprocessing.fetch.data_uri import decode_data_uri
-from services.preprocessing.planner import Conversation, Link, MediaRequest
+from framesieve.v1 import preprocessing_pb2, prompt_pb2
+from services.preprocessing.fetch.urls import decode_data_uri
+from services.preprocessing.planner import Conversation, MediaRequest, MediaUrl
 from services.preprocessing.prompt.embeds import Embeds
 from services.preprocessing.prompt.tokens import Turn
 from services.preprocessing.video.sampling import FrameSampling
 from services.preprocessing.video.slices import Slice
 
-# A family may put text around each slice, and far more of them cost a planner minutes.
+# A family may put text around each slice: planning far more slices would take minutes.
 MAX_EMBEDS_SLICES = 2**15
-# One prompt must not become a flood at somebody else's server.
-MAX_LINKS = 32
+# Keeps one prompt from flooding another server with requests.
+MAX_URLS = 32
 
 _ROLES = {
     prompt_pb2.ROLE_SYSTEM: "system",
@@ -39,9 +38,9 @@ _TIME_FIELDS = ("fps", "min_frames", "max_frames", "start_s", "end_s")
 
 
 def conversation_of(prompt: prompt_pb2.Prompt) -> Conversation:
-    """The prompt, checked. Decodes data URIs, so call it beside the loop.
+    """Checks a prompt. Decodes data URIs, so call it outside the event loop's thread.
 
-    Raises InvalidRequest naming the field that is missing, empty or too large; MediaRejected for an empty data URI.
+    Raises InvalidRequest with the field that is missing, empty or too large; MediaRejected for an empty data URI.
     """
     check_prompt(prompt)
     if not prompt.messages:
@@ -79,13 +78,13 @@ def _part(part: prompt_pb2.Part, name: str) -> str | MediaRequest:
 
 
 def _check_sums(media: Sequence[MediaRequest]) -> None:
-    """Raises InvalidRequest for more bytes of media, URLs, or slices of embeddings, than a prompt may have."""
+    """Raises InvalidRequest for too many inline bytes, URLs or slices of embeddings in the whole prompt."""
     embeds = [item.location for item in media if isinstance(item.location, Embeds)]
     files = [item.location for item in media if isinstance(item.location, bytes)]
     check_inline_bytes(sum(map(len, files)) + sum(each.size_bytes for each in embeds))
-    links = sum(isinstance(item.location, Link) for item in media)
-    if links > MAX_LINKS:
-        raise InvalidRequest(f"prompt.messages hold {links} media by URL, at most {MAX_LINKS} are allowed")
+    urls = sum(isinstance(item.location, MediaUrl) for item in media)
+    if urls > MAX_URLS:
+        raise InvalidRequest(f"prompt.messages hold {urls} media by URL, at most {MAX_URLS} are allowed")
     slices = sum(each.grid.t for each in embeds)
     if slices > MAX_EMBEDS_SLICES:
         raise InvalidRequest(
@@ -105,10 +104,10 @@ def _media(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaReque
     return MediaRequest(name, modality, _embeds(media.embeds, modality, name), FrameSampling())
 
 
-def _location(url: str, name: str) -> Link | bytes:
-    """A URL to be fetched, or the bytes that a data URI holds."""
+def _location(url: str, name: str) -> MediaUrl | bytes:
+    """A URL to fetch, or the bytes of a data URI."""
     if url[:5].lower() != "data:":
-        return Link(url)
+        return MediaUrl(url)
     try:
         data = decode_data_uri(url)
     except InvalidRequest as error:
@@ -127,7 +126,7 @@ def _embeds(message: prompt_pb2.MediaEmbeds, modality: Modality, name: str) -> E
     try:
         grid = Grid(message.grid.t, message.grid.h, message.grid.w)
     except ValueError as error:
-        raise InvalidRequest(f"{name}.embeds.grid is no grid: {error}") from error
+        raise InvalidRequest(f"{name}.embeds.grid is invalid: {error}") from error
     try:
         return Embeds(
             modality=modality,
@@ -153,7 +152,7 @@ def _sampling(message: prompt_pb2.FrameSampling, modality: Modality, name: str) 
 
 
 def plan_responses(plan: PromptPlan, fetched_ns: int | None) -> Iterator[preprocessing_pb2.PreprocessResponse]:
-    """The plan in pieces; when its media had been fetched, if any was, stands in the first."""
+    """The plan in chunks. The first chunk says how long ago the last URL was fetched, if any was."""
     fetched_ago_s = None if fetched_ns is None else ago_s(fetched_ns)
     for message in plan_messages(plan):
         yield preprocessing_pb2.PreprocessResponse(plan=message, fetched_ago_s=fetched_ago_s)
@@ -161,7 +160,7 @@ def plan_responses(plan: PromptPlan, fetched_ns: int | None) -> Iterator[preproc
 
 
 def frames_responses(media_index: int, piece: Slice) -> Iterator[preprocessing_pb2.PreprocessResponse]:
-    """One slice in pieces; what was repaired, and when it was made, stands in the first."""
+    """One slice in chunks. The first chunk says how many frames were repaired and how long ago it was made."""
     first: dict[str, Any] = {
         "repaired_frames": piece.repaired_frames,
         "decoded_ago_s": ago_s(piece.decoded_ns),

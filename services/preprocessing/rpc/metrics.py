@@ -1,4 +1,4 @@
-"""What preprocessing tells Prometheus beside what every service does."""
+"""Preprocessing's own Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -8,35 +8,33 @@ from collections.abc import Iterable
 from prometheus_client import Counter, Gauge
 
 from common.telemetry.metrics import STAGE_BUSY_SECONDS, age_seconds
-from services.preprocessing.rpc.threads import Threads
+from services.preprocessing.rpc.planning_threads import PlanningThreads
 from services.preprocessing.sources.source import Source
 from services.preprocessing.video.slices import Slice
-from services.preprocessing.workers.pool import Pool
+from services.preprocessing.workers.job_queue import JobQueue
 from services.preprocessing.workers.process import Fault
 
 _PREFIX = "framesieve_preprocessing_"
 
-FRAMES = Counter(f"{_PREFIX}frames_total", "Frames sent, by what became of them", ["outcome"])
-FETCHED_BYTES = Counter(f"{_PREFIX}fetched_bytes_total", "Bytes of media that came by URL")
-WORKER_RESTARTS = Counter(
-    f"{_PREFIX}worker_restarts_total", "Worker processes that were replaced, by what was wrong with them", ["reason"]
-)
-WORKERS = Gauge(f"{_PREFIX}workers", "Worker processes that there are to be", ["pool"])
-WORKERS_BUSY = Gauge(f"{_PREFIX}workers_busy", "Of these, those that have a job", ["pool"])
-JOBS = Gauge(f"{_PREFIX}jobs", "Media that worker processes read or decode, or that wait for one", ["pool"])
-QUEUE_JOBS = Gauge(f"{_PREFIX}queue_jobs", "Of these, those that wait for a worker", ["pool"])
+FRAMES = Counter(f"{_PREFIX}frames_total", "Frames sent, decoded or repaired", ["outcome"])
+FETCHED_BYTES = Counter(f"{_PREFIX}fetched_bytes_total", "Bytes of media fetched from URLs")
+WORKER_RESTARTS = Counter(f"{_PREFIX}worker_restarts_total", "Worker processes replaced, by fault", ["reason"])
+WORKERS = Gauge(f"{_PREFIX}workers", "Worker processes of the pool", ["pool"])
+WORKERS_BUSY = Gauge(f"{_PREFIX}workers_busy", "Worker processes with a job", ["pool"])
+JOBS = Gauge(f"{_PREFIX}jobs", "Media items that are read or decoded, or wait for a worker", ["pool"])
+QUEUE_JOBS = Gauge(f"{_PREFIX}queue_jobs", "Media items that wait for a worker", ["pool"])
 QUEUE_OLDEST_SECONDS = Gauge(
-    f"{_PREFIX}queue_oldest_seconds", "How long the first of these has waited; 0 if none does", ["pool"]
+    f"{_PREFIX}queue_oldest_seconds", "Age of the longest wait for a worker; 0 if nothing waits", ["pool"]
 )
 PLANNING_JOBS = Gauge(
-    f"{_PREFIX}planning_jobs", "Prompts that threads check or plan, or that wait for one", ["threads"]
+    f"{_PREFIX}planning_jobs", "Prompts that are checked or planned, or wait for a thread", ["threads"]
 )
-PLANNING_WAITING = Gauge(f"{_PREFIX}planning_waiting", "Of these, those that wait for a thread", ["threads"])
+PLANNING_WAITING = Gauge(f"{_PREFIX}planning_waiting", "Prompts that wait for a thread", ["threads"])
 PLANNING_OLDEST_SECONDS = Gauge(
-    f"{_PREFIX}planning_oldest_seconds", "How long the first of these has waited; 0 if none does", ["threads"]
+    f"{_PREFIX}planning_oldest_seconds", "Age of the longest wait for a thread; 0 if nothing waits", ["threads"]
 )
 INFLIGHT_BYTES_USED = Gauge(f"{_PREFIX}inflight_used_bytes", "Bytes of --inflight-bytes that decoded slices hold")
-INFLIGHT_BYTES = Gauge(f"{_PREFIX}inflight_bytes", "--inflight-bytes")
+INFLIGHT_BYTES = Gauge(f"{_PREFIX}inflight_bytes", "The setting --inflight-bytes")
 
 for _stage in ("fetch", "plan", "decode", "resize"):
     STAGE_BUSY_SECONDS.labels(_stage)
@@ -59,8 +57,8 @@ def count_fetched(sources: Iterable[Source]) -> None:
     FETCHED_BYTES.inc(sum(os.fstat(source.descriptor).st_size for source in sources))
 
 
-def watch(reading: Pool, decoding: Pool, quick: Threads, slow: Threads) -> None:
-    """Has the gauges ask the pools and threads whenever they are read."""
+def watch(reading: JobQueue, decoding: JobQueue, quick: PlanningThreads, slow: PlanningThreads) -> None:
+    """Connects the gauges to the queues and threads, which are read at each scrape."""
     INFLIGHT_BYTES.set(decoding.inflight.size_bytes)
     INFLIGHT_BYTES_USED.set_function(lambda: decoding.inflight_bytes)
     for name, pool in {"read": reading, "decode": decoding}.items():
@@ -69,15 +67,15 @@ def watch(reading: Pool, decoding: Pool, quick: Threads, slow: Threads) -> None:
         _watch_threads(name, threads)
 
 
-def _watch_pool(name: str, pool: Pool) -> None:
-    WORKERS.labels(name).set(pool.crew.size)
-    WORKERS_BUSY.labels(name).set_function(lambda: pool.crew.busy)
+def _watch_pool(name: str, pool: JobQueue) -> None:
+    WORKERS.labels(name).set(pool.workers.size)
+    WORKERS_BUSY.labels(name).set_function(lambda: pool.workers.busy)
     JOBS.labels(name).set_function(lambda: pool.jobs)
-    QUEUE_JOBS.labels(name).set_function(lambda: pool.crew.waiting)
-    QUEUE_OLDEST_SECONDS.labels(name).set_function(lambda: age_seconds(pool.crew.oldest_ns))
+    QUEUE_JOBS.labels(name).set_function(lambda: pool.workers.waiting)
+    QUEUE_OLDEST_SECONDS.labels(name).set_function(lambda: age_seconds(pool.workers.oldest_ns))
 
 
-def _watch_threads(name: str, threads: Threads) -> None:
+def _watch_threads(name: str, threads: PlanningThreads) -> None:
     PLANNING_JOBS.labels(name).set_function(lambda: threads.jobs)
     PLANNING_WAITING.labels(name).set_function(lambda: threads.waiting)
     PLANNING_OLDEST_SECONDS.labels(name).set_function(lambda: age_seconds(threads.oldest_ns))

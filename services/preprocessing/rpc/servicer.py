@@ -1,6 +1,6 @@
-"""PreprocessingService: the plan first, then the frames of what is selected, as they are decoded.
+"""PreprocessingService: streams the plan first, then the frames of each selected item as they are decoded.
 
-It owns the order of a stream's messages. What is planned and how it is decoded is told by others.
+It owns the order of a stream's messages; `planner` plans, and `workers` read and decode media.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.planner import Conversation, PlannedPrompt, Planner, Readers
+from services.preprocessing.rpc.decode_stats import recording_decode
 from services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
 from services.preprocessing.rpc.metrics import count_fetched, count_frames
-from services.preprocessing.rpc.threads import Threads
-from services.preprocessing.rpc.work import worked_on
+from services.preprocessing.rpc.planning_threads import PlanningThreads
 from services.preprocessing.video.slices import PlannedMedia
+from services.preprocessing.workers.job_queue import JobQueue
 from services.preprocessing.workers.jobs import slices_job
-from services.preprocessing.workers.pool import Pool
-from services.preprocessing.workers.reading import Reading
+from services.preprocessing.workers.media_reader import MediaReader
 
 Requests: TypeAlias = AsyncIterator[PreprocessRequest]
 Context: TypeAlias = grpc.aio.ServicerContext[PreprocessRequest, PreprocessResponse]
 
 
 class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer):
-    """Prompts are planned on threads, frames decoded by a pool that does nothing else: no plan waits behind them.
+    """Plans prompts on threads and decodes frames in a queue of its own, so that no plan waits behind decoding.
 
-    quick: threads that check prompts, and plan short ones without media. slow: those that plan the rest, and may all
-    wait for a worker that reads, or for one file to be hashed.
+    quick: threads that check prompts, and plan short ones without media. slow: threads that plan the others; all of
+    them may be waiting for reading workers, or hashing files.
     """
 
     def __init__(
         self,
         planner: Planner,
         fetcher: Fetcher,
-        quick: Threads,
-        slow: Threads,
-        reading_workers: Pool,
-        decoding_workers: Pool,
+        quick: PlanningThreads,
+        slow: PlanningThreads,
+        reading_queue: JobQueue,
+        decoding_queue: JobQueue,
     ) -> None:
         self._planner = planner
         self._fetcher = fetcher
         self._quick = quick
         self._slow = slow
-        self._reading_workers = reading_workers
-        self._decoding_workers = decoding_workers
+        self._reading_queue = reading_queue
+        self._decoding_queue = decoding_queue
 
     async def Preprocess(self, request_iterator: Requests, context: Context) -> AsyncIterator[PreprocessResponse]:
         requests = aiter(request_iterator)
@@ -69,7 +69,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
             for response in plan_responses(planned.plan, fetched_ns):
                 yield response
             async for media_index in selections(requests, len(planned.media)):
-                # Closed before the files are: an abandoned generator would be closed some time later.
+                # `aclosing` stops the job before the files are closed; an abandoned generator would be closed later.
                 async with aclosing(self._frames(media_index, planned.media[media_index])) as responses:
                     async for response in responses:
                         yield response
@@ -80,27 +80,27 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         return await self._quick.call(partial(conversation_of, request.prompt))
 
     async def _fetched(self, conversation: Conversation) -> tuple[Conversation, int | None]:
-        """The same without URLs, and when the last was fetched, if any was.
+        """The conversation with its URLs fetched, and the monotonic time at which the last was, if there are any.
 
-        Whoever leaves meanwhile leaves no connection and no file.
+        Cancelling closes the connections and files.
         """
-        if not conversation.links:
+        if not conversation.urls:
             return conversation, None
-        with busy("fetch"), span("fetch", media=len(conversation.links)):
-            sources = await self._fetcher.fetch_all(conversation.links)
+        with busy("fetch"), span("fetch", media=len(conversation.urls)):
+            sources = await self._fetcher.fetch_all(conversation.urls)
         count_fetched(sources.values())
         return conversation.with_fetched(sources), monotonic_ns()
 
     async def _planned(self, conversation: Conversation) -> PlannedPrompt:
-        reading = Reading(self._reading_workers)
-        read = Readers(reading.packets, reading.picture, reading.check_wanted)
+        reading = MediaReader(self._reading_queue)
+        read = Readers(reading.packets, reading.picture, reading.check_cancelled)
         threads = self._quick if conversation.quick else self._slow
         job = asyncio.ensure_future(threads.call(partial(self._planner.plan, conversation, read)))
         try:
             planned = await asyncio.shield(job)
         except asyncio.CancelledError:
-            reading.leave()
-            job.add_done_callback(_close_files)  # the thread runs on, and nobody else sees what it opened
+            reading.cancel()
+            job.add_done_callback(_close_files)  # the thread continues, and nothing else closes its files
             raise
         STAGE_BUSY_SECONDS.labels("plan").observe(planned.plan_s)
         return planned
@@ -109,10 +109,10 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         job = slices_job(media)
         if job is None:
             return
-        with worked_on(media_index) as work:
-            async with self._decoding_workers.ahead(job) as slices:
+        with recording_decode(media_index) as stats:
+            async with self._decoding_queue.stream(job) as slices:
                 async for each in slices:
-                    work.add(each)
+                    stats.add(each)
                     count_frames(each)
                     add_request_stats(frames=len(each.pixels))
                     for response in frames_responses(media_index, each):

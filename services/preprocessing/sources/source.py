@@ -1,7 +1,7 @@
-"""Where media come from: bytes in the request, a file below the media root, or one that was fetched.
+"""Opened media: bytes of the request, a file below the media root, or a fetched file.
 
-It owns which paths may be reached. It knows nothing of formats: `packets` and `pictures` find out what a source holds.
-A file stays open from planning to the last frame, so that what was planned is what is decoded.
+It decides which paths may be opened. It knows nothing of formats: `packets` and `pictures` read the content.
+A file stays open from planning to the last frame, so the file that was planned is the file that is decoded.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 from common.contract.errors import MediaForbidden, MediaRejected, Overloaded
-from services.preprocessing.sources.memory import SealedMemory
+from services.preprocessing.sources.sealed_memory import SealedMemory
 
 _READ_BYTES = 2**20
 
-_OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT})
+_RESOURCE_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Opened media: a name for messages, sha256 of its bytes, and the descriptor of what holds them.
+    """Opened media: a name for error texts, the sha256 of the bytes, and the descriptor of the file that holds them.
 
-    on_close: gives the descriptor back, where more than closing it is to be done.
+    on_close: called instead of closing the descriptor, where there is more to release.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Source:
     on_close: Callable[[], None] | None = field(default=None, repr=False)
 
     def open(self) -> BinaryIO:
-        """A reader of its own at the first byte; several may read at once."""
+        """A new reader at the first byte. Readers have their own offsets, so several may read at once."""
         return io.BufferedReader(_Pread(self.descriptor), _READ_BYTES)
 
     def close(self) -> None:
-        """Gives the descriptor back. Readers must be done."""
+        """Closes the descriptor. Readers must be done."""
         if self.on_close is not None:
             self.on_close()
         else:
@@ -52,7 +52,7 @@ class Source:
 
 
 class _Pread(io.RawIOBase):
-    """Reads a shared descriptor at an offset of its own; the descriptor outlives it."""
+    """Reads a shared descriptor at its own offset. Closing it leaves the descriptor open."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -79,27 +79,27 @@ class _Pread(io.RawIOBase):
 
 
 @contextmanager
-def own_lack_told(name: str) -> Iterator[None]:
-    """Raises Overloaded for what came of descriptors, memory or disk that this machine lacks: the media may be good."""
+def resource_errors_as_overloaded(name: str) -> Iterator[None]:
+    """Maps OSErrors from exhausted descriptors, memory or disk to Overloaded: they are not the media's fault."""
     try:
         yield
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None:
-            if isinstance(cause, OSError) and cause.errno in _OWN_LACK:
+            if isinstance(cause, OSError) and cause.errno in _RESOURCE_ERRORS:
                 raise Overloaded(f"{name} cannot be opened now: {os.strerror(cause.errno)}") from error
             cause = cause.__cause__ or cause.__context__
         raise
 
 
 def bytes_source(name: str, data: bytes) -> Source:
-    """Media that came with the request, in memory that workers share. It is given back with the source if not before.
+    """Media bytes of the request, in sealed memory that workers can map. The memory is freed with the source.
 
-    Raises MediaRejected if there are none, Overloaded where descriptors or memory lack.
+    Raises MediaRejected for no bytes, Overloaded where the machine is out of descriptors or memory.
     """
     if not data:
         raise MediaRejected(f"{name}.data is empty")
-    with own_lack_told(f"{name}.data"):
+    with resource_errors_as_overloaded(f"{name}.data"):
         memory = SealedMemory(memoryview(data))
     return Source(name, hashlib.sha256(data).digest(), memory.descriptor, memory.close)
 
@@ -108,22 +108,22 @@ def path_source(
     name: str,
     path: str,
     media_root: Path | None,
-    check_wanted: Callable[[], None] = lambda: None,
+    check_cancelled: Callable[[], None] = lambda: None,
     max_bytes: float = math.inf,
 ) -> Source:
     """A file below `media_root`, symlinks resolved. The caller closes it.
 
-    path: relative to the root, or absolute and below it. check_wanted: called while the file is read, which may take
-    long; what it raises ends that. max_bytes: of the file, which is not read if it has more.
-    Raises MediaForbidden for what lies outside, whether it exists or not; MediaRejected for what is no readable file
-    or too large; Overloaded where descriptors or memory lack.
+    path: relative to the root, or absolute and below it. check_cancelled: called between the blocks that are hashed;
+    an exception from it ends the read. max_bytes: a larger file is rejected unread.
+    Raises MediaForbidden for a path outside the root, whether it exists or not; MediaRejected for a file that is not
+    readable, not regular or too large; Overloaded where the machine is out of descriptors or memory.
     """
     if media_root is None:
         raise MediaForbidden(f"{name}.path is {path!r}, but this service was started without --media-root")
     if not path or "\0" in path:
         raise MediaRejected(f"{name}.path must be a path below --media-root, got {path!r}")
-    with own_lack_told(f"{name}.path"):
-        return _file_source(name, path, media_root.resolve(), check_wanted, max_bytes)
+    with resource_errors_as_overloaded(f"{name}.path"):
+        return _file_source(name, path, media_root.resolve(), check_cancelled, max_bytes)
 
 
 def check_file_size(name: str, descriptor: int, max_bytes: float) -> None:
@@ -133,7 +133,7 @@ def check_file_size(name: str, descriptor: int, max_bytes: float) -> None:
         raise MediaRejected(f"{name} has {size_bytes} bytes, at most {max_bytes} are allowed")
 
 
-def _file_source(name: str, path: str, root: Path, check_wanted: Callable[[], None], max_bytes: float) -> Source:
+def _file_source(name: str, path: str, root: Path, check_cancelled: Callable[[], None], max_bytes: float) -> Source:
     try:
         resolved = (root / path).resolve()
     except (OSError, RuntimeError) as error:
@@ -141,24 +141,24 @@ def _file_source(name: str, path: str, root: Path, check_wanted: Callable[[], No
     if not resolved.is_relative_to(root):
         raise MediaForbidden(f"{name}.path {path!r} lies outside --media-root")
     try:
-        # Without blocking, or a pipe below the root would hang the thread.
+        # O_NONBLOCK: opening a pipe would block the thread.
         descriptor = os.open(resolved, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise MediaRejected(f"{name}.path {path!r} cannot be read: {error.strerror}") from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise MediaRejected(f"{name}.path {path!r} is no file")
+            raise MediaRejected(f"{name}.path {path!r} is not a regular file")
         check_file_size(name, descriptor, max_bytes)
-        return Source(name, _digest(descriptor, check_wanted), descriptor)
+        return Source(name, _digest(descriptor, check_cancelled), descriptor)
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def _digest(descriptor: int, check_wanted: Callable[[], None]) -> bytes:
+def _digest(descriptor: int, check_cancelled: Callable[[], None]) -> bytes:
     digest = hashlib.sha256()
     reader = io.BufferedReader(_Pread(descriptor), _READ_BYTES)
     for piece in iter(partial(reader.read, _READ_BYTES), b""):
-        check_wanted()
+        check_cancelled()
         digest.update(piece)
     return digest.digest()

@@ -1,12 +1,12 @@
-"""The frames of a video that were asked for, decoded in order, each as early as it can be had.
+"""Decodes the selected frames of a video in order, with as little decoding as possible.
 
-It owns seeking and the repair of damage. It decodes from keyframe to keyframe only as far as it must:
+It owns seeking and the repair of damage. It seeks whenever a later keyframe precedes the next selected frame:
 
     packets    K . . . . . . . K . . . . . . . K . . .
-    wanted         ^     ^                     ^
-    decoded    ───────────     (nothing)       ─        one seek: a later keyframe lay before the third
+    selected       ^     ^                     ^
+    decoded    ───────────     (nothing)       ─        one seek, to the third keyframe
 
-Resizing and slicing are `slices`' business.
+It knows nothing of resizing and slices.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from services.preprocessing.video.resize import UInt8Array
 
 MAX_REPAIRED_SHARE = 0.1
 
-# More threads than this a video buy little; without a bound, codecs take one a core in every worker.
+# More threads hardly speed up one video. Without a bound, codecs start one for each core in every worker.
 _CODEC_THREADS = 2
 
-# Of common formats: three channels in 16 bits.
+# The largest pixel of common formats: three channels of 16 bits.
 _LARGEST_PIXEL_BYTES = 6
 
 
-class Rest(tuple[int, ...]):
-    """What is left of an item's places: `whole` in all, and of those that are gone `repaired` were repaired."""
+class RemainingPlaces(tuple[int, ...]):
+    """The remaining places of an item that has `whole` places, of which `repaired` earlier ones were repaired."""
 
     whole: int
     repaired: int
@@ -57,7 +57,7 @@ class Rest(tuple[int, ...]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedFrame:
-    """pixels: uint8 [H, W, 3], RGB, upright. repaired: it could not be decoded and repeats the one before."""
+    """pixels: uint8 [H, W, 3], RGB, upright. repaired: the frame could not be decoded and repeats the one before."""
 
     pixels: UInt8Array
     repaired: bool
@@ -66,13 +66,13 @@ class DecodedFrame:
 def decode_frames(
     source: Source, index: PacketIndex, places: Sequence[int], max_pixels: float = math.inf
 ) -> Generator[DecodedFrame, None, None]:
-    """The frames at `places` of the index, which must not decrease; one for each.
+    """Yields one frame for each of `places`, which must not decrease.
 
-    max_pixels: of all frames that are decoded, also those between the ones that were asked for.
-    Raises MediaDamaged once more than a tenth of them, or of the whole item where they are its `Rest`, cannot be
-    decoded, MemoryError if FFmpeg lacked memory for one meanwhile; MediaRejected if they grow past a limit.
+    max_pixels: of all frames that are decoded, including those between the selected ones.
+    Raises MediaDamaged if more than a tenth of the item's frames cannot be decoded (of the whole item where `places`
+    are `RemainingPlaces`), or MemoryError if FFmpeg ran out of memory meanwhile; MediaRejected for exceeded limits.
     """
-    whole, repaired = (places.whole, places.repaired) if isinstance(places, Rest) else (len(places), 0)
+    whole, repaired = (places.whole, places.repaired) if isinstance(places, RemainingPlaces) else (len(places), 0)
     allowed = MAX_REPAIRED_SHARE * whole
     with ExitStack() as stack:
         frames = _Frames(source, index, max_pixels, stack)
@@ -88,7 +88,7 @@ def decode_frames(
 
 
 class _Frames:
-    """A video's decoded frames by presentation time, forwards only: `behind` is shown before `ahead`."""
+    """A forward-only reader of decoded frames by presentation time: `behind` is shown before `ahead`."""
 
     def __init__(self, source: Source, index: PacketIndex, max_pixels: float, stack: ExitStack) -> None:
         self._source = source
@@ -96,7 +96,7 @@ class _Frames:
         self._pixels = 0
         self._lacked_memory = False
         self._stack = stack
-        # By itself a frame starts threads of its own for this, for each frame anew: ten times as slow on shared cores.
+        # `frame.reformat` would start threads for each frame anew, which is ten times as slow on shared cores.
         self._reformatter = VideoReformatter()
         self._keys = range(len(index.times.ticks)) if index.pts is None else index.pts
         self._by_order = index.pts is None
@@ -108,7 +108,7 @@ class _Frames:
         self._open()
 
     def at(self, place: int, last: DecodedFrame | None) -> DecodedFrame:
-        """The frame at `place`, or what stands in for it. `last` is the one that was asked for before."""
+        """The frame at `place`, or its replacement if it cannot be decoded. `last`: the frame returned before."""
         wanted = self._keys[place]
         keyframe = bisect.bisect_right(self._keyframes, wanted) - 1
         if keyframe >= 0 and self._keyframes[keyframe] > self._ahead_key:
@@ -126,14 +126,15 @@ class _Frames:
             return DecodedFrame(self._rgb(self._behind), repaired=True)
         if last is not None:
             return DecodedFrame(last.pixels, repaired=True)
-        if self._ahead is not None:  # nothing came before the damage: the first frame that can be seen
+        if self._ahead is not None:  # no frame precedes the damage: repeat the first frame that can be decoded
             return DecodedFrame(self._rgb(self._ahead), repaired=True)
         raise self.damage("none of its frames can be decoded")
 
     def damage(self, text: str) -> Exception:
-        """What is to be raised for it. A lack of memory counts as damage first: damage may make FFmpeg ask for much.
+        """The error for damaged media: MemoryError if decoding failed for lack of memory, else MediaDamaged.
 
-        Some decoders, H.264's among them, keep it to themselves. Then no other frame would find room now either.
+        A failed allocation alone does not end decoding, because damaged files make FFmpeg ask for huge buffers. Some
+        decoders (H.264) do not report it, so an allocation of a frame's size is tried as well.
         """
         if self._lacked_memory or not self._room_for_a_frame():
             return MemoryError(text)
@@ -154,7 +155,7 @@ class _Frames:
         self._decoded = self._decode(self._stream, packets_of(self._container, self._stream))
 
     def _seek(self, keyframe: int) -> None:
-        """Goes on from `keyframe`, or, in a container whose own index leads past it, from the start."""
+        """Continues from `keyframe`, or from the start if the container's own index leads past the keyframe."""
         self._behind = self._ahead = None
         try:
             self._container.seek(keyframe, stream=self._stream)
@@ -171,7 +172,7 @@ class _Frames:
             self._open()
 
     def _decode(self, stream: VideoStream, packets: Iterable[Packet[VideoStream]]) -> Iterator[tuple[int, VideoFrame]]:
-        """(presentation time or ordinal, frame); what cannot be decoded is left out."""
+        """(presentation time or ordinal, frame) of each frame that can be decoded."""
         order = 0
         for packet in chain(packets, (None,)):
             try:
@@ -190,7 +191,7 @@ class _Frames:
         self._pixels += frame.height * frame.width
         if self._pixels > self._max_pixels:
             raise MediaRejected(
-                f"{self._source.name} has more than {self._max_pixels} pixels up to its last frame that is wanted"
+                f"{self._source.name} has more than {self._max_pixels} pixels up to its last selected frame"
             )
 
     def _rgb(self, frame: VideoFrame) -> UInt8Array:
@@ -200,5 +201,5 @@ class _Frames:
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError) as error:
-            raise MediaRejected(f"{self._source.name} has frames in a format that cannot be shown: {error}") from error
+            raise MediaRejected(f"{self._source.name} has an unsupported pixel format: {error}") from error
         return upright(pixels.astype(np.uint8, copy=False), self._orientation)

@@ -1,13 +1,13 @@
-"""Which way up pictures and videos are shown, by EXIF's eight numbers, and turning them.
+"""The orientation of pictures and videos as one of EXIF's eight numbers, and turning pixels upright.
 
-    1 ⎡F  ⎤   2 ⎡  F⎤   3 rotated by 180°   4 upside down, as in a mirror   5 to 8: the same, on their side
+    1 ⎡F  ⎤   2 ⎡  F⎤   3 rotated by 180°   4 flipped vertically   5 to 8: 1 to 4, transposed
 
-A video has a display matrix in place of a number. Reading a whole one takes a decoded frame, so it is first looked for
-in the header without decoding: `packets` pays for a frame where there are signs of it, and for none elsewhere. What a
-codec itself says of single frames (a message of H.264 and HEVC) counts as little as it does for players.
+A video has a display matrix instead of a number. PyAV exposes it only on decoded frames, so the header is searched
+first: `packets` decodes a frame only if the header hints at a matrix. Orientations that a codec gives for single frames
+(an SEI message of H.264 and HEVC) are ignored, as players do.
 
-    ⎡a b u⎤    a pixel (x, y) is shown at (a·x + c·y, b·x + d·y), moved back into view; only the signs count here, and
-    ⎢c d v⎥    which pair is the larger: frames are turned by quarters and mirrored, no more
+    ⎡a b u⎤    a pixel (x, y) is shown at (a·x + c·y, b·x + d·y), moved back into view. Only the signs are used, and
+    ⎢c d v⎥    which pair is larger: frames are turned by quarters and mirrored, not by other angles
     ⎣x y w⎦
 
 Source: ISO/IEC 14496-12, 8.3.2 (`tkhd`); ProjectionPose of Matroska; CIPA DC-008 (EXIF), tag 274.
@@ -29,7 +29,7 @@ from services.preprocessing.video.resize import UInt8Array
 UPRIGHT = 1
 ON_ITS_SIDE = (5, 6, 7, 8)
 
-# Transposed first, then rows reversed, then columns.
+# Orientation -> (transpose, reverse rows, reverse columns), applied in this order.
 _TURNS = {
     1: (False, False, False),
     2: (False, False, True),
@@ -43,7 +43,7 @@ _TURNS = {
 _ORIENTATIONS = {turns: orientation for orientation, turns in _TURNS.items()}
 
 _UNITY = struct.pack(">9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
-# From the box's type to its matrix, in its version 0 and in its version 1.
+# Bytes from a box's type to its matrix, in version 0 and in version 1 of the box.
 _MATRIX_AT = {b"mvhd": (40, 52), b"tkhd": (44, 56)}
 _MATROSKA = b"\x1a\x45\xdf\xa3"
 _CLUSTER = b"\x1f\x43\xb6\x75"
@@ -55,7 +55,7 @@ _MAX_MOVIE_BYTES = 2**26
 
 
 def upright(pixels: UInt8Array, orientation: int) -> UInt8Array:
-    """uint8 [H, W, 3] to uint8 [H, W, 3], or [W, H, 3] where it lay on its side. Unknown orientations are upright."""
+    """uint8 [H, W, 3] to uint8 [H, W, 3], or [W, H, 3] for orientations 5 to 8. Unknown ones count as upright."""
     transposed, rows_reversed, columns_reversed = _TURNS.get(orientation, _TURNS[UPRIGHT])
     if transposed:
         pixels = pixels.swapaxes(0, 1)
@@ -63,7 +63,7 @@ def upright(pixels: UInt8Array, orientation: int) -> UInt8Array:
 
 
 def orientation_of(frame: VideoFrame) -> int:
-    """What a decoded frame's matrix says; one that turns by less than a quarter goes by the nearest."""
+    """The orientation of a decoded frame by its display matrix, rounded to the nearest quarter turn."""
     a, b, c, d = _matrix(frame)
     if abs(b) + abs(c) > abs(a) + abs(d):
         return _ORIENTATIONS[True, b < 0, c < 0]
@@ -71,7 +71,7 @@ def orientation_of(frame: VideoFrame) -> int:
 
 
 def may_be_turned(file: BinaryIO) -> bool:
-    """Whether the header of an mp4, mov or Matroska file speaks of any matrix but that of an upright picture."""
+    """Whether the header of an mp4, mov or Matroska file has a display matrix other than the identity."""
     head = file.read(_HEAD_BYTES)
     if head.startswith(_MATROSKA):
         return _POSE.search(head.split(_CLUSTER)[0]) is not None
@@ -84,7 +84,7 @@ def may_be_turned(file: BinaryIO) -> bool:
 
 
 def _movie(file: BinaryIO) -> bytes:
-    """The `moov` box; nothing where there is none."""
+    """The `moov` box; empty if there is none."""
     offset = 0
     for _ in range(_MAX_BOXES):
         if offset >= _MAX_OFFSET:
@@ -104,10 +104,10 @@ def _movie(file: BinaryIO) -> bytes:
 
 
 def _matrix(frame: VideoFrame) -> tuple[float, float, float, float]:
-    """a, b, c and d."""
+    """The entries a, b, c and d of a frame's display matrix."""
     try:
         data = frame.side_data.get("DISPLAYMATRIX")
-    except ValueError:  # PyAV, where any side data is of a kind that it has no name for: mirroring is not known then
+    except ValueError:  # PyAV does not know some kind of side data of this frame; then mirroring is not known either
         turned = math.radians(frame.rotation)
         return math.cos(turned), -math.sin(turned), math.sin(turned), math.cos(turned)
     if not isinstance(data, SideData):

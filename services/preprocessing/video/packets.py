@@ -1,7 +1,7 @@
-"""What a video holds, found by reading its packets; one frame is decoded where the video may lie on its side.
+"""The packet index of a video: reads all packets to find when each frame is shown, without decoding.
 
-It owns the container: how one is opened safely, and when which frame is shown. A header's count and duration are
-never believed: damaged files promise frames that do not come, and Matroska declares none.
+Only where the header hints at a display matrix, one frame is decoded. It owns how containers are opened safely. The
+header's frame count and duration are not trusted: damaged files declare missing frames, and Matroska declares none.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from services.preprocessing.video.timing import MAX_LENGTH_S
 
 MAX_FRAME_PX = 2**26
 MAX_PACKETS = 2**22
-# Of a frame's time, either way, in ticks. Differences have room in int64 as well.
+# Limit on |presentation time| in ticks. Differences of two still fit into int64.
 MAX_PTS = 2**62
 
-# A playlist inside a file must not reach other files or hosts: the source itself is read without any protocol.
+# A playlist inside a file must not open other files or hosts. The source itself is read without any protocol.
 _OPEN_OPTIONS = {"protocol_whitelist": "none"}
 _FALLBACK_RATE = Fraction(25)
-# Among so many packets the first frame must be found where its orientation is wanted.
+# The orientation is taken from a frame within this many first packets.
 _FIRST_PACKETS = 64
 
 
@@ -45,10 +45,9 @@ class PacketIndex:
     keyframes: 0                     2048            pts from which decoding may start
 
     times: the same times, relative to the first frame.
-    pts, keyframes: int64; for a long video, tuples take ten times the memory, and tenths of a second to be made.
-    pts: None where the container stores no usable ones: then frames are known by their order alone.
-    height_px, width_px: of a frame, once upright.
-    orientation: EXIF's number for how a decoded frame becomes that.
+    pts, keyframes: int64 arrays; tuples would take ten times the memory for a long video.
+    pts: None where the container stores no usable ones: frames are then identified by their order.
+    height_px, width_px: of an upright frame. orientation: EXIF number of the turn that makes a decoded frame upright.
     """
 
     times: FrameTimes
@@ -61,14 +60,14 @@ class PacketIndex:
 
 @contextmanager
 def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """The container and its first moving picture. Raises MediaRejected if there is none, or for what is no media."""
+    """Opens the container and its first video stream that is not a cover image. Raises MediaRejected without one."""
     with source.open() as file:
         try:
             container = av.open(file, mode="r", options=_OPEN_OPTIONS)
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError) as error:
-            raise MediaRejected(f"{source.name} is no video that can be read: {_reason(error)}") from error
+            raise MediaRejected(f"{source.name} is not a readable video: {_reason(error)}") from error
         with container:
             streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
             if not streams:
@@ -78,12 +77,12 @@ def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 
 def packets_of(container: InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
-    """The stream's packets from where the container stands, up to its end or to where reading fails."""
+    """The stream's packets from the container's current position to its end, or to where reading fails."""
     packets = container.demux(stream)
     while True:
         try:
             packet = next(packets, None)
-        except IndexError:  # PyAV, at a packet of a stream that the header did not announce
+        except IndexError:  # raised by PyAV at a packet of a stream that the header did not announce
             packets = container.demux(stream)
             continue
         except av.FFmpegError:
@@ -95,7 +94,7 @@ def packets_of(container: InputContainer, stream: VideoStream) -> Iterator[Packe
 
 
 def read_packets(source: Source) -> PacketIndex:
-    """Reads every packet of the video stream. Raises MediaRejected for what holds no frames or passes a limit."""
+    """Reads every packet of the video stream. Raises MediaRejected for no frames or an exceeded limit."""
     with open_video(source) as (container, stream):
         height, width = _frame_size(source, stream)
         pts: list[int | None] = []
@@ -116,7 +115,7 @@ def read_packets(source: Source) -> PacketIndex:
             rate for rate in (stream.average_rate, stream.guessed_rate, stream.base_rate) if rate and rate > 0
         )
         known = [each for each in pts if each is not None]
-        # AVI stores no presentation times, and what FFmpeg makes up for B-frames is out of order.
+        # AVI stores no presentation times, and those that FFmpeg makes up are out of order where there are B-frames.
         if len(known) < len(pts) or container.format.name == "avi" or stream.time_base is None:
             times, shown = _by_order(len(pts), rates), None
         else:
@@ -151,7 +150,7 @@ def _by_order(frames: int, rates: tuple[Fraction, ...]) -> FrameTimes:
 
 
 def _orientation(source: Source) -> int:
-    """How its frames become upright: as the first that can be decoded says, if the header makes it worth asking."""
+    """The orientation of the first frame that can be decoded, if the header hints at a display matrix."""
     with source.open() as file:
         if not may_be_turned(file):
             return UPRIGHT
@@ -169,16 +168,16 @@ def _orientation(source: Source) -> int:
 
 def _frame_size(source: Source, stream: VideoStream) -> tuple[int, int]:
     if stream.codec_context is None:
-        raise MediaRejected(f"{source.name} is encoded in a way that is not known here")
+        raise MediaRejected(f"{source.name} uses an unsupported codec")
     height, width = stream.codec_context.height, stream.codec_context.width
     if height < 1 or width < 1:
-        raise MediaRejected(f"{source.name} does not say how large its frames are: it is damaged or no video")
+        raise MediaRejected(f"{source.name} does not declare its frame size: it is damaged or not a video")
     check_frame_size(source.name, height, width)
     return height, width
 
 
 def check_frame_size(name: str, height_px: int, width_px: int) -> None:
-    """Raises MediaRejected for a frame so large that decoding it would harm others."""
+    """Raises MediaRejected for frames of more than MAX_FRAME_PX pixels."""
     if height_px * width_px > MAX_FRAME_PX:
         raise MediaRejected(f"{name} has frames of {width_px}×{height_px} pixels, at most {MAX_FRAME_PX} are allowed")
 

@@ -1,6 +1,6 @@
-"""Still pictures: their size without decoding them, then their pixels.
+"""Still pictures: reads the size from the header, and decodes the pixels.
 
-Source: what `load_image` and `convert_to_rgb` of transformers do: upright by EXIF, transparency on white, RGB.
+Source: `load_image` and `convert_to_rgb` of transformers: upright by EXIF, transparency on white, RGB.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.preprocessing.video.resize import UInt8Array
 
 # Formats whose readers run no other program and reach no other file.
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-# What Pillow's readers raise for damaged files, as fuzzing found.
+# The exceptions of Pillow's readers for damaged files, as found by fuzzing.
 _UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, RuntimeError, Image.DecompressionBombError)
 
 
@@ -32,7 +32,7 @@ class Picture:
 
 
 def read_picture(source: Source) -> Picture:
-    """Size and orientation from the header. Raises MediaRejected for what is no picture or passes a limit."""
+    """Size and orientation from the header. Raises MediaRejected for an unreadable file or too many pixels."""
     with source.open() as file:
         try:
             with Image.open(file, formats=_FORMATS) as image:
@@ -43,7 +43,7 @@ def read_picture(source: Source) -> Picture:
                 f"{source.name} has far more pixels than the {MAX_FRAME_PX} that are allowed"
             ) from error
         except _UNREADABLE as error:
-            raise MediaRejected(f"{source.name} is no image that can be read") from error
+            raise MediaRejected(f"{source.name} is not a readable image") from error
     check_frame_size(source.name, height, width)
     if orientation in ON_ITS_SIDE:
         height, width = width, height
@@ -62,7 +62,7 @@ def decode_picture(source: Source, picture: Picture) -> UInt8Array:
 
 
 def _orientation(image: Image.Image) -> int:
-    # Looking for EXIF in a PNG that has none decodes it; a TIFF turns itself upright.
+    # Pillow decodes a PNG without EXIF when asked for it, and turns a TIFF upright itself.
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return UPRIGHT
     return int(image.getexif().get(ExifTags.Base.Orientation, UPRIGHT))

@@ -1,8 +1,8 @@
-"""How large a frame becomes, and the resizing itself.
+"""Computes the size of a frame after resizing, and resizes frames.
 
 Source: `smart_resize` of transformers' Qwen2-VL processors, and of its Qwen3-VL video processor where frames share a
-budget, formula for formula. The resampling is that of the `F.interpolate(uint8, bicubic, antialias=True)` that they
-call, and of Pillow's, within two levels of 255 of either; as matrix products, which take less time than Pillow's loops.
+budget, formula for formula. Resampling follows `F.interpolate(uint8, bicubic, antialias=True)`, which they call, and
+Pillow, to within two of 255 levels; it is computed as matrix products, which are faster than Pillow's loops.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ MAX_ASPECT_RATIO = 200
 
 _CHANNELS = 3
 _HALF = np.float32(0.5)
-# Pixels that one product makes: more of them multiply more zeros, fewer cost more calls.
+# Output pixels of one matrix product: more would multiply more zeros, fewer would need more calls.
 _COLUMNS_AT_ONCE, _ROWS_AT_ONCE = 12, 8
-# So few that what a pass across holds as floats stays in the cache.
+# Small enough for the float rows of one horizontal pass to stay in the CPU cache.
 _BAND_ROWS = 60
 
-# OpenBLAS ends the process where it finds no room for its buffer (32 MiB, one a thread). It gets it here, on import,
-# before a worker's memory is limited; only then can a lack of memory be told.
+# OpenBLAS ends the process if it cannot allocate its buffer (32 MiB a thread). This product allocates the buffer on
+# import, before a worker's memory is limited, so that later shortages raise MemoryError.
 np.matmul(*np.ones((2, 256, 256), np.float32))
 
 
 @dataclass(frozen=True, slots=True)
 class PixelBudget:
-    """Bounds on what is sent: sides are multiples of `factor_px`, the area within [min_px, max_px]."""
+    """Bounds on a resized frame: sides are multiples of `factor_px`, the area is within [min_px, max_px]."""
 
     factor_px: int
     min_px: int
@@ -47,10 +47,10 @@ class PixelBudget:
 def smart_resize(
     height_px: int, width_px: int, budget: PixelBudget, frames: int = 1, rounded_frames: int = 1
 ) -> tuple[int, int]:
-    """Height and width that keep the aspect ratio as nearly as the budget allows.
+    """Height and width within the budget that keep the aspect ratio as closely as possible.
 
-    frames: how many share the budget. rounded_frames: the same, as transformers counts them to tell whether it is kept.
-    Raises MediaRejected, whose text goes on from the item's name, for a picture more than 200 times as long as wide.
+    frames: number of frames that share the budget. rounded_frames: their number as transformers counts it when it
+    checks the budget. Raises MediaRejected for an aspect ratio above 200; its text continues the item's name.
     """
     ratio = max(height_px, width_px) / min(height_px, width_px)
     if ratio > MAX_ASPECT_RATIO:
@@ -72,9 +72,9 @@ def smart_resize(
 
 
 def shrink_to(height_px: int, width_px: int, factor_px: int, max_px: int) -> tuple[int, int]:
-    """A size in multiples of `factor_px` made small enough: `smart_resize` rounds some up, past its own maximum.
+    """Shrinks a size in multiples of `factor_px` to at most `max_px`, which must be at least factor_px².
 
-    max_px: at least factor_px².
+    `smart_resize` rounds some sizes up past its own maximum.
     """
     while height_px * width_px > max_px:
         if height_px > width_px:
@@ -89,7 +89,7 @@ def resize(pixels: UInt8Array, height_px: int, width_px: int) -> UInt8Array:
     rows, columns = pixels.shape[:2]
     if (rows, columns) == (height_px, width_px):
         return pixels
-    # Across before down, rounded to whole levels between, as torch does: another order moves values by up to 15.
+    # Horizontally first, and rounded to whole levels in between, as torch does: the other order differs by up to 15.
     values = pixels.reshape(rows, columns * _CHANNELS)
     if columns != width_px:
         values = _across(values, width_px)
@@ -134,20 +134,20 @@ def _down(values: UInt8Array, height_px: int) -> UInt8Array:
 
 
 def _round(sums: Float32Array, levels: UInt8Array) -> None:
-    """Weights sum to one, so the half that was added to what they weigh makes this rounding. Overwrites `sums`."""
+    """Truncates to uint8, which rounds: the inputs had 0.5 added, and weights sum to one. Overwrites `sums`."""
     np.clip(sums, 0, 255, out=sums)
     levels[:] = sums
 
 
 @lru_cache(maxsize=4)
 def _products(before: int, after: int, step: int, channels: int) -> tuple[tuple[int, ...], Float32Array]:
-    """A pass from `before` pixels to `after` as matrix products, each of which makes `step` pixels.
+    """One resampling pass from `before` pixels to `after` as matrix products, each of which makes `step` pixels.
 
         pixels read    · · · · · · · · · ·          each product reads `reach` of them, from its start on
         product 0      ─────────
-        product 1              ─────────            the last may make more than there are: they stay zero
+        product 1              ─────────            the last may make too many pixels: their weights are zero
 
-    Returns where each starts, in values, and weights, float32 [products, reach · channels, step · channels].
+    Returns the start of each product in values, and weights, float32 [products, reach · channels, step · channels].
     """
     scale = before / after
     stretch = max(scale, 1.0)
@@ -155,7 +155,7 @@ def _products(before: int, after: int, step: int, channels: int) -> tuple[tuple[
     first = np.maximum(centres - 2 * stretch + 0.5, 0).astype(int)
     end = np.minimum(centres + 2 * stretch + 0.5, before).astype(int)
     taps = int((end - first).max())
-    # At the far edge some would read past it: they begin earlier, with weights of zero.
+    # At the far edge some windows would read past the end: they begin earlier, with weights of zero.
     pixels = np.minimum(first, before - taps)[:, None] + np.arange(taps)
     weights = _cubic((pixels + 0.5 - centres[:, None]) / stretch)
     weights /= weights.sum(1, keepdims=True)

@@ -1,6 +1,6 @@
-"""Which frames of a video are looked at: those at the indices that its family picks, by time where the rate varies.
+"""Selects the frames of a video: those at the indices that its family picks, by time where the rate varies.
 
-It works on presentation times alone and knows neither containers nor codecs nor families.
+It works on presentation times only and knows neither containers nor codecs nor families.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_FRAMES = 768
 
 @dataclass(frozen=True, slots=True)
 class FrameSampling:
-    """What a request says about the frames of one media item; None is the checkpoint's own.
+    """A request's settings for the frames of one media item; None selects the checkpoint's default.
 
     fps: frames a second. min_frames, max_frames: bounds on their number. max_pixels: of one frame after resizing.
     start_s, end_s: seconds from the video's start.
@@ -55,7 +55,7 @@ class FrameSampling:
 
 @dataclass(frozen=True, slots=True)
 class FrameBounds:
-    """How densely a video is sampled, once the request's own wishes are merged with the checkpoint's."""
+    """How densely a video is sampled: the checkpoint's defaults, or these merged with a request's settings."""
 
     fps: float
     min_frames: int
@@ -63,19 +63,19 @@ class FrameBounds:
     temporal_patch: int
 
     def merged(self, wish: FrameSampling) -> FrameBounds:
-        """The bounds with what `wish` says; a bound it does not name gives way to the one it names."""
+        """The bounds overridden by `wish`. A default bound that conflicts with a requested one is adjusted to it."""
         low = wish.min_frames or min(self.min_frames, wish.max_frames or MAX_FRAMES)
         high = wish.max_frames or max(self.max_frames, low)
         return FrameBounds(wish.fps or self.fps, low, high, self.temporal_patch)
 
 
-# Of a number of frames, their average rate and the bounds: indices below that number, not decreasing, at least one.
+# (frames, their average rate, bounds) -> indices below `frames`, not decreasing, at least one.
 PickIndices: TypeAlias = Callable[[int, Fraction, FrameBounds], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class FrameRate:
-    """Frames a second, and whether every frame keeps to it."""
+    """Frames a second, and whether every frame follows it to within a tick."""
 
     per_s: Fraction
     constant: bool
@@ -83,11 +83,11 @@ class FrameRate:
 
 @dataclass(frozen=True, slots=True)
 class FrameTimes:
-    """Presentation times of a video's frames, or of a cut of it.
+    """Presentation times of the frames of a video, or of a cut of one.
 
     ticks: increasing, at least one, in units of time_base seconds, relative to the video's first frame.
-    tail_ticks: how long the last frame is shown.
-    rates: frames a second that the container suggests, most trusted first.
+    tail_ticks: duration of the last frame.
+    rates: frames a second as the container declares them, most trusted first.
     """
 
     ticks: Sequence[int]
@@ -116,7 +116,10 @@ class FrameTimes:
         return FrameTimes(self.ticks[first:end], tail, self.time_base, self.rates)
 
     def rate(self) -> FrameRate:
-        """A suggested rate to which every frame keeps within a tick; else the average, as suggested if that is true."""
+        """The first declared rate that every frame follows to within a tick; else the average rate.
+
+        The average is the first declared rate if that agrees with the duration, else frames / duration.
+        """
         for per_s in self.rates:
             if self._keeps_to(per_s):
                 return FrameRate(per_s, constant=True)
@@ -126,9 +129,9 @@ class FrameTimes:
         return FrameRate(len(self.ticks) / self.length_s, constant=False)
 
     def at(self, indices: Sequence[int], rate: FrameRate) -> tuple[int, ...]:
-        """Which frames stand at `indices` of the rate, as places in `ticks`.
+        """The frames at `indices` of the rate, as places in `ticks`.
 
-        At a constant rate the indices themselves; else the last frame that appears at or before index / rate.
+        At a constant rate the indices themselves; else the last frame shown at or before index / rate.
         """
         if rate.constant:
             return tuple(indices)
@@ -138,21 +141,21 @@ class FrameTimes:
         )
 
     def timestamp_s(self, place: int, rate: FrameRate) -> float:
-        """When a frame of the whole video is shown: at its place / rate, as in transformers, where that is constant."""
+        """When a frame of the whole video is shown: place / rate at a constant rate, as in transformers."""
         return place / float(rate.per_s) if rate.constant else float(self.ticks[place] * self.time_base)
 
     def _keeps_to(self, per_s: Fraction) -> bool:
         interval = 1 / (per_s * self.time_base)
-        # In integers: hours of video have more frames than fractions have time for.
+        # In integers: Fractions are too slow for hours of video.
         ticks, frames, first = interval.numerator, interval.denominator, self.ticks[0]
         return all(abs((tick - first) * frames - index * ticks) <= frames for index, tick in enumerate(self.ticks))
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The frames that were chosen: places in the whole video's ticks, padded to whole temporal patches.
+    """The selected frames: places in the whole video's ticks, padded to whole temporal patches.
 
-    frames: how many were chosen before padding; the time base of the grid counts these.
+    frames: their number before padding, which determines seconds_per_grid.
     timestamps_s: when each is shown, from the video's start.
     """
 
@@ -163,7 +166,7 @@ class Sampled:
 
 
 def sample(times: FrameTimes, bounds: FrameBounds, wish: FrameSampling, pick: PickIndices) -> Sampled:
-    """Chooses frames of the part of a video that `wish` asks for. Raises InvalidRequest if that part is empty."""
+    """Selects frames of the part of a video that `wish` names. Raises InvalidRequest if that part has no frames."""
     part = times.cut(wish.start_s, wish.end_s)
     whole = times.rate()
     rate = whole if whole.constant else part.rate()

@@ -1,7 +1,6 @@
-"""Planned media as what is sent: temporal slices of resized frames, made one at a time.
+"""Planned media, and their temporal slices of resized frames, which are made one at a time.
 
-It joins decoding and resizing, and measures how long each took and when it was done. Who runs it, and how far ahead, is
-told in `workers`.
+It combines decoding and resizing and measures both. `workers` decides where and when slices are made.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _NS = 1e-9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slice:
-    """One temporal slice: its first frame's index within the item, and its frames, uint8 [frames, H, W, 3], RGB.
+    """One temporal slice: the index of its first frame in the item, and its frames, uint8 [frames, H, W, 3], RGB.
 
-    repaired_frames: how many of them could not be decoded and repeat the one before.
-    decode_s, resize_s: how long that took. decoded_ns, resized_ns: when the last frame was, on the monotonic clock.
+    repaired_frames: number of frames that could not be decoded and repeat the one before.
+    decode_s, resize_s: time spent. decoded_ns, resized_ns: when the last frame was done, on the monotonic clock.
     """
 
     first_frame: int
@@ -51,7 +50,7 @@ class PlannedPicture:
     width_px: int
 
     def slices(self) -> Generator[Slice, None, None]:
-        """The one slice. Raises MediaDamaged if the picture cannot be decoded."""
+        """Yields the only slice. Raises MediaDamaged if the picture cannot be decoded."""
         start_ns = monotonic_ns()
         pixels = decode_picture(self.source, self.picture)
         decoded_ns = monotonic_ns()
@@ -63,7 +62,7 @@ class PlannedPicture:
 
 @dataclass(frozen=True, slots=True)
 class PlannedVideo:
-    """A video, the places of the frames that are sent, `slice_frames` at a time, and their size."""
+    """A video, the places of its selected frames, which are sent in slices of `slice_frames`, and their sent size."""
 
     source: Source
     index: PacketIndex
@@ -73,7 +72,7 @@ class PlannedVideo:
     width_px: int
 
     def slices(self, max_pixels: float = math.inf) -> Generator[Slice, None, None]:
-        """Slices in order. max_pixels, and what it raises: as `decode_frames` has them."""
+        """Yields slices in order. max_pixels and exceptions: as in `decode_frames`."""
         with closing(decode_frames(self.source, self.index, self.places, max_pixels)) as frames:
             for first in range(0, len(self.places), self.slice_frames):
                 yield self._slice(first, frames)
@@ -96,13 +95,13 @@ class PlannedVideo:
 
 @dataclass(frozen=True, slots=True)
 class PlannedEmbeds:
-    """Media whose embeddings came with the prompt: no frame is sent."""
+    """Media whose embeddings came with the prompt: no frames are sent."""
 
     height_px: ClassVar[int] = 0
     width_px: ClassVar[int] = 0
 
     def slices(self) -> Generator[Slice, None, None]:
-        """None."""
+        """Yields nothing."""
         yield from ()
 
 

@@ -1,7 +1,7 @@
-"""What worker processes are asked to do with a media file, as data: how it is told, and how the answer is read.
+"""The jobs that worker processes run on a media file: how each is encoded, and how its pieces are read and checked.
 
-The names are keys of the worker's own table. Answers come from a process that may have been taken over: each is checked
-as a peer's would be, and what cannot be true is PeerContract.
+A job's name is a key of the worker's own table. Pieces come from a process that a malicious file may have taken over:
+each is checked like a message of a remote peer, and an impossible value raises PeerContract.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_RATES = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """What a worker is told: a name in its table, facts about the media, and many numbers, int64 [N]."""
+    """What is sent to a worker: a name in its table, fields, and an array of numbers, int64 [N]."""
 
     name: str
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Order:
 
 
 class Job(Protocol[T_co]):
-    """Something to be done with `source`, in `pieces` pieces of at most `piece_bytes` each."""
+    """A job on `source` that yields `pieces` pieces of at most `piece_bytes` each."""
 
     @property
     def source(self) -> Source: ...
@@ -51,11 +51,11 @@ class Job(Protocol[T_co]):
     def piece_bytes(self) -> int: ...
 
     def order(self, done: int) -> Order:
-        """What to tell a worker that goes on after `done` pieces."""
+        """What to send to a worker that continues after `done` pieces."""
         ...
 
     def piece(self, number: int, facts: Facts, data: UInt8Array) -> T_co:
-        """Piece `number` out of an answer. Raises PeerContract for one that cannot be true."""
+        """Piece `number` from what a worker sent. Raises PeerContract for impossible values."""
         ...
 
 
@@ -72,7 +72,7 @@ class IndexVideo:
 
     def piece(self, number: int, facts: Facts, data: UInt8Array) -> PacketIndex:
         if data.size % 8:
-            raise PeerContract("a worker's index is no array of int64")
+            raise PeerContract("a worker's index is not an array of int64")
         return index_of(facts, data.view(np.int64))
 
 
@@ -94,15 +94,16 @@ class IndexPicture:
 
 @dataclass(frozen=True, slots=True)
 class VideoSlices:
-    """Decodes and resizes what is sent of a video, a temporal slice a piece.
+    """Decodes and resizes the selected frames of a video, one temporal slice a piece.
 
-    Whoever goes on makes the last slice that was whole again, which is what stands in for damage after it:
+    A worker that continues a job first repeats the slices from the last undamaged one on, because a frame that cannot
+    be decoded is replaced by the frame before it:
 
-        made      0   1   2   3        2 and 3 hold frames that had to be repaired
-        again         1   2   3   4 ...
+        made      0   1   2   3        2 and 3 hold repaired frames
+        repeated      1   2   3   4 ...
         sent                      4 ...
 
-    repaired: frames of each slice that was made; so a job is run but once.
+    repaired: repaired frames of each slice made so far. A job object is run only once.
     """
 
     video: PlannedVideo
@@ -146,7 +147,7 @@ class VideoSlices:
 
 @dataclass(frozen=True, slots=True)
 class PictureSlices:
-    """Decodes and resizes a picture, one slice of one frame."""
+    """Decodes and resizes a picture: one slice of one frame."""
 
     picture: PlannedPicture
     pieces: int = 1
@@ -170,7 +171,7 @@ class PictureSlices:
 
 
 def slices_job(media: PlannedMedia) -> Job[Slice] | None:
-    """What sends these media; None where nothing is sent."""
+    """The job that makes the frames of an item; None for embeddings, which have no frames."""
     match media:
         case PlannedVideo():
             return VideoSlices(media)
@@ -181,7 +182,7 @@ def slices_job(media: PlannedMedia) -> Job[Slice] | None:
 
 
 def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
-    """A packet index as facts and int64 [pts | keyframes]; times that follow from these are left out."""
+    """A packet index as fields and int64 [pts | keyframes]. The receiver derives the frame times from these."""
     times = index.times
     pts = index.pts or ()
     facts = {
@@ -198,7 +199,7 @@ def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
 
 
 def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
-    """The index again. Raises PeerContract for one that `read_packets` cannot have made."""
+    """The inverse of `index_facts`. Raises PeerContract for an index that `read_packets` cannot have made."""
     frames = facts.integer("frames", 1, MAX_PACKETS)
     stored = facts.integer("stored_pts", 0, frames)
     pts, keyframes = numbers[:stored], numbers[stored:]
@@ -216,7 +217,7 @@ def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
         rates=_fractions(facts, "rates", _MAX_RATES),
     )
     if times.length_s > MAX_LENGTH_S:
-        raise PeerContract("a worker's index lasts longer than media may")
+        raise PeerContract("a worker's index is longer than the longest video")
     height, width = _frame_size(facts)
     return PacketIndex(
         times=times,
@@ -230,7 +231,7 @@ def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
 
 def _slice(first_frame: int, shape: tuple[int, ...], facts: Facts, data: UInt8Array) -> Slice:
     if data.size != np.prod(shape):
-        raise PeerContract(f"a worker's slice has {data.size} bytes, not those of {shape}")
+        raise PeerContract(f"a worker's slice has {data.size} bytes, which is not the size of {shape}")
     repaired = facts.integer("repaired_frames", 0, shape[0])
     return Slice(
         first_frame=first_frame,
@@ -253,7 +254,7 @@ def _pairs(*fractions: Fraction) -> list[int]:
 
 
 def _fractions(facts: Facts, name: str, most: int) -> tuple[Fraction, ...]:
-    """Above 0. Not read from text: that of a small one may be that of a number with a billion digits."""
+    """Fractions above 0, sent as pairs of integers: parsing text could build a number with a billion digits."""
     parts = facts.integers(name, 2 * most, 1, _INT64)
     if len(parts) % 2:
         raise PeerContract(f"a worker's {name} must be pairs of integers")

@@ -1,6 +1,6 @@
-"""What one decoding job may cost, and how a worker process is confined before it sees a stranger's bytes.
+"""The limits of one job, and the sandbox of a worker process, which is in place before it reads untrusted bytes.
 
-It knows nothing of jobs. Where the kernel lacks a means (Landlock, user namespaces), the others still hold.
+It knows nothing of jobs. Where the kernel lacks one mechanism (Landlock, user namespaces), the others still hold.
 Source: prctl(2), landlock(7), and the structures of linux/landlock.h.
 """
 
@@ -34,12 +34,12 @@ _LANDLOCK_SIZES = {1: 8, 4: 16, 6: 24}
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one job.
+    """Upper limits of one job.
 
-    wall_s: seconds that its worker works, waiting for the reader not counted.
-    memory_bytes: address space beyond what an idle worker has.
-    file_bytes, frames, length_s: of the media; how many bytes and frames it has, how many seconds it lasts.
-    pixels: of all frames of a video that are decoded, also of those that are not wanted.
+    wall_s: seconds that its worker works; waiting for the reader does not count.
+    memory_bytes: address space beyond that of an idle worker.
+    file_bytes, frames, length_s: size of the media file, frames of a video, and its duration in seconds.
+    pixels: of all frames of a video that are decoded, including those between the selected ones.
     """
 
     wall_s: float
@@ -51,11 +51,11 @@ class Limits:
 
 
 def confine(memory_bytes: int, parent: int) -> None:
-    """Gives up for good what decoding does not need, for this thread and those that it starts; call it before any.
+    """Irrevocably drops every right that decoding does not need. Call it before starting any thread.
 
-    The kernel kills this process first when memory runs out, and at once when `parent` dies. It keeps its open
-    descriptors; it opens no file but those of Python's libraries, reaches no network, traces and signals nobody
-    outside, and dumps no core.
+    The kernel kills this process first when memory runs out, and at once when `parent` dies. The process keeps its
+    open descriptors. It can open only the files of Python's libraries; it cannot use the network, trace or signal
+    other processes, or dump core. memory_bytes: address space beyond what is used now.
     """
     with suppress(OSError):  # where /proc is read-only
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -80,7 +80,7 @@ def confine(memory_bytes: int, parent: int) -> None:
 
 
 def _landlock(libc: ctypes.CDLL) -> None:
-    """Withholds every right to files, and to ports and other processes where the kernel knows how."""
+    """Drops every right to files, and to ports and other processes where the kernel supports it."""
     abi = libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_VERSION_FLAG)
     if abi < 1:
         return

@@ -1,6 +1,6 @@
-"""The service's end of one worker process: started, told, listened to, ended.
+"""The service's side of one worker process: starts it, exchanges messages with it, kills it.
 
-It belongs to the event loop that made it. It knows nothing of jobs; `pool` decides who is told what.
+It belongs to the event loop that made it. It knows nothing of jobs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EXIT_S = 1.0
 
 
 class Fault(StrEnum):
-    """Why a worker is replaced. ABANDONED: whoever asked has left, and it would not stop."""
+    """Why a worker is replaced. ABANDONED: its job was cancelled, and it did not stop."""
 
     CRASHED = "crashed"
     SLOW = "slow"
@@ -38,7 +38,7 @@ class Fault(StrEnum):
 
 
 class WorkerFault(Exception):
-    """A worker is of no more use. The text completes "the media cannot be decoded: …"."""
+    """A worker cannot be used any more. The text completes "the media cannot be decoded: …"."""
 
     def __init__(self, fault: Fault, text: str) -> None:
         super().__init__(text)
@@ -46,15 +46,15 @@ class WorkerFault(Exception):
 
 
 class WorkerProcess:
-    """One process, from its start to `end`, which must be called."""
+    """One worker process. The caller must call `end`."""
 
     def __init__(self, entry: str, limits: Limits) -> None:
-        """entry: the module whose `main` it runs, found as this process would find it.
+        """entry: the module whose `main` it runs, found on this process's module path.
 
-        Called on the thread that outlives it: the kernel ends a worker with the thread that started it.
-        Raises OSError where processes, descriptors or memory lack.
+        The calling thread must outlive the worker: the kernel kills a worker when the thread that started it ends.
+        Raises OSError where the machine is out of processes, descriptors or memory.
         """
-        self.working = False  # it was told a JOB, and has not been DONE
+        self.working = False  # a JOB was sent, and no DONE has come yet
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = (str(theirs.fileno()), json.dumps(asdict(limits)), str(os.getpid()), entry)
         environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
@@ -72,7 +72,7 @@ class WorkerProcess:
                 )
             self._handle = os.pidfd_open(self._process.pid)
         except OSError:
-            self._connection.close()  # upon which a process that has started ends
+            self._connection.close()  # a process that has started ends when its connection closes
             raise
         self._connection.setblocking(False)
         self._loop = asyncio.get_running_loop()
@@ -88,7 +88,7 @@ class WorkerProcess:
         return os.waitid(os.P_PIDFD, self._handle, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
 
     async def ready(self) -> None:
-        """Raises WorkerFault if it does not start."""
+        """Waits until the worker is ready. Raises WorkerFault if it does not start."""
         try:
             async with asyncio.timeout(_START_S):
                 message = await self.receive()
@@ -96,8 +96,8 @@ class WorkerProcess:
             raise WorkerFault(Fault.SLOW, f"it took more than {_START_S:g} s to start") from error
         message.close()
 
-    def tell(self, kind: Kind, facts: Facts | None = None, descriptors: tuple[int, ...] = ()) -> None:
-        """Raises WorkerFault if it is gone, or does not read what it is told."""
+    def send(self, kind: Kind, facts: Facts | None = None, descriptors: tuple[int, ...] = ()) -> None:
+        """Sends a message. Raises WorkerFault if the worker is gone or does not read."""
         try:
             send(self._connection, Message(kind, facts or Facts(), descriptors))
         except OSError as error:
@@ -105,9 +105,9 @@ class WorkerProcess:
         self.working |= kind is Kind.JOB
 
     async def receive(self) -> Message:
-        """Its next message. Raises WorkerFault once it has ended, PeerContract for what is no message."""
+        """The worker's next message. Raises WorkerFault once it has ended, PeerContract for a malformed message."""
         while True:
-            alive = self.alive  # looked at first: what it sent before its end is still received
+            alive = self.alive  # read first: messages sent before the worker ended are still received
             try:
                 message = receive(self._connection)
                 self.working &= message.kind is not Kind.DONE
@@ -119,14 +119,14 @@ class WorkerProcess:
                 break
             await self._readable()
         await asyncio.wait([self._exited], timeout=_EXIT_S)
-        raise WorkerFault(Fault.CRASHED, self._end())
+        raise WorkerFault(Fault.CRASHED, self._exit_text())
 
     async def end(self) -> None:
-        """Kills it, with all that it started, and gives back what it held here."""
+        """Kills the worker and all processes that it started, and closes its descriptors here."""
         if self._handle < 0:
             return
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # before it is reaped: till then nobody else has its number
+            os.killpg(self.pid, signal.SIGKILL)  # before it is reaped: until then its process id is not reused
         await asyncio.shield(self._exited)
         self._loop.remove_reader(self._handle)
         self._process.wait()
@@ -134,7 +134,7 @@ class WorkerProcess:
         self._handle = -1
         self._connection.close()
 
-    def _end(self) -> str:
+    def _exit_text(self) -> str:
         status = os.waitid(os.P_PIDFD, self._handle, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if status is None:
             return "its decoder hung up"
@@ -148,9 +148,9 @@ class WorkerProcess:
             self._exited.set_result(None)
 
     async def _readable(self) -> None:
-        """Returns when there may be something to receive, or nothing ever will."""
+        """Returns when there may be a message to receive, or the process has exited."""
         readable: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(self._connection, readable.cancel)  # unlike set_result, it may come twice
+        self._loop.add_reader(self._connection, readable.cancel)  # unlike set_result, cancel may be called twice
         try:
             await asyncio.wait([readable, self._exited], return_when=asyncio.FIRST_COMPLETED)
         finally:

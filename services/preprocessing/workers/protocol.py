@@ -1,12 +1,12 @@
-"""What the service and its worker processes tell each other; `memory` is where arrays change hands.
+"""The messages between the service and its worker processes; arrays travel as sealed memory (`sealed_memory`).
 
-A worker may have been taken over by the file that it decodes, so nothing here can run code on arrival: each message is
-one datagram of JSON with fixed keys, arrays come in sealed memory, and whatever else arrives is PeerContract.
+A malicious file may have taken over the worker that decodes it, so nothing that arrives can run code: each message is
+one datagram of JSON with fixed keys, arrays come in sealed memory, and anything else raises PeerContract.
 
-    service  JOB ── NEXT ── NEXT ──────────── NEXT ─── …      one NEXT for each piece that may be made
+    service  JOB ── NEXT ── NEXT ──────────── NEXT ─── …      one NEXT for each piece that the worker may make
     worker   READY       PIECE 0    PIECE 1         PIECE 2 ── DONE      or FAILED ── DONE
 
-STOP ends a job before its next piece. A worker without a job ignores NEXT and STOP: they crossed its DONE.
+STOP ends a job before its next piece. A worker without a job ignores NEXT and STOP, which crossed its DONE.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a message says beside its arrays: names and values, of which nothing is believed before it is read here.
+    """A message's named values, unchecked until they are read with one of these methods.
 
-    Reading raises PeerContract for what is missing, of another type, or out of range.
+    Reading raises PeerContract for a value that is missing, of another type, or out of range.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def integer(self, name: str, low: int, high: int) -> int:
-        """Within [low, high]."""
+        """An integer in [low, high]."""
         value = self.values.get(name)
         if type(value) is not int or not low <= value <= high:
             raise PeerContract(f"a worker's {name} must be an integer in [{low}, {high}]")
         return value
 
     def seconds(self, name: str) -> float:
-        """At least 0, and finite."""
+        """A finite float, at least 0."""
         value = self.values.get(name)
         if type(value) is not float or not 0 <= value < float("inf"):
             raise PeerContract(f"a worker's {name} must be seconds")
@@ -68,7 +68,7 @@ class Facts:
         return value
 
     def integers(self, name: str, most: int, low: int, high: int) -> tuple[int, ...]:
-        """At most `most`, each within [low, high]."""
+        """At most `most` integers, each in [low, high]."""
         values = self.values.get(name)
         if not isinstance(values, list) or len(values) > most:
             raise PeerContract(f"a worker's {name} must be at most {most} integers")
@@ -79,27 +79,30 @@ class Facts:
 class Message:
     """One datagram.
 
-    descriptors: open ones, the receiver's to close. cut: others are lost, since none was free for them, or since they
-    were too many.
+    descriptors: open ones, which the receiver closes. truncated: the kernel dropped further descriptors, because this
+    process had none free or because there were too many.
     """
 
     kind: Kind
     facts: Facts = field(default_factory=Facts)
     descriptors: tuple[int, ...] = ()
-    cut: bool = False
+    truncated: bool = False
 
     def close(self) -> None:
         close_all(self.descriptors)
 
 
 def send(connection: socket.socket, message: Message) -> None:
-    """The descriptors are copied; the caller's stay open. Raises OSError if the other side is gone or does not read."""
+    """Sends a message with copies of its descriptors; the caller's stay open.
+
+    Raises OSError if the other side is gone or does not read.
+    """
     data = json.dumps({"kind": message.kind, "facts": message.facts.values}).encode()
     socket.send_fds(connection, [data], message.descriptors)
 
 
 def receive(connection: socket.socket) -> Message:
-    """The next message. Raises EOFError at the end, PeerContract for what is no message; no descriptor is leaked."""
+    """The next message. Raises EOFError at the end, PeerContract for a malformed message; leaks no descriptor."""
     room = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
     try:
         data, ancillary, flags, _ = connection.recvmsg(_MAX_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
@@ -128,7 +131,7 @@ def _parsed(data: bytes) -> tuple[Kind, Facts]:
             raise ValueError("other keys")
         return Kind(content["kind"]), Facts(content["facts"])
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise PeerContract(f"a worker sent what is no message: {error!r}") from error
+        raise PeerContract(f"a worker sent a malformed message: {error!r}") from error
 
 
 def close_all(descriptors: tuple[int, ...] | array.array[int]) -> None:

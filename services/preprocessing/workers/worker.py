@@ -1,7 +1,7 @@
-"""A process that reads, indexes and decodes strangers' media, one job at a time, until its service is gone.
+"""A worker process: reads, indexes and decodes untrusted media, one job at a time, until its service is gone.
 
-It owns nothing but its connection: media come as open files, arrays leave in sealed memory, what it may do stands in a
-table. `pool` starts it afresh, without the service's memory, environment and descriptors.
+Media arrive as open files, arrays leave in sealed memory, and the `JOBS` table lists everything that it can do.
+`process` starts it without the service's memory, environment and descriptors.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from common.contract.errors import FramesieveError, MediaRejected
 from common.process import give_back_freed_memory
-from services.preprocessing.sources.memory import sealed
+from services.preprocessing.sources.sealed_memory import sealed
 from services.preprocessing.sources.source import Source, check_file_size
-from services.preprocessing.video.decode import Rest
+from services.preprocessing.video.decode import RemainingPlaces
 from services.preprocessing.video.packets import read_packets
 from services.preprocessing.video.pictures import Picture, read_picture
 from services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
@@ -40,7 +40,7 @@ _RETRY_S = 0.01
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """A job as it arrived: the media, what is said about them, and many numbers, int64 [N]."""
+    """A job as it arrived: the media, its fields, and an array of numbers, int64 [N]."""
 
     source: Source
     limits: Limits
@@ -49,17 +49,17 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
-    """A piece of a job's result: facts, and any array."""
+class Piece:
+    """One piece of a job's result: its fields, and an array, which may be empty."""
 
     facts: Mapping[str, Any]
     data: NDArray[Any] = field(default_factory=lambda: np.empty(0, np.uint8))
 
 
-Jobs: TypeAlias = Mapping[str, Callable[[Task], Generator[Answer, None, None]]]
+JobTable: TypeAlias = Mapping[str, Callable[[Task], Generator[Piece, None, None]]]
 
 
-def index_video(task: Task) -> Generator[Answer, None, None]:
+def index_video(task: Task) -> Generator[Piece, None, None]:
     index = read_packets(task.source)
     frames, length_s = len(index.times.ticks), index.times.length_s
     if frames > task.limits.frames:
@@ -68,23 +68,23 @@ def index_video(task: Task) -> Generator[Answer, None, None]:
         raise MediaRejected(
             f"{task.source.name} lasts {float(length_s):.0f} s, at most {task.limits.length_s} are allowed"
         )
-    yield Answer(*index_facts(index))
+    yield Piece(*index_facts(index))
 
 
-def index_picture(task: Task) -> Generator[Answer, None, None]:
+def index_picture(task: Task) -> Generator[Piece, None, None]:
     found = read_picture(task.source)
     orientation = found.orientation if 1 <= found.orientation <= 8 else 1
-    yield Answer({"height_px": found.height_px, "width_px": found.width_px, "orientation": orientation})
+    yield Piece({"height_px": found.height_px, "width_px": found.width_px, "orientation": orientation})
 
 
-def video_slices(task: Task) -> Generator[Answer, None, None]:
+def video_slices(task: Task) -> Generator[Piece, None, None]:
     places = task.facts.integer("places", 0, task.numbers.size)
     whole = task.facts.integer("whole", places, 2**31)
     repaired = task.facts.integer("repaired", 0, whole)
     video = PlannedVideo(
         source=task.source,
         index=index_of(task.facts, task.numbers[places:]),
-        places=Rest.of(task.numbers[:places].tolist(), whole, repaired),
+        places=RemainingPlaces.of(task.numbers[:places].tolist(), whole, repaired),
         slice_frames=task.facts.integer("slice_frames", 1, _MAX_SIDE_PX),
         height_px=task.facts.integer("sent_height_px", 1, _MAX_SIDE_PX),
         width_px=task.facts.integer("sent_width_px", 1, _MAX_SIDE_PX),
@@ -92,10 +92,10 @@ def video_slices(task: Task) -> Generator[Answer, None, None]:
     slices = video.slices(task.limits.pixels)
     for _ in range(task.facts.integer("again", 0, whole)):
         next(slices)
-    return _answers(slices)
+    return _pieces(slices)
 
 
-def picture_slices(task: Task) -> Generator[Answer, None, None]:
+def picture_slices(task: Task) -> Generator[Piece, None, None]:
     sides = (task.facts.integer(name, 1, 2**32) for name in ("height_px", "width_px", "orientation"))
     picture = PlannedPicture(
         source=task.source,
@@ -103,10 +103,10 @@ def picture_slices(task: Task) -> Generator[Answer, None, None]:
         height_px=task.facts.integer("sent_height_px", 1, _MAX_SIDE_PX),
         width_px=task.facts.integer("sent_width_px", 1, _MAX_SIDE_PX),
     )
-    return _answers(picture.slices())
+    return _pieces(picture.slices())
 
 
-JOBS: Jobs = {
+JOBS: JobTable = {
     "index_video": index_video,
     "index_picture": index_picture,
     "video_slices": video_slices,
@@ -114,36 +114,29 @@ JOBS: Jobs = {
 }
 
 
-def main(jobs: Jobs = JOBS) -> None:
-    """Serves the connection whose descriptor, limits and service's process id the arguments name."""
+def main(jobs: JobTable = JOBS) -> None:
+    """Serves a connection. Arguments: its descriptor, the limits as JSON, and the service's process id."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     limits = Limits(**json.loads(sys.argv[2]))
-    _use_blas()
     confine(limits.memory_bytes, int(sys.argv[3]))
-    _tell(connection, Kind.READY)
+    _send(connection, Kind.READY)
     while True:
-        message = _told(connection)
+        message = _receive(connection)
         if message.kind is Kind.JOB:
             _run(connection, message, limits, jobs)
-            gc.collect()  # a container and its streams refer to one another
+            gc.collect()  # PyAV's containers and streams are reference cycles
             give_back_freed_memory()
 
 
-def _use_blas() -> None:
-    """It takes room of its own at its first large product, and where there is none it ends the process by itself."""
-    large = np.zeros((512, 512), np.float32)
-    np.matmul(large, large)
-
-
-def _run(connection: socket.socket, message: Message, limits: Limits, jobs: Jobs) -> None:
-    """Answers a job's NEXTs with its pieces, up to its last, a STOP or a failure."""
+def _run(connection: socket.socket, message: Message, limits: Limits, jobs: JobTable) -> None:
+    """Answers each NEXT of a job with a piece, until its last piece, a STOP or a failure."""
     try:
         task = _task(message, limits)
-        with closing(jobs[message.facts.text("job")](task)) as answers:
+        with closing(jobs[message.facts.text("job")](task)) as pieces:
             for _ in range(message.facts.integer("pieces", 0, 2**31)):
-                if _told(connection).kind is Kind.STOP:
+                if _receive(connection).kind is Kind.STOP:
                     break
-                _send_piece(connection, next(answers))
+                _send_piece(connection, next(pieces))
     except FramesieveError as error:
         _fail(connection, error.reason, str(error))
     except MemoryError:
@@ -152,7 +145,7 @@ def _run(connection: socket.socket, message: Message, limits: Limits, jobs: Jobs
         _fail(connection, "BUG", traceback.format_exc())
     finally:
         message.close()
-    _tell(connection, Kind.DONE)
+    _send(connection, Kind.DONE)
 
 
 def _task(message: Message, limits: Limits) -> Task:
@@ -163,36 +156,40 @@ def _task(message: Message, limits: Limits) -> Task:
     return Task(Source(name, b"", descriptor=media), limits, message.facts, many)
 
 
-def _answers(slices: Generator[Slice, None, None]) -> Generator[Answer, None, None]:
+def _pieces(slices: Generator[Slice, None, None]) -> Generator[Piece, None, None]:
     with closing(slices):
         for each in slices:
             names = ("repaired_frames", "decode_s", "resize_s", "decoded_ns", "resized_ns")
-            yield Answer({name: getattr(each, name) for name in names}, each.pixels)
+            yield Piece({name: getattr(each, name) for name in names}, each.pixels)
 
 
-def _send_piece(connection: socket.socket, answer: Answer) -> None:
-    if not answer.data.size:
-        _tell(connection, Kind.PIECE, answer.facts)
+def _send_piece(connection: socket.socket, piece: Piece) -> None:
+    if not piece.data.size:
+        _send(connection, Kind.PIECE, piece.facts)
         return
-    memory = sealed(answer.data.data)
-    _tell(connection, Kind.PIECE, answer.facts, memory)
+    memory = sealed(piece.data.data)
+    _send(connection, Kind.PIECE, piece.facts, memory)
     os.close(memory)
 
 
 def _fail(connection: socket.socket, reason: str, text: str) -> None:
-    _tell(connection, Kind.FAILED, {"reason": reason, "text": text[-MAX_TEXT_CHARACTERS:]})
+    _send(connection, Kind.FAILED, {"reason": reason, "text": text[-MAX_TEXT_CHARACTERS:]})
 
 
-def _told(connection: socket.socket) -> Message:
-    """The next message; without a service there is none, and no reason to be."""
+def _receive(connection: socket.socket) -> Message:
+    """The service's next message. Ends this process if the service is gone."""
     try:
         return receive(connection)
     except (EOFError, OSError):
         os._exit(0)
 
 
-def _tell(connection: socket.socket, kind: Kind, facts: Mapping[str, Any] | None = None, *memory: int) -> None:
-    """Waits while as many descriptors as a worker may have open are on their way, among all processes of this user."""
+def _send(connection: socket.socket, kind: Kind, facts: Mapping[str, Any] | None = None, *memory: int) -> None:
+    """Sends a message.
+
+    Linux counts descriptors in flight per user and refuses more than a process may have open: then it tries again.
+    Ends this process if the service is gone.
+    """
     while True:
         try:
             return send(connection, Message(kind, Facts(facts or {}), memory))

@@ -1,10 +1,9 @@
-"""Slices shared out to ranks: the costliest first, each to whoever has the least so far.
+"""Assigns slices to ranks: the costliest slice first, each to the rank with the least load so far.
 
     costs  [1000, 100, 200, 50]      rank 0: slice 0          1000
                                      rank 1: slices 2, 1, 3    350
 
-So the most that a rank gets is at most a third more than the best of all ways would give it.
-It knows neither torch nor what a slice is.
+The largest load is at most a third above that of the best assignment. It knows neither torch nor what a slice is.
 Source: R. L. Graham, Bounds on multiprocessing timing anomalies (1969), of the longest processing time first.
 """
 
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 
 class Assignment(NamedTuple):
-    """order: all slices, rank by rank; counts: how many of them are each rank's; loads: what these cost in sum."""
+    """order: all slices, rank by rank. counts: slices of each rank. loads: their total cost."""
 
     order: list[int]
     counts: list[int]
@@ -25,15 +24,15 @@ class Assignment(NamedTuple):
 
     @property
     def shares(self) -> list[list[int]]:
-        """Each rank's slices."""
+        """The slices of each rank."""
         ends = accumulate(self.counts)
         return [self.order[end - count : end] for count, end in zip(self.counts, ends, strict=True)]
 
 
 def assign(costs: Sequence[int], ranks: int) -> Assignment:
-    """Who runs which slice. costs: of each slice, at least 0; ranks: at least 1.
+    """Assigns each slice to a rank. costs: of each slice, at least 0. ranks: at least 1.
 
-    Of equally costly slices the earlier goes first, and of ranks that have as much the lower gets it.
+    Ties go to the earlier slice, and to the lower rank.
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""That a rank has ended unasked: it ends the service, and callers are told which rank it was."""
+"""The end of a rank that was not asked to end: it ends the service, and the error names the rank and how it ended."""
 
 from __future__ import annotations
 
@@ -11,38 +11,39 @@ import structlog
 from common.contract.errors import Unavailable
 from common.process import ExitStatus
 
-# By then the end of a process whose connections are broken is known.
-_KNOWN_S = 2.0
+# Within so long after its connections break, the end of a process is reported.
+_REPORTED_WITHIN_S = 2.0
 
 log = structlog.get_logger()
 
 
-class Loss:
-    """lost: which rank, and how it ended; None while all are there."""
+class RankFailure:
+    """cause: which rank ended, and how; None while all ranks run."""
 
     def __init__(self) -> None:
-        self.lost: str | None = None
-        self._known = Event()
-        self._on_lost: Callable[[], object] | None = None
+        self.cause: str | None = None
+        self._recorded = Event()
+        self._on_failure: Callable[[], object] | None = None
 
-    def watch(self, on_lost: Callable[[], object]) -> None:
-        """From now on a loss is told, in a thread of its own; before, it ends the process, which has yet to start."""
-        self._on_lost = on_lost
+    def watch(self, on_failure: Callable[[], object]) -> None:
+        """Calls `on_failure` on a failure, in another thread. A failure before this call ends the process."""
+        self._on_failure = on_failure
 
-    def note(self, lost: str) -> None:
-        self.lost = lost
-        self._known.set()
-        if self._on_lost is None:  # other threads may wait for that rank for ever
-            log.error("cannot start", error=f"of the tower, {lost}")
+    def record(self, cause: str) -> None:
+        """Records a failure; called from the thread that watches the ranks."""
+        self.cause = cause
+        self._recorded.set()
+        if self._on_failure is None:  # os._exit: other threads may wait for that rank for ever
+            log.error("cannot start", error=f"of the tower, {cause}")
             os._exit(ExitStatus.CANNOT_START)
-        log.error("a rank is lost, and the service ends", error=lost)
-        self._on_lost()
+        log.error("a rank is lost, and the service ends", error=cause)
+        self._on_failure()
 
-    def known(self) -> bool:
-        """Whether one is lost, as one soon is whose connections are broken."""
-        return self._known.wait(_KNOWN_S)
+    def wait(self) -> bool:
+        """Whether a failure is recorded; waits a moment for it, as broken connections are noticed first."""
+        return self._recorded.wait(_REPORTED_WITHIN_S)
 
     @property
     def error(self) -> Unavailable:
-        """What callers are told."""
-        return Unavailable(f"the tower of the encoder has ended: {self.lost}", "encoder")
+        """The error that callers get."""
+        return Unavailable(f"the tower of the encoder has ended: {self.cause}", "encoder")

@@ -1,10 +1,10 @@
-"""The towers of several ranks as one: the slices of a forward are shared out, run at once, and returned in order.
+"""The towers of several ranks as one: slices of a forward are shared out, encoded in parallel, returned in order.
 
-    rank 0   assign ─▶ tell, send ─▶ run its own share ─▶ hear ─▶ receive ─▶ in order
-    rank r                 receive ─▶ run its share ─▶ answer ─▶ send
+    rank 0   assign ─▶ tell, send ─▶ encode its own share ─▶ hear ─▶ receive ─▶ restore the order
+    rank r                 receive ─▶ encode its share ─▶ answer ─▶ send
 
-Where a rank ends, the tower has: callers are told which it was and how it ended. A forward that fails on a rank fails
-here, and the next one runs. It knows neither how ranks are started nor what a batch is.
+If a rank ends, the tower has failed for good, and the error names the rank and how it ended. A forward that fails on
+one rank fails as a whole; the next one runs. It knows neither how ranks are started nor what a batch is.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ import structlog
 import torch
 from torch import Tensor
 
-from services.encoder.tower.graph_buckets import Packing, Size
+from services.encoder.tower.graph_buckets import PackingLimit, Size, fitting, token_limit
 from services.encoder.tower.parallel.assignment import assign
 from services.encoder.tower.parallel.exchange import TIMEOUT, Exchange, packed
-from services.encoder.tower.parallel.rank_failure import Loss
-from services.encoder.tower.parallel.share import DONE, NO_MEMORY, encode_share, packing_of, room_for
+from services.encoder.tower.parallel.rank_failure import RankFailure
 from services.encoder.tower.tower import Tower
+
+# Answers of a rank. DONE: its tower is loaded, or its share is encoded and its embeddings follow. Any other answer is
+# the text of an error.
+DONE = b""
+NO_MEMORY = b"its device has no memory left"
 
 log = structlog.get_logger()
 
 
 class Others(Protocol):
-    """What rank 0 needs of the ranks beside it; see `common.ranks.Ranks`."""
+    """The part of `common.ranks.Ranks` that rank 0 uses."""
 
     def tell_one(self, rank: int, message: bytes) -> None: ...
 
@@ -40,31 +44,31 @@ class Others(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Errand:
-    """A share of another rank: its slices by index, their frames as they are sent, and room for what they become."""
+class _Share:
+    """Slices for another rank. indices: of these slices. frames: as sent. embeds: receives their embeddings."""
 
     rank: int
-    share: Sequence[int]
+    indices: Sequence[int]
     shapes: bytes
     frames: Tensor
     embeds: Tensor
 
 
-class _Broken(Exception):
-    """Two ranks are out of step, for good."""
+class _OutOfStep(Exception):
+    """Communication with a rank failed: its next message could belong to this forward or to the next one."""
 
 
 class DataParallelTower:
-    """own: the tower of rank 0, this process; others: ranks 1 to count − 1, which `exchange` reaches.
+    """own: the tower of rank 0, this process. others: ranks 1 to count − 1, which `exchange` reaches.
 
-    most_tokens: of one forward of one rank. loss: noted where one of them ends.
+    most_tokens: of one forward of one rank. rank_failure: recorded when one of them ends.
     """
 
     def __init__(
-        self, own: Tower, others: Others, count: int, exchange: Exchange, most_tokens: int, loss: Loss
+        self, own: Tower, others: Others, count: int, exchange: Exchange, most_tokens: int, rank_failure: RankFailure
     ) -> None:
         self.own = own
-        self.loss = loss
+        self.rank_failure = rank_failure
         self.budget_tokens = most_tokens * count  # of a forward of all ranks
         self._others = others
         self._count = count
@@ -72,92 +76,120 @@ class DataParallelTower:
         self._packing = packing_of(own, most_tokens)
 
     @property
-    def packing(self) -> Packing:
-        """How many slices `encode` is best given at once: what fills a forward of every rank."""
+    def packing(self) -> PackingLimit:
+        """What fills a forward of every rank."""
         one = self._packing.largest
         largest = Size(one.tokens * self._count, one.slices * self._count, one.windows * self._count)
-        return Packing(largest, self._packing.size_of)
+        return PackingLimit(largest, self._packing.size_of)
 
     def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        """As `Tower.encode`, on the device of rank 0. Raises Unavailable once a rank has ended."""
+        """See `Tower.encode`; on the device of rank 0. Raises Unavailable once a rank has ended."""
         if self._count == 1:
             return self.own.encode(slices)
-        if self.loss.lost is None:
+        if self.rank_failure.cause is None:
             try:
                 with torch.inference_mode():
                     return self._encode(slices)
-            except _Broken:
-                if not self.loss.known():
+            except _OutOfStep:
+                if not self.rank_failure.wait():
                     log.exception("a rank does not answer")
                     self._others.kill()
-                    self.loss.known()
-        raise self.loss.error
+                    self.rank_failure.wait()
+        raise self.rank_failure.error
 
     def _encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
         tokens = [self.own.patches.tokens(frames.shape) for frames in slices]
-        # Each in the order of the slices, in which equal sizes are neighbours.
+        # Each share in the order of the slices, where slices of equal size are neighbours.
         mine, *theirs = [
             sorted(share) for share in assign([self.own.cost(each) for each in tokens], self._count).shares
         ]
-        errands = [
-            self._errand(rank, share, [slices[each] for each in share], sum(tokens[each] for each in share))
-            for rank, share in enumerate(theirs, start=1)
-            if share
+        shares = [
+            self._share(rank, indices, [slices[each] for each in indices], sum(tokens[each] for each in indices))
+            for rank, indices in enumerate(theirs, start=1)
+            if indices
         ]
-        sent = [self._send(errand) for errand in errands]
+        sent = [self._send(share) for share in shares]
         failures: list[Exception] = []
-        found = room_for(self.own, 0)
+        found = empty_embeds(self.own, 0)
         try:
             found = encode_share(self.own, [slices[each] for each in mine], self._packing)
-        except torch.AcceleratorError:  # nothing can be received either
+        except torch.AcceleratorError:  # the device cannot receive embeddings either
             raise
-        except Exception as error:  # raised once all ranks are heard, which so stay in step
+        except Exception as error:  # raised after all ranks have answered, so that they stay in step
             failures.append(error)
-        for errand, work in zip(errands, sent, strict=True):
-            failures += self._collect(errand, work)
+        for share, work in zip(shares, sent, strict=True):
+            failures += self._collect(share, work)
         if failures:
-            raise failures.pop(0)  # what is raised holds this frame, which may not hold it in turn
-        return _in_order([(mine, found), *((errand.share, errand.embeds) for errand in errands)], tokens)
+            raise failures.pop(0)  # popped: its traceback holds this frame, and would form a cycle with `failures`
+        return _in_order([(mine, found), *((share.indices, share.embeds) for share in shares)], tokens)
 
-    def _errand(self, rank: int, share: Sequence[int], slices: Sequence[Tensor], tokens: int) -> _Errand:
-        """With all memory that it needs: once a rank is told, nothing may come between."""
+    def _share(self, rank: int, indices: Sequence[int], slices: Sequence[Tensor], tokens: int) -> _Share:
+        """Allocates all that it needs: once the rank is told, an error here would leave it out of step."""
         shapes = json.dumps([list(frames.shape) for frames in slices]).encode()
-        return _Errand(rank, share, shapes, packed(slices, self.own.device), room_for(self.own, tokens))
+        return _Share(rank, indices, shapes, packed(slices, self.own.device), empty_embeds(self.own, tokens))
 
-    def _send(self, errand: _Errand) -> Any:
+    def _send(self, share: _Share) -> Any:
         with _in_step():
-            self._others.tell_one(errand.rank, errand.shapes)
-            return self._exchange.send(errand.frames, errand.rank)
+            self._others.tell_one(share.rank, share.shapes)
+            return self._exchange.send(share.frames, share.rank)
 
-    def _collect(self, errand: _Errand, work: Any) -> list[Exception]:
-        """Fills the errand's room, or tells why there is nothing to fill it with."""
+    def _collect(self, share: _Share, work: Any) -> list[Exception]:
+        """Receives the embeddings of a share, or returns the rank's error."""
         with _in_step():
             work.wait()
-            answer = self._others.hear(errand.rank, TIMEOUT.total_seconds())
+            answer = self._others.hear(share.rank, TIMEOUT.total_seconds())
             if answer == DONE:
-                self._exchange.receive(errand.embeds, errand.rank)
+                self._exchange.receive(share.embeds, share.rank)
         if answer == DONE:
             return []
         failure = torch.OutOfMemoryError if answer == NO_MEMORY else RuntimeError
-        return [failure(f"rank {errand.rank}: {answer.decode()}")]
+        return [failure(f"rank {share.rank}: {answer.decode()}")]
+
+
+def packing_of(tower: Tower, most_tokens: int) -> PackingLimit:
+    """What one forward of the tower may hold, at most `most_tokens` tokens."""
+    return tower.packing or PackingLimit(
+        token_limit(most_tokens), lambda frames: Size(tower.patches.tokens(frames), 1, 0)
+    )
+
+
+def encode_share(tower: Tower, slices: Sequence[Tensor], packing: PackingLimit) -> Tensor:
+    """Embeddings of the slices, concatenated, (1 + levels, tokens, D).
+
+    Takes as many forwards as needed: shares have equal costs, not equal numbers of tokens.
+    """
+    embeds = [each for forward in _forwards(slices, packing) for each in tower.encode(forward)]
+    return torch.cat(embeds, dim=1) if embeds else empty_embeds(tower, 0)
+
+
+def empty_embeds(tower: Tower, tokens: int) -> Tensor:
+    """An uninitialised buffer for embeddings of so many tokens, on the tower's device."""
+    return torch.empty((1 + tower.embed_levels, tokens, tower.embed_dim), dtype=tower.dtype, device=tower.device)
+
+
+def _forwards(slices: Sequence[Tensor], packing: PackingLimit) -> Iterator[Sequence[Tensor]]:
+    while slices:
+        count = fitting((packing.size_of(frames.shape) for frames in slices), packing.largest)
+        yield slices[:count]
+        slices = slices[count:]
 
 
 @contextmanager
 def _in_step() -> Iterator[None]:
-    """Around all that is said to another rank: what fails in it cannot be made good."""
+    """Turns errors of communication with a rank into _OutOfStep."""
     try:
         yield
     except torch.AcceleratorError:
         raise
     except (OSError, RuntimeError) as error:
-        raise _Broken from error
+        raise _OutOfStep from error
 
 
 def _in_order(shares: Sequence[tuple[Sequence[int], Tensor]], tokens: Sequence[int]) -> list[Tensor]:
-    """Each slice's embeddings. shares: which slices, and (1 + levels, their tokens, D)."""
+    """Each slice's embeddings. shares: indices of slices, and their embeddings, (1 + levels, their tokens, D)."""
     found = {
         each: embeds
-        for share, all_embeds in shares
-        for each, embeds in zip(share, all_embeds.split([tokens[i] for i in share], dim=1), strict=True)
+        for indices, all_embeds in shares
+        for each, embeds in zip(indices, all_embeds.split([tokens[i] for i in indices], dim=1), strict=True)
     }
     return [found[each] for each in range(len(tokens))]

@@ -63,8 +63,8 @@ class SdpaCache:
         """What `PagedCache.batch` says."""
         like = self.keys[0]
         views: list[WindowView] = []
-        at = packed.singles
-        for each in packed.contexts[packed.singles :]:
+        at = packed.num_decodes
+        for each in packed.contexts[packed.num_decodes :]:
             mask = None
             if each.start:
                 seen = torch.ones(each.tokens, each.end, dtype=torch.bool, device=like.device).tril(each.start)
@@ -72,7 +72,7 @@ class SdpaCache:
             views.append(WindowView(at, at + each.tokens, _slots(self, each), mask))
             at += each.tokens
         new_slots = to_device(packed.slots, like.device)
-        return SdpaBatch(self, new_slots, tuple(_singles(self, packed.contexts[: packed.singles])), tuple(views))
+        return SdpaBatch(self, new_slots, tuple(_singles(self, packed.contexts[: packed.num_decodes])), tuple(views))
 
     def decode_batch(self, table: Tensor, lengths: Tensor) -> SdpaBatch:
         """What `PagedCache.decode_batch` says."""

@@ -1,0 +1,71 @@
+"""The command `framesieve serve`: runs the three services on this machine until a signal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from common.exit_status import ExitStatus, at_once
+
+from common.contract.errors import StartupError
+from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
+from framesieve.cli.signals import DrainOnSignals
+from framesieve.cli.terminal import reported_errors, stderr
+from framesieve.client.client import DEFAULT_ADDRESS
+
+
+def serve(
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder in transformers' format. Default: the embedded demo model.")
+    ] = None,
+    media_root: Annotated[
+        Path | None, typer.Option(help="Folder that requests may read files from. Default: none.")
+    ] = None,
+    listen: Annotated[
+        str, typer.Option(help="Address of generation, which clients call: host:port or unix:/path.")
+    ] = DEFAULT_ADDRESS,
+    preprocessing_listen: Annotated[str, typer.Option(help="Address of preprocessing.")] = "127.0.0.1:50051",
+    encoder_listen: Annotated[str, typer.Option(help="Address of the encoder.")] = "127.0.0.1:50052",
+    metrics_port: Annotated[
+        int,
+        typer.Option(
+            help="Port of preprocessing's /metrics; the encoder and generation use the next two ports. 0: no metrics."
+        ),
+    ] = 9101,
+) -> None:
+    """Run the three services on this machine until Ctrl-C.
+
+    The first Ctrl-C (or SIGTERM, or a closed terminal) lets running requests finish, for at most 30 seconds a service;
+    the second ends everything at once. Under nohup, closing the terminal has no effect.
+
+    Other settings of the services are read from their FRAMESIEVE_… environment variables, except FRAMESIEVE_DRAIN_S.
+
+    Exit status: 0 if all requests finished; 3 if some were cut off; 2 if a service could not start; 1 if a service
+    ended by itself; 130 (Ctrl-C), 143 (SIGTERM) or 129 (closed terminal) if ended at once or before all were ready.
+
+    Example: framesieve serve --model ~/models/Qwen2.5-VL-3B-Instruct --media-root ~/videos
+    """
+    addresses = (preprocessing_listen, encoder_listen, listen)
+    ports = (metrics_port, metrics_port + 1, metrics_port + 2) if metrics_port else (0, 0, 0)
+    endpoints = dict(zip(SERVICES, map(Endpoint, addresses, ports), strict=True))
+    stack = LocalStack(model, media_root=media_root, endpoints=endpoints, show_logs=True)
+    signals = DrainOnSignals(stack)
+    with reported_errors(cannot_start=ExitStatus.CANNOT_START):
+        try:
+            stack.start()
+        except StartupError:
+            if signals.first is None:
+                raise
+            raise typer.Exit(at_once(signals.first)) from None
+    with reported_errors():
+        try:
+            stderr.print(
+                f"[bold]framesieve listens at {listen}[/]; Ctrl-C stops it. In another terminal:", soft_wrap=True
+            )
+            server = "" if listen == DEFAULT_ADDRESS else f" --server {listen}"
+            stderr.print(f'  framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75{server}', soft_wrap=True)
+            stack.watch()
+        finally:
+            stack.stop()
+    raise typer.Exit(stack.exit_status)

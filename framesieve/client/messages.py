@@ -1,0 +1,299 @@
+"""Converts prompts and options to protobuf requests, and protobuf responses to events.
+
+Files are read here, so `generate_request` and `prompt_message` block on the disk: call them in a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import reprlib
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message as ProtobufMessage
+
+from common.contract.errors import InvalidRequest, PeerContract
+from common.contract.limits import MAX_INLINE_BYTES
+from common.contract.plan import Grid
+from common.contract.retention import Pruning
+from common.contract.wire import grid_message, modality_of
+from framesieve.client.answer import (
+    Accepted,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    MediaUsage,
+    Progress,
+    Timings,
+    Usage,
+)
+from framesieve.client.prompt import Embeds, Image, Message, Options, Part, StrPath, Text, Video
+from framesieve.v1 import generation_pb2, prompt_pb2, tensor_pb2
+
+_ROLES = {
+    "system": prompt_pb2.ROLE_SYSTEM,
+    "user": prompt_pb2.ROLE_USER,
+    "assistant": prompt_pb2.ROLE_ASSISTANT,
+}
+_DTYPES = {
+    "float16": tensor_pb2.DTYPE_FLOAT16,
+    "bfloat16": tensor_pb2.DTYPE_BFLOAT16,
+    "float32": tensor_pb2.DTYPE_FLOAT32,
+}
+_REASONS = {
+    generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+_FIELD_TYPES = {
+    FieldDescriptor.CPPTYPE_INT32: "a 32-bit integer",
+    FieldDescriptor.CPPTYPE_INT64: "a 64-bit integer",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a 64-bit float",
+    FieldDescriptor.CPPTYPE_FLOAT: "a 32-bit float",
+    FieldDescriptor.CPPTYPE_STRING: "text in Unicode",
+}
+
+M = TypeVar("M", bound=ProtobufMessage)
+
+
+def generate_request(messages: Sequence[Message], options: Options) -> generation_pb2.GenerateRequest:
+    """The request, with the contents of local files.
+
+    Raises InvalidRequest for more than 16 MiB of inline media (files, bytes, data: URIs, embeddings) and for a
+    value that its protobuf field cannot hold; OSError for a file that cannot be read.
+    """
+    stop = options.get("stop") or ()
+    if isinstance(stop, str):
+        raise InvalidRequest(f"stop must be a sequence of strings, got the string {stop!r}")
+    return _message(
+        generation_pb2.GenerateRequest,
+        prompt=prompt_message(messages),
+        pruning=_message(
+            prompt_pb2.Pruning,
+            rate=options.get("pruning_rate") or 0.0,
+            method=options.get("pruning_method") or "",
+            seed=options.get("pruning_seed"),
+        ),
+        sampling=_message(
+            generation_pb2.Sampling,
+            max_new_tokens=options.get("max_new_tokens"),
+            temperature=options.get("temperature"),
+            top_p=options.get("top_p"),
+            top_k=options.get("top_k"),
+            min_p=options.get("min_p"),
+            repetition_penalty=options.get("repetition_penalty"),
+            presence_penalty=options.get("presence_penalty"),
+            frequency_penalty=options.get("frequency_penalty"),
+            seed=options.get("seed"),
+            stop=stop,
+            stop_token_ids=options.get("stop_token_ids") or (),
+            ignore_eos=bool(options.get("ignore_eos")),
+            logprobs=bool(options.get("logprobs")),
+            top_logprobs=options.get("top_logprobs") or 0,
+            n=options.get("n"),
+        ),
+        request_id=options.get("request_id") or "",
+        adapter=options.get("adapter"),
+    )
+
+
+def prompt_message(messages: Sequence[Message]) -> prompt_pb2.Prompt:
+    """The prompt, with the contents of local files. Raises the same errors as `generate_request`."""
+    budget = _InlineBudget()
+    return prompt_pb2.Prompt(
+        messages=[
+            prompt_pb2.Message(role=_ROLES[message.role], parts=[_part(part, budget) for part in message.parts])
+            for message in messages
+        ]
+    )
+
+
+class _InlineBudget:
+    """The bytes of inline media that a prompt may still carry."""
+
+    def __init__(self) -> None:
+        self._left_bytes = MAX_INLINE_BYTES
+
+    def read(self, path: StrPath) -> bytes:
+        # stat first: a file that is too large is rejected without reading it into memory.
+        self.take_file(Path(path).stat().st_size, os.fspath(path))
+        return Path(path).read_bytes()
+
+    def take_file(self, size_bytes: int, name: str) -> None:
+        self.take(size_bytes, name, "put the file below preprocessing's --media-root and pass server_path=")
+
+    def take(self, size_bytes: int, name: str, remedy: str) -> None:
+        if size_bytes > self._left_bytes:
+            raise InvalidRequest(
+                f"{name} has {size_bytes / 2**20:.1f} MiB, a prompt carries at most {MAX_INLINE_BYTES // 2**20} MiB of "
+                f"media ({self._left_bytes / 2**20:.1f} MiB are left): {remedy}"
+            )
+        self._left_bytes -= size_bytes
+
+
+def _part(part: Part, budget: _InlineBudget) -> prompt_pb2.Part:
+    match part:
+        case Text():
+            return _message(prompt_pb2.Part, text=part.text)
+        case Image():
+            sampling = _message(prompt_pb2.FrameSampling, max_pixels=part.max_pixels)
+            return prompt_pb2.Part(image=_media(part, sampling, budget))
+        case Video():
+            sampling = _message(
+                prompt_pb2.FrameSampling,
+                fps=part.fps,
+                min_frames=part.min_frames,
+                max_frames=part.max_frames,
+                max_pixels=part.max_pixels,
+                start_s=part.start_s,
+                end_s=part.end_s,
+            )
+            media = _media(part, sampling, budget)
+            if part.pruning is not None:
+                media.pruning.CopyFrom(pruning_message(part.pruning))
+            return prompt_pb2.Part(video=media)
+
+
+def _media(part: Image | Video, sampling: prompt_pb2.FrameSampling, budget: _InlineBudget) -> prompt_pb2.Media:
+    if part.embeds is not None:
+        return prompt_pb2.Media(embeds=_embeds(part.embeds, budget))
+    if part.server_path is not None:
+        return _message(prompt_pb2.Media, path=part.server_path, frame_sampling=sampling)
+    if part.url is not None:
+        budget.take_file(len(part.url), f"{type(part).__name__}.url")  # a data: URI may be long
+        return _message(prompt_pb2.Media, url=part.url, frame_sampling=sampling)
+    if part.path is not None:
+        return prompt_pb2.Media(data=budget.read(part.path), frame_sampling=sampling)
+    data = part.data or b""
+    budget.take_file(len(data), f"{type(part).__name__}.data")
+    return prompt_pb2.Media(data=data, frame_sampling=sampling)
+
+
+def _embeds(embeds: Embeds, budget: _InlineBudget) -> prompt_pb2.MediaEmbeds:
+    values, shape = embeds.values, embeds.array_shape
+    size_bytes = len(values) if isinstance(values, bytes) else values.nbytes
+    budget.take(size_bytes, "Embeds.values", "send fewer slices, 16-bit values, or the media file")
+    if isinstance(values, np.ndarray):
+        values = values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+    step = embeds.seconds_per_slice
+    return _message(
+        prompt_pb2.MediaEmbeds,
+        tensor=_message(
+            tensor_pb2.Tensor,
+            dtype=_DTYPES[embeds.array_dtype],
+            shape=shape if len(shape) == 3 else (1, *shape),
+            data=values,
+        ),
+        grid=grid_message(embeds.grid),
+        seconds_per_grid=None if step is None else _rational(step),
+        timestamps_s=embeds.timestamps_s,
+    )
+
+
+def _rational(seconds: Fraction | float) -> prompt_pb2.Rational:
+    try:
+        exact = Fraction(str(seconds))
+        return prompt_pb2.Rational(numerator=exact.numerator, denominator=exact.denominator)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"Embeds.seconds_per_slice must be a quotient of two 64-bit integers, got {seconds}"
+        ) from error
+
+
+def pruning_message(pruning: Pruning) -> prompt_pb2.Pruning:
+    return _message(prompt_pb2.Pruning, rate=pruning.rate, method=pruning.method, seed=pruning.seed)
+
+
+def _message(kind: type[M], **fields: Any) -> M:
+    """Raises InvalidRequest naming the first field that cannot hold its value; protobuf's own error names none."""
+    try:
+        return kind(**fields)
+    except (ValueError, OverflowError):
+        for name, value in fields.items():
+            try:
+                kind(**{name: value})
+            except (ValueError, OverflowError) as error:
+                held = _FIELD_TYPES[kind.DESCRIPTOR.fields_by_name[name].cpp_type]
+                told = f"{kind.DESCRIPTOR.name}.{name} must be {held}, got {reprlib.repr(value)}"
+                raise InvalidRequest(told) from error
+        raise
+
+
+# --- responses --------------------------------------------------------------------------------------------------
+
+
+def event_of(response: generation_pb2.GenerateResponse) -> Event:
+    """The event in a response. Raises PeerContract for a kind of event that this client does not know."""
+    match response.WhichOneof("response"):
+        case "accepted":
+            return Accepted(response.accepted.request_id, _usage(response.accepted.usage))
+        case "progress":
+            progress = response.progress
+            return Progress(progress.media_index, progress.decoded_slices, progress.encoded_slices)
+        case "delta":
+            return _delta(response.delta)
+        case "finished":
+            return _finished(response.finished)
+        case _:
+            raise PeerContract("the service sent an unknown kind of event")
+
+
+def _delta(delta: generation_pb2.Delta) -> Delta:
+    for top in delta.top_logprobs:
+        if len(top.token_ids) != len(top.logprobs):
+            raise PeerContract(f"the service sent {len(top.logprobs)} log-probabilities of {len(top.token_ids)} tokens")
+    return Delta(
+        delta.choice_index,
+        delta.text,
+        tuple(delta.token_ids),
+        tuple(delta.logprobs),
+        tuple(tuple(zip(top.token_ids, top.logprobs, strict=True)) for top in delta.top_logprobs),
+    )
+
+
+def _finished(finished: generation_pb2.Finished) -> Finished:
+    if finished.reason not in _REASONS:
+        raise PeerContract(f"the service sent the unknown finish reason {finished.reason}")
+    return Finished(
+        finished.choice_index, _REASONS[finished.reason], _usage(finished.usage), _timings(finished.timings)
+    )
+
+
+def _usage(usage: generation_pb2.Usage) -> Usage:
+    return Usage(
+        prompt_tokens_full=usage.prompt_tokens_full,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        media=tuple(
+            MediaUsage(
+                modality=modality_of(item.modality),
+                grid=Grid(item.grid.t, item.grid.h, item.grid.w),
+                kept_tokens=item.kept_tokens,
+                repaired_frames=item.repaired_frames,
+                first_slice_only=item.first_slice_only,
+            )
+            for item in usage.media
+        ),
+        cached_prompt_tokens=usage.cached_prompt_tokens,
+    )
+
+
+def _timings(timings: generation_pb2.Timings) -> Timings:
+    return Timings(
+        time_to_first_token_s=timings.time_to_first_token_s,
+        fetch_s=timings.fetch_s,
+        plan_s=timings.plan_s,
+        decode_s=timings.decode_s,
+        resize_s=timings.resize_s,
+        wait_for_encoder_s=timings.wait_for_encoder_s,
+        encode_s=timings.encode_s,
+        prune_s=timings.prune_s,
+        transfer_s=timings.transfer_s,
+        wait_for_prefill_s=timings.wait_for_prefill_s,
+        prefill_s=timings.prefill_s,
+        generate_s=timings.generate_s,
+    )

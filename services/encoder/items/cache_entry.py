@@ -1,0 +1,232 @@
+"""A cache entry: the unpruned embeddings of one media item, while they are made and while they are kept.
+
+    reserve ──▶ add_slice × t ────▶ complete ──▶ close
+    (bytes)     (queued for the     (all slices    (bytes released,
+                 tower, in order)    encoded)       queued slices cancelled)
+          └───▶ fill ──────────────▲
+                (embeddings that came with the prompt)
+
+It knows neither gRPC nor where frames come from. It belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic_ns
+
+import torch
+from torch import Tensor
+
+from common.byte_semaphore import ByteSemaphore
+from common.contract.errors import Unavailable
+from common.contract.plan import MediaPlan
+from common.contract.tensors import TensorBuffer
+from services.encoder.items.batcher import Batcher, ForwardTimes
+from services.encoder.pruning.methods import SCORES_BYTES, Scores
+from services.encoder.tower.tower import Tower
+
+# Slices of one entry that may be queued for the tower, in forwards; further slices hold the decoder back.
+_FORWARDS_AHEAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class FrameSlice:
+    """One whole temporal slice of a media item: uint8 [frames, height, width, 3].
+
+    index: its place in the item's grid. decoded_ns, resized_ns: when its last frame left these stages, on this host's
+    monotonic clock.
+    """
+
+    media_index: int
+    index: int
+    frames: TensorBuffer
+    repaired_frames: int
+    decoded_ns: int
+    resized_ns: int
+
+
+@dataclass(slots=True)
+class StageTimes:
+    """When the last slice of an item left each stage, on this host's monotonic clock; None: it skipped the stage.
+
+    begun_ns: when the tower began the last forward. pruned_ns: set for one request's item, not for the shared entry.
+    """
+
+    decoded_ns: int | None = None
+    resized_ns: int | None = None
+    begun_ns: int = 0
+    encoded_ns: int = 0
+    pruned_ns: int = 0
+
+
+class CacheEntry:
+    """Unpruned embeddings of one media item, (1 + levels, tokens, D), and the pruning scores computed from them.
+
+    key: its cache key; None: the entry is never looked up and never kept.
+    waiters: how many requested items wait for it or read it. kept: the cache accounts for it, and it outlives them.
+    cancel_stream: cancels the stream that delivers its slices, unless that stream is wanted for another reason; None
+        while no stream delivers, so that a waiter has to lead.
+    failure: why it will never be complete. The counts of slices never decrease.
+    """
+
+    def __init__(
+        self, key: bytes | None, plan: MediaPlan, tower: Tower, batcher: Batcher, encoding_bytes: ByteSemaphore
+    ) -> None:
+        self.key = key
+        self.plan = plan
+        self.scores: dict[str, Scores] = {}
+        self.waiters = 0
+        self.kept = False
+        self.cancel_stream: Callable[[], None] | None = None
+        self.decoded_slices = 0
+        self.encoded_slices = 0
+        self.repaired_frames = 0
+        self.times = StageTimes()
+        self.queued_ns: int | None = None  # when the first slice was queued for the tower
+        self.entered_ns: int | None = None  # when the first forward with a slice of it began
+        self.failure: BaseException | None = None
+        self._tower = tower
+        self._batcher = batcher
+        self._encoding_bytes = encoding_bytes
+        self._reserved_bytes = 0
+        self._buffer: Tensor | None = None
+        self._slices: list[asyncio.Future[ForwardTimes]] = []
+        self._ahead = asyncio.Semaphore(max(1, _FORWARDS_AHEAD * batcher.budget_tokens // plan.grid.slice_tokens))
+        self._changed = asyncio.Event()
+
+    @property
+    def size_bytes(self) -> int:
+        """What keeping it costs: embeddings, and the scores of every method."""
+        return embeds_bytes(self._tower, self.plan.grid.tokens) + SCORES_BYTES * self.plan.grid.tokens
+
+    @property
+    def embeds(self) -> Tensor:
+        """(1 + levels, tokens, D) of a complete entry. Never written to again."""
+        assert self._buffer is not None
+        assert self.complete
+        return self._buffer
+
+    @property
+    def complete(self) -> bool:
+        return self.failure is None and self.encoded_slices == self.plan.grid.t
+
+    @property
+    def decoded(self) -> bool:
+        return self.decoded_slices == self.plan.grid.t
+
+    @property
+    def needs_stream(self) -> bool:
+        """Whether slices are missing that no stream delivers."""
+        return self.cancel_stream is None and self.failure is None and not self.decoded
+
+    async def changed(self) -> None:
+        """Waits until a slice is decoded or encoded, a stream begins or ends, or the entry fails."""
+        await self._changed.wait()
+
+    def notify(self) -> None:
+        """Wakes everything that waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def fail(self, error: BaseException) -> None:
+        """Fails the entry, and so all its waiters, unless it has failed before."""
+        self.failure = self.failure or error
+        self.notify()
+
+    def end_stream(self, cancel_stream: Callable[[], None]) -> None:
+        """Notes that the stream with this `cancel_stream` delivers no more; ignored if another one has taken over."""
+        if self.cancel_stream == cancel_stream:
+            self.cancel_stream = None
+        self.notify()
+
+    async def reserve(self) -> None:
+        """Waits for bytes for all embeddings and allocates them; returns at once if the entry has them already.
+
+        Holds nothing if it raises.
+        """
+        if self._buffer is not None:
+            return
+        size_bytes = embeds_bytes(self._tower, self.plan.grid.tokens)
+        await self._encoding_bytes.reserve(size_bytes)
+        self._reserved_bytes = size_bytes
+        shape = (1 + self._tower.embed_levels, self.plan.grid.tokens, self._tower.embed_dim)
+        try:
+            self._buffer = torch.empty(shape, dtype=self._tower.dtype, device=self._tower.device)
+        except BaseException:  # the device may be out of memory; the next leader reserves again
+            self.release_reservation()
+            raise
+
+    async def add_slice(self, piece: FrameSlice) -> None:
+        """Queues the next slice for the tower; waits while enough slices of this entry are queued.
+
+        Slices that it has are skipped: a stream that takes over from a failed one starts at slice 0.
+        Raises Unavailable, and fails the entry, once the tower accepts no more slices.
+        """
+        if piece.index < self.decoded_slices:
+            return
+        assert piece.index == self.decoded_slices
+        self.repaired_frames += piece.repaired_frames
+        self.times.decoded_ns, self.times.resized_ns = piece.decoded_ns, piece.resized_ns
+        self.decoded_slices += 1
+        self.queued_ns = self.queued_ns or monotonic_ns()
+        self.notify()
+        await self._ahead.acquire()
+        if self._buffer is None or self.failure is not None:  # closed or failed while it waited
+            self._ahead.release()
+            return
+        start = piece.index * self.plan.grid.slice_tokens
+        pixels = torch.frombuffer(piece.frames.data, dtype=torch.uint8).view(piece.frames.shape)
+        target = self._buffer[:, start : start + self.plan.grid.slice_tokens]
+        try:
+            submitted = self._batcher.submit(pixels, target)
+        except Unavailable as error:
+            self._ahead.release()
+            self.fail(error)
+            raise
+        encoded = asyncio.wrap_future(submitted)
+        encoded.add_done_callback(self._slice_done)
+        self._slices.append(encoded)
+
+    async def fill(self, embeds: Tensor) -> None:
+        """Copies embeddings that came with the prompt, (1 + levels, tokens, D), any float dtype."""
+        assert self._buffer is not None
+        self.times.begun_ns = monotonic_ns()
+        await asyncio.to_thread(self._buffer.copy_, embeds)
+        self.times.encoded_ns = monotonic_ns()
+        self.decoded_slices = self.encoded_slices = self.plan.grid.t
+        self.notify()
+
+    def release_reservation(self) -> None:
+        """Releases its bytes of the semaphore, and keeps the buffer; may be called twice."""
+        if self._reserved_bytes:
+            self._encoding_bytes.release(self._reserved_bytes)
+            self._reserved_bytes = 0
+
+    def close(self) -> None:
+        """Removes its slices from the tower's queue and frees buffer and bytes; may be called twice."""
+        slices, self._slices = self._slices, []
+        for encoded in slices:
+            encoded.cancel()
+        self._buffer = None
+        self.release_reservation()
+
+    def _slice_done(self, encoded: asyncio.Future[ForwardTimes]) -> None:
+        self._ahead.release()
+        if encoded.cancelled():
+            return
+        if error := encoded.exception():
+            self.fail(error)
+            return
+        forward = encoded.result()
+        self.entered_ns = self.entered_ns or forward.begun_ns
+        self.times.begun_ns = max(self.times.begun_ns, forward.begun_ns)
+        self.times.encoded_ns = max(self.times.encoded_ns, forward.ended_ns)
+        self.encoded_slices += 1
+        self.notify()
+
+
+def embeds_bytes(tower: Tower, tokens: int) -> int:
+    """Bytes of the embeddings of `tokens` tokens, all levels."""
+    return (1 + tower.embed_levels) * tokens * tower.embed_dim * tower.dtype.itemsize

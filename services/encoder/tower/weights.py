@@ -1,0 +1,103 @@
+"""Weights of a vision tower: found by prefix in a checkpoint's files, read to the device, checked against the module.
+
+It knows no family: a family's file makes the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
+
+PATCH_EMBED = "patch_embed.proj."
+
+_KEYS_NAMED = 5  # in an error
+_STORED = ("F64", "F32", "F16", "BF16")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a checkpoint's file. name: its full name there. dtype: by safetensors' name."""
+
+    path: Path
+    name: str
+    dtype: str
+
+
+def find_weights(checkpoint: Checkpoint, prefixes: Sequence[str]) -> dict[str, Stored]:
+    """The tensors under the first of `prefixes` that occurs in the checkpoint, by name without the prefix."""
+    found: dict[str, dict[str, Stored]] = {prefix: {} for prefix in prefixes}
+    for path in checkpoint.weight_files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                prefix = next((each for each in prefixes if name.startswith(each)), None)
+                if prefix is not None:
+                    stored = Stored(path, name, file.get_slice(name).get_dtype())
+                    found[prefix][name.removeprefix(prefix)] = stored
+    return next((weights for weights in found.values() if weights), {})
+
+
+def read_weights(stored: Mapping[str, Stored], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Reads tensors one by one, straight to the device, and converts them to `dtype`.
+
+    Those of the patch embedding keep their stored dtype: normalisation is folded into them before they are rounded.
+    """
+    weights: dict[str, Tensor] = {}
+    for path in {each.path for each in stored.values()}:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            for name, each in stored.items():
+                if each.path == path:
+                    tensor = file.get_tensor(each.name)
+                    weights[name] = tensor if name.startswith(PATCH_EMBED) else tensor.to(dtype)
+    return weights
+
+
+def fill(module: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Puts `weights` into a module that was made on the meta device.
+
+    Raises StartupError naming the tensors that are missing, unknown to the module, or of another shape.
+    """
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    wrong = [
+        f"{name} has the shape {list(weights[name].shape)}, the config says {list(shape)}"
+        for name, shape in expected.items()
+        if name in weights and tuple(weights[name].shape) != shape
+    ]
+    complaints = {
+        "lacks": sorted(expected.keys() - weights.keys()),
+        "has unknown": sorted(weights.keys() - expected.keys()),
+        "does not fit its config:": wrong,
+    }
+    found = [f"{what} {_first_of(names)}" for what, names in complaints.items() if names]
+    if found:
+        raise StartupError(f"the checkpoint's vision tower {'; it '.join(found)}")
+    module.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
+
+
+def choose_dtype(stored: Mapping[str, Stored], wanted: str) -> torch.dtype:
+    """The dtype to run in: `wanted`, or for "auto" bfloat16 if every tensor is stored so, else float32.
+
+    Raises StartupError for a quantised tower.
+    """
+    for each in stored.values():
+        if each.dtype not in _STORED:
+            raise StartupError(
+                f"the checkpoint's vision tower is quantised, {each.name} to {each.dtype}; only the language model's "
+                f"weights may be"
+            )
+    if wanted != "auto":
+        return _DTYPES[wanted]
+    return torch.bfloat16 if {each.dtype for each in stored.values()} == {"BF16"} else torch.float32
+
+
+def _first_of(names: Sequence[str]) -> str:
+    more = len(names) - _KEYS_NAMED
+    return ", ".join(names[:_KEYS_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,59 @@
+"""Metrics and trace spans of decoding and resizing one media item. A worker alternates between both, slice by slice.
+
+selected ── decode ── resize ── decode ── resize ── done        one span for each stage, and its busy time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic_ns
+
+from common.telemetry.metrics import STAGE_BUSY_SECONDS
+from common.telemetry.tracing import record
+from services.preprocessing.video.slices import Slice
+
+
+class DecodeStats:
+    """Collects the times of one item's slices, from its selection on."""
+
+    def __init__(self, media_index: int) -> None:
+        self._media_index = media_index
+        self._began_ns = monotonic_ns()
+        self._frames = 0
+        self._decode_s = 0.0
+        self._resize_s = 0.0
+        self._decoded_ns = 0
+        self._resizing_ns = 0
+        self._resized_ns = 0
+
+    def add(self, made: Slice) -> None:
+        self._frames += len(made.pixels)
+        self._decode_s += made.decode_s
+        self._resize_s += made.resize_s
+        self._resizing_ns = self._resizing_ns or made.decoded_ns
+        self._decoded_ns, self._resized_ns = made.decoded_ns, made.resized_ns
+
+    def report(self, error: BaseException | None) -> None:
+        """Records the metrics and spans. error: the exception that ended the item, if any."""
+        STAGE_BUSY_SECONDS.labels("decode").observe(self._decode_s)
+        STAGE_BUSY_SECONDS.labels("resize").observe(self._resize_s)
+        now_ns = monotonic_ns()
+        item = {"media_index": self._media_index, "frames": self._frames}
+        decoded_ns, resized_ns = (self._decoded_ns, self._resized_ns) if error is None else (now_ns, now_ns)
+        # `min`: times come from a worker, which is not trusted.
+        record("decode", self._began_ns, min(decoded_ns, now_ns), error, busy_s=self._decode_s, **item)
+        if self._frames:
+            record("resize", self._resizing_ns, min(resized_ns, now_ns), error, busy_s=self._resize_s, **item)
+
+
+@contextmanager
+def recording_decode(media_index: int) -> Iterator[DecodeStats]:
+    """Collects the stats of one item inside the block, and reports them when it is left."""
+    stats = DecodeStats(media_index)
+    try:
+        yield stats
+    except BaseException as error:
+        stats.report(error)
+        raise
+    stats.report(None)

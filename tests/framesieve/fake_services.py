@@ -1,0 +1,160 @@
+"""Hand-written services for tests of the command: fixed responses, recorded requests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import grpc
+import numpy as np
+
+from common.channels import DETAILS_KEY, status_details
+from common.contract.errors import MediaDamaged
+from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from common.contract.tensors import DType
+from common.contract.wire import int32_tensor, plan_messages, tensor_chunks
+from framesieve.v1 import (
+    encoder_pb2,
+    encoder_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    preprocessing_pb2,
+    preprocessing_pb2_grpc,
+    prompt_pb2,
+)
+
+FRAME_PX = 56
+GRID = Grid(t=2, h=2, w=2)
+PLAN = PromptPlan(
+    input_ids=np.arange(10, dtype=np.int32),
+    positions=np.zeros((3, 10), dtype=np.int32),
+    media=(
+        MediaPlan(
+            modality=Modality.VIDEO,
+            grid=GRID,
+            runs=(Run(1, 8),),
+            frames=4,
+            frame_height_px=FRAME_PX,
+            frame_width_px=FRAME_PX,
+            seconds_per_grid=Fraction(1),
+            timestamps_s=(0.0, 0.5, 1.0, 1.5),
+            content_hash=bytes(32),
+        ),
+    ),
+    embed_levels=0,
+    fingerprint=bytes(32),
+)
+
+# As a family with 32-pixel tokens, text between the slices and deepstack would be planned.
+SLICES_APART = PromptPlan(
+    input_ids=np.arange(24, dtype=np.int32),
+    positions=np.zeros((3, 24), dtype=np.int32),
+    media=(
+        MediaPlan(
+            modality=Modality.VIDEO,
+            grid=Grid(t=2, h=2, w=3),
+            runs=(Run(6, 6), Run(17, 6)),
+            frames=4,
+            frame_height_px=64,
+            frame_width_px=96,
+            seconds_per_grid=Fraction(1),
+            timestamps_s=(0.0, 0.5, 1.0, 1.5),
+            content_hash=bytes(32),
+        ),
+    ),
+    embed_levels=3,
+    fingerprint=bytes(32),
+)
+
+
+COMPLETIONS = (("A red ", "ball ⚽"), ("Some", "thing"), ("", ""))
+
+
+class FakeServices(
+    generation_pb2_grpc.GenerationServiceServicer,
+    encoder_pb2_grpc.EncoderServiceServicer,
+    preprocessing_pb2_grpc.PreprocessingServiceServicer,
+):
+    """All three services. `kept` is the encoder's result (None: the field is unset).
+
+    Completions arrive interleaved, and the last of them finishes first.
+    """
+
+    def __init__(self) -> None:
+        self.plan = PLAN
+        self.kept: list[int] | None = [0, 1, 2, 3]
+        self.refusal: MediaDamaged | None = None
+        self.asked: list[Any] = []
+        self.hang = threading.Event()
+        self.cancelled = threading.Event()
+
+    def Generate(self, request: Any, context: Any) -> Iterator[Any]:
+        self.asked.append(request)
+        context.add_callback(self.cancelled.set)
+        if self.refusal:
+            details = status_details(self.refusal).SerializeToString()
+            context.set_trailing_metadata(((DETAILS_KEY, details),))
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(self.refusal))
+        video = generation_pb2.MediaUsage(
+            modality=prompt_pb2.MODALITY_VIDEO,
+            grid=prompt_pb2.Grid(t=2, h=2, w=2),
+            kept_tokens=4,
+            repaired_frames=3,
+            first_slice_only=True,
+        )
+        usage = generation_pb2.Usage(prompt_tokens_full=12, prompt_tokens=8, media=[video])
+        yield generation_pb2.GenerateResponse(accepted=generation_pb2.Accepted(request_id="r1", usage=usage))
+        yield generation_pb2.GenerateResponse(
+            progress=encoder_pb2.MediaProgress(media_index=0, decoded_slices=2, encoded_slices=1)
+        )
+        indices = range(request.sampling.n or 1)
+        for index in indices:
+            yield self._delta(request.sampling, index, COMPLETIONS[index][0], 1)
+        if self.hang.is_set():
+            self.cancelled.wait(20)
+        for index in indices:
+            yield self._delta(request.sampling, index, COMPLETIONS[index][1], 2)
+        usage.completion_tokens = 2
+        for index in reversed(indices):
+            yield generation_pb2.GenerateResponse(
+                finished=generation_pb2.Finished(
+                    choice_index=index,
+                    reason=generation_pb2.FINISH_REASON_STOP,
+                    usage=usage,
+                    timings=generation_pb2.Timings(time_to_first_token_s=0.5, decode_s=0.5, generate_s=0.25),
+                )
+            )
+
+    def _delta(self, sampling: Any, index: int, text: str, token_id: int) -> Any:
+        delta = generation_pb2.Delta(choice_index=index, text=text, token_ids=[token_id])
+        if sampling.logprobs:
+            delta.logprobs.append(-0.5)
+        if sampling.top_logprobs:
+            delta.top_logprobs.add(token_ids=[token_id, 9], logprobs=[-0.5, -1.5])
+        return generation_pb2.GenerateResponse(delta=delta)
+
+    def Preprocess(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
+        self.asked.append(next(requests).prompt)
+        for plan in plan_messages(self.plan):
+            yield preprocessing_pb2.PreprocessResponse(plan=plan)
+        assert next(requests).select.all
+        for first in (0, 2):
+            shape = (2, self.plan.media[0].frame_height_px, self.plan.media[0].frame_width_px, 3)
+            frames = np.full(shape, 40 + 50 * first, dtype=np.uint8)
+            for chunk in tensor_chunks(DType.UINT8, shape, frames.data):
+                yield preprocessing_pb2.PreprocessResponse(
+                    frames=preprocessing_pb2.FramesChunk(first_frame=first, chunk=chunk, repaired_frames=first)
+                )
+
+    def Encode(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
+        self.asked.append(next(requests).prompt)
+        for plan in plan_messages(self.plan):
+            yield encoder_pb2.EncodeResponse(plan=plan)
+        assert next(requests).select.all
+        count = self.plan.media[0].grid.tokens if self.kept is None else len(self.kept)
+        shape = (1 + self.plan.embed_levels, count, 4)
+        kept = None if self.kept is None else int32_tensor(np.array(self.kept, dtype=np.int32))
+        for chunk in tensor_chunks(DType.FLOAT32, shape, np.zeros(shape, dtype=np.float32).data):
+            yield encoder_pb2.EncodeResponse(embeds=encoder_pb2.EmbedsChunk(kept=kept, chunk=chunk))

@@ -1,0 +1,66 @@
+"""Stand-ins for the three services, for tests of what starts them: gRPC health servers that misbehave by flags.
+
+Flags come from the command line, and for all of them from the variable MORE. Each stand-in writes to the folder RECORD:
+its arguments, a file `<name>.terminating` on SIGTERM, and its name to `stopped` when it ends.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+STAND_IN = """
+import argparse, os, pathlib, signal, sys, time
+
+parser = argparse.ArgumentParser()
+for name in ("listen", "metrics-port", "drain-s", "model", "media-root", "preprocessing", "encoder", "extra"):
+    parser.add_argument("--" + name)
+for name in ("refuse-to-start", "never-ready", "ignore-sigterm", "cut-off", "end-by-itself"):
+    parser.add_argument("--" + name, action="store_true")
+arguments = parser.parse_args([*sys.argv[1:], *os.environ.get("MORE", "").split()])
+name = pathlib.Path(sys.argv[0]).stem
+record = pathlib.Path(os.environ["RECORD"])
+print(name, "says hello", flush=True)
+(record / f"{name}.arguments").write_text(repr(vars(arguments)))
+if arguments.refuse_to_start:
+    print("cannot start: a weight is missing", file=sys.stderr)
+    sys.exit(2)
+if arguments.never_ready:
+    time.sleep(60)
+
+from concurrent import futures  # imported here because it is slow
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+
+stopping = False
+
+def on_term(*_):
+    global stopping
+    stopping = not arguments.ignore_sigterm
+    (record / f"{name}.terminating").touch()
+
+signal.signal(signal.SIGTERM, on_term)
+server = grpc.server(futures.ThreadPoolExecutor(2))
+health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+server.add_insecure_port(arguments.listen)
+server.start()
+while not stopping:
+    time.sleep(0.02)
+    if arguments.end_by_itself and (record / "end").exists():
+        sys.exit(1)
+with (record / "stopped").open("a") as file:
+    file.write(name + "\\n")
+sys.exit(3 if arguments.cut_off else 0)
+"""
+
+
+def write_stand_ins(folder: Path) -> None:
+    (folder / "services").mkdir()
+    (folder / "services" / "__init__.py").touch()
+    for name in ("preprocessing", "encoder", "generation"):
+        (folder / "services" / f"{name}.py").write_text(STAND_IN)
+
+
+def stopped(record: Path) -> list[str]:
+    """The names of the stand-ins that have ended by SIGTERM, in order."""
+    path = record / "stopped"
+    return path.read_text().split() if path.exists() else []

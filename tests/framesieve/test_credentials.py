@@ -1,0 +1,89 @@
+"""TLS files and tokens of the client: incomplete settings are rejected, and secrets are never printed."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from common.channels import open_channel
+from common.contract.errors import StartupError, Unavailable
+from common.security.certificates import read_pair
+from common.security.credentials import NO_CREDENTIALS
+from framesieve import FramesieveClient
+from framesieve.cli.options import access_of
+from framesieve.cli.terminal import reported_errors
+from framesieve.client.credentials import Access, credentials_of
+from tests.certificates import Authority
+
+TOKEN = "alice-0123456789abcdef"
+
+
+def test_without_settings_the_connection_is_plaintext_and_sends_no_token() -> None:
+    assert credentials_of(Access()) == NO_CREDENTIALS
+    assert NO_CREDENTIALS.metadata == ()
+    assert NO_CREDENTIALS.for_channel("10.0.0.7:50053") is None
+
+
+def test_settings_become_the_credentials_of_a_channel_except_on_unix_sockets(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    own = authority.issue("alice.test")
+    access = Access(tls_ca=str(authority.path), tls_cert=own.cert, tls_key=str(own.key), token=TOKEN)
+    credentials = credentials_of(access)
+    assert credentials.authorities == authority.path.read_bytes()
+    assert credentials.pair == read_pair(own.cert, own.key, ssl.Purpose.CLIENT_AUTH)
+    assert credentials.metadata == (("authorization", f"Bearer {TOKEN}"),)
+    assert credentials.for_channel("10.0.0.7:50053") is not None
+    assert credentials.for_channel("unix:/run/generation.sock") is None
+    assert TOKEN not in repr(credentials)
+    assert "PRIVATE" not in repr(credentials)
+
+
+@pytest.mark.parametrize(
+    ("access", "told"),
+    [
+        ({"tls_cert": "c.pem", "tls_ca": "ca.pem"}, "--tls-cert c.pem needs --tls-key, which is not set"),
+        ({"tls_key": "k.pem", "tls_ca": "ca.pem"}, "--tls-key k.pem needs --tls-cert, which is not set"),
+        ({"tls_cert": "c.pem", "tls_key": "k.pem"}, "--tls-cert c.pem needs --tls-ca, which is not set"),
+        ({"tls_ca": "/missing.pem"}, "--tls-ca /missing.pem cannot be read: No such file or directory"),
+        ({"token": "short"}, "token: a token has at least 16 characters, here are 5"),
+        ({"token": f"{TOKEN}\n"}, "token: a token is made of letters, digits and -._~+/, with = at its end alone"),
+    ],
+)
+def test_incomplete_or_invalid_settings_are_rejected(access: Any, told: str) -> None:
+    with pytest.raises(StartupError) as info:
+        FramesieveClient("127.0.0.1:1", **access)
+    assert str(info.value) == told
+
+
+def test_tls_takes_no_list_of_addresses_because_no_certificate_matches_it(tmp_path: Path) -> None:
+    credentials = credentials_of(Access(tls_ca=Authority(tmp_path).path))
+    with pytest.raises(StartupError, match=r"one name, not a list, got 127\.0\.0\.1:1,127\.0\.0\.1:2"):
+        open_channel("127.0.0.1:1,127.0.0.1:2", credentials)
+
+
+def test_a_connection_closed_by_a_tls_listener_is_reported_with_the_tls_flags(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = Unavailable("generation cannot be reached", "generation")
+    error.add_note("last error: UNAVAILABLE: ipv4:10.0.0.7:50053: Socket closed")
+    with pytest.raises(typer.Exit), reported_errors("10.0.0.7:50053"):
+        raise error
+    assert "--tls-ca" in capsys.readouterr().err
+
+
+def test_the_command_reads_its_token_from_the_file_or_else_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+
+    def token(token_file: Path | None) -> str | None:
+        return access_of(None, None, None, token_file, False)["token"]
+
+    assert (token(None), token(path)) == (None, TOKEN)
+    monkeypatch.setenv("FRAMESIEVE_TOKEN", "bob-fedcba9876543210")
+    assert (token(None), token(path)) == ("bob-fedcba9876543210", TOKEN)

@@ -1,0 +1,259 @@
+"""Media, embeddings and options as protobuf requests, and the values that no request can express."""
+
+from __future__ import annotations
+
+import re
+import struct
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from common.contract import errors
+from framesieve import Embeds, Grid, Image, Message, Pruning, Text, Video
+from framesieve.cli.inspection import inspect_media
+from framesieve.client.messages import generate_request, prompt_message
+from framesieve.client.prompt import IMAGE_SUFFIXES, Options, user_turn
+from framesieve.v1 import prompt_pb2, tensor_pb2
+from framesieve.v1.generation_pb2 import Sampling
+from services.preprocessing.video import pictures
+
+MIB = 2**20
+GRID = Grid(1, 1, 2)
+ROWS = np.array([[1, 2, 3], [4, 5, 6]], dtype=np.float32)
+
+
+def parts_of(media: Any, question: str = "?") -> Any:
+    (message,) = prompt_message([user_turn(media, question)]).messages
+    return message.parts
+
+
+def sent(part: Image | Video) -> prompt_pb2.Media:
+    """The part as it is in a prompt."""
+    (message,) = prompt_message([Message("user", (part,))]).messages
+    return message.parts[0].image if isinstance(part, Image) else message.parts[0].video
+
+
+def rejected(message: str) -> Any:
+    return pytest.raises(errors.InvalidRequest, match=message)
+
+
+# --- media ------------------------------------------------------------------------------------------------------
+
+
+def test_media_precede_the_question_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "http:").mkdir()
+    (tmp_path / "http:" / "clip.mp4").write_bytes(b"clip")  # looks like a URL but is a path
+    (tmp_path / "photo.PNG").write_bytes(b"photo")
+    monkeypatch.chdir(tmp_path)
+    media = ["http:/clip.mp4", tmp_path / "photo.PNG", Text("and"), Video(server_path="films/a.mp4")]
+    clip, photo, text, film, question = parts_of(media, "What differs?")
+    assert (clip.video.data, photo.image.data, text.text) == (b"clip", b"photo", "and")
+    assert (film.video.path, question.text) == ("films/a.mp4", "What differs?")
+    assert [part.text for part in parts_of(None, "Hello?")] == ["Hello?"]
+
+
+@pytest.mark.parametrize(
+    ("location", "kind"),
+    [
+        ("http://a.test/clip.mp4", "video"),
+        ("HTTPS://a.test/clip", "video"),
+        ("https://a.test/photo.PNG", "image"),
+        ("https://a.test/photo%2Ejpg?width=9#there", "image"),
+        ("https://a.test/clip.mp4?poster=photo.png", "video"),
+        ("https://a.test?x=/photo.png", "video"),
+        ("http://[/photo.png", "image"),
+        ("data:image/png;base64,AAAA", "image"),
+        ("data:video/mp4;base64,AAAA", "video"),
+        ("data:,photo.png", "video"),
+    ],
+)
+def test_a_url_is_an_image_or_a_video_by_its_suffix_or_type(location: str, kind: str) -> None:
+    part = parts_of(location)[0]
+    assert part.WhichOneof("content") == kind
+    assert getattr(part, kind).url == location
+
+
+def test_every_format_that_preprocessing_reads_as_a_still_image_is_sent_as_one() -> None:
+    registered = PIL.Image.registered_extensions()
+    read = {suffix for suffix, format_ in registered.items() if format_ in pictures._FORMATS}
+    assert read - {".apng", ".avifs"} == IMAGE_SUFFIXES
+
+
+def test_sampling_options_and_pruning_of_a_video_are_sent_and_unset_ones_are_not() -> None:
+    video = sent(Video(url="http://a.test/y", fps=4, max_frames=8, start_s=0.0, pruning=Pruning(0.5, "random", seed=0)))
+    sampling = video.frame_sampling
+    assert (sampling.fps, sampling.max_frames, sampling.HasField("start_s"), sampling.HasField("end_s")) == (
+        4, 8, True, False,
+    )  # fmt: skip
+    assert (video.pruning.rate, video.pruning.method, video.pruning.HasField("seed")) == (0.5, "random", True)
+    image = sent(Image(url="https://a.test/x?sig=%2F", max_pixels=784))
+    assert (image.url, image.frame_sampling.max_pixels) == ("https://a.test/x?sig=%2F", 784)
+
+
+@pytest.mark.parametrize("sources", [{}, {"data": b"x", "server_path": "a"}, {"url": "http://a/", "path": "a"}])
+def test_media_without_exactly_one_source_are_rejected(sources: dict[str, Any]) -> None:
+    with rejected("exactly one of path, data, server_path, url and embeds"):
+        Video(**sources)
+
+
+# --- options ----------------------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": 60, "temperature": 0.0, "top_p": 0.25, "top_k": 0, "seed": 0, "stop": ["x", "y"],
+    "logprobs": True, "min_p": 0.0, "repetition_penalty": 1.5, "presence_penalty": 0.0, "frequency_penalty": -2.0, "top_logprobs": 20,
+    "stop_token_ids": (5, 6), "n": 1, "ignore_eos": True,
+}  # fmt: skip
+
+
+def test_every_option_is_sent_and_missing_or_none_leaves_its_field_unset() -> None:
+    assert set(OPTIONS) == set(Sampling.DESCRIPTOR.fields_by_name)
+    asked = generate_request([], Options(**OPTIONS, pruning_rate=0.75, request_id="mine", adapter=""))  # type: ignore[typeddict-item]
+    assert asked.sampling == Sampling(**OPTIONS)
+    assert (asked.pruning.rate, asked.request_id, asked.HasField("adapter")) == (0.75, "mine", True)
+    plain = generate_request([], dict.fromkeys([*OPTIONS, "adapter", "pruning_rate"]))  # type: ignore[arg-type]
+    assert plain.sampling == Sampling()
+    assert (plain.pruning.rate, plain.HasField("adapter")) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("question", "options", "message"),
+    [
+        ("?", {"stop": "word"}, "stop must be a sequence of strings, got the string 'word'"),
+        ("?", {"top_k": 2**40}, "Sampling.top_k must be a 32-bit integer, got 1099511627776"),
+        ("?", {"seed": 2**70}, "Sampling.seed must be a 64-bit integer, got 1180591620717411303424"),
+        (
+            "?",
+            {"stop_token_ids": [1, 2**40]},
+            "Sampling.stop_token_ids must be a 32-bit integer, got [1, 1099511627776]",
+        ),
+        ("?", {"temperature": 10**400}, "Sampling.temperature must be a 64-bit float, got 1000"),
+        ("?", {"stop": ["\udcff"]}, r"Sampling.stop must be text in Unicode, got ['\udcff']"),
+        ("?", {"adapter": "\udcff"}, r"GenerateRequest.adapter must be text in Unicode, got '\udcff'"),
+        ("What\udcff", {}, r"Part.text must be text in Unicode, got 'What\udcff'"),
+    ],
+)
+def test_an_option_that_its_field_cannot_hold_is_rejected_by_name(question: str, options: Any, message: str) -> None:
+    with rejected(re.escape(message)):
+        generate_request([user_turn(None, question)], options)
+
+
+@pytest.mark.parametrize(
+    ("media", "message"),
+    [
+        (Video(data=b"", max_frames=2**33), "FrameSampling.max_frames must be a 32-bit integer, got 8589934592"),
+        (Image(data=b"", max_pixels=2**70), "FrameSampling.max_pixels must be a 64-bit integer"),
+        (Video(url="http://a.test/\udcff"), "Media.url must be text in Unicode"),
+        (Video(server_path="\udcff"), "Media.path must be text in Unicode"),
+        (Video(embeds=Embeds(b"", Grid(1, 1, 1), dtype="float32", shape=(2**70, 1))), "Tensor.shape must be a 64-bit"),
+    ],
+)
+def test_media_that_their_field_cannot_hold_are_rejected_by_name(media: Image | Video, message: str) -> None:
+    with rejected(re.escape(message)):
+        sent(media)
+
+
+# --- embeddings -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "data"),
+    [
+        (ROWS, tensor_pb2.DTYPE_FLOAT32, struct.pack("<6f", 1, 2, 3, 4, 5, 6)),
+        (ROWS.astype(np.float16), tensor_pb2.DTYPE_FLOAT16, struct.pack("<6e", 1, 2, 3, 4, 5, 6)),
+        (ROWS.astype(">f4"), tensor_pb2.DTYPE_FLOAT32, struct.pack("<6f", 1, 2, 3, 4, 5, 6)),
+        (np.asfortranarray(ROWS), tensor_pb2.DTYPE_FLOAT32, struct.pack("<6f", 1, 2, 3, 4, 5, 6)),
+        (ROWS[::-1, ::2], tensor_pb2.DTYPE_FLOAT32, struct.pack("<4f", 4, 6, 1, 3)),
+    ],
+    ids=["float32", "float16", "big-endian", "Fortran order", "view"],
+)
+def test_an_array_is_sent_little_endian_and_in_c_order(values: Any, dtype: int, data: bytes) -> None:
+    media = sent(Image(embeds=Embeds(values, GRID)))
+    tensor = media.embeds.tensor
+    assert (tensor.dtype, tensor.data, list(tensor.shape)) == (dtype, data, [1, *values.shape])
+    assert not media.HasField("frame_sampling")
+    levels = sent(Image(embeds=Embeds(np.stack([values, values]), GRID))).embeds.tensor
+    assert (levels.data, list(levels.shape)) == (2 * data, [2, *values.shape])
+
+
+def test_bfloat16_is_sent_as_its_bytes() -> None:
+    rows = torch.tensor(ROWS).bfloat16()
+    raw = rows.view(torch.uint8).numpy().tobytes()
+    tensor = sent(Image(embeds=Embeds(raw, GRID, dtype="bfloat16", shape=rows.shape))).embeds.tensor
+    assert (tensor.dtype, list(tensor.shape)) == (tensor_pb2.DTYPE_BFLOAT16, [1, 2, 3])
+    assert tensor.data == b"".join(struct.pack(">f", value)[1::-1] for value in range(1, 7))  # a float32's upper half
+
+
+@pytest.mark.parametrize(
+    ("seconds", "numerator", "denominator"),
+    [(0.1, 1, 10), (Fraction(1001, 15000), 1001, 15000), (2, 2, 1), (np.float32(0.3), 3, 10)],
+)
+def test_seconds_per_slice_are_exact_and_floats_are_read_as_their_shortest_decimal(
+    seconds: Any, numerator: int, denominator: int
+) -> None:
+    embeds = sent(Video(embeds=Embeds(ROWS, GRID, seconds_per_slice=seconds))).embeds
+    assert embeds.seconds_per_grid == prompt_pb2.Rational(numerator=numerator, denominator=denominator)
+    assert not embeds.timestamps_s
+
+
+def test_embeddings_of_a_video_may_have_timestamps_and_a_pruning() -> None:
+    embeds = Embeds(ROWS, Grid(2, 1, 1), timestamps_s=(0.25, 1.75))
+    media = sent(Video(embeds=embeds, pruning=Pruning(0.5, "vidcom2")))
+    grid = media.embeds.grid
+    assert (grid.t, grid.h, grid.w, list(media.embeds.timestamps_s)) == (2, 1, 1, [0.25, 1.75])
+    assert not media.embeds.HasField("seconds_per_grid")
+    assert (media.pruning.rate, media.pruning.method) == (0.5, "vidcom2")
+
+
+@pytest.mark.parametrize(
+    ("values", "more", "message"),
+    [
+        (ROWS.astype(np.float64), {}, "must be float16, bfloat16, float32, got float64"),
+        (ROWS[0], {}, r"\[tokens, D\] or \[1 \+ levels, tokens, D\], got \[3\]"),
+        (ROWS[None, None], {}, r"got \[1, 1, 2, 3\]"),
+        (torch.tensor(ROWS), {}, "must be a numpy array or bytes, got Tensor"),
+        (b"12", {"dtype": "bfloat16"}, "Embeds.shape must be set"),
+        (b"12", {"shape": (1, 1)}, "Embeds.dtype must be set"),
+        (b"12", {"dtype": "float8", "shape": (1, 2)}, "got float8"),
+        (ROWS, {"dtype": "float32"}, "Embeds.dtype must be set if values are bytes"),
+        (ROWS, {"shape": (2, 3)}, "Embeds.shape must be set if values are bytes"),
+    ],
+)
+def test_values_of_another_type_or_shape_are_rejected(values: Any, more: dict[str, Any], message: str) -> None:
+    with rejected(message):
+        Embeds(values, GRID, **more)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 1e-300, Fraction(1, 2**63), 1e20])
+def test_a_step_that_is_no_quotient_of_64_bit_integers_is_rejected(seconds: Any) -> None:
+    with rejected("Embeds.seconds_per_slice must be a quotient of two 64-bit integers"):
+        sent(Video(embeds=Embeds(ROWS, GRID, seconds_per_slice=seconds)))
+
+
+async def test_options_about_frames_are_rejected_with_embeddings() -> None:
+    embeds = Embeds(ROWS, GRID, seconds_per_slice=1)
+    for field in ("fps", "min_frames", "max_frames", "max_pixels", "start_s", "end_s"):
+        with rejected(rf"Video\.{field} must not be set with embeds"):
+            Video(embeds=embeds, **{field: 0})  # type: ignore[arg-type]
+    with rejected(r"Image\.max_pixels must not be set with embeds"):
+        Image(embeds=embeds, max_pixels=784)
+    with rejected(r"Video\.embeds cannot be drawn"):
+        await inspect_media("unix:/nothing", "unix:/nothing", Video(embeds=embeds), Pruning())
+
+
+def test_embeddings_files_and_urls_share_sixteen_mebibytes() -> None:
+    rows = np.zeros((2**12, 2**10 - 1), dtype=np.float32)  # 16 KiB are left
+    fits, too_large = Image(data=bytes(2**14)), Image(data=bytes(2**14 + 1))
+    for values, raw in ((rows, {}), (rows.tobytes(), {"dtype": "float32", "shape": rows.shape})):
+        video = Video(embeds=Embeds(values, Grid(1, 64, 64), seconds_per_slice=1, **raw))  # type: ignore[arg-type]
+        assert prompt_message([Message("user", (fits, video))]).ByteSize() > 16 * MIB
+        with rejected(r"Embeds\.values has 16\.0 MiB, a prompt carries at most 16 MiB of media"):
+            prompt_message([Message("user", (too_large, video))])
+        with rejected(r"Image\.data has 0\.0 MiB"):
+            prompt_message([Message("user", (video, too_large))])
+    with rejected(r"Video\.url has 16\.0 MiB, a prompt carries at most 16 MiB"):
+        parts_of("data:," + "x" * 16 * MIB)

@@ -1,0 +1,327 @@
+"""Plans of encoded media have the tokens, runs and positions of transformers, and positions follow the formula."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache, cached_property
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer
+
+from common.checkpoint import Checkpoint
+from common.contract.plan import Modality, PromptPlan
+from services.preprocessing.planner import Conversation, MediaRequest, Planner
+from services.preprocessing.prompt.tokens import Turn
+from services.preprocessing.video.sampling import FrameSampling
+from tests.families import FAMILIES
+from tests.preprocessing.preprocessing_media import (
+    HEIGHT_PX,
+    WIDTH_PX,
+    clip,
+    transformers_indices,
+    transformers_processor,
+    transformers_smart_resize,
+    transformers_video_size,
+)
+
+TOKENS_PER_SECOND = 2  # of the tiny checkpoints
+FILM, NTSC = Fraction(24000, 1001), Fraction(30000, 1001)
+
+
+@dataclass(frozen=True)
+class Picture:
+    height: int
+    width: int
+
+    @property
+    def data(self) -> bytes:
+        file = io.BytesIO()
+        Image.new("RGB", (self.width, self.height), "green").save(file, "PNG")
+        return file.getvalue()
+
+
+@dataclass(frozen=True)
+class Video:
+    """A clip of `frames` at a constant rate or at `pts` in milliseconds, sampled at `fps`."""
+
+    frames: int
+    rate: Fraction | int
+    fps: float = 2.0
+    pts: tuple[int, ...] | None = None
+
+    @cached_property
+    def data(self) -> bytes:
+        if self.pts is None:
+            return clip(self.frames, rate=self.rate)
+        return clip(self.frames, container="matroska", pts=self.pts, time_base=Fraction(1, 1000))
+
+    @property
+    def average_rate(self) -> Fraction:
+        if self.pts is None:
+            return Fraction(self.rate)
+        return Fraction(1000 * self.frames, self.pts[-1] + 1000 // 30)  # the last frame lasts 1/30 s
+
+    def metadata(self, family: str) -> SimpleNamespace:
+        """Rate and sampled indices for transformers; where the rate varies, milliseconds instead."""
+        indices = transformers_indices(self.frames, float(self.average_rate), self.fps, 4, 768, family)
+        if self.pts is None:
+            return SimpleNamespace(fps=float(self.rate), frames_indices=np.array(indices))
+        times = np.array(self.pts)
+        shown = [times[times <= 1000 * index / self.average_rate][-1] for index in indices]
+        return SimpleNamespace(fps=1000, frames_indices=np.array(shown))
+
+
+Part = str | Picture | Video
+Message = tuple[str, Sequence[Part]]
+
+
+@cache
+def tokenizer_of(checkpoint: Path) -> Any:
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+def expected_ids(family: str, checkpoint: Path, messages: Sequence[Message]) -> list[int]:
+    """What transformers' processor and tokenizer make of the conversation."""
+    known = FAMILIES[family]
+    tokenizer = tokenizer_of(checkpoint)
+    processor = transformers_processor(family, known.merge, known.temporal_patch)
+    images, videos = [], []
+    for part in (part for _, parts in messages for part in parts):
+        if isinstance(part, Picture):
+            height, width = transformers_smart_resize(
+                part.height, part.width, known.token_px, *edges(checkpoint, "preprocessor_config.json")
+            )
+            grids = torch.tensor([[1, height // known.patch_px, width // known.patch_px]])
+            images.append(processor.replace_image_token({"image_grid_thw": grids}, 0))
+        elif isinstance(part, Video):
+            metadata = part.metadata(family)
+            height, width = transformers_video_size(
+                len(metadata.frames_indices),
+                HEIGHT_PX,
+                WIDTH_PX,
+                known.token_px,
+                *edges(checkpoint, "video_preprocessor_config.json"),
+                cap=None,
+                max_tokens=0,
+                family=family,
+            )
+            slices = -(-len(metadata.frames_indices) // known.temporal_patch)
+            grids = torch.tensor([[slices, height // known.patch_px, width // known.patch_px]])
+            videos.append(processor.replace_video_token({"video_grid_thw": grids, "video_metadata": [metadata]}, 0))
+    rendered = tokenizer.apply_chat_template(
+        [{"role": role, "content": [content_of(part) for part in parts]} for role, parts in messages],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    (text,), _ = processor.get_text_with_replacements([rendered], images, videos)
+    ids: list[int] = tokenizer(text)["input_ids"]
+    return ids
+
+
+def content_of(part: Part) -> dict[str, str]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "image" if isinstance(part, Picture) else "video"}
+
+
+def edges(checkpoint: Path, file: str) -> tuple[int, int]:
+    size = json.loads((checkpoint / file).read_text())["size"]
+    return size["shortest_edge"], size["longest_edge"]
+
+
+def planned_of(checkpoint: Path, messages: Sequence[Message]) -> PromptPlan:
+    media: list[MediaRequest] = []
+    turns: list[Turn] = []
+    for role, parts in messages:
+        held: list[str | Modality] = []
+        for part in parts:
+            if isinstance(part, str):
+                held.append(part)
+                continue
+            modality = Modality.VIDEO if isinstance(part, Video) else Modality.IMAGE
+            wish = FrameSampling(fps=part.fps) if isinstance(part, Video) else FrameSampling()
+            media.append(MediaRequest(f"media {len(media)}", modality, part.data, wish))
+            held.append(modality)
+        turns.append(Turn(role, tuple(held)))
+    return Planner(Checkpoint(checkpoint), None).plan(Conversation(tuple(turns), tuple(media))).plan
+
+
+def rope_index(family: str, checkpoint: Path, plan: PromptPlan) -> list[list[int]]:
+    """transformers' positions [3, N] of a plan's ids and grids."""
+    model_class = FAMILIES[family].model
+    config = model_class.config_class.from_pretrained(checkpoint)
+    side = config.vision_config.spatial_merge_size
+    inner = vars(import_module(model_class.__module__))[
+        model_class.__name__.replace("ForConditionalGeneration", "Model")
+    ]
+    model = inner.__new__(inner)
+    torch.nn.Module.__init__(model)
+    model.config = config
+    types = torch.zeros(1, plan.tokens, dtype=torch.long)
+    for item in plan.media:
+        for run in item.runs:
+            types[0, run.offset : run.end] = 2 if item.modality is Modality.VIDEO else 1
+
+    def grids(modality: Modality) -> torch.Tensor | None:
+        found = [
+            (item.grid.t, item.grid.h * side, item.grid.w * side) for item in plan.media if item.modality is modality
+        ]
+        return torch.tensor(found) if found else None
+
+    seconds = [float(item.seconds_per_grid) for item in plan.media if item.seconds_per_grid]
+    positions, _ = model.get_rope_index(
+        torch.zeros_like(types),
+        mm_token_type_ids=types,
+        image_grid_thw=grids(Modality.IMAGE),
+        video_grid_thw=grids(Modality.VIDEO),
+        second_per_grid_ts=torch.tensor(seconds) if seconds else None,
+    )
+    found: list[list[int]] = positions[:, 0].tolist()
+    return found
+
+
+def assert_planned_as_by_transformers(family: str, checkpoint: Path, messages: Sequence[Message]) -> None:
+    plan = planned_of(checkpoint, messages)
+    assert plan.input_ids.tolist() == expected_ids(family, checkpoint, messages)
+    alone = FAMILIES[family].slices_stand_alone
+    for item in plan.media:
+        slices = item.grid.t if alone else 1
+        assert [run.length for run in item.runs] == [item.grid.tokens // slices] * slices
+    # Elsewhere transformers resumes text inside the video once its time exceeds the longer side of a frame.
+    if alone or all(
+        (item.grid.t - 1) * (item.seconds_per_grid or 0) * TOKENS_PER_SECOND < max(item.grid.h, item.grid.w)
+        for item in plan.media
+    ):
+        assert plan.positions.tolist() == rope_index(family, checkpoint, plan)
+
+
+CLIPS = [Video(40, 1), Video(90, 2), Video(150, FILM), Video(181, NTSC)]
+
+
+@pytest.mark.parametrize("video", CLIPS, ids=lambda video: f"{video.frames}@{float(video.rate):.2f}")
+def test_a_video_is_planned_as_by_transformers_at_any_rate(family: str, family_checkpoint: Path, video: Video) -> None:
+    for fps in (1.0, 2.0, 23.976, 29.97):
+        messages = [("user", (replace(video, fps=fps), "What moves?"))]
+        assert_planned_as_by_transformers(family, family_checkpoint, messages)
+
+
+@pytest.mark.parametrize("slices", [2, 3, 33, 64])
+def test_a_video_is_planned_as_by_transformers_for_2_to_64_slices(
+    family: str, family_checkpoint: Path, slices: int
+) -> None:
+    for rate in (1, FILM):
+        for frames in (2 * slices - 1, 2 * slices):
+            messages = [("user", (Video(max(4, frames), rate, float(rate)), "What moves?"))]
+            assert_planned_as_by_transformers(family, family_checkpoint, messages)
+
+
+@pytest.mark.parametrize("fps", [1.0, 29.97])
+def test_timestamps_of_a_variable_rate_video_are_its_presentation_times(
+    family: str, family_checkpoint: Path, fps: float
+) -> None:
+    generator = np.random.default_rng(int(fps))
+    pts = (0, *np.cumsum(generator.choice([10, 33, 40, 150, 400], 119)).tolist())
+    video = Video(120, 30, fps, pts)
+    messages = [("user", (video, "What moves?"))]
+    assert_planned_as_by_transformers(family, family_checkpoint, messages)
+    if FAMILIES[family].slices_stand_alone:
+        steady = [("user", (replace(video, pts=None, rate=video.average_rate), "What moves?"))]
+        assert expected_ids(family, family_checkpoint, steady) != expected_ids(family, family_checkpoint, messages)
+
+
+SHORT, LONG = Video(30, 30), Video(200, NTSC, 4.0)
+WIDE, TALL = Picture(60, 190), Picture(190, 60)
+MIXES: dict[str, Sequence[Message]] = {
+    "no media": [("user", ("What is it?",))],
+    "an image before a video": [("user", (WIDE, "and", SHORT, "?"))],
+    "a brief video before an image": [("user", ("so " * 300, Video(8, 8, 8.0), TALL, "Which is it?"))],
+    "several videos and images": [("user", (SHORT, WIDE, LONG, "then", Video(77, FILM), TALL, "So?"))],
+    "twenty images": [("user", (*[Picture(30 + 9 * side, 100) for side in range(20)], "How many?"))],
+    "media in earlier turns": [
+        ("system", ("Be brief.",)),
+        ("user", (SHORT, TALL, "What moves?")),
+        ("assistant", ("A square.",)),
+        ("user", (WIDE, "And here?", LONG)),
+    ],
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_mix_of_media_is_planned_as_by_transformers(family: str, family_checkpoint: Path, mix: str) -> None:
+    assert_planned_as_by_transformers(family, family_checkpoint, MIXES[mix])
+
+
+# --- positions against the formula ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("frames", "rate", "fps", "sampled"),
+    [
+        (120, FILM, 1.0, 4),  # 5.005 s
+        (120, FILM, 2.0, 10),
+        (120, FILM, 4.0, 20),
+        (120, FILM, 23.976, 118),  # 5.005 · 23.976 = 119.99988, floored to whole pairs
+        (240, Fraction(30), 2.0, 16),
+        (1100, Fraction(1), 1.0, 768),  # 1100 s: the last slices are beyond position 2,048
+    ],
+)
+def test_slices_of_a_clip_are_placed_by_their_sampled_times(
+    tiny_checkpoint: Path, frames: int, rate: Fraction, fps: float, sampled: int
+) -> None:
+    # 300 words before the clip put it beyond position 256.
+    plan = planned_of(tiny_checkpoint, [("user", ("so " * 300, Video(frames, rate, fps), "what?"))])
+    (item,) = plan.media
+    (run,) = item.runs
+    assert item.frames == sampled
+    step = 2 * frames / (sampled * rate) * TOKENS_PER_SECOND
+    start = run.offset
+    assert start > 256
+    expected = [
+        [start + math.floor(i * step), start + j, start + k]
+        for i in range(sampled // 2)
+        for j in range(item.grid.h)
+        for k in range(item.grid.w)
+    ]
+    assert plan.positions[:, run.offset : run.end].T.tolist() == expected
+    after = max(map(max, expected)) + 1
+    assert plan.positions[:, run.end :].tolist() == [list(range(after, after + plan.tokens - run.end))] * 3
+    if frames == 1100:
+        assert after > 2048
+
+
+@pytest.mark.parametrize(
+    ("frames", "rate", "fps", "sampled"),
+    [
+        (120, FILM, 1.0, 5),  # 5.005 s
+        (120, FILM, 23.976, 119),  # 5.005 · 23.976 = 119.99988
+        (1100, Fraction(1), 1.0, 768),
+    ],
+)
+def test_slices_of_their_own_are_placed_between_their_timestamps(
+    tmp_path: Path, frames: int, rate: Fraction, fps: float, sampled: int
+) -> None:
+    checkpoint = FAMILIES["qwen3_vl"].write(tmp_path / "checkpoint", 1)
+    plan = planned_of(checkpoint, [("user", ("so " * 300, Video(frames, rate, fps), "what?"))])
+    (item,) = plan.media
+    assert len(item.runs) == item.grid.t == (sampled + 1) // 2
+    # Each slice takes max(h, w) positions for its h · w tokens.
+    saved = item.grid.slice_tokens - max(item.grid.h, item.grid.w)
+    for index, run in enumerate(item.runs):
+        start = run.offset - index * saved
+        expected = [[start, start + j, start + k] for j in range(item.grid.h) for k in range(item.grid.w)]
+        assert plan.positions[:, run.offset : run.end].T.tolist() == expected
+    last = item.runs[-1].end
+    after = last - item.grid.t * saved
+    assert plan.positions[:, last:].tolist() == [list(range(after, after + plan.tokens - last))] * 3

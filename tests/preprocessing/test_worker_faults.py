@@ -1,0 +1,303 @@
+"""A fault of a worker process costs one job: the worker is replaced, confined, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import structlog
+
+from common.contract.errors import MediaRejected, Overloaded, PeerContract, StartupError
+from services.preprocessing.rpc.planning_threads import PlanningThreads
+from services.preprocessing.sources.sealed_memory import mapped, sealed
+from services.preprocessing.workers import worker_pool
+from services.preprocessing.workers.job_queue import JobQueue
+from services.preprocessing.workers.process import Fault
+from services.preprocessing.workers.protocol import receive
+from tests.preprocessing.misbehaving_worker import MALFORMED
+from tests.preprocessing.worker_jobs import (
+    ENTRY,
+    LIMITS,
+    MIB,
+    SOURCE,
+    Ask,
+    children,
+    counting,
+    no_descriptor_left,
+    open_descriptors,
+    pieces_made,
+    runs,
+    until,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def serves_the_next_job(queue: JobQueue) -> None:
+    assert pieces_made([await queue.call(counting(1))]) == [0]
+
+
+@pytest.mark.parametrize(
+    ("job", "text", "fault"),
+    [
+        ("grow", "it needed more than 256 MiB", Fault.MEMORY),
+        pytest.param("crash", r"its decoder crashed \(signal 11\)", Fault.CRASHED, marks=pytest.mark.deep),
+        pytest.param("end", "its decoder ended with status 3", Fault.CRASHED, marks=pytest.mark.deep),
+    ],
+)
+async def test_a_worker_that_fails_costs_one_job_and_is_replaced(
+    queue: JobQueue, replaced: list[Fault], job: str, text: str, fault: Fault
+) -> None:
+    with pytest.raises(MediaRejected, match=rf"^video cannot be decoded: {text}$"):
+        await queue.call(Ask(job))
+    assert replaced == [fault]
+    await serves_the_next_job(queue)
+
+
+async def test_a_crash_logs_its_request_and_leaves_other_workers_alone() -> None:
+    loop, faults = asyncio.get_running_loop(), list[Fault]()
+
+    def crash_for_a_planning_thread() -> object:
+        return asyncio.run_coroutine_threadsafe(queue.call(Ask("crash")), loop).result()
+
+    with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logged:
+        async with (
+            JobQueue(2, LIMITS, 64 * MIB, faults.append, ENTRY) as queue,
+            PlanningThreads(1) as threads,
+            queue.stream(counting(20, piece_s=0.02)) as pieces,
+        ):
+            first = await anext(pieces)
+            with (
+                structlog.contextvars.bound_contextvars(request_id="mine"),
+                pytest.raises(MediaRejected, match=r"^video cannot be decoded: its decoder crashed \(signal 11\)$"),
+            ):
+                await threads.call(crash_for_a_planning_thread)
+            assert pieces_made([first, *[each async for each in pieces]]) == list(range(20))
+    assert faults == [Fault.CRASHED]
+    assert [line["request_id"] for line in logged if line["event"] == "worker replaced"] == ["mine"]
+
+
+async def test_a_worker_that_dies_idle_is_replaced_without_failing_a_job(
+    queue: JobQueue, replaced: list[Fault]
+) -> None:
+    (worker,) = queue.workers._workers
+    os.kill(worker.pid, signal.SIGKILL)
+    await until(lambda: not runs(worker.pid))
+    await serves_the_next_job(queue)
+    assert replaced == [Fault.CRASHED]
+
+
+async def test_a_worker_that_ignores_stop_is_replaced(
+    queue: JobQueue, replaced: list[Fault], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "_STOP_S", 0.1)
+    asked = asyncio.create_task(queue.call(Ask("hang")))
+    await until(lambda: queue.workers.busy == 1)
+    await asyncio.sleep(0.05)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    await until(lambda: replaced == [Fault.ABANDONED])
+    monkeypatch.setattr(worker_pool, "_STOP_S", 20.0)
+    await serves_the_next_job(queue)
+
+
+async def test_children_of_a_worker_die_with_it(queue: JobQueue) -> None:
+    async with queue.stream(Ask("fork", pieces=2)) as pieces:
+        facts, _ = await anext(pieces)
+        child = facts.integer("child", 1, 2**31)
+        with pytest.raises(MediaRejected, match="signal 11"):
+            await anext(pieces)
+    await until(lambda: not runs(child))
+
+
+async def test_workers_die_with_their_service() -> None:
+    program = """
+import asyncio, os
+from services.preprocessing.workers.job_queue import JobQueue
+from tests.preprocessing.worker_jobs import ENTRY, LIMITS, Ask
+async def main():
+    async with JobQueue(1, LIMITS, 1, print, ENTRY) as queue:
+        asked = asyncio.create_task(queue.call(Ask("hang")))
+        await asyncio.sleep(0.2)
+        print(open(f"/proc/self/task/{os.getpid()}/children").read(), flush=True)
+        os.kill(os.getpid(), 9)
+asyncio.run(main())
+"""
+    ended = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    workers = [int(each) for each in ended.stdout.split()]
+    assert len(workers) == 1, ended.stderr
+    await until(lambda: not any(runs(each) for each in workers))
+
+
+async def test_a_bug_of_a_worker_is_not_blamed_on_the_media(queue: JobQueue, replaced: list[Fault]) -> None:
+    with pytest.raises(PeerContract, match="ZeroDivisionError: secret detail"):
+        await queue.call(Ask("bug"))
+    await serves_the_next_job(queue)
+    assert replaced == [Fault.CONTRACT]
+
+
+# --- shortages of the machine -------------------------------------------------------------------------------------
+
+
+async def test_without_free_descriptors_a_request_is_overloaded_and_no_worker_is_replaced(
+    queue: JobQueue, replaced: list[Fault], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue.inflight, "size_bytes", MIB)
+    async with queue.stream(counting(20)) as pieces:
+        read = [await anext(pieces)]
+        with no_descriptor_left(), pytest.raises(Overloaded, match=r"^video .*: Too many open files$"):
+            read += [each async for each in pieces]
+        assert pieces_made(read) == [0]
+        del read
+    with no_descriptor_left(), pytest.raises(Overloaded, match=r"^video .*: Too many open files$"):
+        await queue.call(counting(1))  # not even the job can be sent
+    await serves_the_next_job(queue)
+    assert replaced == []
+
+
+async def test_without_free_memory_a_request_is_overloaded_and_no_worker_is_replaced(
+    queue: JobQueue, replaced: list[Fault], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mmap, "mmap", fail)
+        with pytest.raises(Overloaded, match=r"^video .*: Cannot allocate memory$"):
+            await queue.call(counting(1))
+    await serves_the_next_job(queue)
+    assert replaced == []
+
+
+async def test_a_worker_retries_while_too_many_descriptors_are_in_flight(
+    queue: JobQueue, replaced: list[Fault]
+) -> None:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far:
+        for _ in range(40):  # a worker may have 32 open; Linux counts those in flight of one user together
+            socket.send_fds(near, [b"-"], [SOURCE.descriptor])
+        called = asyncio.create_task(queue.call(counting(1)))
+        await asyncio.wait([called], timeout=0.3)
+    assert pieces_made([await called]) == [0]
+    assert replaced == []
+
+
+async def test_a_queue_whose_workers_the_system_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    before = open_descriptors()
+    with pytest.raises(StartupError, match=r"do not start: .*Resource temporarily unavailable"):
+        async with JobQueue(2, LIMITS, MIB, print, ENTRY):
+            pass
+    assert open_descriptors() <= before
+
+
+async def test_a_queue_is_unhealthy_while_no_worker_starts(queue: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "_RESTART_S", 0.05)
+    with monkeypatch.context() as patched:
+        patched.setattr(queue.workers, "_entry", "no.such.module")
+        assert queue.workers.healthy
+        with pytest.raises(MediaRejected):
+            await queue.call(Ask("end"))
+        await until(lambda: not queue.workers.healthy)
+    await until(lambda: queue.workers.healthy)
+    await serves_the_next_job(queue)
+
+
+# --- protocol and sandbox -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+async def test_a_malformed_message_breaks_the_contract_and_leaks_no_descriptor(what: str) -> None:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far:
+        before = open_descriptors()
+        socket.send_fds(near, [MALFORMED[what]], [SOURCE.descriptor])
+        with pytest.raises(PeerContract):
+            receive(far)
+        assert open_descriptors() == before
+
+
+async def test_memory_that_could_change_or_has_a_wrong_size_breaks_the_contract() -> None:
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.truncate(unsealed, MIB)
+    near, far = socket.socketpair()
+    far.close()
+    before = open_descriptors()
+    assert mapped(sealed(memoryview(b"abc")), MIB).tolist() == [97, 98, 99]
+    for wrong in (
+        unsealed,
+        near.detach(),
+        sealed(memoryview(b"")),
+        sealed(memoryview(bytes(MIB + 1))),
+    ):
+        with pytest.raises(PeerContract):
+            mapped(wrong, MIB)
+    assert open_descriptors() == before - 2  # `unsealed` and `near` are closed
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "no json",
+        "two arrays",
+        *(
+            pytest.param(each, marks=pytest.mark.deep)
+            for each in (
+                *list(MALFORMED)[1:],
+                "a job",
+                "an end",
+                "many descriptors",
+                "a failure with memory",
+                "a failure without reason",
+                "unsealed memory",
+                "empty memory",
+                "too much memory",
+                "a socket",
+            )
+        ),
+    ],
+)
+async def test_a_worker_that_breaks_the_contract_is_killed(queue: JobQueue, replaced: list[Fault], what: str) -> None:
+    (before,) = queue.workers._workers
+    with pytest.raises(PeerContract):
+        await queue.call(Ask("say", {"what": what}))
+    await serves_the_next_job(queue)
+    assert replaced == [Fault.CONTRACT]
+    assert before.pid not in children()
+
+
+async def test_a_worker_sees_its_media_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FRAMESIEVE_SECRET", "secret")
+    others = children()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        async with JobQueue(1, LIMITS, MIB, print, ENTRY) as queue:
+            facts, _ = await queue.call(Ask("confined", {"port": server.getsockname()[1]}))
+            (worker,) = children() - others
+            assert Path(f"/proc/{worker}/oom_score_adj").read_text().strip() == "1000"
+            groups = os.getpgid(worker), os.getsid(worker)
+            environment = {each.split("=")[0] for each in Path(f"/proc/{worker}/environ").read_text().split("\0")}
+    seen = dict(facts.values)
+    assert groups == (worker, worker)
+    assert environment <= {"OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX", "LD_LIBRARY_PATH", ""}
+    assert len(seen["descriptors"]) == 3 + 1 + 2  # the standard three, its connection, the job's two files
+    assert (seen["core"], seen["no_new_privileges"]) == (0, 1)
+    if ctypes.CDLL(None).syscall(444, None, 0, 1) < 1:  # landlock_create_ruleset, asked for its version
+        pytest.skip("this kernel has no Landlock")
+    assert (seen["password"], seen["write"], seen["proc"]) == ("EACCES", "EACCES", "EACCES")
+    assert seen["connect"] in ("EACCES", "ENETUNREACH")
+    assert seen["signal"] == "EPERM"

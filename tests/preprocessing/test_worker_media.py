@@ -1,0 +1,335 @@
+"""Media come out of worker processes exactly as they come out in this process, within the limits of a job."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import tracemalloc
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract
+from services.preprocessing.sources.source import Source, bytes_source, path_source
+from services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex, read_packets
+from services.preprocessing.video.pictures import decode_picture, read_picture
+from services.preprocessing.video.resize import UInt8Array, resize
+from services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
+from services.preprocessing.workers import process, protocol
+from services.preprocessing.workers.job_queue import JobQueue
+from services.preprocessing.workers.jobs import (
+    IndexPicture,
+    IndexVideo,
+    Order,
+    PictureSlices,
+    VideoSlices,
+    index_facts,
+    index_of,
+)
+from services.preprocessing.workers.limits import Limits
+from services.preprocessing.workers.process import Fault
+from services.preprocessing.workers.protocol import Facts
+from tests.fuzz.mutations import mutations
+from tests.fuzz.run import run_batch
+from tests.preprocessing.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, number_of, without_packets
+from tests.preprocessing.worker_jobs import MIB
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+LIMITS = Limits(wall_s=20, memory_bytes=1024 * MIB, file_bytes=16 * MIB, frames=10_000, length_s=10_000, pixels=2**40)
+
+
+def planned(source: Source, index: PacketIndex, places: tuple[int, ...]) -> PlannedVideo:
+    return PlannedVideo(source, index, places, 2, HEIGHT_PX, WIDTH_PX)
+
+
+def numbers_of(slices: list[Slice]) -> list[int]:
+    return [number_of(row) for each in slices for row in each.pixels]
+
+
+def assert_equal(ours: list[Slice], theirs: list[Slice]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.first_frame, mine.repaired_frames) == (other.first_frame, other.repaired_frames)
+        assert np.array_equal(mine.pixels, other.pixels)
+
+
+@pytest.mark.parametrize(
+    ("container", "codec"),
+    [
+        ("mp4", "libx264"),
+        ("matroska", "libx265"),
+        ("h264", "libx264"),
+        ("webm", "libvpx-vp9"),
+        ("mp4", "libsvtav1"),
+        ("avi", "mjpeg"),
+    ],
+)
+async def test_a_video_comes_out_as_in_this_process(
+    queue: JobQueue, container: str, codec: str, replaced: list[Fault]
+) -> None:
+    source = bytes_source("video", clip(40, container=container, codec=codec, options={"g": "12"}))
+    index = await queue.call(IndexVideo(source))
+    assert index == read_packets(source)
+    video = planned(source, index, (0, 1, 7, 7, 13, 20, 31, 39))
+    async with queue.stream(VideoSlices(video)) as slices:
+        ours = [each async for each in slices]
+    assert numbers_of(ours) == list(video.places)
+    assert_equal(ours, list(video.slices()))
+    assert replaced == []
+
+
+@pytest.mark.parametrize("format", ["AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"])
+async def test_a_picture_comes_out_as_in_this_process(queue: JobQueue, format: str) -> None:  # noqa: A002
+    file = io.BytesIO()
+    noise = np.random.default_rng(1).integers(0, 255, (31, 45, 3), np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = {"exif": exif} if format in ("JPEG", "PNG", "WEBP") else {}
+    Image.fromarray(noise).save(file, format, **turned)
+    source = bytes_source("image", file.getvalue())
+    header = await queue.call(IndexPicture(source))
+    assert header == read_picture(source)
+    assert (header.height_px, header.width_px) == ((45, 31) if turned else (31, 45))
+    async with queue.stream(PictureSlices(PlannedPicture(source, header, 56, 28))) as slices:
+        (ours,) = [each async for each in slices]
+    assert np.array_equal(ours.pixels[0], resize(decode_picture(source, header), 56, 28))
+
+
+async def test_a_file_may_be_closed_as_soon_as_its_job_is_left(queue: JobQueue, tmp_path: Path) -> None:
+    (tmp_path / "clip.mp4").write_bytes(clip(60))
+    source = path_source("video", "clip.mp4", tmp_path)
+    video = planned(source, await queue.call(IndexVideo(source)), tuple(range(60)))
+    async with queue.stream(VideoSlices(video)) as slices:
+        assert numbers_of([await anext(slices)]) == [0, 1]
+    source.close()
+    other = bytes_source("video", clip(10))
+    assert len((await queue.call(IndexVideo(other))).times.ticks) == 10
+
+
+async def test_media_bytes_are_copied_into_shared_memory_only_once(
+    queue: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files: list[int] = []
+    send = protocol.send
+
+    def noted(connection: socket.socket, message: protocol.Message) -> None:
+        if message.kind is protocol.Kind.JOB:
+            files.append(os.fstat(message.descriptors[0]).st_ino)
+        send(connection, message)
+
+    monkeypatch.setattr(process, "send", noted)
+    source = bytes_source("video", clip(10))
+    for _ in range(2):
+        await queue.call(IndexVideo(source))
+    assert len(files) == 2
+    assert len(set(files)) == 1
+
+
+# --- jobs that change workers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Watched(VideoSlices):
+    """Notes after how many slices each worker began."""
+
+    begun: list[int] = field(default_factory=list)
+
+    def order(self, done: int) -> Order:
+        self.begun.append(done)
+        return VideoSlices.order(self, done)
+
+
+async def interrupted_at(queue: JobQueue, slices_before: int, video: PlannedVideo) -> list[Slice]:
+    """The slices of a video whose worker is lent to another job after so many slices."""
+    job = Watched(video)
+    async with queue.stream(job) as slices:
+        made = [await anext(slices) for _ in range(slices_before)]
+        await queue.call(IndexVideo(video.source))
+        made += [each async for each in slices]
+    assert job.begun == [0, slices_before]
+    return made
+
+
+@pytest.mark.parametrize("container", ["mp4", "avi"])
+async def test_an_interrupted_video_continues_with_the_same_frames(
+    queue: JobQueue, container: str, replaced: list[Fault], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue.inflight, "size_bytes", MIB)
+    source = bytes_source("video", clip(48, container=container, options={"g": "12", "bf": "2"}))
+    video = planned(source, read_packets(source), tuple(range(0, 48, 3)))
+    ours = await interrupted_at(queue, 3, video)
+    assert numbers_of(ours) == list(range(0, 48, 3))
+    assert_equal(ours, list(video.slices()))
+    assert replaced == []
+
+
+# A slice shows frames 4n and 4n + 2: damage far behind the interruption, right behind it, and on both sides.
+@pytest.mark.parametrize(
+    ("slices_before", "damaged"), [(12, [50, 54]), (5, [20, 22]), (5, [18, 20]), (10, [4, 8, 44, 48])]
+)
+async def test_repairs_and_their_limit_count_over_the_whole_interrupted_video(
+    queue: JobQueue, slices_before: int, damaged: list[int], replaced: list[Fault], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue.inflight, "size_bytes", MIB)
+    source = bytes_source("video", without_packets(clip(60, container="matroska", codec="mjpeg"), damaged))
+    video = planned(source, read_packets(source), tuple(range(0, 60, 2)))
+    if len(damaged) > 3:
+        with pytest.raises(MediaDamaged, match="4 of its 30 frames cannot be decoded, at most a tenth may be"):
+            await interrupted_at(queue, slices_before, video)
+    else:
+        whole = list(video.slices())
+        assert sum(each.repaired_frames for each in whole) == len(damaged)
+        assert_equal(await interrupted_at(queue, slices_before, video), whole)
+    assert replaced == []
+
+
+# --- bad media and limits -----------------------------------------------------------------------------------------
+
+
+async def test_bad_media_are_refused_as_in_this_process(queue: JobQueue, replaced: list[Fault]) -> None:
+    with pytest.raises(MediaRejected, match="video is not a readable video"):
+        await queue.call(IndexVideo(bytes_source("video", b"no video at all")))
+    source = bytes_source("video", without_packets(clip(20, options={"g": "1"}), range(5, 10)))
+    async with queue.stream(VideoSlices(planned(source, read_packets(source), tuple(range(20))))) as slices:
+        with pytest.raises(MediaDamaged, match="frames cannot be decoded"):
+            _ = [each async for each in slices]
+    assert replaced == []
+
+
+@pytest.mark.parametrize("count", [90, pytest.param(2000, marks=[pytest.mark.deep, pytest.mark.timeout(900)])])
+async def test_mutated_files_end_no_worker_and_leak_nothing(queue: JobQueue, replaced: list[Fault], count: int) -> None:
+    decoded = 0
+    for name, data in mutations(4, count):
+        source = bytes_source(name, data or b"\0")
+        try:
+            if name.startswith("picture"):
+                header = await queue.call(IndexPicture(source))
+                job: Any = PictureSlices(PlannedPicture(source, header, 28, 28))
+            else:
+                index = await queue.call(IndexVideo(source))
+                places = tuple(range(min(len(index.times.ticks), 12) // 2 * 2))
+                job = VideoSlices(planned(source, index, places))
+            async with queue.stream(job) as slices:
+                decoded += len([each async for each in slices])
+        except InvalidRequest:
+            pass
+        source.close()
+    assert decoded > count / 2
+    assert set(replaced) <= {Fault.MEMORY}  # some mutated headers ask for more memory than a worker may have
+
+
+@pytest.mark.deep
+async def test_mutated_files_crash_no_process_without_a_sandbox(tmp_path: Path) -> None:
+    assert run_batch(0, 100, tmp_path / "progress") is None
+
+
+async def test_media_beyond_a_limit_are_rejected_with_the_limit(replaced: list[Fault]) -> None:
+    def video(*arguments: Any, **options: Any) -> Source:
+        return bytes_source("video", clip(*arguments, **options))
+
+    limits = replace(LIMITS, file_bytes=2**20, frames=59, length_s=2, pixels=50 * HEIGHT_PX * WIDTH_PX)
+    faults: list[Fault] = []
+    async with JobQueue(1, limits, MIB, faults.append) as queue:
+        for source, text in (
+            (bytes_source("video", bytes(2**20 + 1)), "video has 1048577 bytes, at most 1048576 are allowed"),
+            (video(60, 30), "video has 60 frames, at most 59 are allowed"),
+            (video(30, 10), "video lasts 3 s, at most 2 are allowed"),
+        ):
+            with pytest.raises(MediaRejected, match=text):
+                await queue.call(IndexVideo(source))
+        assert len((await queue.call(IndexVideo(video(59, 30)))).times.ticks) == 59
+        # Frames between the selected ones count, because they are decoded too.
+        source = video(60, options={"g": "60"})
+        index = read_packets(source)
+        async with queue.stream(VideoSlices(planned(source, index, (0, 30)))) as slices:
+            assert numbers_of([each async for each in slices]) == [0, 30]
+        async with queue.stream(VideoSlices(planned(source, index, (0, 59)))) as slices:
+            with pytest.raises(MediaRejected, match=f"video has more than {limits.pixels} pixels"):
+                await anext(slices)
+    assert faults == []
+
+
+# The H.264 decoder does not report failed allocations. It holds up to a dozen frames of 5.5 MB here: 80 MiB have room
+# for some of them, 180 MiB for all.
+@pytest.mark.parametrize("memory_mib", [80, *(pytest.param(each, marks=pytest.mark.deep) for each in (100, 116, 180))])
+async def test_a_lack_of_memory_is_not_reported_as_damage(memory_mib: int) -> None:
+    reference = {"preset": "ultrafast", "g": "12", "x264-params": "ref=8:bframes=3:b-pyramid=normal"}
+    source = bytes_source("video", clip(12, size=(1920, 1920), options=reference))
+    video = planned(source, read_packets(source), tuple(range(12)))
+    file = io.BytesIO()
+    Image.new("RGB", (8000, 8000)).save(file, "PNG")
+    picture = bytes_source("image", file.getvalue())
+    faults: list[Fault] = []
+    text: str | None = None
+    async with JobQueue(1, replace(LIMITS, memory_bytes=memory_mib * MIB), MIB, faults.append) as queue:
+        try:
+            async with queue.stream(VideoSlices(video)) as slices:
+                _ = [each async for each in slices]
+        except InvalidRequest as error:
+            text = str(error)
+        refused = f"video cannot be decoded: it needed more than {memory_mib} MiB"
+        assert text in {80: (refused,), 180: (None,)}.get(memory_mib, (refused, None))
+        header = await queue.call(IndexPicture(picture))
+        async with queue.stream(PictureSlices(PlannedPicture(picture, header, 28, 28))) as slices:
+            with pytest.raises(MediaRejected, match=f"image cannot be decoded: it needed more than {memory_mib} MiB"):
+                await anext(slices)
+    assert set(faults) == {Fault.MEMORY}
+
+
+# --- answers of a worker that cannot be true ----------------------------------------------------------------------
+
+IMPOSSIBLE: list[dict[str, Any]] = [
+    {"frames": 0}, {"frames": MAX_PACKETS + 1}, {"frames": 59}, {"frames": True}, {"frames": 60.0},
+    {"stored_pts": 59}, {"tail_ticks": 0},
+    {"time_base": []}, {"time_base": [1, 0]}, {"time_base": [1, 30, 1, 30]}, {"time_base": ["1", "30"]},
+    {"time_base": [2**63, 1]}, {"time_base": [10**6, 1]},
+    {"rates": [30]}, {"rates": [30, 1] * 4}, {"rates": "30"},
+    {"height_px": 0}, {"height_px": MAX_FRAME_PX, "width_px": 2}, {"width_px": None},
+]  # fmt: skip
+
+
+async def test_an_impossible_index_breaks_the_contract() -> None:
+    index = read_packets(bytes_source("video", clip(60, options={"g": "20"})))
+    facts, numbers = index_facts(index)
+    assert index_of(Facts(facts), numbers) == index
+    for wrong in IMPOSSIBLE:
+        with pytest.raises(PeerContract):
+            index_of(Facts(facts | wrong), numbers)
+    for place in (5, 61):  # a presentation time and a keyframe
+        for value in (-(2**63), 2**63 - 1):
+            changed = numbers.copy()
+            changed[place] = value
+            with pytest.raises(PeerContract):
+                index_of(Facts(facts), changed)
+
+
+async def test_the_index_of_a_long_video_takes_no_python_object_for_each_frame() -> None:
+    frames = 2**17
+    facts, few = index_facts(read_packets(bytes_source("video", clip(60))))
+    facts |= {"frames": frames, "stored_pts": frames, "time_base": [1, 1000]}
+    numbers = np.concatenate([np.arange(frames, dtype=np.int64), few[60:]])
+    tracemalloc.start()
+    try:
+        again = index_facts(index_of(Facts(facts), numbers))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert again[0] == facts
+    assert (again[1] == numbers).all()
+    assert peak_bytes < 6 * numbers.nbytes
+
+
+async def test_an_impossible_slice_breaks_the_contract() -> None:
+    job = VideoSlices(planned(bytes_source("video", b"media"), read_packets(bytes_source("video", clip(4))), (0, 1)))
+    facts = {"repaired_frames": 0, "decode_s": 0.5, "resize_s": 0.25, "decoded_ns": 5, "resized_ns": 7}
+    pixels: UInt8Array = np.zeros(2 * HEIGHT_PX * WIDTH_PX * 3, np.uint8)
+    assert job.piece(0, Facts(facts), pixels).pixels.shape == (2, HEIGHT_PX, WIDTH_PX, 3)
+    for wrong in ({"repaired_frames": 3}, {"repaired_frames": -1}, {"decode_s": float("nan")}, {"resize_s": -1.0}):
+        with pytest.raises(PeerContract):
+            job.piece(0, Facts(facts | wrong), pixels)
+    with pytest.raises(PeerContract):
+        job.piece(0, Facts(facts), pixels[1:])

@@ -1,0 +1,111 @@
+"""Jobs that tests give to worker processes, and observations of processes and descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.preprocessing.sources.source import Source, bytes_source
+from services.preprocessing.video.resize import UInt8Array
+from services.preprocessing.workers.jobs import Order
+from services.preprocessing.workers.limits import Limits
+from services.preprocessing.workers.protocol import Facts
+
+SOURCE = bytes_source("video", b"media")
+ENTRY = "tests.preprocessing.misbehaving_worker"
+MIB = 2**20
+LIMITS = Limits(wall_s=20, memory_bytes=256 * MIB, file_bytes=MIB, frames=1000, length_s=1000, pixels=2**40)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A job of `misbehaving_worker`. Its pieces are (facts, data)."""
+
+    name: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    pieces: int = 1
+    piece_bytes: int = MIB
+    source: Source = SOURCE
+
+    def order(self, done: int) -> Order:
+        return Order(self.name, {**self.facts, "first": done})
+
+    def piece(self, number: int, facts: Facts, data: UInt8Array) -> tuple[Facts, UInt8Array]:
+        return facts, data
+
+
+def counting(pieces: int, piece_s: float = 0.0) -> Ask:
+    return Ask("count", {"piece_s": piece_s}, pieces)
+
+
+def pieces_made(pieces: list[tuple[Facts, UInt8Array]]) -> list[int]:
+    """The numbers of the pieces, whose content must show the same numbers."""
+    for facts, data in pieces:
+        assert data.size == MIB
+        assert (data == facts.values["number"] % 256).all()
+    return [facts.values["number"] for facts, _ in pieces]
+
+
+def open_descriptors() -> int:
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Inside, this process cannot open any descriptor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def open_memories() -> int:
+    """Descriptors of sealed memory that this process has open."""
+    return sum(path.name.startswith("memfd:framesieve") for path in open_paths())
+
+
+def open_paths() -> list[Path]:
+    """Paths that this process has open, while other threads open and close files."""
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            found.append(each.readlink())
+    return found
+
+
+def children() -> set[int]:
+    """Process ids of this process's workers; it may have other children."""
+    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {int(each) for each in found if _runs_isolated(Path(f"/proc/{each}/cmdline"))}
+
+
+def _runs_isolated(command: Path) -> bool:
+    try:
+        return b"\0-I\0-c\0" in command.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def runs(pid: int) -> bool:
+    """Whether the process runs; False for a zombie that is not reaped yet."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ended since the file was opened
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
