@@ -1,8 +1,7 @@
-"""A budget of bytes that requests reserve before they ask for anything: first come, first served, however large.
+"""A semaphore counted in bytes, which requests reserve before they produce or receive data.
 
-Resources are taken downstream first and for a whole item at a time, so whoever holds room can finish with it whatever
-else is waited for, and requests cannot deadlock. It knows nothing of what the bytes are for, and belongs to one event
-loop.
+A request reserves downstream resources first, and for a whole media item at a time. It can therefore always finish
+with the bytes it holds, and requests cannot deadlock. A ByteSemaphore belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from time import monotonic_ns
 
 
 class ByteSemaphore:
-    """Whoever waits is never overtaken, so a large reservation cannot starve.
+    """FIFO: a large reservation is never overtaken by smaller ones, so it cannot starve.
 
-    room:     [held ........][free ...]
+    bytes:    [held ........][free ...]
     waiting:  [6][1][2]                  1 and 2 would fit, and still wait behind 6
     """
 
@@ -28,17 +27,17 @@ class ByteSemaphore:
 
     @property
     def waiting(self) -> int:
-        """How many wait; from any thread."""
+        """Number of waiting reservations. Safe from any thread."""
         return len(self._since_ns())
 
     @property
     def oldest_ns(self) -> int | None:
-        """Since when the first of them has waited, on the monotonic clock; from any thread."""
+        """When the first waiting reservation began, in ns of the monotonic clock, or None. Safe from any thread."""
         return next(iter(self._since_ns()), None)
 
     @asynccontextmanager
     async def reserved(self, size_bytes: int) -> AsyncIterator[None]:
-        """Waits until the bytes are free, and holds them inside. No bytes (0) are had at once, past all who wait."""
+        """Reserves the bytes inside. A reservation of 0 bytes succeeds at once, even if others wait."""
         if size_bytes:
             await self.reserve(size_bytes)
         try:
@@ -47,15 +46,15 @@ class ByteSemaphore:
             self.release(size_bytes)
 
     async def reserve(self, size_bytes: int) -> None:
-        """Returns once the bytes are the caller's, until `release`. A caller that is cancelled holds nothing."""
-        assert size_bytes <= self.size_bytes, f"{size_bytes} of {self.size_bytes} bytes would be waited for for ever"
+        """Waits until the bytes are free, and holds them until `release`. A cancelled call holds nothing."""
+        assert size_bytes <= self.size_bytes, f"{size_bytes} of {self.size_bytes} bytes would never be free"
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((admitted, size_bytes, monotonic_ns()))
         self._admit()
         try:
             await admitted
         except asyncio.CancelledError:
-            if not admitted.cancelled():  # admitted and cancelled in the same turn of the loop
+            if not admitted.cancelled():  # admitted and cancelled in the same iteration of the loop
                 self.held_bytes -= size_bytes
             self._admit()
             raise

@@ -1,6 +1,7 @@
-"""Channels to other services, and what their errors mean here.
+"""Client channels: how calls to a service are balanced, retried and read, and which error a failed call raises.
 
-A call carries the caller's deadline and request id on; an error that is the caller's own fault passes through.
+The client package imports this module, so it needs grpcio and protobuf only. google.rpc and grpc_status, which read
+the details of an error, are imported when an error arrives; without them the gRPC status code alone decides.
 """
 
 from __future__ import annotations
@@ -8,15 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
 import grpc
-import structlog
-from google.protobuf import duration_pb2
 from google.protobuf.message import DecodeError, Message
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from common.contract.errors import (
     DeadlinePassed,
@@ -33,31 +31,24 @@ from common.contract.errors import (
     Unavailable,
 )
 from common.security.credentials import NO_CREDENTIALS, Credentials
-from common.telemetry.tracing import passed_on_trace
 
 REQUEST_ID_KEY = "x-request-id"
-DETAILS_KEY = "grpc-status-details-bin"
-ERROR_DOMAIN = "framesieve"
 
-# Of an error's text. It is sent twice, once percent-encoded, and headers above 8 KiB are refused by the receiver,
-# which would tell the caller of a resource that is exhausted.
-MAX_MESSAGE_BYTES = 1500
-
-# Of a request: a prompt's inline media is at most 16 MiB, its text 4 MiB.
+# Requests: a prompt has at most 16 MiB of inline media and 4 MiB of text.
 MAX_RECEIVE_BYTES = 20 * 2**20
-# Of an answer: a piece of an array is at most 2 MiB and a plan's first 1 MiB, with 512 media of 11 KiB each beside it.
+# Responses: a piece of an array has at most 2 MiB; the first message of a plan has 1 MiB and 512 media of 11 KiB each.
 MAX_ANSWER_BYTES = 8 * 2**20
 
-# What the environment says of proxies is for the web: one would be shown every call, and its token.
+# Proxy environment variables are meant for the web. A proxy would see every call and its token.
 NO_PROXY = ("grpc.enable_http_proxy", 0)
 
-# Of one call, and the mean wait before the second; the wait before the third is twice as long.
+# Attempts of one call, and the mean wait before the second; the wait before the third is twice as long.
 ATTEMPTS = 3
 BACKOFF_S = 0.1
 
-# Before a call's first answer gRPC begins it again by itself, and of the budget below counts each failure as 1, each
-# success as a tenth: a burst of half of it is tried again, then one failure in ten calls. The waits add up to 0.3 s,
-# give or take a fifth: who asked hears of a failure within a second.
+# gRPC retries a call by itself until its first response. In the retry budget a failure costs 1 and a success returns
+# 0.1: a burst of 200 retries, then one per ten calls. The waits add up to 0.3 s ± 20 %, so callers learn of a failure
+# within a second.
 _SERVICE_CONFIG = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "healthCheckConfig": {"serviceName": ""},
@@ -84,7 +75,7 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.dns_min_time_between_resolutions_ms", 1000),
-    # Twice what listeners forbid, and on calls in which nothing is said as well: some wait minutes for room.
+    # Half the ping rate at which listeners disconnect. Idle calls are pinged too: some wait minutes for free memory.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.http2.max_pings_without_data", 0),
     NO_PROXY,
@@ -111,13 +102,13 @@ _BY_STATUS: dict[grpc.StatusCode, type[FramesieveError]] = {
 
 
 def open_channel(address: str, credentials: Credentials = NO_CREDENTIALS) -> grpc.aio.Channel:
-    """A channel to every replica that the address names, in turn, but for those whose health is not SERVING.
+    """A channel that balances calls over all replicas at the address whose health is SERVING.
 
-    address: host:port, for all addresses that the name has, unix:/path, several of either behind commas, or another of
-        gRPC's own (dns:///name:port).
-    A call that gets UNAVAILABLE before any answer is begun again, elsewhere if there is another. The channel connects
-    again within a second once a peer is back. Raises StartupError for a list of names, and where a token would be shown
-    to a network.
+    address: host:port, where the name may have several addresses; unix:/path; several of either, separated by commas;
+        or another gRPC target (dns:///name:port).
+    A call that fails with UNAVAILABLE before its first response is retried, on another replica if there is one. The
+    channel reconnects within a second once a replica is back.
+    Raises StartupError for a list of names, and where a token would cross a network in plain text.
     """
     tls = credentials.for_channel(address)
     if tls is None:
@@ -126,7 +117,7 @@ def open_channel(address: str, credentials: Credentials = NO_CREDENTIALS) -> grp
 
 
 def _target(address: str) -> str:
-    """As gRPC writes it, which knows lists of addresses and not of names."""
+    """The address as a gRPC target. gRPC takes lists of IP addresses and of unix sockets, but not of names."""
     scheme, *_ = address.split(":", 1)
     if "," not in address or scheme in ("dns", "ipv4", "ipv6"):
         return address
@@ -142,52 +133,40 @@ def _target(address: str) -> str:
     return f"ipv{version}:{address}"
 
 
-def passed_on(context: grpc.aio.ServicerContext[Any, Any], credentials: Credentials = NO_CREDENTIALS) -> dict[str, Any]:
-    """Keyword arguments for an upstream call: what is left of the caller's deadline, its request id and trace, our own
-    token.
-    """
-    request_id = structlog.contextvars.get_contextvars().get("request_id", "")
-    metadata = ((REQUEST_ID_KEY, request_id), *passed_on_trace(), *credentials.metadata)
-    return {"timeout": context.time_remaining(), "metadata": metadata}
-
-
-@contextmanager
-def upstream_errors(stage: str) -> Iterator[None]:
-    """Turns the errors of calls made inside into leaves of the tree; `stage` is the service that was called."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise error_from_status(error, stage) from error
-
-
 def check_size(request: Message) -> None:
-    """Raises InvalidRequest for more than listeners take."""
+    """Raises InvalidRequest for a request above MAX_RECEIVE_BYTES, which every listener would reject."""
     size_bytes = request.ByteSize()
     if size_bytes > MAX_RECEIVE_BYTES:
         raise InvalidRequest(f"the request has {size_bytes} bytes, at most {MAX_RECEIVE_BYTES} are allowed")
 
 
 async def write_to(call: Any, request: Message) -> None:
-    """Writes to a call, one request at a time; nothing where the call has ended, as reading tells.
+    """Writes one request to a call. Does nothing if the call has ended; reading from it tells how.
 
-    Past grpc.aio's own `write`, which puts INTERNAL in the place of the status that such a call has ended with. After
-    one that was cancelled, nothing more may be written.
+    It bypasses `call.write`, which replaces the status of an ended call by INTERNAL, through a private name of
+    grpc.aio. With a grpcio that lacks that name it uses `call.write`, and the status of an ended call may be lost.
+    After a cancelled write, do not write to the call again.
     """
+    private = getattr(call, "_cython_call", None)
+    send = getattr(private, "send_serialized_message", None)
     with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError):
+        if send is None:
+            await call.write(request)
+            return
         await call.wait_for_connection()
-        await call._cython_call.send_serialized_message(request.SerializeToString())
+        await send(request.SerializeToString())
 
 
 async def end_writing(call: Any) -> None:
-    """Nothing more is written to the call; nothing where it has ended, as reading tells."""
+    """Half-closes a call. Does nothing if the call has ended."""
     with suppress(grpc.aio.InternalError):
         await call.done_writing()
 
 
 async def read_from(call: Any, stage: str) -> Any:
-    """The next message of a call to the service named `stage`; None where the stream has ended.
+    """The next message of a call to the service `stage`; None at the end of the stream.
 
-    Raises what its status names, and PeerContract for bytes that are no message, of which grpc makes None.
+    Raises the error that the call's status names, and PeerContract for bytes that are no message (grpc reads None).
     """
     with upstream_errors(stage):
         message = await call.read()
@@ -196,65 +175,68 @@ async def read_from(call: Any, stage: str) -> Any:
     return None if message is grpc.aio.EOF else message
 
 
+@contextmanager
+def upstream_errors(stage: str) -> Iterator[None]:
+    """Maps gRPC errors of calls inside to FramesieveErrors. stage: the name of the service that was called."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise error_from_status(error, stage) from error
+
+
 def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveError:
-    """The leaf that a service named `stage` raised, as far as its status tells."""
-    info, retry = _details(error)
+    """The error that the service `stage` raised, as far as its status and details tell."""
+    details = _details(error)
     message = error.details() or f"{stage} failed without a reason"
-    leaf = _BY_REASON.get(info.reason) or _BY_STATUS.get(error.code())
-    if leaf is DeadlinePassed and not info.reason:  # grpc's own words say nothing to a caller
+    leaf = _BY_REASON.get(details.reason) or _BY_STATUS.get(error.code())
+    if leaf is DeadlinePassed and not details.reason:  # raised by gRPC here, whose text says nothing to a caller
         return DeadlinePassed(f"the deadline passed while {stage} was at work")
     if leaf:
         return leaf(message)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        if info.reason != Overloaded.reason and "larger than max" in message:
+        if details.reason != Overloaded.reason and "larger than max" in message:
             if "CLIENT: Received" in message:
-                return PeerContract(f"{stage} sent more at once than any message may have: {message}")
+                return PeerContract(f"{stage} sent a message above {MAX_ANSWER_BYTES} bytes: {message}")
             return InvalidRequest(f"a request may have at most {MAX_RECEIVE_BYTES} bytes: {message}")
-        return Overloaded(message, min(max(0, retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9), 60) or 1.0)
+        return Overloaded(message, min(max(0, details.retry_after_s), 60) or 1.0)
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        if info.reason == Unavailable.reason:
-            return Unavailable(message, info.metadata.get("stage", stage))
-        return _noted(Unavailable(f"{stage} cannot be reached", stage), message)
-    if info.reason == PeerContract.reason:
+        if details.reason == Unavailable.reason:
+            return Unavailable(message, details.stage or stage)
+        return _with_note(Unavailable(f"{stage} cannot be reached", stage), message)
+    if details.reason == PeerContract.reason:
         return PeerContract(message)
-    if info.reason == FramesieveError.reason:  # it names its request
+    if details.reason == FramesieveError.reason:  # the text names the request id
         return FramesieveError(message)
-    return _noted(FramesieveError(f"{stage} failed"), f"{error.code().name}: {message}")
+    return _with_note(FramesieveError(f"{stage} failed"), f"{error.code().name}: {message}")
 
 
-def _noted(error: FramesieveError, message: str) -> FramesieveError:
-    """With gRPC's own words beside its text: they name addresses and paths, which are for logs alone."""
+def _with_note(error: FramesieveError, message: str) -> FramesieveError:
+    """Attaches gRPC's own text as a note: it names addresses and paths, which belong into logs only."""
     error.add_note(message)
     return error
 
 
-def status_message(error: FramesieveError) -> str:
-    """An error's text as it is sent: what a caller gave may stand in it, at any length, so its end may be cut."""
-    text = str(error).encode()
-    if len(text) <= MAX_MESSAGE_BYTES:
-        return str(error)
-    return text[:MAX_MESSAGE_BYTES].decode(errors="ignore") + " …"
+@dataclass(frozen=True, slots=True)
+class _Details:
+    """From google.rpc.ErrorInfo and RetryInfo; empty where the peer sent none."""
+
+    reason: str = ""
+    stage: str = ""
+    retry_after_s: float = 0.0
 
 
-def status_details(error: FramesieveError) -> status_pb2.Status:
-    """google.rpc.Status with an ErrorInfo (and a RetryInfo where a retry may help)."""
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)
-    status = status_pb2.Status(code=grpc.StatusCode[error.status].value[0], message=status_message(error))
-    if isinstance(error, Unavailable):
-        info.metadata["stage"] = error.stage
-    status.details.add().Pack(info)
-    if isinstance(error, Overloaded):
-        delay = duration_pb2.Duration(nanos=int(error.retry_after_s % 1 * 1e9), seconds=int(error.retry_after_s))
-        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
-    return status
-
-
-def _details(error: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo]:
+def _details(error: grpc.aio.AioRpcError) -> _Details:
+    try:
+        from google.rpc import error_details_pb2
+        from grpc_status import rpc_status
+    except ImportError:
+        return _Details()
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     try:
         status = rpc_status.from_call(error)
         for detail in status.details if status else ():
             _ = detail.Unpack(info) or detail.Unpack(retry)
-    except (ValueError, DecodeError):  # a peer's mistake in the details, which the status itself survives
-        return error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-    return info, retry
+    except (ValueError, DecodeError):  # malformed details; code and text of the status are still good
+        return _Details()
+    delay = retry.retry_delay
+    return _Details(info.reason, info.metadata.get("stage", ""), delay.seconds + delay.nanos / 1e9)

@@ -1,6 +1,6 @@
-"""A checkpoint folder in transformers' format: its files, and a fingerprint that all services must agree on.
+"""A checkpoint folder in transformers' format: its JSON files, and a fingerprint that all services must agree on.
 
-It reads JSON and safetensors headers; weights themselves are the encoder's and generation's business.
+The encoder and generation load the weights themselves; here only safetensors headers and samples are read.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _MAX_HEADER_BYTES = 100 * 2**20
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with config.json, safetensors files and a tokenizer. Raises StartupError if it is none."""
+    """A folder with config.json, safetensors files and a tokenizer. Raises StartupError for another folder."""
 
     folder: Path
 
     def __post_init__(self) -> None:
         if not (self.folder / "config.json").is_file():
-            raise StartupError(f"--model {self.folder} is no checkpoint: it holds no config.json")
+            raise StartupError(f"--model {self.folder} is no checkpoint: it has no config.json")
         if not self.weight_files:
-            raise StartupError(f"--model {self.folder} is no checkpoint: it holds no .safetensors file")
+            raise StartupError(f"--model {self.folder} is no checkpoint: it has no .safetensors file")
         unreadable = next((path for path in self.weight_files if not os.access(path, os.R_OK)), None)
         if unreadable:
             raise StartupError(f"{unreadable} cannot be read by user {os.getuid()}")
@@ -64,7 +64,7 @@ class Checkpoint:
         return str(self.config.get("model_type", ""))
 
     def pick(self, families: Mapping[str, T]) -> T:
-        """Its own among a service's families, by model type. Raises StartupError if it is not among them."""
+        """The entry of its model type in a service's registry of families. Raises StartupError for an unknown type."""
         if self.model_type not in families:
             raise StartupError(f"{self.folder} is a {self.model_type!r}, supported are {', '.join(sorted(families))}")
         return families[self.model_type]
@@ -74,27 +74,27 @@ class Checkpoint:
         return tuple(sorted(self.folder.glob("*.safetensors")))
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The contents of one of its JSON files; empty if the file is not there. Raises StartupError for bad JSON."""
+        """Contents of one of its JSON files; empty if the file is missing. Raises StartupError for malformed JSON."""
         path = self.folder / name
         if not path.is_file():
             return {}
         try:
             contents = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise StartupError(f"{path} is no JSON: {error}") from error
+            raise StartupError(f"{path} is not JSON: {error}") from error
         if not isinstance(contents, dict):
             raise StartupError(f"{path} must hold a JSON object, it holds a {type(contents).__name__}")
         return contents
 
     def processor(self, kind: Literal["image", "video"]) -> Mapping[str, Any]:
-        """Settings of its image or video processor, from where transformers takes them, in its order; else empty."""
+        """Settings of its image or video processor, from the file that transformers would read; empty without one."""
         file = {"image": "preprocessor_config.json", "video": "video_preprocessor_config.json"}[kind]
         own: Mapping[str, Any] | None = self.read_json("processor_config.json").get(f"{kind}_processor")
         return own or self.read_json(file)
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """sha256 over everything that decides an answer, weights by header and by samples: 32 bytes."""
+        """sha256 (32 bytes) over everything that affects outputs. Weights enter by their headers and samples."""
         digest = hashlib.sha256(b"framesieve checkpoint v1")
         for path in [self.folder / name for name in _TEXT_FILES]:
             if path.is_file():
@@ -108,7 +108,7 @@ class Checkpoint:
 
 
 def _add(digest: hashlib._Hash, part: bytes) -> None:
-    """Length first, so that no two lists of parts hash alike."""
+    """Adds the length first, so that different lists of parts never hash the same bytes."""
     digest.update(struct.pack("<q", len(part)))
     digest.update(part)
 

@@ -1,10 +1,10 @@
-"""The processes that compute together with a service: it is rank 0, starts the others, tells them what to do.
+"""Worker processes (ranks) that compute together with a service. The service is rank 0 and sends them messages.
 
-    service, rank 0 ──▶ rank 1: python -m MODULE 7      a socket each, which is descriptor 7 there
+    service, rank 0 ──▶ rank 1: python -m MODULE 7      a socket for each, here descriptor 7 of the worker
                     ──▶ rank 2: python -m MODULE 9
 
-Its service hears of a rank that ends unasked; a rank whose service has ended ends at once, whatever it computes, or as
-soon as it has started. They are started, never forked. It knows neither torch nor what is computed.
+The service is notified when a rank ends unexpectedly. A rank ends at once when its service has ended, also while it
+computes or starts. Ranks are started, never forked. This module knows neither torch nor what is computed.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Ranks 1 to count − 1, from their start to `close`, which must be called."""
+    """Ranks 1 to count − 1. It must be closed."""
 
     def __init__(self, module: str, count: int, facts: Mapping[str, object], on_lost: Callable[[str], None]) -> None:
-        """module: what each runs, whose `main` makes `Orders`.
+        """module: what each rank runs; its `main` creates `Orders`.
 
-        facts: what each is told first, as JSON, beside its own `rank`, how many `ranks` there are, and the process of
-        the `service`.
-        on_lost: told which rank ended unasked, and how, in a thread of its own.
+        facts: the first message of each rank, as JSON, with its `rank`, the number of `ranks` and the pid of the
+        `service` added.
+        on_lost: called, from another thread, with a description of a rank that ended unexpectedly.
         """
         self._on_lost = on_lost
         self._closing = False
         self._ranks = [_Rank(module, number) for number in range(1, count)]
         for each in self._ranks:
             told = {**facts, "rank": each.number, "ranks": count, "service": os.getpid()}
-            with suppress(OSError):  # it has ended already, and is watched
+            with suppress(OSError):  # it has ended already, which `_watch` reports
                 each.tell(json.dumps(told).encode())
         self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watching.start()
@@ -56,28 +56,28 @@ class Ranks:
         return tuple(each.process.pid for each in self._ranks)
 
     def tell(self, message: bytes) -> None:
-        """To every rank, in order. Raises OSError if one has ended."""
+        """Sends to every rank. Raises OSError if one has ended."""
         for each in self._ranks:
             each.tell(message)
 
     def tell_one(self, rank: int, message: bytes) -> None:
-        """To one rank. Raises OSError if it has ended."""
+        """Sends to one rank. Raises OSError if it has ended."""
         self._ranks[rank - 1].tell(message)
 
     def hear(self, rank: int, within_s: float | None = None) -> bytes:
-        """What a rank answers next, if need be however long that takes. Raises OSError if it ends or stands still."""
+        """Receives the next answer of a rank. Raises OSError if the rank ends, TimeoutError after `within_s`."""
         heard = self._ranks[rank - 1].hear(within_s)
         if heard is None:
             raise ConnectionResetError(f"rank {rank} has ended")
         return heard
 
     def kill(self) -> None:
-        """Ends all of them at once, which is told as any end is."""
+        """Kills all ranks. `on_lost` is called as for any other end."""
         for each in self._ranks:
             each.process.kill()
 
     def close(self) -> None:
-        """Ends them: those that wait to be told by themselves, others after a while."""
+        """Ends all ranks: those that wait for a message end by themselves, the others are killed after 5 s."""
         self._closing = True
         for each in self._ranks:
             each.hang_up()
@@ -102,9 +102,9 @@ class Ranks:
 
 
 class Orders:
-    """A rank's end: what its service tells it. Signals that the service drains on are not for it.
+    """A rank's side of the connection. It ignores the signals on which the service drains.
 
-    facts: none if the service has ended meanwhile.
+    facts: the first message; empty if the service has ended meanwhile.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -115,16 +115,16 @@ class Orders:
         self.facts: dict[str, Any] = {} if first is None else json.loads(first)
         if self.facts:
             parent = os.pidfd_open(os.getppid())
-            if os.getppid() != self.facts["service"]:  # which has ended since it said so, and this is whoever took over
+            if os.getppid() != self.facts["service"]:  # the service has ended, and another process has adopted this one
                 os._exit(1)
             threading.Thread(target=_end_with, args=(parent,), name="service", daemon=True).start()
 
     def receive(self) -> bytes | None:
-        """The next message, once there is one; None when there will be none."""
+        """Waits for the next message; None once the connection is closed."""
         return _receive(self._connection)
 
     def answer(self, message: bytes) -> None:
-        """Tells the service, which hears it when it listens. Raises OSError if there is none."""
+        """Sends to the service. Raises OSError if it has ended."""
         _send(self._connection, message)
 
 
@@ -133,12 +133,12 @@ class _Rank:
         self.number = number
         self._connection, theirs = socket.socketpair()
         with theirs:
-            self.process = subprocess.Popen(  # noqa: S603  (a command of our own)
-                # Without what lies in the working directory, where the service is started so.
+            self.process = subprocess.Popen(  # noqa: S603  (the command is fixed)
+                # -P, if the service has it: do not import from the working directory.
                 [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # a terminal's Ctrl-C is for the service
+                start_new_session=True,  # Ctrl-C in a terminal is for the service only
             )
         self.handle = os.pidfd_open(self.process.pid)
 
@@ -156,7 +156,7 @@ class _Rank:
         self._connection.close()
 
     def end(self, until: float) -> None:
-        """until: when it is ended if it has not by itself, in seconds of the monotonic clock."""
+        """Waits for the end of the process, and kills it at `until`, in seconds of the monotonic clock."""
         try:
             self.process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -169,16 +169,16 @@ class _Rank:
 
 
 def meeting_place() -> Path:
-    """An empty file by which ranks find each other. It is in memory, and gone with this process however that ends.
+    """An empty in-memory file for torch's FileStore, by which ranks find each other. It disappears with this process.
 
-    Not before: torch writes to it once more when what met there is collected, whenever that is, and ends the process
-    where its descriptor has become another's by then.
+    It must not be closed earlier: torch reopens it when the store is garbage-collected, and aborts the process if the
+    descriptor then belongs to something else.
     """
     return Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('framesieve-ranks')}")
 
 
 def heeding_signals(wait: Callable[[], T]) -> T:
-    """What a call returns or raises that waits outside of Python, where this thread would learn of no signal."""
+    """Runs a call that blocks outside of Python in another thread, so that this one can handle signals meanwhile."""
     with ThreadPoolExecutor(1) as aside:
         return aside.submit(wait).result()
 
@@ -188,7 +188,7 @@ def _send(connection: socket.socket, message: bytes) -> None:
 
 
 def _receive(connection: socket.socket) -> bytes | None:
-    """The next message, once there is one; None when there will be none."""
+    """Waits for the next message; None once the connection is closed."""
     head = _read(connection, _LENGTH.size)
     return None if head is None else _read(connection, _LENGTH.unpack(head)[0])
 
@@ -204,7 +204,7 @@ def _read(connection: socket.socket, size: int) -> bytes | None:
 
 
 def _end_with(service: int) -> None:
-    """Ends this process once another has, by its pidfd."""
+    """Ends this process when the process of a pidfd has ended."""
     ends = select.poll()
     ends.register(service, select.POLLIN)
     ends.poll()

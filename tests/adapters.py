@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT makes and writes them, and transformers' models as PEFT computes them with these."""
+"""LoRA adapters written by PEFT, and transformers' models with them applied by PEFT."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 
 
 def write_adapter(model: nn.Module, folder: Path, seed: int = 1, **config: Any) -> Any:
-    """A random adapter that changes answers, written by PEFT; returns a copy of `model` with it in its layers."""
+    """Has PEFT write a random adapter that changes answers; returns a copy of `model` with the adapter applied."""
     adapted: Any = copy.deepcopy(model)
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        # B is random where PEFT begins with nothing that training asks for, and zero else.
+        # With init_lora_weights=False PEFT makes B random; by default B is zero, which changes nothing.
         get_peft_model(adapted, LoraConfig(init_lora_weights=False, **config)).save_pretrained(folder)
     return adapted.eval()

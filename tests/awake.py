@@ -1,4 +1,4 @@
-"""A clock for bounds of time that hold on any machine, however busy: it stands still while the machine does."""
+"""A clock for time limits on busy machines: it nearly stops while the whole machine stalls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Within which failures are heard and what leavers held is given up; CI's machines may be busy with others' work.
+# Time in which failures arrive and cancelled calls release what they hold. CI machines may be busy with other work.
 SOON_S = 3.0 if "CI" in os.environ else 1.0
 _TICK_S = 0.02
 _MOST_S = 0.1
@@ -20,7 +20,7 @@ _MOST_S = 0.1
 
 @contextmanager
 def awake() -> Iterator[Callable[[], float]]:
-    """Inside, tells the seconds since it was entered, of which a stall of the whole machine takes a tenth at most."""
+    """Yields a function: seconds since the start, in which a stall of the machine counts as 0.1 s at most."""
     passed_s, left = 0.0, threading.Event()
 
     def tick() -> None:
@@ -41,7 +41,7 @@ def awake() -> Iterator[Callable[[], float]]:
 
 
 async def within(within_s: float, awaited: Awaitable[T]) -> T:
-    """As `asyncio.wait_for`, by that clock."""
+    """`asyncio.wait_for` by that clock."""
     task = asyncio.ensure_future(awaited)
     with awake() as passed_s:
         while not task.done():

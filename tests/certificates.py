@@ -1,4 +1,4 @@
-"""Authorities of the tests' own, and what they issue, as PEM files."""
+"""Certificate authorities of the tests, and the certificates they issue, as PEM files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Issued:
 
 
 class Authority:
-    """One that issues certificates into a folder, and its own certificate there."""
+    """Issues certificates into a folder that also holds its own certificate."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         self._ca = trustme.CA()
@@ -27,7 +27,7 @@ class Authority:
         self._ca.cert_pem.write_to_path(self.path)
 
     def issue(self, name: str, *others: str, not_after: datetime | None = None) -> Issued:
-        """For these names, good for servers and for clients; the files go by the first name."""
+        """A certificate of these names for servers and clients. The first name is that of the files."""
         leaf = self._ca.issue_cert(name, *others, not_after=not_after)
         issued = Issued(self._folder / f"{name}.cert.pem", self._folder / f"{name}.key.pem")
         issued.cert.write_bytes(b"".join(pem.bytes() for pem in leaf.cert_chain_pems))

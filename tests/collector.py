@@ -1,4 +1,4 @@
-"""A collector of traces: OpenTelemetry's own service, served on loopback, which keeps every span that it is sent."""
+"""A collector of traces: OTLP over gRPC on loopback. It keeps every span."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 @dataclass(frozen=True)
 class Span:
-    """As it came, ids in hexadecimal. service: which process sent it."""
+    """A received span, ids in hexadecimal. service: the process that sent it."""
 
     service: str
     name: str
@@ -41,7 +41,7 @@ class Span:
 
 @dataclass
 class Collector(TraceServiceServicer):
-    """address: as OTEL_EXPORTER_OTLP_ENDPOINT names it."""
+    """address: for OTEL_EXPORTER_OTLP_ENDPOINT."""
 
     address: str = ""
     spans: list[Span] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Collector(TraceServiceServicer):
         return ExportTraceServiceResponse()
 
     def of_request(self, request_id: str) -> list[Span]:
-        """In the order of their beginnings."""
+        """The spans of a request, ordered by start."""
         with self._lock:
             spans = [span for span in self.spans if span.attributes["framesieve.request_id"] == request_id]
         return sorted(spans, key=lambda span: span.start_ns)

@@ -1,8 +1,8 @@
-"""Rank 1 of the tests of tensor parallel: one process for all of them, which is told which model to hold.
+"""Rank 1 of the tests of tensor parallelism: one worker process for all tests of a file.
 
-`python -m tests.parallel_rank DESCRIPTOR`, as the service starts its own. Each folder that it is told is a checkpoint,
-with adapters in its folder `adapters`, whose steps it computes until it is told an empty one. Its one argument is the
-kind of its device, the CPU if absent.
+`python -m tests.parallel_rank DESCRIPTOR`, started as the service starts its workers. For each folder that it receives
+it loads the checkpoint, with the adapters in its folder `adapters`, and executes steps until it receives an empty one.
+Its one optional argument is the type of its device; default is the CPU.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from services.generation.model.runner import Runner
 from services.generation.parallel.group import Group
 from services.generation.settings import AdapterFolder
 from services.generation.startup.adapter_files import load_adapters
-from services.generation.startup.rank import follow
+from services.generation.startup.rank import run_steps
 from tests.tiny import BLOCK_TOKENS
 
 MODULE = "tests.parallel_rank"
-MOST_BLOCKS = 64  # of any engine that rank 0 has
+MOST_BLOCKS = 64  # the largest KV cache of an engine on rank 0
 
 
 def adapters_of(checkpoint: Path) -> list[AdapterFolder]:
@@ -40,7 +40,7 @@ def main() -> None:
         checkpoint = Path(folder.decode())
         model = load_language_model(Checkpoint(checkpoint), torch.float32, device, group)
         load_adapters(adapters_of(checkpoint), model, group)
-        follow(orders, Runner(model, MOST_BLOCKS, BLOCK_TOKENS), group)
+        run_steps(orders, Runner(model, MOST_BLOCKS, BLOCK_TOKENS), group)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""Every error that a caller can see, each with its gRPC status and its machine-readable reason.
+"""Errors that a caller can receive, each with its gRPC status and a machine-readable reason.
 
     FramesieveError
     ├── InvalidRequest        INVALID_ARGUMENT     a value outside its range, a missing field
     │   ├── PromptTooLong     INVALID_ARGUMENT     a prompt that can never fit
-    │   ├── MediaRejected     INVALID_ARGUMENT     media that is no media, or passes a limit
+    │   ├── MediaRejected     INVALID_ARGUMENT     media that cannot be read, or exceeds a limit
     │   └── MediaDamaged      INVALID_ARGUMENT     too many frames that cannot be decoded
-    ├── Unauthenticated       UNAUTHENTICATED      no token, or none that is known
-    ├── MediaForbidden        PERMISSION_DENIED    media that may not be reached
+    ├── Unauthenticated       UNAUTHENTICATED      no token, or an unknown one
+    ├── MediaForbidden        PERMISSION_DENIED    media outside the allowed folders and hosts
     ├── Overloaded            RESOURCE_EXHAUSTED   a full queue or cache; carries a retry hint
     ├── Unavailable           UNAVAILABLE          draining, or an upstream service gone; names the stage
-    ├── DeadlinePassed        DEADLINE_EXCEEDED    the caller's deadline
-    └── PeerContract          INTERNAL             a peer broke the contract, and only the log says how
+    ├── DeadlinePassed        DEADLINE_EXCEEDED    the caller's deadline passed
+    └── PeerContract          INTERNAL             another service broke the contract; details are logged only
 
-    StartupError              (never on the wire)  a service that cannot start as it was told to
+    StartupError              (never on the wire)  a setting or file with which a service cannot start
 
-It knows gRPC's status codes by name only; `common.serving.interceptors` turns a leaf into a status.
+gRPC status codes are names here; `common.serving.status` and `common.channels` convert errors to statuses and back.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import ClassVar
 
 
 class FramesieveError(Exception):
-    """A failure with a status and a reason; its text is written for the caller."""
+    """A failure with a status and a reason. The caller receives its text."""
 
     status: ClassVar[str] = "INTERNAL"
     reason: ClassVar[str] = "INTERNAL"
 
 
 class InvalidRequest(FramesieveError):
-    """The request itself is wrong; the text names the field, the value and the limit."""
+    """The request is wrong. The text names the field, the value and the limit."""
 
     status = "INVALID_ARGUMENT"
     reason = "INVALID_REQUEST"
@@ -49,7 +49,7 @@ class MediaDamaged(InvalidRequest):
 
 
 class Unauthenticated(FramesieveError):
-    """The caller is nobody that is known. The text never says what of its token was wrong."""
+    """The caller has no valid token. The text never says what is wrong with it."""
 
     status = "UNAUTHENTICATED"
     reason = "UNAUTHENTICATED"
@@ -61,7 +61,7 @@ class MediaForbidden(FramesieveError):
 
 
 class Overloaded(FramesieveError):
-    """No room now. `retry_after_s` is a hint, in seconds."""
+    """A queue or buffer is full. `retry_after_s` is a hint for clients."""
 
     status = "RESOURCE_EXHAUSTED"
     reason = "OVERLOADED"
@@ -72,7 +72,7 @@ class Overloaded(FramesieveError):
 
 
 class Unavailable(FramesieveError):
-    """A stage is draining or gone. `stage` is the service's name."""
+    """A service is draining or unreachable. `stage` is its name: preprocessing, encoder or generation."""
 
     status = "UNAVAILABLE"
     reason = "UNAVAILABLE"
@@ -88,10 +88,10 @@ class DeadlinePassed(FramesieveError):
 
 
 class PeerContract(FramesieveError):
-    """A peer sent what the contract forbids. The text is for the log, never for the caller."""
+    """Another service sent something that the contract forbids. The text is logged and never sent to callers."""
 
     reason = "PEER_CONTRACT"
 
 
 class StartupError(Exception):
-    """A service cannot start: a missing weight, an unsupported setting. Printed, then exit status 2."""
+    """A service cannot start, for example with a missing weight. It is printed, and the exit status is 2."""

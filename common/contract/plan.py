@@ -1,16 +1,19 @@
-"""What preprocessing decides about a prompt, and what every later stage relies on.
+"""The plan of a prompt: its layout, which preprocessing decides and all later stages rely on.
 
     input_ids:  [text][pad pad pad pad pad pad][text]            N = 13
     media[0]:          runs ((4, 6),)  grid (t=3, h=1, w=2)      t·h·w = sum of the runs' lengths
-    positions:  [3, N], for the full grid, as if nothing were ever pruned
+    positions:  [3, N], for the full grid, as if nothing were pruned
 
-It knows nothing of protobuf (`common.contract.wire`), of tensors' transport (`common.contract.tensors`) or of any
-model family.
+This module knows neither protobuf (`common.contract.wire`) nor the transport of arrays (`common.contract.tensors`) nor
+any model family.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
@@ -21,11 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int32Array: TypeAlias = NDArray[np.int32]
+Bytes: TypeAlias = bytes | bytearray | memoryview
 
-# Before pruning: a context of a million tokens at rate 0.75. A few bytes can ask for so many, and all three services
-# hold their 64 MiB.
+# Before pruning: a context of a million tokens at rate 0.75. A request of a few bytes can ask for this many, and each
+# service holds 64 MiB for them.
 MAX_PROMPT_TOKENS = 2**22
-# What an answer adds to it is an int32 as well.
+# Positions of the completion, which come after it, must be int32 as well.
 MAX_POSITION = 2**31 - 1 - MAX_PROMPT_TOKENS
 MAX_FRAME_SIDE_PX = 2**15
 DIGEST_BYTES = 32
@@ -80,16 +84,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class MediaPlan:
-    """One image or video: where its tokens stand, and what its frames will look like.
+    """One image or video: where its tokens are in the prompt, and the size and times of its frames.
 
     grid: in merged tokens.
-    runs: sorted and disjoint, in grid order, grid.tokens in sum.
-    frames: how many frames preprocessing sends when the item is selected (an image: 1); 0 where its embeddings came
-        with the prompt.
-    frame_height_px, frame_width_px: of every frame sent, after resizing; 0 where none is.
+    runs: sorted and disjoint, in grid order, grid.tokens in total.
+    frames: number of frames that preprocessing sends when the item is selected (image: 1); 0 if the prompt brought
+        its embeddings.
+    frame_height_px, frame_width_px: of each frame, after resizing; 0 without frames.
     seconds_per_grid: time between temporal slices; None for an image.
-    timestamps_s: presentation time of each frame sent; empty for an image.
-    content_hash: 32 bytes that differ wherever the pixels sent, their times or the embeddings brought could differ.
+    timestamps_s: presentation time of each frame; empty for an image.
+    content_hash: 32 bytes; they differ if the pixels, their times or the given embeddings could differ.
     """
 
     modality: Modality
@@ -117,7 +121,7 @@ class MediaPlan:
                 raise ValueError(f"a frame's side must be between {least} and {most} pixels, got {side}")
         if self.frames and (self.frame_height_px < self.grid.h or self.frame_width_px < self.grid.w):
             raise ValueError(
-                f"frames of {self.frame_height_px}×{self.frame_width_px} pixels hold no grid of {self.grid}"
+                f"frames of {self.frame_height_px}×{self.frame_width_px} pixels are too small for a grid of {self.grid}"
             )
         if self.modality is Modality.IMAGE and (self.grid.t > 1 or self.frames > 1 or self.timestamps_s):
             raise ValueError(
@@ -145,18 +149,18 @@ class MediaPlan:
 
     @property
     def brings_embeds(self) -> bool:
-        """Whether the prompt brought its embeddings, so that nothing is decoded or encoded for it."""
+        """Whether the prompt brought its embeddings: nothing is decoded or encoded then."""
         return not self.frames
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPlan:
-    """The full prompt, laid out as if nothing would ever be pruned.
+    """The full prompt, laid out as if nothing were pruned.
 
     input_ids: int32 [N].
     positions: int32 [3, N], the axes time, height, width.
     media: in the order of the prompt; their runs are disjoint and inside [0, N).
-    embed_levels: tensors a media token carries beside its embedding (deepstack); 0 for most families.
+    embed_levels: additional embeddings of each media token (deepstack); 0 for most families.
     fingerprint: 32 bytes, of the checkpoint that the plan was made with.
     """
 
@@ -193,7 +197,7 @@ class PromptPlan:
         return int(self.input_ids.size)
 
     def same_as(self, other: PromptPlan) -> bool:
-        """Whether it lays out the same prompt in the same way, with the same media in it."""
+        """Whether layout and media are equal."""
         return (
             (self.media, self.embed_levels, self.fingerprint) == (other.media, other.embed_levels, other.fingerprint)
             and np.array_equal(self.input_ids, other.input_ids)
@@ -203,3 +207,12 @@ class PromptPlan:
     def __repr__(self) -> str:
         grids = ", ".join(f"{item.modality.value} {item.grid}" for item in self.media)
         return f"PromptPlan(N={self.tokens}, media=[{grids}])"
+
+
+def tagged_digest(domain: bytes, parts: Sequence[Bytes]) -> bytes:
+    """sha256 of a domain and parts, with their number and lengths: different inputs never hash the same bytes."""
+    digest = hashlib.sha256()
+    for part in (domain, struct.pack("<q", len(parts)), *parts):
+        digest.update(struct.pack("<q", len(part)))
+        digest.update(part)
+    return digest.digest()

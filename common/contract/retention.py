@@ -1,9 +1,9 @@
-"""Which pruning methods there are, and how many tokens each keeps.
+"""The pruning methods, and how many tokens each keeps.
 
-The count is known from the grid alone, before anything is encoded, so that admission and KV sizing can rely on it.
-Which tokens are kept is `services.encoder.pruning.methods`'s business.
-Source: Efficient Video Sampling, arXiv 2510.14624, and VidCom2, arXiv 2505.14454; the floors and the exact arithmetic
-are Framesieve's own.
+The count follows from the grid alone. It is known before anything is encoded, so admission and the size of the KV cache
+rely on it. `services.encoder.pruning.methods` selects the tokens.
+Sources: Efficient Video Sampling, arXiv 2510.14624; VidCom2, arXiv 2505.14454. The floors and the exact arithmetic are
+Framesieve's own.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ METHODS = (EVS, VIDCOM2, RANDOM, NONE)
 class Pruning:
     """How one media item is pruned.
 
-    rate: the share of a video's tokens to drop, 0 ≤ rate < 1, read as its shortest decimal.
+    rate: share of a video's tokens to drop, 0 ≤ rate < 1; taken as its shortest decimal.
     method: one of METHODS.
-    seed: for `random`; 0 if None.
+    seed: of `random`; None: 0.
     Raises InvalidRequest for a rate outside its range or an unknown method.
     """
 
@@ -46,14 +46,14 @@ class Pruning:
 
 
 def method_of(pruning: Pruning, modality: Modality) -> str:
-    """The method that an item counts as: `none` where nothing is ever dropped, of an image and at rate 0."""
+    """The method that metrics count an item under: `none` for images and at rate 0, where nothing is dropped."""
     return pruning.method if modality is Modality.VIDEO and pruning.rate else NONE
 
 
 def retained_count(grid: Grid, pruning: Pruning, modality: Modality = Modality.VIDEO) -> int:
-    """How many of the grid's tokens are kept: ⌊t·h·w·(1 − rate)⌋, but at least a floor; and all of an image's.
+    """Number of tokens that are kept: ⌊t·h·w·(1 − rate)⌋, but at least a floor; all tokens of an image.
 
-    The floor is the whole slice 0, h·w tokens; for `vidcom2` one token of each slice, t tokens.
+    The floor is slice 0, h·w tokens; for `vidcom2` it is one token per slice, t tokens.
     """
     if modality is Modality.IMAGE or pruning.method == NONE:
         return grid.tokens

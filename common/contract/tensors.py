@@ -1,6 +1,6 @@
-"""Arrays as they cross the wire: element types, pieces of a buffer, and the buffer that pieces are collected in.
+"""Arrays on the wire: element types, splitting an array into pieces, and collecting pieces in a buffer.
 
-Arrays are memoryviews of raw little-endian bytes in C order; this module knows neither torch nor protobuf.
+Arrays are memoryviews of raw little-endian bytes in C order. This module knows neither torch nor protobuf.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_AXES = 8
 
 
 class DType(Enum):
-    """Element types that may cross the wire; the value is the size of an element in bytes and its name."""
+    """Element types on the wire. The value is the size of an element in bytes, and its name."""
 
     UINT8 = (1, "uint8")
     INT32 = (4, "int32")
@@ -39,14 +39,14 @@ class DType(Enum):
 
 
 def shape_of(sent: Sequence[int]) -> tuple[int, ...]:
-    """A shape as a peer sent it. Raises PeerContract for more than MAX_AXES, before they are multiplied or told."""
+    """A shape that a peer sent. Raises PeerContract for more than MAX_AXES axes, before anything loops over them."""
     if len(sent) > MAX_AXES:
         raise PeerContract(f"an array of {len(sent)} axes is not allowed, at most {MAX_AXES} are")
     return tuple(sent)
 
 
 def size_bytes(dtype: DType, shape: Sequence[int]) -> int:
-    """Bytes of an array. Raises PeerContract for too many axes, a negative one, or an array above 16 GiB."""
+    """Size of an array. Raises PeerContract for too many axes, a negative axis, or an array above 16 GiB."""
     size = dtype.itemsize * math.prod(shape_of(shape))
     if any(axis < 0 for axis in shape) or size > MAX_ARRAY_BYTES:
         raise PeerContract(f"an array of shape {list(shape)} and {size} bytes is not allowed")
@@ -61,7 +61,7 @@ def pieces(data: memoryview) -> Iterator[tuple[int, memoryview]]:
 
 
 class TensorBuffer:
-    """Collects the pieces of one array, in order, into one buffer that is allocated once.
+    """Collects the pieces of one array, in order, in a buffer that is allocated once.
 
     pieces:  [0 ........ 1 MiB)[1 MiB ..... 2 MiB)[2 MiB .. end)
     received ───────────────────▲ the next piece must start here
@@ -70,7 +70,7 @@ class TensorBuffer:
     def __init__(self, dtype: DType, shape: Sequence[int]) -> None:
         self.dtype = dtype
         self.shape = tuple(shape)
-        # numpy asks for huge pages, and fills nothing with zeros: all of it is written before it is read.
+        # np.empty uses huge pages and does not fill with zeros: every byte is written before it is read.
         self.data = np.empty(size_bytes(dtype, shape), np.uint8).data
         self.received_bytes = 0
 
@@ -79,14 +79,14 @@ class TensorBuffer:
         return self.received_bytes == self.data.nbytes
 
     def add(self, dtype: DType, shape: Sequence[int], offset_bytes: int, data: bytes) -> None:
-        """Copies a piece to its place. Raises PeerContract unless it continues this very array."""
+        """Copies a piece into the buffer. Raises PeerContract unless it is the next piece of this array."""
         sent = shape_of(shape)
         if dtype is not self.dtype or sent != self.shape:
             raise PeerContract(
                 f"a piece of {dtype.label} {list(sent)} was sent for an array of {self.dtype.label} {list(self.shape)}"
             )
         if offset_bytes != self.received_bytes:
-            raise PeerContract(f"a piece starts at byte {offset_bytes}, the next one is due at {self.received_bytes}")
+            raise PeerContract(f"a piece starts at byte {offset_bytes}, the next must start at {self.received_bytes}")
         if len(data) > MAX_PIECE_BYTES:
             raise PeerContract(f"a piece has {len(data)} bytes, at most {MAX_PIECE_BYTES} are allowed")
         end = offset_bytes + len(data)

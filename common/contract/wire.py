@@ -1,14 +1,16 @@
-"""Protobuf to dataclasses and back. What a peer sent is checked here, and breaks off with PeerContract.
+"""Conversion between protobuf messages and dataclasses. Malformed messages of a peer raise PeerContract.
 
-It owns no rule about values: the dataclasses of `plan` and `retention` validate themselves.
+Rules about values are in `plan` and `retention`, whose dataclasses validate themselves.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from time import monotonic_ns
 
 import numpy as np
 
@@ -19,8 +21,10 @@ from common.contract.tensors import DType, TensorBuffer, pieces, shape_of, size_
 from framesieve.v1 import prompt_pb2, tensor_pb2
 
 MAX_MEDIA = 512
-# Where each slice of as many videos as a prompt may have stands alone.
+# Each slice of 512 videos as a run of its own.
 MAX_RUNS = 2**18
+# Older than any event that is measured. The largest floats overflow when they are converted to nanoseconds.
+_MAX_AGO_S = 1e9
 
 _DTYPE_TO_WIRE = {
     DType.UINT8: tensor_pb2.DTYPE_UINT8,
@@ -40,7 +44,7 @@ _MODALITY_OF_CONTENT = {"image": Modality.IMAGE, "video": Modality.VIDEO}
 
 
 def dtype_of(wire: tensor_pb2.DType) -> DType:
-    """The element type a peer named. Raises PeerContract for one that does not exist."""
+    """The element type that a peer named. Raises PeerContract for an unknown one."""
     if wire not in _DTYPE_FROM_WIRE:
         raise PeerContract(f"dtype {wire} does not exist")
     return _DTYPE_FROM_WIRE[wire]
@@ -60,16 +64,16 @@ def tensor_chunks(dtype: DType, shape: Sequence[int], data: memoryview) -> Itera
 def fill_chunk(
     chunk: tensor_pb2.TensorChunk, dtype: DType, shape: Sequence[int], offset_bytes: int, piece: memoryview
 ) -> None:
-    """Makes an empty message a piece of an array. In its place in a larger message, so that nothing is copied twice."""
+    """Fills an empty message with a piece of an array. Filling a nested message in place avoids a second copy."""
     chunk.dtype, chunk.offset_bytes = _DTYPE_TO_WIRE[dtype], offset_bytes
     chunk.shape.extend(shape)
     chunk.data = bytes(piece)
 
 
 def buffer_for(chunk: tensor_pb2.TensorChunk, dtypes: Sequence[DType], shape: Sequence[int]) -> TensorBuffer:
-    """An empty buffer for the array that `chunk` begins, once its type and shape are what was expected.
+    """An empty buffer for the array that `chunk` begins.
 
-    Raises PeerContract otherwise, before anything is allocated.
+    Raises PeerContract, before it allocates, if the chunk's type or shape is not an expected one.
     """
     dtype, sent = dtype_of(chunk.dtype), shape_of(chunk.shape)
     if dtype not in dtypes or sent != tuple(shape):
@@ -90,7 +94,7 @@ def int32_tensor(array: Int32Array) -> tensor_pb2.Tensor:
 
 
 def int32_array(tensor: tensor_pb2.Tensor) -> Int32Array:
-    """A whole INT32 array. Raises PeerContract for another type or a size that does not match."""
+    """The array of a message. Raises PeerContract for another type or a size that does not match the shape."""
     data, shape = tensor.data, shape_of(tensor.shape)
     if tensor.dtype != tensor_pb2.DTYPE_INT32 or size_bytes(DType.INT32, shape) != len(data):
         raise PeerContract(f"expected int32 {list(shape)}, got dtype {tensor.dtype} and {len(data)} bytes")
@@ -98,7 +102,7 @@ def int32_array(tensor: tensor_pb2.Tensor) -> Int32Array:
 
 
 def tensor_digest(tensor: tensor_pb2.Tensor) -> bytes:
-    """sha256 of a tensor's dtype, as an int32, and its bytes; its shape stands elsewhere."""
+    """sha256 of a tensor's dtype, as an int32, and its bytes. The shape is compared elsewhere."""
     return hashlib.sha256(struct.pack("<i", tensor.dtype) + tensor.data).digest()
 
 
@@ -106,7 +110,7 @@ def tensor_digest(tensor: tensor_pb2.Tensor) -> bytes:
 
 
 def pruning_of(message: prompt_pb2.Pruning) -> Pruning:
-    """Raises InvalidRequest for a rate outside its range or an unknown method."""
+    """The pruning that a message asks for. Raises InvalidRequest for a bad rate or an unknown method."""
     return Pruning(
         rate=message.rate,
         method=message.method or EVS,
@@ -115,7 +119,7 @@ def pruning_of(message: prompt_pb2.Pruning) -> Pruning:
 
 
 def named_media(prompt: prompt_pb2.Prompt) -> Iterator[tuple[str, Modality, prompt_pb2.Media]]:
-    """Every image and video of a prompt, in its order, each with the name of its field."""
+    """The images and videos of a prompt, in order, each with the name of its field."""
     for index, message in enumerate(prompt.messages):
         for place, part in enumerate(message.parts):
             kind = part.WhichOneof("content")
@@ -125,14 +129,14 @@ def named_media(prompt: prompt_pb2.Prompt) -> Iterator[tuple[str, Modality, prom
 
 
 def modalities_of(prompt: prompt_pb2.Prompt) -> list[Modality]:
-    """Of every image and video of a prompt, in its order."""
+    """The modality of each media item of a prompt, in order."""
     return [modality for _, modality, _ in named_media(prompt)]
 
 
 def prunings_of(prompt: prompt_pb2.Prompt, default: prompt_pb2.Pruning) -> tuple[Pruning, ...]:
-    """How each media item is pruned: its own pruning, else `default` (an empty message prunes nothing).
+    """The pruning of each media item: its own, else `default` (an empty message prunes nothing).
 
-    Raises InvalidRequest, naming the item, for a rate outside its range or an unknown method.
+    Raises InvalidRequest, naming the item, for a bad rate or an unknown method.
     """
     shared = pruning_of(default)
     return tuple(
@@ -152,7 +156,7 @@ def _own_pruning(name: str, message: prompt_pb2.Pruning) -> Pruning:
 
 
 def plan_messages(plan: PromptPlan) -> Iterator[prompt_pb2.PromptPlan]:
-    """The plan in one message or, when its layout is above a piece, in several."""
+    """The messages of a plan: several, if its layout is larger than one piece."""
     layout = np.ascontiguousarray(np.concatenate([plan.input_ids[None], plan.positions]), "<i4")
     for index, chunk in enumerate(tensor_chunks(DType.INT32, layout.shape, layout.data)):
         if index:
@@ -167,14 +171,14 @@ def plan_messages(plan: PromptPlan) -> Iterator[prompt_pb2.PromptPlan]:
 
 
 class PlanReceiver:
-    """Puts a plan together again from its messages."""
+    """Assembles a plan from its messages."""
 
     def __init__(self) -> None:
         self._first: prompt_pb2.PromptPlan | None = None
         self._layout: TensorBuffer | None = None
 
     def add(self, message: prompt_pb2.PromptPlan) -> PromptPlan | None:
-        """The plan, once its last message is there. Raises PeerContract for what no plan can be."""
+        """The plan, if this was its last message, else None. Raises PeerContract for an impossible plan."""
         if self._first is None or self._layout is None:
             shape = shape_of(message.layout.shape)
             if len(shape) != 2 or shape[0] != 4:
@@ -185,7 +189,7 @@ class PlanReceiver:
             self._first = message
             self._layout = buffer_for(message.layout, [DType.INT32], shape)
         elif message.media or message.embed_levels or message.fingerprint:
-            raise PeerContract("a later piece of a plan brings more than layout")
+            raise PeerContract("a later message of a plan holds more than layout")
         add_chunk(self._layout, message.layout)
         return self._plan(self._first, self._layout) if self._layout.complete else None
 
@@ -221,7 +225,7 @@ def _media_message(item: MediaPlan) -> prompt_pb2.MediaPlan:
 
 
 def _check_counts(message: prompt_pb2.PromptPlan) -> None:
-    """Before anything is made of them. Raises PeerContract for more than any prompt has."""
+    """Raises PeerContract for more media or runs than a prompt may have, before anything loops over them."""
     runs = sum(len(item.runs) for item in message.media[: MAX_MEDIA + 1])
     if len(message.media) > MAX_MEDIA or runs > MAX_RUNS:
         raise PeerContract(
@@ -255,7 +259,31 @@ def modality_message(modality: Modality) -> prompt_pb2.Modality:
 
 
 def modality_of(wire: prompt_pb2.Modality) -> Modality:
-    """Raises PeerContract for a modality that does not exist."""
+    """The modality that a peer named. Raises PeerContract for an unknown one."""
     if wire not in _MODALITY_FROM_WIRE:
         raise PeerContract(f"modality {wire} does not exist")
     return _MODALITY_FROM_WIRE[wire]
+
+
+# --- ages -------------------------------------------------------------------------------------------------------
+#
+# Hosts send how long ago an event was, so that their clocks are never compared. The time of the message on its way
+# is the only error:
+#
+#     sender    event ────────── sent       "1.5 s ago"
+#     receiver                received ▶ event = received − 1.5 s
+
+
+def ago_s(at_ns: int) -> float:
+    """Seconds since at_ns, in nanoseconds of this host's monotonic clock; 0 for a time in the future."""
+    return max(0, monotonic_ns() - at_ns) * 1e-9
+
+
+def from_ago_s(peers_ago_s: float, received_ns: int) -> int:
+    """When an event that a peer reported happened, in nanoseconds of this host's monotonic clock.
+
+    Raises PeerContract for a negative or infinite age.
+    """
+    if not (math.isfinite(peers_ago_s) and peers_ago_s >= 0):
+        raise PeerContract(f"an age must be finite and at least 0 seconds, got {peers_ago_s}")
+    return received_ns - round(min(peers_ago_s, _MAX_AGO_S) * 1e9)

@@ -1,68 +1,68 @@
-"""Certificates out of PEM files, checked before anybody relies on them, and read anew when they are replaced on disk.
+"""Certificates from PEM files: checked before use, and reloaded when they are replaced on disk.
 
-Whatever is wrong with a file is a StartupError that names its flag. It knows neither settings nor channels.
+A file that cannot be used raises StartupError, which names its flag. This module knows neither settings nor channels.
 """
 
 from __future__ import annotations
 
+import logging
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-import structlog
 
 from common.contract.errors import StartupError
 
-log = structlog.get_logger()
+log = logging.getLogger("framesieve.security")  # standard logging: the client package needs no structlog
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A certificate, with those that lead to its authority, and its private key, all as PEM."""
+    """A certificate chain and its private key, as PEM."""
 
     chain: bytes
     key: bytes = field(repr=False)
 
 
 def read_authorities(flag: str, path: Path) -> bytes:
-    """The certificates of those whose word is taken, as PEM. Raises StartupError for a file without any."""
+    """Certificates of trusted authorities, as PEM. Raises StartupError for a file without any."""
     pem = _read(flag, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except ssl.SSLError as error:
-        raise StartupError(f"{flag} {path} must hold certificates in PEM: {_told(error)}") from error
+        raise StartupError(f"{flag} {path} must hold certificates in PEM: {_reason(error)}") from error
     return pem
 
 
 def read_pair(cert: Path, key: Path, purpose: ssl.Purpose) -> KeyPair:
     """The files of --tls-cert and --tls-key.
 
-    purpose: whom the certificate is shown to: SERVER_AUTH to callers, CLIENT_AUTH to services that are called.
-    Raises StartupError for files that cannot be read or do not belong together, and for a certificate that its
-    beholder would refuse, as one that has expired. Who issued it is not judged here.
+    purpose: SERVER_AUTH for a certificate shown to callers, CLIENT_AUTH for one shown to services that are called.
+    Raises StartupError for files that cannot be read or do not match, and for a certificate that the other side would
+    reject, such as an expired one. The issuer is not checked.
     """
     pair = KeyPair(_read("--tls-cert", cert), _read("--tls-key", key))
     try:
         _shake_hands(cert, key, purpose)
     except ssl.SSLError as error:
-        raise StartupError(f"--tls-cert {cert} cannot be used with --tls-key {key}: {_told(error)}") from error
+        raise StartupError(f"--tls-cert {cert} cannot be used with --tls-key {key}: {_reason(error)}") from error
     return pair
 
 
 class ServedCertificate:
-    """A listener's certificate. What stands in its files when somebody connects is what they are shown.
+    """A listener's certificate. Each new connection gets the certificate that its files hold at that time.
 
-    client_ca: authorities; whoever connects must show a certificate of theirs. None: nobody is asked for one.
-    Raises StartupError for files that cannot be used. If they are replaced by such, what was read before stays.
+    client_ca: authorities of client certificates, which are then required; None asks for no client certificate.
+    Raises StartupError for files that cannot be used. Unusable replacements are logged, and the old certificate stays.
     """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
-        self._stamp = self._stamped()
+        self._stamp = self._file_stamps()
         self.credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
             self._read(),
-            self._replaced,  # type: ignore[arg-type]  # the stub does not know of None
+            self._replaced,  # type: ignore[arg-type]  # the stub does not allow None
             require_client_authentication=client_ca is not None,
         )
 
@@ -72,21 +72,21 @@ class ServedCertificate:
         return grpc.ssl_server_certificate_configuration([(pair.key, pair.chain)], authorities)
 
     def _replaced(self) -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC, in a thread of its own, whenever somebody connects. None: nothing has changed."""
-        stamp = self._stamped()
+        """gRPC calls this for each connection, from a thread of its own. None keeps the configuration."""
+        stamp = self._file_stamps()
         if stamp == self._stamp:
             return None
         self._stamp = stamp
         try:
             configuration = self._read()
         except StartupError as error:
-            log.error("replaced certificate cannot be used, the one before stays", error=str(error))
+            log.error("the replaced certificate cannot be used, the previous one stays: %s", error)
             return None
-        log.info("certificate was replaced", tls_cert=str(self._cert))
+        log.info("the certificate %s was reloaded", self._cert)
         return configuration
 
-    def _stamped(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """What tells a file from the one that stood there before."""
+    def _file_stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
+        """Inode, size and modification time of each file: they change when a file is replaced."""
         stamps: list[tuple[int, int, int] | None] = []
         for path in filter(None, (self._cert, self._key, self._client_ca)):
             try:
@@ -98,7 +98,7 @@ class ServedCertificate:
 
 
 def _shake_hands(cert: Path, key: Path, purpose: ssl.Purpose) -> None:
-    """Shows the certificate to nobody but ourselves, who trust it but for its dates, its purpose and its key.
+    """A TLS handshake in memory with a peer that trusts this certificate: dates, purpose and key are checked.
 
     Raises SSLError.
     """
@@ -106,15 +106,15 @@ def _shake_hands(cert: Path, key: Path, purpose: ssl.Purpose) -> None:
     client.check_hostname = False
     client.verify_mode = ssl.CERT_NONE
     for side in (server, client):
-        side.load_cert_chain(cert, key, password="")  # a key that needs one is refused, not asked about
-    beholder = client if purpose is ssl.Purpose.SERVER_AUTH else server
-    beholder.verify_mode = ssl.CERT_REQUIRED
-    beholder.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    beholder.load_verify_locations(cert)
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    calling = client.wrap_bio(back, there)
-    called = server.wrap_bio(there, back, server_side=True)
-    for side_of_it in (calling, called, calling, called):
+        side.load_cert_chain(cert, key, password="")  # rejects encrypted keys instead of prompting for a password
+    verifier = client if purpose is ssl.Purpose.SERVER_AUTH else server
+    verifier.verify_mode = ssl.CERT_REQUIRED
+    verifier.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    verifier.load_verify_locations(cert)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client_side = client.wrap_bio(to_client, to_server)
+    server_side = server.wrap_bio(to_server, to_client, server_side=True)
+    for side_of_it in (client_side, server_side, client_side, server_side):
         try:
             side_of_it.do_handshake()
         except ssl.SSLWantReadError:
@@ -128,7 +128,7 @@ def _read(flag: str, path: Path) -> bytes:
         raise StartupError(f"{flag} {path} cannot be read: {error.strerror}") from error
 
 
-def _told(error: ssl.SSLError) -> str:
+def _reason(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message
     return error.reason.replace("_", " ").lower() if error.reason else "they are not PEM, or the key needs a password"

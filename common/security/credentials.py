@@ -1,7 +1,7 @@
-"""What a channel trusts and what its calls show: authorities, a certificate, a token.
+"""Credentials of a channel: trusted authorities, a client certificate and a bearer token.
 
-TLS is spoken on TCP alone: who may open a unix socket is a matter of the folder that it lies in.
-It does not know what a listener takes (`common.security.certificates`, `common.security.tokens`).
+Only TCP uses TLS: access to a unix socket is controlled by the permissions of its folder. What a listener accepts is
+in `common.security.certificates` and `common.security.tokens`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from common.security.tokens import AUTHORIZATION_KEY
 class Credentials:
     """How a service is called.
 
-    authorities: one of these must have issued the service's certificate, as PEM; None: no TLS.
-    pair: shown to services that ask for a certificate.
-    token: shown with every call, and to nobody else: it stands in no log and in no repr.
-    plaintext_token: lets it go without TLS to other machines, where something else keeps the network private.
+    authorities: PEM certificates, one of which must have issued the service's certificate; None: plain text.
+    pair: client certificate for services that ask for one.
+    token: sent with every call; kept out of logs and out of repr.
+    plaintext_token: allows the token on plain-text connections to other machines, for networks that are private.
     """
 
     authorities: bytes | None = None
@@ -33,27 +33,28 @@ class Credentials:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What each call carries."""
+        """Metadata of each call."""
         return ((AUTHORIZATION_KEY, f"Bearer {self.token}"),) if self.token is not None else ()
 
     def for_channel(self, address: str) -> grpc.ChannelCredentials | None:
-        """TLS for a channel to this address; None: plain text.
+        """TLS credentials for a channel to this address; None for plain text.
 
-        Raises StartupError where that would show the token, and for a list: a certificate is held to a name.
+        Raises StartupError where plain text would expose the token, and for a list of addresses with TLS: the
+        certificate is checked against one name.
         """
         if self.authorities is None or is_unix(address):
             self._check_private(address)
             return None
         if "," in address:
-            raise StartupError(f"by TLS, replicas are the addresses of one name, not a list, got {address}")
+            raise StartupError(f"with TLS, name replicas by one host name, not by a list of addresses, got {address}")
         key, chain = (self.pair.key, self.pair.chain) if self.pair else (None, None)
         return grpc.ssl_channel_credentials(self.authorities, key, chain)
 
     def _check_private(self, address: str) -> None:
         if self.token is not None and not self.plaintext_token and not is_local(address):
             raise StartupError(
-                f"the token would go to {address} in plain text: name the authorities of its certificate for TLS "
-                "(--tls-ca, a service's --upstream-tls-ca), or say --allow-plaintext-token where the network is private"
+                f"the token would go to {address} in plain text: set the authorities of its certificate for TLS "
+                "(--tls-ca, of a service --upstream-tls-ca), or --allow-plaintext-token if the network is private"
             )
 
 
@@ -61,12 +62,12 @@ NO_CREDENTIALS = Credentials()
 
 
 def is_unix(address: str) -> bool:
-    """Whether it names sockets in the file system, and no network."""
+    """Whether the address names unix sockets."""
     return address.startswith(("unix:", "unix-abstract:"))
 
 
 def is_local(address: str) -> bool:
-    """Whether nothing that is sent there leaves this machine."""
+    """Whether traffic to the address stays on this machine."""
     if is_unix(address):
         return True
     hosts = [each.removeprefix("dns:///").rpartition(":")[0].strip("[]") for each in address.split(",")]

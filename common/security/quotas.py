@@ -1,7 +1,7 @@
-"""What each client may have running at a time: so many requests, so many bytes of request messages.
+"""Quotas: how many requests, and bytes of request messages, each client may have running at a time.
 
-A client is whose token a request shows, else whose certificate, else the address that it comes from; all who call over
-a unix socket are one. Whoever has nothing running is not remembered.
+A client is identified by the name of its token, else by its certificate, else by its address. All callers over a unix
+socket are one client. Clients without running requests are not remembered.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class _Account:
     size_bytes: int = 0
 
 
-class ClientBudgets:
-    """max_requests, max_bytes: of each client; None: as many as come."""
+class ClientQuotas:
+    """max_requests, max_bytes: limits for each client; None: no limit."""
 
     def __init__(self, max_requests: int | None = None, max_bytes: int | None = None) -> None:
         self._max_requests = max_requests
@@ -37,11 +37,11 @@ class ClientBudgets:
 
     @property
     def clients(self) -> int:
-        """How many have something running."""
+        """Number of clients with running requests."""
         return len(self._accounts)
 
     def limited(self, behaviour: Behaviour) -> Behaviour:
-        """The same behaviour within its client's budget; requests are still bytes, and each counts as it arrives."""
+        """The behaviour within the quota of its client. Requests are still bytes; each is counted as it arrives."""
 
         async def limited(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
             with self.request(client_of(context)) as charge:
@@ -53,10 +53,10 @@ class ClientBudgets:
 
     @contextmanager
     def request(self, client: str) -> Iterator[Charge]:
-        """One more request of this client's, while the context lasts; what is yielded takes the size of its messages.
+        """Counts one more request of a client inside. Yields a function that adds the size of a message.
 
-        Raises Overloaded where that is one too many or, when charged, too many bytes, and InvalidRequest for a request
-        that has too many by itself.
+        Raises Overloaded for too many requests. The yielded function raises Overloaded for too many bytes of all
+        running requests, and InvalidRequest where one request alone exceeds the quota.
         """
         account = self._accounts.get(client, _Account())
         if self._max_requests is not None and account.requests >= self._max_requests:
@@ -82,7 +82,7 @@ class ClientBudgets:
                 del self._accounts[client]
 
     def _check(self, client: str, own_bytes: int, others_bytes: int) -> None:
-        """own_bytes: of the request; others_bytes: of the client's others."""
+        """own_bytes: of this request; others_bytes: of the client's other requests."""
         if self._max_bytes is None:
             return
         if own_bytes > self._max_bytes:
@@ -95,7 +95,7 @@ class ClientBudgets:
 
 
 class _Charged:
-    """Requests as they come, each charged for and none held: gRPC's own iterator holds the last."""
+    """Iterates over request bytes and counts them. It keeps none; gRPC's own iterator keeps the last."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], charge: Charge) -> None:
         self._context = context
@@ -113,8 +113,8 @@ class _Charged:
 
 
 def client_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """By whom a request counts."""
-    name = structlog.contextvars.get_contextvars().get("client")  # common.serving.authentication's
+    """The client that a call is counted for."""
+    name = structlog.contextvars.get_contextvars().get("client")  # bound by common.serving.authentication
     if name is not None:
         return str(name)
     identities = context.peer_identities()

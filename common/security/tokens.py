@@ -1,48 +1,44 @@
-"""Bearer tokens: what may be one, the one that a caller shows, and whose each is that a listener knows.
+"""Bearer tokens: their syntax, the token that a caller sends, and the tokens that a listener accepts.
 
-    # who    token, as `openssl rand -base64 32` makes them
+    # name   token, as `openssl rand -base64 32` prints it
     alice    yv1mWbLwHk9R0uYlO2Ew…
-    alice    pT6FzX0Qm8sJvC4dNa7L…      two of one name: both are taken while one replaces the other
+    alice    pT6FzX0Qm8sJvC4dNa7L…      a second token of alice: both are valid, so a token can be replaced
 
-Whatever is wrong with a file is a StartupError that names its flag and never quotes what the file holds.
+A file that cannot be used raises StartupError. The error names the flag and never quotes the file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-import structlog
-
 from common.contract.errors import StartupError
 
 AUTHORIZATION_KEY = "authorization"
 MIN_TOKEN_CHARACTERS = 16
 
-# RFC 6750, 2.1.
+# RFC 6750, section 2.1.
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 _BEARER = re.compile(r"Bearer +(\S+)", re.IGNORECASE)
 
-log = structlog.get_logger()
+log = logging.getLogger("framesieve.security")  # standard logging: the client package needs no structlog
 
 
 class Tokens:
-    """Whom tokens belong to. It holds their digests alone.
-
-    names: by sha256 of the token.
-    """
+    """The tokens that a listener accepts, as sha256 digests. names: the client's name by digest."""
 
     def __init__(self, names: Mapping[bytes, str]) -> None:
         self._names = tuple(names.items())
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The tokens of --auth-tokens-file, a name and a token each line."""
+        """Reads --auth-tokens-file: a name and a token on each line."""
         flag = "--auth-tokens-file"
         names: dict[bytes, str] = {}
         for number, line in enumerate(_text(flag, path).splitlines(), 1):
@@ -51,22 +47,22 @@ class Tokens:
             if not words:
                 continue
             if len(words) != 2:
-                raise StartupError(f"{where}: a name and a token are due, here are {len(words)} words")
+                raise StartupError(f"{where}: expected a name and a token, got {len(words)} words")
             name, token = words
             check_token(where, token)
             if _digest(token) in names:
-                raise StartupError(f"{where}: the token of {names[_digest(token)]} comes again")
+                raise StartupError(f"{where}: the same token as one of {names[_digest(token)]}")
             names[_digest(token)] = name
         if not names:
-            raise StartupError(f"{flag} {path} holds no token: nobody could call")
+            raise StartupError(f"{flag} {path} holds no token, so every call would be refused")
         if path.stat().st_mode & stat.S_IROTH:
-            log.warning("every user of this machine can read the tokens", auth_tokens_file=str(path))
+            log.warning("every user of this machine can read the tokens of %s %s", flag, path)
         return cls(names)
 
     def name_of(self, authorization: str) -> str | None:
-        """Whom the token of `Bearer <token>` belongs to; None: nobody, or it is none.
+        """The name for the header `Bearer <token>`; None for an unknown token or another header.
 
-        It takes as long whether or not a token is known, or nearly is.
+        It compares with every token in constant time, so its duration tells nothing about them.
         """
         bearer = _BEARER.fullmatch(authorization)
         presented, found = _digest(bearer[1] if bearer else ""), None
@@ -77,10 +73,18 @@ class Tokens:
 
 
 def read_token(flag: str, path: Path) -> str:
-    """The token that a file holds and nothing else."""
+    """The token of a file that holds nothing else. flag: names the file in errors."""
     token = _text(flag, path).strip()
     check_token(f"{flag} {path}", token)
     return token
+
+
+def check_token(where: str, token: str) -> None:
+    """Raises StartupError for text that is no valid token. where: the token's place, for the error."""
+    if len(token) < MIN_TOKEN_CHARACTERS:
+        raise StartupError(f"{where}: a token has at least {MIN_TOKEN_CHARACTERS} characters, got {len(token)}")
+    if not _TOKEN.fullmatch(token):
+        raise StartupError(f"{where}: a token consists of letters, digits and -._~+/, with = only at its end")
 
 
 def _text(flag: str, path: Path) -> str:
@@ -89,15 +93,7 @@ def _text(flag: str, path: Path) -> str:
     except OSError as error:
         raise StartupError(f"{flag} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError:
-        raise StartupError(f"{flag} {path} must be text") from None
-
-
-def check_token(where: str, token: str) -> None:
-    """Raises StartupError for what may not be a token. where: it stands, as the error says."""
-    if len(token) < MIN_TOKEN_CHARACTERS:
-        raise StartupError(f"{where}: a token has at least {MIN_TOKEN_CHARACTERS} characters, here are {len(token)}")
-    if not _TOKEN.fullmatch(token):
-        raise StartupError(f"{where}: a token is made of letters, digits and -._~+/, with = at its end alone")
+        raise StartupError(f"{flag} {path} must be UTF-8 text") from None
 
 
 def _digest(token: str) -> bytes:

@@ -1,6 +1,6 @@
-"""Who calls: whoever shows no token that is known is refused before anything of the request is read.
+"""Authentication of callers by bearer token, before anything of their request is read.
 
-Health answers everybody, since probes hold no tokens. It does not know what a caller may cost (`security.quotas`).
+Health needs no token, because probes have none. Quotas of clients are in `common.security.quotas`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HEALTH_METHODS = "/grpc.health.v1.Health/"
 
 
 class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
-    """Lets through who shows a token that is known; the rest of the request, and its logs, know the client's name."""
+    """Refuses calls without a known token, and binds the client's name to the context of the others."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -36,11 +36,11 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
         shown = [value for key, value in handler_call_details.invocation_metadata or () if key == AUTHORIZATION_KEY]
         name = self._tokens.name_of(shown[0]) if len(shown) == 1 and isinstance(shown[0], str) else None
         if name is None:
-            # As a stream, whatever the method is: nothing of the request is waited for.
+            # A streaming handler for every method: it does not wait for the request.
             return grpc.stream_stream_rpc_method_handler(guarded(_refuse, method))
         structlog.contextvars.bind_contextvars(client=name)
         return handler
 
 
 def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
-    raise Unauthenticated("a bearer token that is known here must come with the call")
+    raise Unauthenticated("the call needs a known bearer token")

@@ -1,16 +1,17 @@
-"""What settings ask for to guard a service: its listener's limits, TLS and tokens, and how it calls others.
-
-The parts are `authentication` here, and `certificates`, `quotas` and `credentials` in `common.security`.
-"""
+"""Network side of a service as its settings describe it: listener, TLS, tokens, /metrics, and credentials upstream."""
 
 from __future__ import annotations
 
 import ssl
+import sys
+from typing import Any
 
 import grpc
 import structlog
+from prometheus_client import disable_created_metrics, start_http_server
 
 from common.channels import MAX_RECEIVE_BYTES
+from common.contract.errors import StartupError
 from common.security.certificates import ServedCertificate, read_authorities, read_pair
 from common.security.credentials import Credentials, is_local, is_unix
 from common.security.tokens import Tokens, read_token
@@ -19,20 +20,20 @@ from common.serving.interceptors import RequestInterceptor
 from common.serving.settings import ServiceSettings, UpstreamSettings
 
 _OPTIONS = (
-    # A larger request is refused before it is read to its end.
+    # gRPC refuses a larger request before it has read it.
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
-    # The second process that would listen at an address is told so, not given half of its connections.
+    # A second process on the same address fails, instead of getting half of the connections.
     ("grpc.so_reuseport", 0),
-    # Of one connection. Generation has one upstream for each request that runs or waits; what is above this waits in
-    # its channel, where no queue's length is told.
+    # Per connection. Generation has one upstream call for each request that runs or waits; calls above this limit
+    # wait inside its channel, where no queue length can be measured.
     ("grpc.max_concurrent_streams", 1024),
-    # A caller that vanished without a word, with its machine or its network, is given up within 80 seconds.
+    # Connections of callers that vanished with their machine or network are closed within 80 seconds.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    # Channels ping once a minute; who pings more than twice as often is cut off at the third time.
+    # Channels ping once a minute. Clients that ping more than twice as often are disconnected at the third ping.
     ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
     ("grpc.http2.max_ping_strikes", 2),
-    # Clients connect anew, and so find replicas that came after them. Requests that run are not cut off.
+    # Clients reconnect after this age, and so find replicas that were added. Running requests are not interrupted.
     ("grpc.max_connection_age_ms", 300_000),
 )
 
@@ -40,9 +41,9 @@ log = structlog.get_logger()
 
 
 def guarded_server(settings: ServiceSettings, requests: RequestInterceptor) -> grpc.aio.Server:
-    """A server that is yet to listen; callers are known before `requests` sees what they ask.
+    """A server that does not listen yet. It authenticates callers before `requests` handles their calls.
 
-    Raises StartupError for tokens that cannot be used.
+    Raises StartupError for an unusable tokens file.
     """
     interceptors: list[grpc.aio.ServerInterceptor] = [requests]
     if settings.auth_tokens_file is not None:
@@ -53,40 +54,61 @@ def guarded_server(settings: ServiceSettings, requests: RequestInterceptor) -> g
 
 
 def listen(server: grpc.aio.Server, settings: ServiceSettings) -> str:
-    """Returns whose certificates are asked for: nobody's ("off"), the "server"'s, or both sides' ("mutual").
+    """Binds the server to --listen. Returns its TLS: "off", "server", or "mutual" with client certificates.
 
-    Raises StartupError for a certificate that cannot be used, and RuntimeError where the address cannot be had.
+    Raises StartupError for an unusable certificate or address.
     """
-    if settings.tls_cert is None or settings.tls_key is None or is_unix(settings.listen):
-        server.add_insecure_port(settings.listen)
-        return "off"
-    served = ServedCertificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-    server.add_secure_port(settings.listen, served.credentials)
+    try:
+        if settings.tls_cert is None or settings.tls_key is None or is_unix(settings.listen):
+            server.add_insecure_port(settings.listen)
+            return "off"
+        served = ServedCertificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        server.add_secure_port(settings.listen, served.credentials)
+    except (RuntimeError, OSError) as error:
+        raise StartupError(f"cannot listen on --listen {settings.listen}: {error}") from error
     return "mutual" if settings.tls_client_ca is not None else "server"
 
 
-def metrics_tls(settings: ServiceSettings) -> ssl.SSLContext | None:
-    """None where /metrics is told in plain text. Raises StartupError for files that cannot be used."""
-    if not settings.metrics_tls or settings.tls_cert is None or settings.tls_key is None:
-        return None
-    # `listen` has not looked at them where it listens on a unix socket.
-    read_pair(settings.tls_cert, settings.tls_key, ssl.Purpose.SERVER_AUTH)
-    if settings.tls_client_ca is not None:
-        read_authorities("--tls-client-ca", settings.tls_client_ca)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=settings.tls_client_ca)
-    context.load_cert_chain(settings.tls_cert, settings.tls_key)
-    if settings.tls_client_ca is not None:
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
+def serve_metrics(settings: ServiceSettings) -> None:
+    """Serves /metrics in threads of prometheus_client, on the host of --listen, or on loopback for a unix socket.
+
+    Raises StartupError for unusable certificates or a port in use.
+    """
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the series, and no query reads them
+    if not settings.metrics_port:
+        return
+    tls: dict[str, Any] = {}
+    if settings.metrics_tls and settings.tls_cert is not None and settings.tls_key is not None:
+        # `listen` does not check these files if it listens on a unix socket.
+        read_pair(settings.tls_cert, settings.tls_key, ssl.Purpose.SERVER_AUTH)
+        tls = {"certfile": str(settings.tls_cert), "keyfile": str(settings.tls_key)}
+        if settings.tls_client_ca is not None:
+            read_authorities("--tls-client-ca", settings.tls_client_ca)
+            tls |= {"client_cafile": str(settings.tls_client_ca), "client_auth_required": True}
+    host = "127.0.0.1" if is_unix(settings.listen) else settings.listen.rpartition(":")[0].strip("[]")
+    try:
+        server, _ = start_http_server(settings.metrics_port, host, **tls)
+    except OSError as error:
+        raise StartupError(f"cannot serve metrics on --metrics-port {settings.metrics_port}: {error}") from error
+    if isinstance(server.socket, ssl.SSLSocket):
+        # Handshakes run in the thread of each connection, so that a client that sends nothing blocks no other.
+        server.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
+    server.handle_error = _log_error  # type: ignore[method-assign]  # the default prints tracebacks to stderr
+
+
+def _log_error(request: Any, client_address: Any) -> None:
+    if not isinstance(sys.exc_info()[1], OSError):  # a client that disconnected or failed the TLS handshake
+        log.exception("bug in metrics")
 
 
 def upstream_credentials(settings: UpstreamSettings) -> Credentials:
-    """How the service calls others. Raises StartupError for files that cannot be used."""
+    """The credentials for calls to other services. Raises StartupError for unusable files."""
     authorities = pair = token = None
     if settings.upstream_tls_ca is not None:
         authorities = read_authorities("--upstream-tls-ca", settings.upstream_tls_ca)
         if settings.tls_cert is not None and settings.tls_key is not None:
-            # What the listener shows is a server's; it need be a client's as well only where services ask for one.
+            # A listener on TCP shows a server certificate. It may lack the client purpose: only services that ask for
+            # client certificates need it.
             purpose = ssl.Purpose.CLIENT_AUTH if is_unix(settings.listen) else ssl.Purpose.SERVER_AUTH
             pair = read_pair(settings.tls_cert, settings.tls_key, purpose)
     if settings.upstream_token_file is not None:

@@ -1,47 +1,51 @@
-"""Health as services tell it to whoever asks, without a token: Check says it once, Watch at every change.
+"""grpc.health.v1.Health: Check returns the status once, Watch sends every change. It needs no token.
 
-Nobody is waited for: a watcher that does not read holds up neither the others nor the service. Strangers may ask, so a
-request is small and watchers are counted. It does not know what makes a service well.
+grpcio-health-checking has a servicer of its own, which is not used: its Watch holds the lock that `set` needs while it
+writes, so that one client that does not read would block every change, and the drain of the service. Here `set_serving`
+never waits. Since anybody may call it, the size of requests and the number of watchers are limited.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from common.serving.open_streams import Context, OpenStreams, small
+from common.security.quotas import client_of
 
 NAME = "grpc.health.v1.Health"
 
-# Of a request, which is a name. gRPC keeps it for as long as its call lasts.
+# A request is a service's name. gRPC keeps its bytes until the call ends.
 MAX_REQUEST_BYTES = 256
-# A channel watches once for each connection. Of one client, so that nobody takes the others' places.
+# A channel watches once per connection.
 MAX_WATCHERS = 4096
 MAX_WATCHERS_PER_CLIENT = 1024
 
-Answer: TypeAlias = "health_pb2.HealthCheckResponse"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class Health:
-    """Of the service as a whole, under each of its names; NOT_SERVING until it is told otherwise."""
+    """The same status for each of `names`; NOT_SERVING at first."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(names)
         self._status = health_pb2.HealthCheckResponse.NOT_SERVING
         self._changed = asyncio.Event()
-        self._watchers = OpenStreams("watch")
+        self._watchers: Counter[str] = Counter()
 
     @property
     def watchers(self) -> int:
-        """How many watch, all clients together."""
-        return self._watchers.count
+        """Number of open Watch calls."""
+        return self._watchers.total()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serves it there. Requests come as bytes: one that is too large is not even parsed."""
+        """Adds both methods to a server. Their requests stay bytes, so that too large ones are not parsed."""
         serialize = health_pb2.HealthCheckResponse.SerializeToString
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Check": grpc.unary_unary_rpc_method_handler(self._check, response_serializer=serialize),
@@ -49,32 +53,62 @@ class Health:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, methods),))
 
-    def tell(self, well: bool) -> None:
-        """From now on. Returns at once, whoever watches."""
-        self._status = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
+    def set_serving(self, serving: bool) -> None:
+        """Changes the status to SERVING or NOT_SERVING. Returns at once; watchers are told by their own tasks."""
+        self._status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _check(self, request: bytes, context: Context) -> Answer:
-        if await _name_of(request, context) not in self._names:
+    async def _check(self, request: bytes, context: Context) -> health_pb2.HealthCheckResponse:
+        if await _service_of(request, context) not in self._names:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return health_pb2.HealthCheckResponse(status=self._status)
 
     async def _watch(self, request: bytes, context: Context) -> None:
-        """As the protocol has it, a name that is not known is answered so, and the call goes on."""
-        known = await _name_of(request, context) in self._names
-        async with self._watchers.one_more(context, MAX_WATCHERS, MAX_WATCHERS_PER_CLIENT):
-            told = None
+        """The protocol answers an unknown service with SERVICE_UNKNOWN and keeps the call open."""
+        known = await _service_of(request, context) in self._names
+        client = client_of(context)
+        if self.watchers >= MAX_WATCHERS or self._watchers[client] >= MAX_WATCHERS_PER_CLIENT:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self.watchers} calls watch, {self._watchers[client]} of them of {client}: "
+                f"at most {MAX_WATCHERS} may, and {MAX_WATCHERS_PER_CLIENT} of one client",
+            )
+        with self._counted(client):
+            sent = None
             while True:
                 changed = self._changed
                 status = self._status if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-                if status != told:
-                    told = status
-                    await context.write(health_pb2.HealthCheckResponse(status=status))
+                if status != sent:
+                    sent = status
+                    # Written, not yielded: gRPC logs a traceback for generators whose caller disconnects unread.
+                    try:
+                        await context.write(health_pb2.HealthCheckResponse(status=status))
+                    except grpc.aio.InternalError as error:
+                        raise asyncio.CancelledError from error
                 else:
                     await changed.wait()
 
+    @contextmanager
+    def _counted(self, client: str) -> Iterator[None]:
+        self._watchers[client] += 1
+        try:
+            yield
+        finally:
+            self._watchers[client] -= 1
+            if not self._watchers[client]:
+                del self._watchers[client]
 
-async def _name_of(request: bytes, context: Context) -> str:
-    asked = await small(request, health_pb2.HealthCheckRequest, MAX_REQUEST_BYTES, "asks for health", context)
-    return str(asked.service)
+
+async def _service_of(request: bytes, context: Context) -> str:
+    """The service that a request names. Ends the call with INVALID_ARGUMENT for a malformed or too large request."""
+    if len(request) > MAX_REQUEST_BYTES:
+        await context.abort(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"the request has {len(request)} bytes, one that asks for health may have {MAX_REQUEST_BYTES}",
+        )
+    try:
+        return str(health_pb2.HealthCheckRequest.FromString(request).service)
+    except DecodeError:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no HealthCheckRequest")
+        raise

@@ -1,64 +1,76 @@
-"""What happens around every request of ours: a request id, its outcome counted, and its error as a status."""
+"""What surrounds each request of framesieve.v1: parsing, quotas, request id, metrics, logs, traces, and its status.
+
+Layers of a call, from the outside:
+
+    _written      writes each response
+    guarded       request id, metrics, log line, span; turns an error into a status
+    _drained      refuses and cancels requests while the service drains
+    quotas        counts the requests and bytes of the client
+    parsed        parses request bytes for the servicer's own method
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
-from common.channels import DETAILS_KEY, REQUEST_ID_KEY, status_details, status_message
-from common.contract.errors import FramesieveError, PeerContract, Unauthenticated, Unavailable
-from common.security.quotas import ClientBudgets
-from common.serving.parsing import parsed
+from common.channels import REQUEST_ID_KEY
+from common.contract.errors import FramesieveError, InvalidRequest, PeerContract, Unauthenticated, Unavailable
+from common.security.quotas import ClientQuotas
+from common.serving.status import DETAILS_KEY, status_details, status_message
+from common.telemetry.logs import RequestStats, add_request_stats, begin_request_stats
 from common.telemetry.metrics import MESSAGE_BYTES, REFUSALS, REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
-from common.telemetry.request_stats import RequestStats, add_request_stats, begin_request_stats
-from common.telemetry.tracing import Tracer, begin_request
+from common.telemetry.tracing import RequestSpan
 
 OUR_METHODS = "/framesieve."
 MAX_REQUEST_ID_CHARACTERS = 128
 
 _DO_NOT_RETRY = ("grpc-retry-pushback-ms", "-1")
-# Whoever is cut off has so long to give up what it holds.
-_CUT_OFF_S = 1.0
+# Time that cancelled requests get to release what they hold, at the end of a drain.
+_CANCEL_S = 1.0
+# When a caller disappears or its deadline passes, gRPC ends the request stream shortly before it cancels the handler.
+_CANCELLED_S = 0.2
 
 log = structlog.get_logger()
 
+Parse = Callable[[bytes], Any]
 Behaviour = Callable[[Any, Any], AsyncGenerator[Any]]
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every streaming method of framesieve.v1; health and reflection pass untouched."""
+    """Wraps every streaming method of framesieve.v1. Methods of health and reflection stay as they are."""
 
-    def __init__(self, budgets: ClientBudgets | None = None, tracer: Tracer | None = None) -> None:
-        self._budgets = budgets or ClientBudgets()
-        self._tracer = tracer
+    def __init__(self, quotas: ClientQuotas | None = None) -> None:
+        self._quotas = quotas or ClientQuotas()
         self._running: set[asyncio.Task[Any]] = set()
-        self._answering: set[asyncio.Task[Any]] = set()  # of these, those that wait for a response to be sent
+        self._sending: set[asyncio.Task[Any]] = set()  # those of the running that wait for a response to be sent
         self._cut_off: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
 
     async def drain(self, grace_s: float) -> int:
-        """Refuses new requests and waits until those that run have ended, `grace_s` at most; then ends the rest.
+        """Refuses new requests, waits up to `grace_s` for running ones, and then cancels the rest.
 
-        Returns how many these were. They are told so, but for those whose callers do not read.
+        Returns the number of cancelled requests. They end with UNAVAILABLE, unless their caller does not read.
         """
         self._draining = True
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
         self._cut_off = set(self._running)
-        # Within gRPC, where responses are sent, nothing may be cancelled: no status could follow them.
-        for task in self._cut_off - self._answering:
+        # A task that is inside gRPC's write must not be cancelled: gRPC could not send a status after it.
+        for task in self._cut_off - self._sending:
             task.cancel()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), _CUT_OFF_S)
+            await asyncio.wait_for(self._idle.wait(), _CANCEL_S)
         return len(self._cut_off)
 
     async def intercept_service(
@@ -71,12 +83,11 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or not method.startswith(OUR_METHODS):
             return handler
         _, service, name = method.split("/")
-        parse = _parse_weighed(handler.request_deserializer, name)
-        behaviour = self._budgets.limited(parsed(handler, parse))
-        # As a stream, whatever the method is: of a single request, gRPC holds the bytes until the call ends.
+        behaviour = self._quotas.limited(parsed(handler, _count_received(handler.request_deserializer, name)))
+        # Every method is served as a stream: gRPC keeps the bytes of a unary request until the call ends.
         return grpc.stream_stream_rpc_method_handler(
-            _written(guarded(self._drained(behaviour, stage_of(service)), method, self._tracer)),
-            response_serializer=_serialize_weighed(handler.response_serializer, name),
+            _written(guarded(self._drained(behaviour, stage_of(service)), method)),
+            response_serializer=_count_sent(handler.response_serializer, name),
         )
 
     def _drained(self, behaviour: Behaviour, stage: str) -> Behaviour:
@@ -87,24 +98,24 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             assert task is not None
             self._running.add(task)
             self._idle.clear()
-            over = Unavailable(f"{stage} is draining, and the time to finish is over", stage)
+            too_late = Unavailable(f"{stage} is draining, and its grace period is over", stage)
             try:
                 async with aclosing(behaviour(requests, context)) as responses:
                     async for response in responses:
-                        self._answering.add(task)
+                        self._sending.add(task)
                         yield response
-                        self._answering.discard(task)
+                        self._sending.discard(task)
                         if task in self._cut_off:
-                            raise over
+                            raise too_late
             except asyncio.CancelledError:
                 if task not in self._cut_off:
                     raise
                 task.uncancel()
-                raise over from None
-            except Unauthenticated as error:  # it is not the caller's token that is refused up there
-                raise PeerContract("an upstream service does not know the token of --upstream-token-file") from error
+                raise too_late from None
+            except Unauthenticated as error:  # upstream refused our token, not the caller's
+                raise PeerContract("an upstream service does not accept the token of --upstream-token-file") from error
             finally:
-                self._answering.discard(task)
+                self._sending.discard(task)
                 self._running.discard(task)
                 if not self._running:
                     self._idle.set()
@@ -113,7 +124,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _written(behaviour: Behaviour) -> Callable[[Any, Any], Coroutine[Any, Any, None]]:
-    """Writes what is yielded: who leaves without reading is cancelled like others, where gRPC would log a traceback."""
+    """Writes what is yielded. For generators gRPC logs a traceback when a caller disconnects without reading."""
 
     async def written(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         async with aclosing(behaviour(requests, context)) as responses:
@@ -126,34 +137,84 @@ def _written(behaviour: Behaviour) -> Callable[[Any, Any], Coroutine[Any, Any, N
     return written
 
 
-def _parse_weighed(parse: Any, method: str) -> Callable[[bytes], Any]:
-    def weighed(data: bytes) -> Any:
+# --- parsing ----------------------------------------------------------------------------------------------------
+#
+# Requests are parsed inside the call, so that malformed bytes end it with INVALID_ARGUMENT. gRPC itself would answer
+# UNKNOWN with the parser's class name. Bytes are dropped once parsed: they may hold media, and the call runs for as
+# long as its answer takes.
+
+
+def parsed(handler: Any, parse: Parse) -> Behaviour:
+    """The streaming behaviour of an RpcMethodHandler, whose requests are still bytes."""
+    if handler.request_streaming:
+        return lambda requests, context: handler.stream_stream(_Parsed(requests, parse), context)
+
+    async def answer_single(requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[Any]:
+        request = await anext(_Parsed(requests, parse), None)
+        if request is None:
+            await asyncio.sleep(_CANCELLED_S)
+            raise InvalidRequest("the call ended without its request")
+        answering = handler.unary_stream(request, context)
+        del request
+        async with aclosing(answering) as responses:
+            async for response in responses:
+                yield response
+
+    return answer_single
+
+
+class _Parsed:
+    """An iterator of parsed requests. A generator would keep the bytes of the last request until the next."""
+
+    def __init__(self, requests: AsyncIterator[bytes], parse: Parse) -> None:
+        self._requests = requests
+        self._parse = parse
+
+    def __aiter__(self) -> _Parsed:
+        return self
+
+    async def __anext__(self) -> Any:
+        return _message(await anext(self._requests), self._parse)
+
+
+def _message(data: bytes, parse: Parse) -> Any:
+    try:
+        return parse(data)
+    except DecodeError as error:
+        raise InvalidRequest(f"a request of {len(data)} bytes is no message of this method") from error
+
+
+def _count_received(parse: Any, method: str) -> Parse:
+    def counted(data: bytes) -> Any:
         MESSAGE_BYTES.labels(method, "received").inc(len(data))
         add_request_stats(received_bytes=len(data))
         return parse(data)
 
-    return weighed
+    return counted
 
 
-def _serialize_weighed(serialize: Any, method: str) -> Callable[[Any], bytes]:
-    def weighed(response: Any) -> bytes:
+def _count_sent(serialize: Any, method: str) -> Callable[[Any], bytes]:
+    def counted(response: Any) -> bytes:
         data: bytes = serialize(response)
         MESSAGE_BYTES.labels(method, "sent").inc(len(data))
         add_request_stats(sent_bytes=len(data))
         return data
 
-    return weighed
+    return counted
 
 
-def guarded(behaviour: Behaviour, path: str, tracer: Tracer | None = None) -> Behaviour:
-    """The same behaviour with a request id, its outcome counted and logged, and a status for whatever it raises."""
+# --- outcome ----------------------------------------------------------------------------------------------------
+
+
+def guarded(behaviour: Behaviour, path: str) -> Behaviour:
+    """The behaviour with a request id, metrics, a log line, a span, and a status for every error it raises."""
     _, service, method = path.split("/")
     stage = stage_of(service)
 
     async def guarded(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
         metadata = dict(context.invocation_metadata() or ())
         structlog.contextvars.bind_contextvars(request_id=_request_id(metadata), method=method)
-        sizes, span = begin_request_stats(), begin_request(tracer, path, metadata)
+        stats, span = begin_request_stats(), RequestSpan(path, metadata)
         start, code = time.perf_counter(), "OK"
         refusal: FramesieveError | None = None
         REQUESTS_RUNNING.labels(method).inc()
@@ -184,49 +245,48 @@ def guarded(behaviour: Behaviour, path: str, tracer: Tracer | None = None) -> Be
             REQUESTS.labels(method, code).inc()
             seconds = time.perf_counter() - start
             REQUEST_SECONDS.labels(method).observe(seconds)
-            _tell_end(code, refusal, seconds, sizes)
-            if span is not None:
-                span.end(code, None if code == "OK" else refusal.reason if refusal else code, sizes)
+            _log_end(code, refusal, seconds, stats)
+            span.end(code, None if code == "OK" else refusal.reason if refusal else code, stats)
 
     return guarded
 
 
-def _tell_end(code: str, refusal: FramesieveError | None, seconds: float, sizes: RequestStats) -> None:
-    told = {"code": code, "seconds": round(seconds, 6), **sizes}
+def _log_end(code: str, refusal: FramesieveError | None, seconds: float, stats: RequestStats) -> None:
+    fields = {"code": code, "seconds": round(seconds, 6), **stats}
     if refusal is None:
-        log.info("request ended", **told)
+        log.info("request ended", **fields)
         return
     notes = getattr(refusal, "__notes__", [])
     upstream = {"upstream": notes} if notes else {}
-    log.warning("request ended", reason=refusal.reason, error=status_message(refusal), **upstream, **told)
+    log.warning("request ended", reason=refusal.reason, error=status_message(refusal), **upstream, **fields)
 
 
 async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: FramesieveError, method: str, stage: str) -> None:
     REFUSALS.labels(method, error.reason).inc()
     details: tuple[tuple[str, str | bytes], ...] = ((DETAILS_KEY, status_details(error).SerializeToString()),)
     if isinstance(error, Unavailable) and error.stage != stage:
-        # What is gone is further up, and this service has tried it again: another of its replicas has no more luck.
+        # A service further upstream is gone, and this service has retried it: its other replicas would fail as well.
         details = (*details, _DO_NOT_RETRY)
-    with suppress(grpc.aio.InternalError):  # who is refused has left meanwhile, and nobody is there to be told
+    with suppress(grpc.aio.InternalError):  # the caller has disconnected
         await context.abort(grpc.StatusCode[error.status], status_message(error), trailing_metadata=details)
 
 
 def stage_of(service: str) -> str:
-    """encoder, of framesieve.v1.EncoderService."""
+    """encoder, for framesieve.v1.EncoderService."""
     return service.rsplit(".", 1)[-1].removesuffix("Service").lower()
 
 
 def is_request_id(given: str) -> bool:
-    """Whether a caller may name a request so: 1 to 128 printable ASCII characters."""
+    """Whether text of a caller is a valid request id: 1 to 128 printable ASCII characters."""
     return given.isascii() and given.isprintable() and 0 < len(given) <= MAX_REQUEST_ID_CHARACTERS
 
 
 def bound_request_id() -> str:
-    """The running request's: the call's own, or the one that its message names."""
+    """The id of the running request: from the call's metadata, or from its message."""
     return str(structlog.contextvars.get_contextvars()["request_id"])
 
 
 def _request_id(metadata: Mapping[str, str | bytes]) -> str:
-    """The caller's, if it is one; else a new one."""
+    """The caller's request id if it is valid, else a new one."""
     given = metadata.get(REQUEST_ID_KEY, "")
     return given if isinstance(given, str) and is_request_id(given) else uuid.uuid4().hex

@@ -1,10 +1,10 @@
-"""Asks a service whether it is well: exit status 0 if it is SERVING. For healthchecks of containers.
+"""Asks a service for its health: exit status 0 if it is SERVING, else 1. For health checks of containers.
 
-python -m common.serving.probe 127.0.0.1:50053
+    python -m common.serving.probe 127.0.0.1:50053
 
-It reads the service's own environment: where that sets FRAMESIEVE_TLS_CERT, the listener speaks TLS, but for a unix
-socket. It is then asked by TLS and shown that certificate if it wants one; FRAMESIEVE_UPSTREAM_TLS_CA names the
-authorities of what it shows, which must name the address. No token is asked.
+It reads the environment of the service. If that sets FRAMESIEVE_TLS_CERT and the address is no unix socket, it connects
+with TLS: FRAMESIEVE_UPSTREAM_TLS_CA must hold the authorities of that certificate, which must name the address, and the
+certificate is also its own if the service asks for one. Health needs no token.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TIMEOUT_S = 3.0
 
 
 def own_credentials(address: str, environment: Mapping[str, str]) -> Credentials:
-    """How a service with this environment is asked for its health, at the address that it listens on.
+    """Credentials for asking a service with this environment for its health, at the address that it listens on.
 
-    Raises StartupError for files that cannot be used, and where it speaks TLS and nothing says whom to trust.
+    Raises StartupError for unusable files, and for TLS without FRAMESIEVE_UPSTREAM_TLS_CA.
     """
     authorities, cert, key = (
         environment.get(f"FRAMESIEVE_{name}") for name in ("UPSTREAM_TLS_CA", "TLS_CERT", "TLS_KEY")
@@ -43,7 +43,7 @@ def own_credentials(address: str, environment: Mapping[str, str]) -> Credentials
 
 
 def is_serving(address: str, credentials: Credentials, timeout_s: float) -> bool:
-    """Whether the service there says so. Raises RpcError where nobody answers in time."""
+    """Whether the service at the address reports SERVING. Raises RpcError if it does not answer in time."""
     tls = credentials.for_channel(address)
     options = (NO_PROXY,)
     with grpc.secure_channel(address, tls, options) if tls else grpc.insecure_channel(address, options) as channel:

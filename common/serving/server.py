@@ -1,4 +1,4 @@
-"""Serves one gRPC service until it is told to stop, with health, reflection and metrics beside it."""
+"""Runs one gRPC service, with health, reflection and metrics beside it, until a signal stops it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ from typing import Any, NoReturn
 
 import grpc
 import structlog
+from grpc_reflection.v1alpha import reflection
 
 from common.contract.errors import StartupError
 from common.process import ExitStatus, allow_open_files, at_once, keep_freed_memory
-from common.security.credentials import is_unix
-from common.security.quotas import ClientBudgets
-from common.serving.exposition import serve_metrics
-from common.serving.guards import guarded_server, listen, metrics_tls
+from common.security.quotas import ClientQuotas
+from common.serving.guards import guarded_server, listen, serve_metrics
 from common.serving.health import NAME as HEALTH
 from common.serving.health import Health
 from common.serving.interceptors import RequestInterceptor, stage_of
-from common.serving.reflection import NAME as REFLECTION
-from common.serving.reflection import Reflection
 from common.serving.settings import ServiceSettings
 from common.telemetry.metrics import SERVING
-from common.telemetry.tracing import open_tracer
+from common.telemetry.otlp import export_spans
 
 _LINGER_S = 0.25
 _HEALTH_S = 0.5
@@ -36,9 +33,9 @@ log = structlog.get_logger()
 
 
 def run(main: Callable[[], Coroutine[Any, Any, ExitStatus]]) -> NoReturn:
-    """Runs a service's main coroutine and ends the process with what it returns; a StartupError is its last line.
+    """Runs a service's main coroutine and exits with its status. A StartupError is the last line of its output.
 
-    Until `serve` takes signals for requests to drain, and once it does, a signal ends the process at once.
+    Before `serve` handles signals, and after the first signal, SIGTERM and SIGINT end the process at once.
     """
     keep_freed_memory()
     allow_open_files()
@@ -48,7 +45,7 @@ def run(main: Callable[[], Coroutine[Any, Any, ExitStatus]]) -> NoReturn:
     except StartupError as error:
         if structlog.is_configured():
             log.error("cannot start", error=str(error))
-        else:  # by its settings, which say how to log
+        else:  # raised by the settings, which configure logging
             print(f"cannot start: {error}", file=sys.stderr)
         status = ExitStatus.CANNOT_START
     sys.exit(status)
@@ -61,34 +58,27 @@ async def serve(
     well: Callable[[], bool],
     broken: asyncio.Event | None = None,
 ) -> ExitStatus:
-    """Serves until SIGTERM or SIGINT, then drains: health says NOT_SERVING, running requests finish within the grace.
+    """Serves until SIGTERM or SIGINT, then drains: health reports NOT_SERVING and running requests may finish.
 
     service: the full gRPC name, framesieve.v1.….
     register: adds the servicer to the server.
-    well: whether the service can do its work; health says so, however many requests it still answers.
-    broken: set where it never can again: it drains as if told to stop.
-    Returns FAILED if it was broken, CUT_OFF if requests outlasted the grace. Raises StartupError if the address, or the
-    port of metrics, cannot be listened on as the settings say.
+    well: whether the service can work; health reports it.
+    broken: set when the service can never work again; it then drains as after a signal.
+    Returns FAILED if it was broken, CUT_OFF if requests outlasted --drain-s, else FINISHED. Raises StartupError where
+    it cannot listen on its address or its metrics port.
     """
     for old, new in settings.old_names:
         log.warning("a setting was renamed, its old name goes with the next release", old=old, new=new)
-    tracer = open_tracer(stage_of(service))
-    budgets = ClientBudgets(settings.max_requests_per_client, settings.max_bytes_per_client)
-    requests = RequestInterceptor(budgets, tracer)
+    close_spans = export_spans(stage_of(service))
+    requests = RequestInterceptor(ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client))
     server = guarded_server(settings, requests)
     register(server)
     health = Health(("", service, HEALTH))
     health.add_to(server)
     if settings.reflection:
-        Reflection((service, HEALTH, REFLECTION)).add_to(server)
-    try:
-        tls = listen(server, settings)
-    except (RuntimeError, OSError) as error:
-        raise StartupError(f"cannot listen on --listen {settings.listen}: {error}") from error
-    try:
-        serve_metrics(settings.metrics_port, _metrics_host(settings.listen), metrics_tls(settings))
-    except OSError as error:
-        raise StartupError(f"cannot tell metrics on --metrics-port {settings.metrics_port}: {error}") from error
+        reflection.enable_server_reflection((service, HEALTH, reflection.SERVICE_NAME), server)
+    tls = listen(server, settings)
+    serve_metrics(settings)
 
     stopping = _first_signal()
     await server.start()
@@ -100,19 +90,18 @@ async def serve(
         metrics_port=settings.metrics_port,
         model=str(settings.model),
     )
-    telling = asyncio.create_task(_tell_health(health, well))
+    reporting = asyncio.create_task(_report_health(health, well))
     await _either(stopping, broken or asyncio.Event())
     log.info("draining", grace_s=settings.drain_s)
-    telling.cancel()
+    reporting.cancel()
     SERVING.set(0)
-    health.tell(False)  # waits for nobody, so that no request comes between this and the next line
+    health.set_serving(False)  # it does not wait, so no request can start before the next line refuses new ones
     cut_off = await requests.drain(settings.drain_s)
-    # A client that still writes (flow control does) into a closed connection loses what it has not read from it.
+    # A client that still writes into a closed connection (flow control does) loses what it has not read yet.
     await asyncio.sleep(_LINGER_S)
-    # With some grace, so that channels are told to go elsewhere; without, they log an error.
+    # With a grace period gRPC sends GOAWAY, so that channels switch to other replicas; without one they log an error.
     await server.stop(_LINGER_S)
-    if tracer is not None:
-        tracer.close()
+    close_spans()
     log.info("stopped", cut_off=cut_off)
     if broken is not None and broken.is_set():
         return ExitStatus.FAILED
@@ -129,39 +118,34 @@ async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
             each.cancel()
 
 
-async def _tell_health(health: Health, well: Callable[[], bool]) -> None:
-    """Has health say what `well` says, and the log whenever that changes."""
-    told: bool | None = None
+async def _report_health(health: Health, well: Callable[[], bool]) -> None:
+    """Polls `well`, updates health and the metric, and logs each change."""
+    before: bool | None = None
     while True:
-        if (now := well()) != told:
-            if told is not None:
+        if (now := well()) != before:
+            if before is not None:
                 log.log(logging.INFO if now else logging.ERROR, "healthy" if now else "unhealthy")
             SERVING.set(now)
-            health.tell(now)
-            told = now
+            health.set_serving(now)
+            before = now
         await asyncio.sleep(_HEALTH_S)
 
 
 def _first_signal() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; the second ends the process at once, though the loop may stand still."""
+    """An event that the first SIGTERM or SIGINT sets. The second one ends the process, even if the loop is blocked."""
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def note(*_: object) -> None:
+    def on_signal(*_: object) -> None:
         _end_on_signals()
         loop.call_soon_threadsafe(signalled.set)
 
     for number in _SIGNALS:
-        signal.signal(number, note)
+        signal.signal(number, on_signal)
     return signalled
 
 
 def _end_on_signals() -> None:
-    """Not left to the system, which spares the first process of a container."""
+    """Installs handlers, because the default action does not apply to process 1 of a container."""
     for number in _SIGNALS:
         signal.signal(number, lambda received, _: os._exit(at_once(received)))
-
-
-def _metrics_host(listen: str) -> str:
-    """Metrics are served where the service is; beside a unix socket, on loopback alone."""
-    return "127.0.0.1" if is_unix(listen) else listen.rpartition(":")[0].strip("[]")

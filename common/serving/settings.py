@@ -1,4 +1,7 @@
-"""Settings that every service has, read from flags and from FRAMESIEVE_… environment variables, flags first."""
+"""Settings that every service has, from flags and from FRAMESIEVE_… environment variables; flags take precedence.
+
+`python -m services.settings` lists the settings of all services.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,32 @@ from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import AliasChoices, Field, PrivateAttr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from common.checkpoint import DEMO_MODEL
 from common.contract.errors import StartupError
 
+_PREFIX = "FRAMESIEVE_"
+
 
 def renamed(old_name: str, new_name: str) -> AliasChoices:
-    """The aliases of a field that was called `old_name`: flag and variable of either name set it.
+    """Aliases of a field that was called `old_name`: flags and variables of both names set it.
 
     max_model_len: int = Field(..., validation_alias=renamed("max_prompt_tokens", "max_model_len"))
 
-    new_name: the field's own name. Where both names are set, the new one counts; a flag counts before a variable.
-    `serve` logs a warning for each old name in use. Drop the alias one release after the renaming.
+    new_name: the field's name. If both names are set, the new one counts; flags take precedence over variables.
+    `serve` logs a warning for each old name in use. Remove the alias one release after the renaming.
     """
     return AliasChoices(new_name, old_name)
 
 
 class ServiceSettings(BaseSettings):
-    """A service's settings. Subclasses add fields (and `cli_prog_name`); every field is a flag and a variable."""
+    """A service's settings. Subclasses add fields and `cli_prog_name`; each field is a flag and a variable."""
 
     model_config = SettingsConfigDict(
-        env_prefix="FRAMESIEVE_",
-        env_prefix_target="all",  # aliases as well, see `renamed`
+        env_prefix=_PREFIX,
+        env_prefix_target="all",  # variables of aliases have the prefix, too, see `renamed`
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_avoid_json=True,
@@ -42,42 +48,44 @@ class ServiceSettings(BaseSettings):
 
     model: Path = Field(DEMO_MODEL, description="checkpoint folder in transformers' format")
     listen: str = Field(description="address to serve on, host:port or unix:/path")
-    metrics_port: int = Field(ge=0, le=65535, description="port for Prometheus' /metrics; 0 serves none")
+    metrics_port: int = Field(ge=0, le=65535, description="port of Prometheus' /metrics; 0: no metrics")
     drain_s: float = Field(
         30.0,
         ge=0,
         description="seconds that running requests get to finish after SIGTERM or SIGINT; a second signal ends the "
-        "service at once. Exit status: 0 all finished, 3 some were cut off, 2 cannot start, 128 + signal at once",
+        "service at once. Exit status: 0 all finished, 3 some were cut off, 2 cannot start, 128 + n ended by signal n",
     )
     log_format: Literal["auto", "console", "json"] = Field(
-        "auto", description="auto is console on a terminal, else json"
+        "auto", description="auto: console on a terminal, json otherwise"
     )
     log_level: Literal["debug", "info", "warning"] = Field(
-        "info", description="the least of what is logged; at info, a line for each request when it has ended"
+        "info", description="lowest level that is logged; info logs one line per finished request"
     )
-    reflection: bool = Field(True, description="whether callers may ask which methods and messages there are")
+    reflection: bool = Field(True, description="gRPC server reflection, which lists methods and message types")
 
     tls_cert: Path | None = Field(
         None,
-        description="certificate, with those that lead to its authority, in PEM: --listen speaks TLS with it (not on a "
-        "unix socket), and upstream services that ask are shown it",
+        description="certificate chain in PEM: enables TLS on --listen (not on a unix socket), and is the client "
+        "certificate for upstream services",
     )
-    tls_key: Path | None = Field(None, description="its private key, in PEM, without a password")
+    tls_key: Path | None = Field(None, description="private key of --tls-cert in PEM, without a password")
     tls_client_ca: Path | None = Field(
-        None, description="authorities in PEM: callers must show a certificate of theirs (mutual TLS)"
+        None, description="authorities in PEM: callers must have a certificate of theirs (mutual TLS)"
     )
-    metrics_tls: bool = Field(False, description="whether /metrics is guarded by the same TLS as --listen")
+    metrics_tls: bool = Field(False, description="serve /metrics with the same TLS as --listen")
     auth_tokens_file: Path | None = Field(
-        None, description="a name and a bearer token each line: callers must show one of these tokens"
+        None, description="file with a name and a bearer token per line: callers must send one of these tokens"
     )
     max_requests_per_client: int | None = Field(
         None,
         ge=1,
-        description="most requests that one client has running, known by its token, else its certificate, else its "
-        "address; unset: as many as come",
+        description="running requests of one client at most; a client is identified by its token, else its "
+        "certificate, else its address; unset: no limit",
     )
     max_bytes_per_client: int | None = Field(
-        None, ge=1, description="most bytes, inline media above all, of one client's running requests; unset: any"
+        None,
+        ge=1,
+        description="bytes of the running requests of one client at most, mainly inline media; unset: no limit",
     )
 
     _old_names: tuple[tuple[str, str], ...] = PrivateAttr(())
@@ -88,7 +96,7 @@ class ServiceSettings(BaseSettings):
         return self._old_names
 
     @model_validator(mode="after")
-    def _whole_tls(self) -> Self:
+    def _complete_tls(self) -> Self:
         cert, key = ("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key)
         client_ca, metrics = ("--tls-client-ca", self.tls_client_ca), ("--metrics-tls", self.metrics_tls)
         for (flag, value), (missing, needed) in ((cert, key), (key, cert), (client_ca, cert), (metrics, cert)):
@@ -100,14 +108,15 @@ class ServiceSettings(BaseSettings):
     def load(cls, arguments: Sequence[str] | None = None) -> Self:
         """Settings from `arguments` (default: the command line) and the environment.
 
-        Raises StartupError naming every field that is wrong; exits as argparse does on --help and unknown flags.
+        Raises StartupError naming each wrong field. Exits as argparse does for --help and unknown flags.
         """
         arguments = list(sys.argv[1:] if arguments is None else arguments)
         try:
             settings = CliApp.run(cls, cli_args=arguments)
         except ValidationError as error:
             wrong = "; ".join(
-                f"--{_flag(each['loc'])}: {each['msg']}, got {each['input']!r}" for each in error.errors()
+                f"{flag_of('.'.join(map(str, each['loc'])))}: {each['msg']}, got {each['input']!r}"
+                for each in error.errors()
             )
             raise StartupError(wrong) from error
         settings._old_names = tuple(_old_names_in_use(cls, arguments))
@@ -115,34 +124,40 @@ class ServiceSettings(BaseSettings):
 
 
 class UpstreamSettings(ServiceSettings):
-    """Settings of a service that calls others: how it calls all of them."""
+    """Settings of a service that calls others."""
 
     upstream_tls_ca: Path | None = Field(
         None,
-        description="authorities in PEM: upstream services are called by TLS, and must show a certificate of theirs",
+        description="authorities in PEM: upstream services are called with TLS and must have a certificate of theirs",
     )
-    upstream_token_file: Path | None = Field(None, description="file with the bearer token that is shown upstream")
+    upstream_token_file: Path | None = Field(None, description="file with the bearer token for upstream services")
     allow_plaintext_token: bool = Field(
-        False, description="let the token go to other machines without TLS, on a network that something else guards"
+        False, description="send the token to other machines without TLS; for networks that are secured otherwise"
     )
+
+
+def flag_of(name: str) -> str:
+    """--max-model-len, for the field max_model_len."""
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    """FRAMESIEVE_MAX_MODEL_LEN, for the field max_model_len."""
+    return _PREFIX + name.upper()
+
+
+def old_names_of(name: str, field: FieldInfo) -> list[str]:
+    """The former names of a field, see `renamed`."""
+    aliases = field.validation_alias
+    return [str(each) for each in aliases.choices if each != name] if isinstance(aliases, AliasChoices) else []
 
 
 def _old_names_in_use(settings: type[BaseSettings], arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     flags = {argument.partition("=")[0] for argument in arguments}
     variables = {name.upper() for name in os.environ}
     for new, field in settings.model_fields.items():
-        if isinstance(field.validation_alias, AliasChoices):
-            for old in (str(each) for each in field.validation_alias.choices if each != new):
-                if (flag := f"--{_flag([old])}") in flags:
-                    yield flag, f"--{_flag([new])}"
-                if (variable := variable_of(old)) in variables:
-                    yield variable, variable_of(new)
-
-
-def variable_of(name: str) -> str:
-    """The environment variable of a field."""
-    return f"FRAMESIEVE_{name.upper()}"
-
-
-def _flag(location: Sequence[int | str]) -> str:
-    return ".".join(str(part) for part in location).replace("_", "-")
+        for old in old_names_of(new, field):
+            if flag_of(old) in flags:
+                yield flag_of(old), flag_of(new)
+            if variable_of(old) in variables:
+                yield variable_of(old), variable_of(new)

@@ -1,8 +1,8 @@
-"""What every service tells Prometheus; what a service tells beside it stands in its own `metrics.py`.
+"""Prometheus metrics of every service. Metrics of one service are in its own `metrics.py`; docs/metrics.md lists all.
 
-Names follow Prometheus' conventions: framesieve_…_seconds, _bytes, _total. Labels take values out of small sets that
-are known when a service starts, never what a caller sends, and each is there from then on: the first event counts only
-as a rise from 0. docs/metrics.md lists them all.
+Names follow Prometheus' conventions: framesieve_…_seconds, _bytes, _total. Values of labels come from small fixed sets
+and never from callers. All series exist from the start with value 0, because Prometheus does not see the increase to
+the first value of a new series.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from prometheus_client import Counter, Gauge, Histogram
 from common.checkpoint import Checkpoint
 from common.contract.errors import FramesieveError
 
-# From one message to a long video that waits its turn. Percentiles between buckets are estimates: at most 2.5 apart.
+# From one message to a queued long video. Neighbouring buckets differ by a factor of 2.5 at most.
 SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
-# Of what happens once a token, where twice as slow is noticed: 2 apart, from a tiny model's to a stalled one's.
+# For events per token, from a tiny model to a stalled one, by factors of 2: users notice a token rate that halves.
 FINE_SECONDS_BUCKETS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.125, 0.25, 0.5, 1, 2, 4)
 
-BUILD_INFO = Gauge("framesieve_build_info", "Always 1; which release this is", ["service", "version"])
+BUILD_INFO = Gauge("framesieve_build_info", "Always 1; labels name the service and its release", ["service", "version"])
 MODEL_INFO = Gauge(
     "framesieve_model_info",
-    "Always 1; which checkpoint is served: all services need the same fingerprint",
+    "Always 1; labels name the checkpoint, whose fingerprint must be the same in all services",
     ["model", "family", "fingerprint", "dtype", "device"],
 )
-SERVING = Gauge("framesieve_serving", "1 while health says SERVING, else 0")
-REQUESTS = Counter("framesieve_requests_total", "Requests by how they ended", ["method", "code"])
-REFUSALS = Counter("framesieve_refusals_total", "Requests that ended with an error of ours", ["method", "reason"])
-REQUESTS_RUNNING = Gauge("framesieve_requests_running", "Requests now being served", ["method"])
-REQUEST_SECONDS = Histogram(
-    "framesieve_request_seconds", "Requests from arrival to end", ["method"], buckets=SECONDS_BUCKETS
+SERVING = Gauge("framesieve_serving", "1 while health reports SERVING, else 0")
+REQUESTS = Counter("framesieve_requests_total", "Requests by their final gRPC status", ["method", "code"])
+REFUSALS = Counter(
+    "framesieve_refusals_total", "Requests that ended with an error, by its reason", ["method", "reason"]
 )
+REQUESTS_RUNNING = Gauge("framesieve_requests_running", "Requests that are running", ["method"])
+REQUEST_SECONDS = Histogram("framesieve_request_seconds", "Duration of requests", ["method"], buckets=SECONDS_BUCKETS)
 MESSAGE_BYTES = Counter(
-    "framesieve_message_bytes_total", "Messages between this service and those who call it", ["method", "direction"]
+    "framesieve_message_bytes_total", "Size of messages received from and sent to callers", ["method", "direction"]
 )
 STAGE_BUSY_SECONDS = Histogram(
     "framesieve_stage_busy_seconds",
@@ -45,18 +45,18 @@ STAGE_BUSY_SECONDS = Histogram(
     buckets=SECONDS_BUCKETS,
 )
 
-_ENDS_OF_CALLERS = ("OK", "CANCELLED", "DEADLINE_EXCEEDED")
+_CODES_WITHOUT_ERROR = ("OK", "CANCELLED", "DEADLINE_EXCEEDED")
 
 
 def begin(service: str, method: str, checkpoint: Checkpoint, dtype: str = "", device: str = "") -> None:
-    """Says what this process serves, and makes what it counts by method start from 0."""
+    """Sets the info metrics of this process and creates the series of its method."""
     BUILD_INFO.labels(service, version("framesieve")).set(1)
     fingerprint = checkpoint.fingerprint.hex()[:12]
     MODEL_INFO.labels(checkpoint.folder.resolve().name, checkpoint.model_type, fingerprint, dtype, device).set(1)
     for error in _errors(FramesieveError):
         REQUESTS.labels(method, error.status)
         REFUSALS.labels(method, error.reason)
-    for code in _ENDS_OF_CALLERS:
+    for code in _CODES_WITHOUT_ERROR:
         REQUESTS.labels(method, code)
     for direction in ("received", "sent"):
         MESSAGE_BYTES.labels(method, direction)
@@ -75,7 +75,7 @@ def busy(stage: str) -> Iterator[None]:
 
 
 def age_seconds(since_ns: int | None) -> float:
-    """How long something has waited that began at a moment of the monotonic clock; 0 where nothing waits."""
+    """Seconds since `since_ns` of the monotonic clock; 0 for None."""
     return 0.0 if since_ns is None else (time.monotonic_ns() - since_ns) * 1e-9
 
 

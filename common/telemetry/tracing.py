@@ -1,4 +1,4 @@
-"""Traces: a span for each request, and below it one for each stage that it goes through in this service.
+"""Traces: a span for each request, with a child span for each stage that the request passes in this service.
 
     Generate          ├───────────────────────────────────────────────────────────┤
       Encode            ├────────────────────────────────────┤
@@ -7,89 +7,77 @@
         wait_for_encoder, encode, prune
       transfer, wait_for_prefill, prefill, generate
 
-A caller's trace goes on by W3C's traceparent, here and in what is called from here. Moments are nanoseconds of the
-monotonic clock. Where nobody collects traces nothing here does anything, and OpenTelemetry is not imported: `otlp` does
-that. Attributes are numbers and names of ours, never text of a caller's.
+Spans are OpenTelemetry's, whose API does nothing until `common.telemetry.otlp` installs its SDK. The W3C traceparent
+of a call continues the caller's trace and is passed on upstream. Stage times are nanoseconds of the monotonic clock.
+Attributes are numbers and names of ours, never text of a caller.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
-from time import monotonic_ns
-from typing import Protocol, TypeAlias
+from time import monotonic_ns, time_ns
+from typing import TypeAlias
 
 import structlog
+from opentelemetry import context, trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from common.contract.errors import FramesieveError
 
 Attributes: TypeAlias = Mapping[str, str | int | float]
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
-# OpenTelemetry's own, which says how its exporter is to be set up as well.
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PREFIX = "framesieve."
+_REQUEST = context.create_key("framesieve-request")
+_W3C = TraceContextTextMapPropagator()
+_TRACER = trace.get_tracer("framesieve")
 
-log = structlog.get_logger()
 
+class RequestSpan:
+    """The span of the request of the running task, and the parent of its stages, from any thread of its context."""
 
-class RequestSpan(Protocol):
-    """One request's, from its arrival on."""
+    def __init__(self, path: str, metadata: Mapping[str, str | bytes]) -> None:
+        """path: /package.Service/Method. metadata: of the call."""
+        # One reading of both clocks per request: stages stay inside their request when the wall clock is adjusted.
+        self._began_ns, self._began_at_ns = monotonic_ns(), time_ns()
+        method = path.removeprefix("/")
+        parent = _W3C.extract({key: value for key, value in metadata.items() if isinstance(value, str)})
+        self._span = _TRACER.start_span(
+            method,
+            parent,
+            trace.SpanKind.SERVER,
+            {"rpc.system.name": "grpc", "rpc.method": method},
+            start_time=self._began_at_ns,
+        )
+        self._context = context.set_value(_REQUEST, self, trace.set_span_in_context(self._span, parent))
+        context.attach(self._context)
 
-    @property
-    def metadata(self) -> Metadata:
-        """What calls that it makes carry, so that their spans stand below it."""
-        ...
-
-    def stage(self, name: str, began_ns: int, ended_ns: int, error: str | None, attributes: Attributes) -> None: ...
+    def stage(self, name: str, began_ns: int, ended_ns: int, error: str | None, attributes: Attributes) -> None:
+        if self._span.is_recording():
+            began_ns = max(began_ns, self._began_ns)
+            stage = _TRACER.start_span(name, self._context, start_time=self._wall_ns(began_ns))
+            _finish(stage, error, attributes, self._wall_ns(max(began_ns, ended_ns)))
 
     def end(self, code: str, error: str | None, attributes: Attributes) -> None:
-        """code: the request's status, by gRPC's name. error: why, if it is not OK."""
-        ...
+        """code: name of the gRPC status. error: the reason, if it is not OK."""
+        self._span.set_attribute("rpc.response.status_code", code)
+        _finish(self._span, error, attributes, self._wall_ns(monotonic_ns()))
 
-
-class Tracer(Protocol):
-    def begin(self, path: str, metadata: Mapping[str, str | bytes]) -> RequestSpan:
-        """path: /package.Service/Method. metadata: what the caller sent with it."""
-        ...
-
-    def close(self) -> None:
-        """Sends what has not been sent, for a moment at most."""
-        ...
-
-
-_RUNNING: ContextVar[RequestSpan | None] = ContextVar("request_span", default=None)
-
-
-def open_tracer(service: str) -> Tracer | None:
-    """One that sends spans where OpenTelemetry's variables say; None where they say nothing, or it is not installed."""
-    if not any(map(os.environ.get, _ENDPOINTS)):
-        return None
-    try:
-        from common.telemetry.otlp import OtlpTracer
-    except ModuleNotFoundError as error:
-        log.warning("no traces are sent: in the checkout, pip install -e '.[otel]'", missing=error.name)
-        return None
-    return OtlpTracer(service)
-
-
-def begin_request(tracer: Tracer | None, path: str, metadata: Mapping[str, str | bytes]) -> RequestSpan | None:
-    """The span of the request whose task this is; stages of it, and of tasks that it starts, stand below."""
-    begun = None if tracer is None else tracer.begin(path, metadata)
-    _RUNNING.set(begun)
-    return begun
+    def _wall_ns(self, monotonic: int) -> int:
+        return self._began_at_ns + monotonic - self._began_ns
 
 
 def passed_on_trace() -> Metadata:
-    """Metadata of a call that the running request makes."""
-    running = _RUNNING.get()
-    return () if running is None else running.metadata
+    """Metadata of an upstream call of the running request: its spans become children of the request's span."""
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier)
+    return tuple(carrier.items())
 
 
 @contextmanager
 def span(stage: str, **attributes: str | int | float) -> Iterator[None]:
-    """What happens inside is `stage` of the running request; outside of requests it is nobody's."""
+    """Records the time inside as a stage of the running request. Does nothing outside of requests."""
     began_ns = monotonic_ns()
     try:
         yield
@@ -102,12 +90,22 @@ def span(stage: str, **attributes: str | int | float) -> Iterator[None]:
 def record(
     stage: str, began_ns: int, ended_ns: int, error: BaseException | None = None, **attributes: str | int | float
 ) -> None:
-    """`stage` of the running request, once it is over. error: what it ended by, if it was not finished."""
-    running = _RUNNING.get()
-    if running is not None:
+    """Records a stage of the running request that is over. error: what ended the stage early."""
+    running = context.get_value(_REQUEST)
+    if isinstance(running, RequestSpan):
         running.stage(stage, began_ns, ended_ns, None if error is None else error_name(error), attributes)
 
 
 def error_name(error: BaseException) -> str:
-    """What of an error a trace may tell: its text may hold a caller's."""
+    """An error's reason or type. Its text may quote the caller and is left out."""
     return error.reason if isinstance(error, FramesieveError) else type(error).__name__
+
+
+def _finish(span: trace.Span, error: str | None, attributes: Attributes, at_ns: int) -> None:
+    request_id = structlog.contextvars.get_contextvars().get("request_id", "")
+    named = {"request_id": request_id, **attributes}
+    span.set_attributes({_PREFIX + name: value for name, value in named.items()})
+    if error is not None:
+        span.set_attribute("error.type", error)
+        span.set_status(trace.Status(trace.StatusCode.ERROR, error))
+    span.end(at_ns)

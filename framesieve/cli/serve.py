@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from common.exit_status import ExitStatus, at_once
 
 from common.contract.errors import StartupError
+from common.process import ExitStatus, at_once
 from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
 from framesieve.cli.signals import DrainOnSignals
 from framesieve.cli.terminal import reported_errors, stderr

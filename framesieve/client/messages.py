@@ -17,8 +17,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as ProtobufMessage
 
 from common.contract.errors import InvalidRequest, PeerContract
-from common.contract.limits import MAX_INLINE_BYTES
 from common.contract.plan import Grid
+from common.contract.requests import MAX_INLINE_BYTES
 from common.contract.retention import Pruning
 from common.contract.wire import grid_message, modality_of
 from framesieve.client.answer import (

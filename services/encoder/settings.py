@@ -25,7 +25,7 @@ class EncoderSettings(UpstreamSettings):
     output_buffer_bytes: int = Field(
         2**30,
         ge=1,
-        description="limit of bytes of unpruned embeddings being encoded, and of pruned ones to send, over all requests",
+        description="most bytes of unpruned embeddings being encoded, and of pruned ones to send, over all requests",
     )
     cache_bytes: int = Field(
         2**30, ge=0, description="limit of bytes of unpruned embeddings cached for later requests; 0 caches none"

@@ -24,7 +24,7 @@ from services.generation.engine.engine import Engine
 from services.generation.families import check_ranks
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.model.language_model import LanguageModel
-from services.generation.parallel.leading import Leading
+from services.generation.parallel.group import WorkerRanks
 from services.generation.rpc.media import MediaClient, ModelInput
 from services.generation.rpc.metrics import count_step, watch
 from services.generation.rpc.prompt_limit import PromptLimit
@@ -46,8 +46,8 @@ async def main() -> ExitStatus:
     broken = asyncio.Event()
     break_off = partial(asyncio.get_running_loop().call_soon_threadsafe, broken.set)
     with ExitStack() as ends:
-        leading = _lead(settings, checkpoint, ends, broken)
-        built = build(settings, checkpoint, leading.group if leading else None, leading)
+        workers = _start_workers(settings, checkpoint, ends, broken)
+        built = build(settings, checkpoint, workers.group if workers else None, workers)
         model = built.runner.model
         engine = Engine(
             built.runner,
@@ -57,15 +57,15 @@ async def main() -> ExitStatus:
             settings.max_waiting_requests,
             settings.speculative_tokens,
             count_step,
-            break_off if leading else lambda: None,
+            break_off if workers else lambda: None,
         )
         room = ByteSemaphore(settings.media_buffer_bytes)
         begin("generation", "Generate", checkpoint, str(model.dtype).removeprefix("torch."), str(model.device))
         watch(engine, room, settings.max_num_seqs, settings.max_waiting_requests)
         engine.start()
         ends.callback(engine.stop)
-        if leading:
-            leading.watch(partial(_end, engine, break_off))
+        if workers:
+            workers.watch(partial(_give_up, engine, break_off))
         async with (
             open_channel(settings.preprocessing, credentials) as preprocessing,
             open_channel(settings.encoder, credentials) as encoder,
@@ -75,31 +75,31 @@ async def main() -> ExitStatus:
             servicer = GenerationServicer(engine, media, tokenizer, defaults, limit, credentials, model.adapters)
             register = partial(add_GenerationServiceServicer_to_server, servicer)
             status = await serve(SERVICE, settings, register, lambda: engine.alive, broken)
-    if leading and model.device.type == "cuda":  # see Group.leave
+    if workers and model.device.type == "cuda":  # see Group.leave
         os._exit(status)
     return status
 
 
-def _lead(
+def _start_workers(
     settings: GenerationSettings, checkpoint: Checkpoint, ends: ExitStack, broken: asyncio.Event
-) -> Leading | None:
+) -> WorkerRanks | None:
     if settings.tensor_parallel == 1:
         return None
     check_ranks(checkpoint, settings.tensor_parallel)
-    leading = Leading(settings.tensor_parallel, sys.argv[1:], device_of(settings))
-    ends.callback(_leave, leading, broken)
-    return leading
+    workers = WorkerRanks(settings.tensor_parallel, sys.argv[1:], device_of(settings))
+    ends.callback(_close_workers, workers, broken)
+    return workers
 
 
-def _leave(leading: Leading, broken: asyncio.Event) -> None:
-    in_step = leading.lost is None and not broken.is_set()
-    leading.close(in_step)
-    if not in_step:  # what a device still waits for, of another rank, never comes
+def _close_workers(workers: WorkerRanks, broken: asyncio.Event) -> None:
+    in_step = workers.lost is None and not broken.is_set()
+    workers.close(in_step)
+    if not in_step:  # a device may wait for ever for a collective operation of a lost rank
         os._exit(ExitStatus.FAILED)
 
 
-def _end(engine: Engine, break_off: Callable[[], object]) -> None:
-    """From another thread."""
+def _give_up(engine: Engine, break_off: Callable[[], object]) -> None:
+    """Called in the thread that noticed the loss of a rank."""
     engine.give_up()
     break_off()
 

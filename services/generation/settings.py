@@ -1,4 +1,4 @@
-"""Generation's settings."""
+"""The settings of the generation service."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """An adapter's name and where it is. Raises ValueError for a name with other characters than A-Z a-z 0-9 . _ -"""
+    """An adapter's name and folder. Raises ValueError for an invalid name."""
 
     name: str
     path: Path
@@ -26,35 +26,36 @@ class AdapterFolder:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(
-                f"{self.name!r} is no adapter's name, which begins with a letter or a digit, with at most 63 more or "
-                f". _ - behind it"
+                f"{self.name!r} is not an adapter name, which must be a letter or digit and at most 63 more letters, "
+                f"digits, '.', '_' or '-'"
             )
 
     @classmethod
     def parse(cls, text: object) -> Self:
-        """NAME=DIR. Raises ValueError for anything else."""
+        """Parses NAME=DIR. Raises ValueError for anything else."""
         name, equals, path = str(text).partition("=")
         if not (equals and path):
             raise ValueError("an adapter must be NAME=DIR")
         return cls(name, Path(path))
 
     def refusal(self, why: str) -> StartupError:
+        """The error for an adapter that cannot be loaded."""
         return StartupError(f"--adapters {self.name}={self.path}: {why}")
 
 
 class GenerationSettings(UpstreamSettings):
-    """Flags and FRAMESIEVE_… variables of `python -m services.generation`."""
+    """Flags and FRAMESIEVE_ variables of `python -m services.generation`."""
 
     model_config = SettingsConfigDict(cli_prog_name="python -m services.generation")
 
     listen: str = Field("127.0.0.1:50053", description="address to serve on, host:port or unix:/path")
-    metrics_port: int = Field(9103, ge=0, le=65535, description="port for Prometheus' /metrics; 0 serves none")
+    metrics_port: int = Field(9103, ge=0, le=65535, description="port of Prometheus' /metrics; 0 turns it off")
     preprocessing: str = Field(
         "127.0.0.1:50051",
-        description="address of preprocessing, for prompts without media: host:port for all that the name stands for, "
-        "unix:/path, or several ip:port behind commas",
+        description="address of preprocessing, used for prompts without media: host:port (all addresses that the name "
+        "resolves to), unix:/path, or several ip:port separated by commas",
     )
-    encoder: str = Field("127.0.0.1:50052", description="address of the encoder, in the same ways")
+    encoder: str = Field("127.0.0.1:50052", description="address of the encoder, in the same formats")
     max_num_batched_tokens: int = Field(
         2048,
         ge=1,
@@ -64,14 +65,15 @@ class GenerationSettings(UpstreamSettings):
     kv_cache_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens that the KV cache holds, over all requests; unset: 32768 on the CPU, on CUDA what is free "
-        "beside the largest step, which is measured at the start",
+        description="size of the KV cache in tokens, over all requests; unset: 32768 on the CPU, on CUDA whatever "
+        "memory the largest step leaves free, measured at startup",
     )
     gpu_memory_fraction: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="how much of a CUDA device's memory may be used, by whomever, where --kv-cache-tokens is unset",
+        description="fraction of a CUDA device's memory that all processes together may use; "
+        "ignored with --kv-cache-tokens",
     )
     max_model_len: int | None = Field(
         None,
@@ -80,7 +82,7 @@ class GenerationSettings(UpstreamSettings):
         "unset: the smaller of the model's context length and the KV cache",
         validation_alias=renamed("max_prompt_tokens", "max_model_len"),
     )
-    media_buffer_bytes: int = Field(2**30, ge=1, description="most bytes of media embeddings, over all requests")
+    media_buffer_bytes: int = Field(2**30, ge=1, description="maximum bytes of media embeddings, over all requests")
     max_num_seqs: int = Field(
         64,
         ge=1,
@@ -94,36 +96,34 @@ class GenerationSettings(UpstreamSettings):
         0,
         ge=0,
         le=16,
-        description="maximum number of draft tokens per sequence and step, proposed by looking up n-grams of the "
-        "prompt and the answer; does not change answers; 0 turns speculative decoding off",
+        description="maximum number of draft tokens per sequence and step, found by n-gram lookup in prompt and "
+        "answer; does not change answers; 0 turns speculative decoding off",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="of weights and cache; auto is the checkpoint's own"
+        "auto", description="dtype of weights and KV cache; auto: the checkpoint's"
     )
-    device: str = Field("auto", description="cpu, cuda or cuda:N; auto is cuda where there is one")
+    device: str = Field("auto", description="cpu, cuda or cuda:N; auto: cuda if available, else cpu")
     tensor_parallel: int = Field(
         1,
         ge=1,
-        description="processes that compute the model together, each a part of every layer; on CUDA as many devices, "
-        "from --device on. Must divide the model's attention heads and KV heads",
+        description="number of tensor-parallel ranks, each a process with a part of every layer; on CUDA each uses one "
+        "device, starting at --device. Must divide the model's attention heads and KV heads",
     )
-    threads: int | None = Field(
-        None, ge=1, description="threads of one operation on the CPU; unset: torch's own choice"
-    )
+    threads: int | None = Field(None, ge=1, description="CPU threads of one operation; unset: torch's default")
     adapters: Annotated[tuple[Annotated[AdapterFolder, PlainValidator(AdapterFolder.parse)], ...], NoDecode] = Field(
         (),
-        description="LoRA adapters that requests may name, folders in PEFT's format parted by commas: "
+        description="LoRA adapters that requests may name, NAME=DIR separated by commas, folders in PEFT's format: "
         "traffic=/models/traffic-lora,sports=/models/sports-lora; needs PEFT (the extra lora)",
     )
 
     @field_validator("adapters", mode="before")
     @classmethod
-    def _parted(cls, value: object) -> object:
+    def _split(cls, value: object) -> object:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
     @field_validator("adapters")
     @classmethod
-    def _named_once(cls, value: tuple[AdapterFolder, ...]) -> tuple[AdapterFolder, ...]:
+    def _unique_names(cls, value: tuple[AdapterFolder, ...]) -> tuple[AdapterFolder, ...]:
         names = [each.name for each in value]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice:

@@ -1,4 +1,4 @@
-"""What a step needs of the host, copied to the device while the host goes on."""
+"""Copies from host to device that do not block the host."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """An array's numbers on the device; on the CPU, the array itself."""
+    """The array as a tensor on the device; on the CPU it shares the array's memory."""
     return tensor_to_device(torch.from_numpy(array), device)
 
 
 def tensor_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """What stands on the host, on the device; what stands there is returned as it is."""
+    """A host tensor on the device; a tensor that is already there is returned unchanged."""
     return pinned_for(tensor, device).to(device, non_blocking=True)
 
 
 def pinned_for(tensor: Tensor, device: torch.device) -> Tensor:
-    """What stands on the host, in memory that is copied to the device while the host goes on.
+    """A host tensor in pinned memory if the device is CUDA, else unchanged.
 
-    That is pinned memory, which torch keeps until it is copied: for any other, CUDA would have the host wait for it.
+    CUDA blocks the host while it copies pageable memory. torch keeps pinned memory alive until its copy has finished.
     """
     if device.type != "cuda" or tensor.device.type != "cpu" or not tensor.numel():
         return tensor

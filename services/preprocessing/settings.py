@@ -21,6 +21,10 @@ _MAX_FRAMES = 2**20
 Domain = Annotated[AllowedDomain, PlainValidator(AllowedDomain.parse)]
 
 
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 class PreprocessingSettings(ServiceSettings):
     """Flags and FRAMESIEVE_… variables of `python -m services.preprocessing`. Lists are separated by commas."""
 
@@ -49,7 +53,7 @@ class PreprocessingSettings(ServiceSettings):
     )
 
     decode_workers: int = Field(
-        len(os.sched_getaffinity(0)),
+        default_factory=_cores,
         ge=1,
         description="decoding processes, each of which decodes one media item at a time; default: one for each core",
     )

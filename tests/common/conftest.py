@@ -1,4 +1,4 @@
-"""A file of bearer tokens, as `--auth-tokens-file` reads it, and a tower for an encoder."""
+"""A file for `--auth-tokens-file`, and a tower."""
 
 from __future__ import annotations
 

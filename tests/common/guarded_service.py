@@ -1,4 +1,4 @@
-"""The listener of a service, guarded as settings say, before an encoder that answers without doing any work."""
+"""A listener with the guards of its settings, in front of an encoder that only echoes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from grpc_status import rpc_status
 
 from common.process import free_port
-from common.security.quotas import ClientBudgets
+from common.security.quotas import ClientQuotas
 from common.serving.guards import guarded_server, listen
 from common.serving.health import Health
 from common.serving.interceptors import RequestInterceptor
-from common.serving.reflection import Reflection
 from common.serving.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 
@@ -28,12 +28,12 @@ ALICE, BOB = "alice-0123456789abcdef", "bob-fedcba9876543210"
 
 
 def shown(token: str) -> dict[str, Any]:
-    """Keyword arguments of a call that shows it."""
+    """Keyword arguments of a call with this token."""
     return {"metadata": (("authorization", f"Bearer {token}"),)}
 
 
 class Echo(encoder_pb2_grpc.EncoderServiceServicer):
-    """Answers each request with the index that it selects, and -1 fails; `received` are the requests so far."""
+    """Answers each request with the index that it selects; -1 raises."""
 
     def __init__(self) -> None:
         self.received: list[encoder_pb2.EncodeRequest] = []
@@ -51,19 +51,18 @@ class Echo(encoder_pb2_grpc.EncoderServiceServicer):
 
 
 class GuardedService:
-    """What listens at `address` before an encoder, and what its clients have running."""
+    """The listener at `address`, and the quotas of its clients."""
 
     def __init__(self, settings: ServiceSettings, encoder: encoder_pb2_grpc.EncoderServiceServicer) -> None:
         self.address = settings.listen
-        self.budgets = ClientBudgets(settings.max_requests_per_client, settings.max_bytes_per_client)
-        self.server = guarded_server(settings, RequestInterceptor(self.budgets))
+        self.quotas = ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client)
+        self.server = guarded_server(settings, RequestInterceptor(self.quotas))
         self._settings = settings
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server(encoder, self.server)
         self.health = Health(("", "framesieve.v1.EncoderService"))
         self.health.add_to(self.server)
-        self.health.tell(True)
-        self.reflection = Reflection(("framesieve.v1.EncoderService",))
-        self.reflection.add_to(self.server)
+        self.health.set_serving(True)
+        enable_server_reflection(("framesieve.v1.EncoderService",), self.server)
 
     async def start(self) -> None:
         listen(self.server, self._settings)
@@ -71,7 +70,7 @@ class GuardedService:
 
 
 def tcp_address() -> str:
-    """One of this machine's that is free."""
+    """A free address on loopback."""
     return f"127.0.0.1:{free_port()}"
 
 
@@ -92,7 +91,7 @@ def select(index: int) -> encoder_pb2.EncodeRequest:
 
 
 async def ask(channel: grpc.aio.Channel, index: int = 7, **call: Any) -> int:
-    """Asks for an item and returns which one was answered."""
+    """Selects an item and returns the index of the answer."""
     stub = encoder_pb2_grpc.EncoderServiceStub(channel)
     response = await stub.Encode(iter([select(index)]), timeout=TIMEOUT_S, **call).read()
     return int(response.progress.media_index)
@@ -104,7 +103,7 @@ async def well(channel: grpc.aio.Channel) -> bool:
 
 
 async def refusal(answer: Any) -> tuple[grpc.StatusCode, str, str]:
-    """Status, reason and message of what is awaited, which fails."""
+    """Status, reason and message of a call that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as info:
         await asyncio.wait_for(answer, TIMEOUT_S)
     status = rpc_status.from_call(info.value)

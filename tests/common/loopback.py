@@ -1,4 +1,4 @@
-"""Servers behind sockets of this machine, for hand-made peers and real services alike, and waiting for what they do."""
+"""Servers on loopback for servicers and for raw bytes, and waiting for conditions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def serving(address: str, *servicers: Any) -> AsyncIterator[grpc.aio.Chann
 async def speaking(
     address: str, path: str, behaviour: Any, options: Sequence[tuple[str, Any]] = ()
 ) -> AsyncIterator[None]:
-    """A server of one streaming method, /package.Service/Method, that speaks bytes and knows nothing of ours."""
+    """A plain gRPC server of one streaming method, /package.Service/Method, whose messages are bytes."""
     _, service, method = path.split("/")
     handlers = {method: grpc.stream_stream_rpc_method_handler(behaviour)}
     server = grpc.aio.server(options=options)
@@ -63,7 +63,7 @@ async def speaking(
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """What was, but that of several loops that grpc.aio wakes for one event all but one find nothing to read."""
+    """Logged records, without those of grpc.aio's poller: it wakes several loops for one event, and all but one log."""
     return [
         each
         for each in caplog.records

@@ -1,6 +1,6 @@
-"""`python -m tests.common.refusing_peer ADDRESS METHOD [PLAN]`: a service of its own process that refuses every call.
+"""`python -m tests.common.refusing_peer ADDRESS METHOD [PLAN]`: a service that refuses every call.
 
-Unread; or, given what it plans in hexadecimal, behind its plan and without a look at what is selected.
+It refuses unread calls or, with the message of a plan in hexadecimal, calls that have received their plan.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 
-from common.channels import DETAILS_KEY, status_details
 from common.contract.errors import Overloaded
+from common.serving.status import DETAILS_KEY, status_details
 from tests.common.loopback import speaking
 
 REFUSAL = Overloaded("alice has 2 requests running, 2 are allowed", retry_after_s=2.5)

@@ -1,4 +1,4 @@
-"""Certificates that a service is told to use: whatever cannot work is refused at its start, in words that help."""
+"""Certificate files: unusable ones are refused at the start, with the flag and the reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refusal(cert: Path, key: Path, purpose: ssl.Purpose = ssl.Purpose.SERVER_AUT
     return str(info.value)
 
 
-def test_a_certificate_and_its_key_are_taken_as_they_are(authority: Authority) -> None:
+def test_a_certificate_and_its_key_are_read(authority: Authority) -> None:
     issued = authority.issue("encoder.test")
     for purpose in (ssl.Purpose.SERVER_AUTH, ssl.Purpose.CLIENT_AUTH):
         pair = read_pair(issued.cert, issued.key, purpose)
@@ -46,14 +46,14 @@ def test_a_key_of_another_certificate_is_refused(authority: Authority) -> None:
 
 
 @pytest.mark.parametrize("purpose", [ssl.Purpose.SERVER_AUTH, ssl.Purpose.CLIENT_AUTH])
-def test_a_certificate_that_has_expired_is_refused(authority: Authority, purpose: ssl.Purpose) -> None:
+def test_an_expired_certificate_is_refused(authority: Authority, purpose: ssl.Purpose) -> None:
     old = authority.issue("old.test", not_after=datetime(2024, 1, 1, tzinfo=UTC))
-    told = refusal(old.cert, old.key, purpose)
-    assert f"--tls-cert {old.cert}" in told
-    assert "certificate has expired" in told
+    message = refusal(old.cert, old.key, purpose)
+    assert f"--tls-cert {old.cert}" in message
+    assert "certificate has expired" in message
 
 
-def test_a_certificate_for_clients_alone_is_shown_to_services_and_serves_nobody(tmp_path: Path) -> None:
+def test_a_certificate_for_clients_only_cannot_serve(tmp_path: Path) -> None:
     cert, key = tmp_path / "client.pem", tmp_path / "client.key"
     kind = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -noenc -days 2 -subj /CN=alice"
     openssl(f"req {kind} -addext extendedKeyUsage=clientAuth -out {cert} -keyout {key}")
@@ -61,16 +61,14 @@ def test_a_certificate_for_clients_alone_is_shown_to_services_and_serves_nobody(
     assert "purpose" in refusal(cert, key)
 
 
-def test_a_key_that_needs_a_password_is_refused_and_nobody_is_asked_for_it(
-    authority: Authority, tmp_path: Path
-) -> None:
+def test_a_key_with_a_password_is_refused_without_a_prompt(authority: Authority, tmp_path: Path) -> None:
     issued, locked = authority.issue("one.test"), tmp_path / "locked.pem"
     openssl(f"pkey -in {issued.key} -aes128 -passout pass:four -out {locked}")
     assert "needs a password" in refusal(issued.cert, locked)
 
 
 @pytest.mark.parametrize("flag", ["--tls-cert", "--tls-key"])
-def test_a_file_that_cannot_be_read_is_named_with_its_flag(authority: Authority, tmp_path: Path, flag: str) -> None:
+def test_a_missing_file_is_named_with_its_flag(authority: Authority, tmp_path: Path, flag: str) -> None:
     issued, missing = authority.issue("one.test"), tmp_path / "missing.pem"
     cert, key = (missing, issued.key) if flag == "--tls-cert" else (issued.cert, missing)
     assert refusal(cert, key) == f"{flag} {missing} cannot be read: No such file or directory"

@@ -1,4 +1,4 @@
-"""A checkpoint's fingerprint changes with whatever decides an answer, and a folder that is none says why."""
+"""Checkpoints: what changes the fingerprint, unusable folders, and the families of the three services."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import services.encoder.families
+import services.generation.families
+import services.preprocessing.families
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
+from tests.families import FAMILIES
 
 
 @pytest.fixture
@@ -16,37 +20,42 @@ def copy(tiny_checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
 
 
-def test_a_copy_has_the_same_fingerprint(tiny_checkpoint: Path, copy: Path) -> None:
-    assert Checkpoint(copy).fingerprint == Checkpoint(tiny_checkpoint).fingerprint
-    assert len(Checkpoint(copy).fingerprint) == 32
+def test_a_fingerprint_covers_json_files_and_weights(tiny_checkpoint: Path, copy: Path) -> None:
+    fingerprint = Checkpoint(tiny_checkpoint).fingerprint
+    assert len(fingerprint) == 32
+    assert Checkpoint(copy).fingerprint == fingerprint
+    for name, place in (
+        ("config.json", None),
+        ("tokenizer.json", None),
+        ("video_preprocessor_config.json", None),
+        ("model.safetensors", -1),
+        ("model.safetensors", -60_000),
+    ):
+        before = (copy / name).read_bytes()
+        changed = bytearray(before)
+        if place is None:
+            changed += b"\n"
+        else:
+            changed[place] ^= 1
+        (copy / name).write_bytes(changed)
+        assert Checkpoint(copy).fingerprint != fingerprint, name
+        (copy / name).write_bytes(before)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "video_preprocessor_config.json"])
-def test_another_config_tokenizer_or_processor_is_another_fingerprint(
-    tiny_checkpoint: Path, copy: Path, name: str
-) -> None:
-    (copy / name).write_bytes((copy / name).read_bytes() + b"\n")
-    assert Checkpoint(copy).fingerprint != Checkpoint(tiny_checkpoint).fingerprint
-
-
-@pytest.mark.parametrize("place", [-1, -60_000])
-def test_other_weights_are_another_fingerprint(tiny_checkpoint: Path, copy: Path, place: int) -> None:
-    weights = copy / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[place] ^= 1
-    weights.write_bytes(data)
-    assert Checkpoint(copy).fingerprint != Checkpoint(tiny_checkpoint).fingerprint
-
-
-def test_a_folder_without_config_or_weights_is_no_checkpoint(copy: Path, tmp_path: Path) -> None:
+def test_an_unusable_folder_is_refused(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"no config\.json"):
         Checkpoint(tmp_path / "nowhere")
+    (copy / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(StartupError, match="no safetensors file"):
+        _ = Checkpoint(copy).fingerprint
     (copy / "model.safetensors").unlink()
     with pytest.raises(StartupError, match=r"no \.safetensors"):
         Checkpoint(copy)
 
 
-def test_weights_that_are_no_safetensors_refuse_to_start(copy: Path) -> None:
-    (copy / "model.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(StartupError, match="no safetensors file"):
-        _ = Checkpoint(copy).fingerprint
+def test_every_service_has_the_families_that_are_tested(copy: Path) -> None:
+    for registry in (services.preprocessing.families, services.encoder.families, services.generation.families):
+        assert set(registry.FAMILIES) == set(FAMILIES)
+    (copy / "config.json").write_text('{"model_type": "llava"}')
+    with pytest.raises(StartupError, match=r"is a 'llava', supported are qwen2_5_vl, qwen3_vl, qwen3_vl_moe"):
+        Checkpoint(copy).pick(FAMILIES)

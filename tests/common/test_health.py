@@ -1,4 +1,4 @@
-"""Health before strangers: who does not read, asks at length or asks often costs nobody else anything."""
+"""Health is open to everybody: clients that do not read, send long requests or watch often block nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 async def watch_without_reading(path: Path) -> asyncio.StreamWriter:
-    """A watch whose flow-control window is empty, from its start to its end."""
+    """A Watch call with a flow-control window of 0: nothing can ever be sent to it."""
     _, writer = await asyncio.open_unix_connection(path)
     headers = b"".join(bytes([0, len(name)]) + name + bytes([len(value)]) + value for name, value in WATCH.items())
     writer.write(
@@ -75,7 +75,7 @@ async def watchers(service: GuardedService, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_watcher_that_does_not_read_keeps_nobody_from_being_told_or_from_stopping(tmp_path: Path) -> None:
+async def test_a_watcher_that_does_not_read_blocks_neither_other_watchers_nor_the_drain(tmp_path: Path) -> None:
     path = tmp_path / "s"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVICE.format(listen=f"unix:{path}"))
     try:
@@ -96,33 +96,33 @@ async def test_a_watcher_that_does_not_read_keeps_nobody_from_being_told_or_from
             await process.wait()
 
 
-async def test_a_watcher_that_does_not_read_and_leaves_is_no_error(
+async def test_a_watcher_that_leaves_unread_responses_causes_no_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with guarded(f"unix:{tmp_path}/s", Echo()) as service:
         stranger = await watch_without_reading(tmp_path / "s")
         await watchers(service, 1)
-        await asyncio.sleep(0.1)  # in which it is told
+        await asyncio.sleep(0.1)  # until the status is written
         stranger.close()
         await watchers(service, 0)
         await asyncio.sleep(0.1)
     assert logged(caplog) == []
 
 
-async def test_names_that_are_not_known_are_told_so_and_long_ones_are_not_kept(tmp_path: Path) -> None:
+async def test_unknown_names_get_their_own_status_and_long_ones_are_refused(tmp_path: Path) -> None:
     async with (
         guarded(f"unix:{tmp_path}/s", Echo()) as service,
         grpc.aio.insecure_channel(service.address) as channel,
     ):
-        unknown = watch(channel, "nobody")
+        unknown = watch(channel, "unknown")
         assert (await unknown.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         await watchers(service, 1)
         long = watch(channel, "a" * 2**20)
-        code, _, told = await refusal(long.read())
+        code, _, message = await refusal(long.read())
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert f"one that asks for health may have {health.MAX_REQUEST_BYTES}" in told
+        assert f"one that asks for health may have {health.MAX_REQUEST_BYTES}" in message
         check = health_pb2_grpc.HealthStub(channel).Check
-        for name, status in (("nobody", grpc.StatusCode.NOT_FOUND), ("a" * 257, grpc.StatusCode.INVALID_ARGUMENT)):
+        for name, status in (("unknown", grpc.StatusCode.NOT_FOUND), ("a" * 257, grpc.StatusCode.INVALID_ARGUMENT)):
             assert (await refusal(check(health_pb2.HealthCheckRequest(service=name))))[0] is status
         assert service.health.watchers == 1
         unknown.cancel()
@@ -130,9 +130,7 @@ async def test_names_that_are_not_known_are_told_so_and_long_ones_are_not_kept(t
 
 
 @pytest.mark.parametrize("limit", ["MAX_WATCHERS", "MAX_WATCHERS_PER_CLIENT"])
-async def test_watchers_are_counted_and_whoever_leaves_makes_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
+async def test_the_number_of_watchers_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(health, limit, 3)
     async with (
         guarded(f"unix:{tmp_path}/s", Echo()) as service,

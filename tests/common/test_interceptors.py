@@ -1,4 +1,4 @@
-"""What is left of a request when nobody is there to be told of its end."""
+"""Requests whose caller has disconnected, and long errors of peers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, cast
 import grpc
 import structlog
 
-from common.channels import MAX_MESSAGE_BYTES
 from common.contract.errors import InvalidRequest, PeerContract
-from common.security.quotas import ClientBudgets
+from common.security.quotas import ClientQuotas
 from common.serving.interceptors import guarded
+from common.serving.status import MAX_MESSAGE_BYTES
 
 METHOD = "/framesieve.v1.EncoderService/Encode"
 
 
-class Left:
-    """The context of a call whose caller left at this very moment."""
+class Disconnected:
+    """The context of a call whose caller has just disconnected."""
 
     aborted = 0
 
@@ -36,21 +36,21 @@ class Left:
 
     async def abort(self, *_: object, **__: object) -> None:
         self.aborted += 1
-        raise grpc.aio.InternalError("nobody is there")
+        raise grpc.aio.InternalError("the caller has disconnected")
 
 
-async def test_who_left_before_being_refused_is_no_failure_of_ours() -> None:
+async def test_refusing_a_disconnected_caller_raises_nothing() -> None:
     async def refuse(request: Any, context: Any) -> AsyncGenerator[Any]:
         raise InvalidRequest("no")
         yield
 
-    context = Left()
+    context = Disconnected()
     responses = guarded(refuse, METHOD)(None, cast(grpc.aio.ServicerContext[Any, Any], context))
     assert [response async for response in responses] == []
     assert context.aborted == 1
 
 
-async def test_what_answered_has_ended_once_its_answer_is_closed() -> None:
+async def test_closing_the_responses_ends_the_servicer_and_frees_the_quota() -> None:
     ended = False
 
     async def answer(requests: Any, context: Any) -> AsyncGenerator[Any]:
@@ -62,22 +62,22 @@ async def test_what_answered_has_ended_once_its_answer_is_closed() -> None:
             await asyncio.sleep(0)
             ended = True
 
-    budgets = ClientBudgets()
-    responses = guarded(budgets.limited(answer), METHOD)(None, cast(grpc.aio.ServicerContext[Any, Any], Left()))
+    quotas = ClientQuotas()
+    responses = guarded(quotas.limited(answer), METHOD)(None, cast(grpc.aio.ServicerContext[Any, Any], Disconnected()))
     assert await anext(responses) == 1
-    assert budgets.clients == 1
+    assert quotas.clients == 1
     await responses.aclose()
     assert ended
-    assert budgets.clients == 0
+    assert quotas.clients == 0
 
 
-async def test_what_a_peer_broke_is_logged_up_to_a_limit() -> None:
+async def test_a_long_error_about_a_peer_is_cut_in_the_log() -> None:
     async def broken(requests: Any, context: Any) -> AsyncGenerator[Any]:
         raise PeerContract("x" * 10**6)
         yield
 
     with structlog.testing.capture_logs() as logs:
-        responses = guarded(broken, METHOD)(None, cast(grpc.aio.ServicerContext[Any, Any], Left()))
+        responses = guarded(broken, METHOD)(None, cast(grpc.aio.ServicerContext[Any, Any], Disconnected()))
         assert [response async for response in responses] == []
     [error] = [each["error"] for each in logs if each["event"] == "peer broke the contract"]
     assert MAX_MESSAGE_BYTES <= len(error) < MAX_MESSAGE_BYTES + 10

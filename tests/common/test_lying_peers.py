@@ -1,6 +1,6 @@
-"""Generation behind peers that lie in a single field: each lie is found before anything is made of it.
+"""Generation behind peers that lie in a single field: each lie ends the request with PEER_CONTRACT.
 
-Peers here speak as they like, for what they say could not be made with our own classes.
+The peers send raw bytes, because our own classes refuse such values.
 """
 
 from __future__ import annotations
@@ -38,107 +38,41 @@ from tests.generation.generation_service import (
 )
 
 
-def positions_of_2_31(plan: prompt_pb2.PromptPlan) -> None:
-    plan.layout.data = plan.layout.data[:-4] + np.int32(2**31 - 1).tobytes()
+def with_token(plan: prompt_pb2.PromptPlan, token: int) -> None:
+    """Changes the first token."""
+    plan.layout.data = np.int32(token).tobytes() + plan.layout.data[4:]
 
 
-def a_token_of_no_vocabulary(plan: prompt_pb2.PromptPlan) -> None:
-    plan.layout.data = np.int32(2**31 - 1).tobytes() + plan.layout.data[4:]
-
-
-def frames_of_one_pixel(plan: prompt_pb2.PromptPlan) -> None:
-    """Too few for their grid, by which what would fit is told."""
-    plan.media[0].frame_height_px = plan.media[0].frame_width_px = 1
-
-
-def a_frame_of_2_31_pixels(plan: prompt_pb2.PromptPlan) -> None:
-    plan.media[0].frame_height_px = 2**31 - 1
-
-
-def a_grid_whose_product_overflows(plan: prompt_pb2.PromptPlan) -> None:
-    plan.media[0].grid.t = plan.media[0].grid.h = plan.media[0].grid.w = 2**31 - 1
-
-
-def a_medium_that_nobody_asked_for(plan: prompt_pb2.PromptPlan) -> None:
+def with_unasked_medium(plan: prompt_pb2.PromptPlan) -> None:
     (sent,) = plan_messages(prompt_plan(bytes(32), 1, VIDEO))
     plan.media.extend(sent.media)
 
 
-def a_token_below_0(plan: prompt_pb2.PromptPlan) -> None:
-    plan.layout.data = np.int32(-1).tobytes() + plan.layout.data[4:]
+def with_frames_of_one_pixel(plan: prompt_pb2.PromptPlan) -> None:
+    """Smaller than their grid. The text of the error would compute what fits."""
+    plan.media[0].frame_height_px = plan.media[0].frame_width_px = 1
 
 
-def a_position_below_0(plan: prompt_pb2.PromptPlan) -> None:
-    plan.layout.data = plan.layout.data[:-4] + np.int32(-1).tobytes()
+def with_overlapping_runs(plan: prompt_pb2.PromptPlan) -> None:
+    """The 24 tokens of the video are at 7 of 36."""
+    del plan.media[0].runs[:]
+    plan.media[0].runs.extend(prompt_pb2.Run(offset=offset, length=length) for offset, length in [(7, 16), (15, 8)])
 
 
-def no_tokens(plan: prompt_pb2.PromptPlan) -> None:
-    plan.layout.shape[1] = 0
-    plan.layout.data = b""
-
-
-def more_tokens_than_any_prompt(plan: prompt_pb2.PromptPlan) -> None:
-    plan.layout.shape[1] = 2**31 - 1
-
-
-def a_million_axes(plan: prompt_pb2.PromptPlan) -> None:
-    plan.layout.shape.extend([1] * 10**6)
-
-
-def a_layout_of_floats(plan: prompt_pb2.PromptPlan) -> None:
-    plan.layout.dtype = tensor_pb2.DTYPE_FLOAT32
-
-
-def a_layout_that_ends_early(plan: prompt_pb2.PromptPlan) -> None:
-    plan.layout.data = plan.layout.data[:-4]
-
-
-def seconds_of_nothing_by_nothing(plan: prompt_pb2.PromptPlan) -> None:
-    plan.media[0].seconds_per_grid.numerator = plan.media[0].seconds_per_grid.denominator = 0
-
-
-def another_checkpoint(plan: prompt_pb2.PromptPlan) -> None:
-    plan.fingerprint = bytes(32)
-
-
-def levels_of_another_family(plan: prompt_pb2.PromptPlan) -> None:
-    plan.embed_levels = 3
-
-
-LIES_ABOUT_ANY_PROMPT = (
-    positions_of_2_31,
-    a_token_of_no_vocabulary,
-    a_medium_that_nobody_asked_for,
-    a_token_below_0,
-    a_position_below_0,
-    no_tokens,
-    more_tokens_than_any_prompt,
-    a_million_axes,
-    a_layout_of_floats,
-    a_layout_that_ends_early,
-    another_checkpoint,
-    levels_of_another_family,
-)
-LIES = (
-    *LIES_ABOUT_ANY_PROMPT,
-    frames_of_one_pixel,
-    a_frame_of_2_31_pixels,
-    a_grid_whose_product_overflows,
-    seconds_of_nothing_by_nothing,
-)
-
-# (offset, length) of the video's 24 tokens, which stand at 7 of 36.
-LYING_RUNS: dict[str, list[tuple[int, int]]] = {
-    "none": [],
-    "too few": [(7, 23)],
-    "an overlap": [(7, 16), (15, 8)],
-    "another order": [(19, 12), (7, 12)],
-    "begins below 0": [(-1, 24)],
-    "less than nothing": [(7, 30), (37, -6)],
-    "nothing": [(7, 24), (31, 0)],
-    "ends after the prompt": [(13, 24)],
-    "begins at 2^63": [(2**63 - 1, 24)],
-    "2^31 tokens": [(7, 2**31 - 1)],
+# Plans that contradict themselves are in test_wire.py; two of them here show that generation uses those checks.
+LIES_ABOUT_ANY_PROMPT: dict[str, Callable[[prompt_pb2.PromptPlan], Any]] = {
+    "a token outside the vocabulary": lambda plan: with_token(plan, 2**31 - 1),
+    "a negative token": lambda plan: with_token(plan, -1),
+    "a medium that was not in the prompt": with_unasked_medium,
+    "another checkpoint": lambda plan: setattr(plan, "fingerprint", bytes(32)),
+    "embed levels of another family": lambda plan: setattr(plan, "embed_levels", 3),
+    "a million axes": lambda plan: plan.layout.shape.extend([1] * 10**6),
+}
+LIES = {
+    **LIES_ABOUT_ANY_PROMPT,
+    "frames of one pixel": with_frames_of_one_pixel,
+    "overlapping runs": with_overlapping_runs,
+    "no runs": lambda plan: plan.media[0].ClearField("runs"),
 }
 
 EMBEDS = np.random.default_rng(5).standard_normal((1, len(KEPT), HIDDEN), np.float32)
@@ -164,7 +98,7 @@ LYING_ITEMS: dict[str, list[EncodeResponse]] = {
     "kept ends after the grid": embeds_messages(0, EMBEDS, [*KEPT[:-1], 24]),
     "kept ends at 2^31": embeds_messages(0, EMBEDS, [*KEPT[:-1], 2**31 - 1]),
     "kept is too short": embeds_messages(0, EMBEDS, KEPT[:-1]),
-    "nothing says what is kept": embeds_messages(0, EMBEDS, None),
+    "no kept": embeds_messages(0, EMBEDS, None),
     "NaN": embeds_with(float("nan")),
     "infinity": embeds_with(float("inf")),
     "too narrow": embeds_messages(0, EMBEDS[..., 1:], KEPT),
@@ -179,7 +113,7 @@ def plan_for(checkpoint: Path) -> PromptPlan:
 
 
 def plan_message(plan: PromptPlan, number: int = 0) -> prompt_pb2.PromptPlan:
-    """number: of the video, so that no answer is remembered for it."""
+    """number: of the video, so that nothing of it is cached yet."""
     (message,) = plan_messages(plan)
     for item in message.media:
         item.content_hash = number.to_bytes(32)
@@ -187,7 +121,7 @@ def plan_message(plan: PromptPlan, number: int = 0) -> prompt_pb2.PromptPlan:
 
 
 class Peer:
-    """Says to every call what it is told to say."""
+    """Answers every call with `says`."""
 
     def __init__(self) -> None:
         self.says: list[bytes] = []
@@ -210,7 +144,7 @@ async def behind_an_encoder(folder: Path, checkpoint: Path) -> AsyncIterator[tup
         await eventually(service.idle)
 
 
-async def check_told(lie: str, call: Any) -> None:
+async def check_refused(lie: str, call: Any) -> None:
     code, reason, _ = await refused(call)
     assert (lie, code, reason) == (lie, grpc.StatusCode.INTERNAL, "PEER_CONTRACT")
 
@@ -219,43 +153,32 @@ async def check_answered(call: Any) -> None:
     assert len(token_ids(await answers(call))) == 5
 
 
-async def test_metadata_of_a_lying_encoder_breaks_the_contract(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_a_false_plan_of_an_encoder_breaks_the_contract(tmp_path: Path, tiny_checkpoint: Path) -> None:
     plan = plan_for(tiny_checkpoint)
-
-    def lying_runs(runs: list[tuple[int, int]]) -> Callable[[prompt_pb2.PromptPlan], None]:
-        def lie(message: prompt_pb2.PromptPlan) -> None:
-            del message.media[0].runs[:]
-            message.media[0].runs.extend(prompt_pb2.Run(offset=offset, length=length) for offset, length in runs)
-
-        return lie
-
-    lies = {lie.__name__: lie for lie in LIES} | {name: lying_runs(runs) for name, runs in LYING_RUNS.items()}
     async with behind_an_encoder(tmp_path, tiny_checkpoint) as (service, peer):
-        for number, (name, lie) in enumerate(lies.items()):
+        for number, (name, lie) in enumerate(LIES.items()):
             message = plan_message(plan)
             lie(message)
             peer.says = [EncodeResponse(plan=message).SerializeToString()]
-            # An answer that cannot fit, so that what would is looked for.
-            await check_told(name, service.ask(sampling=Sampling(max_new_tokens=10_000)))
+            # So many tokens that the error about it would compute what fits.
+            await check_refused(name, service.ask(sampling=Sampling(max_new_tokens=10_000)))
             truth = [EncodeResponse(plan=plan_message(plan, number)), *video_items()]
             peer.says = [each.SerializeToString() for each in truth]
             await check_answered(service.ask())
 
 
-async def test_embeddings_of_a_lying_encoder_break_the_contract(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_false_embeddings_of_an_encoder_break_the_contract(tmp_path: Path, tiny_checkpoint: Path) -> None:
     plan = plan_for(tiny_checkpoint)
     async with behind_an_encoder(tmp_path, tiny_checkpoint) as (service, peer):
         for number, (name, items) in enumerate(LYING_ITEMS.items()):
             first = EncodeResponse(plan=plan_message(plan, number))
             peer.says = [each.SerializeToString() for each in [first, *items]]
-            await check_told(name, service.ask())
+            await check_refused(name, service.ask())
             peer.says = [each.SerializeToString() for each in [first, *video_items()]]
             await check_answered(service.ask())
 
 
-async def test_what_lying_preprocessing_makes_of_a_text_breaks_the_contract(
-    tmp_path: Path, tiny_checkpoint: Path
-) -> None:
+async def test_a_false_plan_of_preprocessing_breaks_the_contract(tmp_path: Path, tiny_checkpoint: Path) -> None:
     address, peer = f"unix:{tmp_path}/peer", Peer()
     async with (
         speaking(address, "/framesieve.v1.PreprocessingService/Preprocess", peer.speak),
@@ -265,13 +188,13 @@ async def test_what_lying_preprocessing_makes_of_a_text_breaks_the_contract(
         truth = PreprocessResponse(plan=plan_message(service.preprocessing.plan)).SerializeToString()
         frames = PreprocessResponse(frames=FramesChunk()).SerializeToString()
         lies = {"nothing at all": [], "an empty message": [b""], "frames before the plan": [frames, truth]}
-        for lie in LIES_ABOUT_ANY_PROMPT:
+        for name, lie in LIES_ABOUT_ANY_PROMPT.items():
             message = plan_message(service.preprocessing.plan)
             lie(message)
-            lies[lie.__name__] = [PreprocessResponse(plan=message).SerializeToString()]
+            lies[name] = [PreprocessResponse(plan=message).SerializeToString()]
         for name, said in lies.items():
             peer.says = said
-            await check_told(name, service.ask_text())
+            await check_refused(name, service.ask_text())
             peer.says = [truth]
             await check_answered(service.ask_text())
         await eventually(service.idle)

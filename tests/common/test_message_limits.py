@@ -1,9 +1,8 @@
-"""What one message, one connection and one restless caller may cost a listener: bounds that hold at their edge."""
+"""Limits of a listener for messages, connections and pings."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 import struct
 import sys
 import weakref
@@ -29,7 +28,7 @@ ENHANCE_YOUR_CALM = 11
 
 
 class Flooding(encoder_pb2_grpc.EncoderServiceServicer):
-    """Answers with a message of as many bytes as the request has as its index."""
+    """Answers with as many bytes as the index that a request selects."""
 
     async def Encode(self, requests: AsyncIterator[encoder_pb2.EncodeRequest], context: object) -> AsyncIterator[bytes]:
         async for request in requests:
@@ -39,7 +38,7 @@ class Flooding(encoder_pb2_grpc.EncoderServiceServicer):
 
 
 def request_of(size_bytes: int) -> bytes:
-    """A valid request of that size, of which a picture is the most."""
+    """A valid request of that size, with a picture."""
     empty = encoder_pb2.EncodeRequest()
     image = empty.prompt.prompt.messages.add(role=prompt_pb2.ROLE_USER).parts.add().image
     image.data = bytes(size_bytes - 64)
@@ -49,7 +48,7 @@ def request_of(size_bytes: int) -> bytes:
     return data
 
 
-async def test_the_receive_limit_is_bounded(tmp_path: Path) -> None:
+async def test_requests_above_the_receive_limit_are_refused(tmp_path: Path) -> None:
     assert MAX_RECEIVE_BYTES == 20 * 2**20  # 16 MiB of media, 4 MiB of text
     echo = Echo()
     async with (
@@ -58,26 +57,26 @@ async def test_the_receive_limit_is_bounded(tmp_path: Path) -> None:
     ):
         call = channel.stream_stream(METHOD)
         assert await call(iter([request_of(MAX_RECEIVE_BYTES)]), timeout=TIMEOUT_S).read()
-        code, _, told = await refusal(call(iter([request_of(MAX_RECEIVE_BYTES + 1)]), timeout=TIMEOUT_S).read())
+        code, _, message = await refusal(call(iter([request_of(MAX_RECEIVE_BYTES + 1)]), timeout=TIMEOUT_S).read())
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert f"({MAX_RECEIVE_BYTES + 1} vs. {MAX_RECEIVE_BYTES})" in told
+        assert f"({MAX_RECEIVE_BYTES + 1} vs. {MAX_RECEIVE_BYTES})" in message
         assert len(echo.received) == 1
-        assert await ask(channel, 7) == 7  # the next is served
+        assert await ask(channel, 7) == 7  # the service goes on
 
 
-async def test_an_answer_that_no_service_sends_is_not_taken_from_one(tmp_path: Path) -> None:
+async def test_a_response_above_the_limit_breaks_the_contract(tmp_path: Path) -> None:
     assert MAX_ANSWER_BYTES == 8 * 2**20
     async with guarded(f"unix:{tmp_path}/s", Flooding()) as service, open_channel(service.address) as channel:
         stub = encoder_pb2_grpc.EncoderServiceStub(channel)
         answer = await read_from(stub.Encode(iter([select(MAX_ANSWER_BYTES - 64)])), "encoder")
         assert len(answer.embeds.chunk.data) == MAX_ANSWER_BYTES - 64
-        with pytest.raises(PeerContract, match="more at once than any message may have"):
+        with pytest.raises(PeerContract, match="sent a message above 8388608 bytes"):
             await read_from(stub.Encode(iter([select(MAX_ANSWER_BYTES)])), "encoder")
 
 
 @pytest.mark.parametrize("own_limit", [True, False])
-async def test_a_request_that_is_too_large_is_its_callers_fault(tmp_path: Path, own_limit: bool) -> None:
-    """own_limit: whether the caller's channel refuses it, before the service does."""
+async def test_a_too_large_request_is_an_invalid_request(tmp_path: Path, own_limit: bool) -> None:
+    """own_limit: whether the caller's channel refuses it already."""
     unlimited = [("grpc.max_send_message_length", -1)]
     async with guarded(f"unix:{tmp_path}/s", Echo()) as service:
         address = service.address
@@ -90,8 +89,8 @@ async def test_a_request_that_is_too_large_is_its_callers_fault(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_nothing_holds_the_bytes_of_a_request_that_has_been_read(tmp_path: Path, streamed: bool) -> None:
-    """It may bring 16 MiB of media, and runs for as long as its answer takes."""
+async def test_the_bytes_of_a_parsed_request_are_released(tmp_path: Path, streamed: bool) -> None:
+    """They may be 16 MiB of media, and the call runs for as long as its answer takes."""
     received: list[bytes] = []
     held: list[int] = []
 
@@ -115,14 +114,14 @@ async def test_nothing_holds_the_bytes_of_a_request_that_has_been_read(tmp_path:
         call = channel.stream_stream(METHOD)
         assert await call(iter([request_of(2**20)]), timeout=TIMEOUT_S).read() == b""
         if not streamed:
-            told = (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", "the call ended without its request")
-            assert await refusal(call(iter([]), timeout=TIMEOUT_S).read()) == told
+            expected = (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", "the call ended without its request")
+            assert await refusal(call(iter([]), timeout=TIMEOUT_S).read()) == expected
     await server.stop(None)
     assert held == [sys.getrefcount(received[0])]  # `received` itself, and the call that counts
 
 
-async def test_nothing_holds_an_only_request_that_its_method_has_let_go_of(tmp_path: Path) -> None:
-    """Its media are parts of it."""
+async def test_a_unary_request_is_released_when_its_method_drops_it(tmp_path: Path) -> None:
+    """It holds the media."""
 
     class Large: ...
 
@@ -150,38 +149,15 @@ async def test_nothing_holds_an_only_request_that_its_method_has_let_go_of(tmp_p
     assert left == [None]
 
 
-# --- connections, as they are promised ----------------------------------------------------------------------------
-
-REPOSITORY = Path(__file__).parents[2]
-WORDS = {"five": 5}
-
-
-def told(document: str, text: str) -> int:
-    """The number that a document gives where `text` has its group; lines may break anywhere."""
-    found = re.search(text, " ".join((REPOSITORY / document).read_text().split()))
-    assert found, f"{document} no longer says {text}"
-    return WORDS.get(found[1]) or int(found[1])
-
-
-def test_silence_age_and_pings_are_bounded_as_the_documents_say() -> None:
+def test_channels_ping_less_often_than_listeners_allow() -> None:
     listener, channel = dict(guards._OPTIONS), dict(channels._OPTIONS)
-    security = "docs/security.md"
-    silence_ms = listener["grpc.keepalive_time_ms"] + listener["grpc.keepalive_timeout_ms"]
-    assert silence_ms == 1000 * told(security, r"no longer answers pings \| given up after (\d+) s")
-    age_ms = listener["grpc.max_connection_age_ms"]
-    assert age_ms == 60_000 * told(security, r"a connection's age \| (\d+) min")
-    assert age_ms == 60_000 * told(security, r"clients connect anew every (\w+) minutes")
-    assert age_ms == 60_000 * told("deploy/kubernetes/README.md", r"requests within (\w+) minutes")
-    forbidden_ms = listener["grpc.http2.min_ping_interval_without_data_ms"]
-    assert forbidden_ms == 1000 * told(security, r"pings \| one in (\d+) s")
-    assert channel["grpc.keepalive_time_ms"] == 1000 * told(security, r"our channels ping once in (\d+) s")
-    assert channel["grpc.keepalive_time_ms"] >= 2 * forbidden_ms
-    assert channel["grpc.http2.max_pings_without_data"] == 0  # as many as it takes
-    assert listener["grpc.http2.max_ping_strikes"] == 2  # the third ends the connection
-    assert listener["grpc.max_concurrent_streams"] == told(security, r"requests of one connection \| (\d+)")
+    assert channel["grpc.keepalive_time_ms"] >= 2 * listener["grpc.http2.min_ping_interval_without_data_ms"]
+    assert channel["grpc.http2.max_pings_without_data"] == 0  # no limit
+    assert listener["grpc.keepalive_time_ms"] + listener["grpc.keepalive_timeout_ms"] == 80_000
+    assert listener["grpc.max_connection_age_ms"] == 300_000
 
 
-# --- connections, spoken to in HTTP/2's own frames ----------------------------------------------------------------
+# --- connections, in raw HTTP/2 frames ----------------------------------------------------------------
 
 
 def frame(kind: int, payload: bytes = b"") -> bytes:
@@ -189,13 +165,13 @@ def frame(kind: int, payload: bytes = b"") -> bytes:
 
 
 async def frames(reader: asyncio.StreamReader) -> AsyncIterator[tuple[int, bytes]]:
-    """Kind and payload of what comes, until the connection ends."""
+    """Kind and payload of each frame, until the connection ends."""
     while head := await reader.read(9):
         head += await reader.readexactly(9 - len(head))
         yield head[3], await reader.readexactly(int.from_bytes(head[:3], "big"))
 
 
-async def test_a_connection_has_a_bounded_number_of_requests() -> None:
+async def test_a_connection_has_at_most_1024_calls() -> None:
     async with guarded(tcp_address(), Echo()) as service:
         reader, writer = await asyncio.open_connection(*service.address.split(":"))
         writer.write(PREFACE + frame(SETTINGS))
@@ -206,11 +182,11 @@ async def test_a_connection_has_a_bounded_number_of_requests() -> None:
         writer.close()
 
 
-async def test_who_pings_all_the_time_is_cut_off() -> None:
+async def test_a_client_that_pings_too_often_is_disconnected() -> None:
     async with guarded(tcp_address(), Echo()) as service:
         reader, writer = await asyncio.open_connection(*service.address.split(":"))
         writer.write(PREFACE + frame(SETTINGS) + frame(PING, bytes(8)) * 10)
         async with asyncio.timeout(TIMEOUT_S):
-            came = dict([each async for each in frames(reader)])  # to its end, which is the listener's
+            came = dict([each async for each in frames(reader)])  # until the listener closes it
         assert int.from_bytes(came[GOAWAY][4:8], "big") == ENHANCE_YOUR_CALM
         writer.close()

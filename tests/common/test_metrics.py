@@ -1,4 +1,4 @@
-"""What every service counts: all labels from the start, ends by code and refusals by reason, bytes of each message."""
+"""Metrics of every service: all series from the start, requests by code, refusals by reason, bytes of messages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def asked(tmp_path: Path) -> AsyncIterator[tuple[Service, Any]]:
     await server.stop(1)
 
 
-def test_everything_that_is_counted_by_method_is_there_from_the_start(tiny_checkpoint: Path) -> None:
+def test_all_series_of_a_method_exist_from_the_start(tiny_checkpoint: Path) -> None:
     begin("encoder", "Unheard", Checkpoint(tiny_checkpoint), "float32", "cpu")
     codes = {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL"}
     assert {value("requests_total", method="Unheard", code=code) for code in codes} == {0}
@@ -61,7 +61,7 @@ def test_everything_that_is_counted_by_method_is_there_from_the_start(tiny_check
     assert value("model_info", **labels, dtype="float32", device="cpu") == 1
 
 
-async def test_messages_are_weighed_as_they_come_and_go(asked: tuple[Service, Any]) -> None:
+async def test_bytes_of_messages_are_counted_in_both_directions(asked: tuple[Service, Any]) -> None:
     _, stub = asked
     before = [value("message_bytes_total", method="Encode", direction=way) or 0 for way in ("received", "sent")]
     requests = [EncodeRequest(prompt=encoder_pb2.EncodePrompt()), EncodeRequest()]
@@ -90,11 +90,11 @@ async def test_a_refusal_is_counted_once_by_its_reason(
     before = value("requests_total", **labels, code=code) or 0, value("refusals_total", **labels, reason=reason) or 0
     with pytest.raises(grpc.aio.AioRpcError):
         _ = [answer async for answer in stub.Encode(iter([EncodeRequest()]))]
-    await eventually(lambda: (value("requests_total", **labels, code=code) or 0) > before[0])  # its caller hears first
+    await eventually(lambda: (value("requests_total", **labels, code=code) or 0) > before[0])
     assert value("requests_total", **labels, code=code) == before[0] + 1
     assert value("refusals_total", **labels, reason=reason) == before[1] + 1
 
 
-def test_where_nothing_waits_nothing_grows_old() -> None:
+def test_the_age_of_nothing_is_0() -> None:
     assert age_seconds(None) == 0
     assert age_seconds(0) > 0

@@ -1,4 +1,4 @@
-"""Ranks do what their service tells them, and neither outlives the other."""
+"""Ranks receive what their service sends, and end with it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ranks(tmp_path: Path, lost: Queue[str]) -> Iterator[Ranks]:
 def until(condition: Callable[[], object]) -> None:
     end = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < end, "it never happened"
+        assert time.monotonic() < end, "the condition never held"
         time.sleep(0.01)
 
 
@@ -47,15 +47,17 @@ def noted(folder: Path, rank: int) -> list[str]:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Whether a process exists and is no zombie."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it went since the file was opened
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ended after the file was opened
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
 
 
-def test_all_are_told_all_in_order_and_end_when_nothing_more_comes(ranks: Ranks, tmp_path: Path) -> None:
+def test_every_rank_receives_every_message_in_order_and_ends_with_the_connection(
+    ranks: Ranks, lost: Queue[str], tmp_path: Path
+) -> None:
     large = b"x" * 3_000_000
     for message in (b"one", b"", large, b"two"):
         ranks.tell(message)
@@ -63,9 +65,10 @@ def test_all_are_told_all_in_order_and_end_when_nothing_more_comes(ranks: Ranks,
     for rank in (1, 2):
         assert noted(tmp_path, rank) == ["3 one", "0 ", f"3000000 {'x' * 20}", "3 two", "the end"]
     assert not any(map(runs, ranks.pids))
+    assert lost.empty()
 
 
-def test_one_alone_is_told_and_heard(ranks: Ranks, tmp_path: Path) -> None:
+def test_messages_to_and_from_a_single_rank(ranks: Ranks, tmp_path: Path) -> None:
     large = b"answer" * 500_000
     ranks.tell_one(2, b"answer")
     ranks.tell_one(1, large)
@@ -75,7 +78,7 @@ def test_one_alone_is_told_and_heard(ranks: Ranks, tmp_path: Path) -> None:
     assert noted(tmp_path, 2) == ["6 answer", "the end"]
 
 
-def test_a_rank_that_ends_is_not_waited_for(ranks: Ranks, lost: Queue[str]) -> None:
+def test_receiving_from_a_rank_that_ends_raises(ranks: Ranks, lost: Queue[str]) -> None:
     ranks.tell_one(1, b"leave")
     with pytest.raises(ConnectionResetError):
         ranks.hear(1)
@@ -85,21 +88,22 @@ def test_a_rank_that_ends_is_not_waited_for(ranks: Ranks, lost: Queue[str]) -> N
         ranks.hear(2)
 
 
-def test_a_rank_that_stands_still_is_waited_for_as_long_as_one_says(ranks: Ranks) -> None:
+def test_receiving_from_a_blocked_rank_times_out(ranks: Ranks) -> None:
     ranks.tell_one(1, b"hang")
     with pytest.raises(TimeoutError):
         ranks.hear(1, 0.05)
     ranks.tell_one(2, b"answer")
     assert ranks.hear(2, 20) == b"answeranswer"
+    ranks.kill()
 
 
-def test_all_that_are_busy_are_ended_after_one_while(
+def test_busy_ranks_are_killed_after_one_timeout_for_all(
     tmp_path: Path, lost: Queue[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_processes, "_EXIT_S", 1.0)
-    ranks = Ranks(STAND_IN, 6, {"folder": str(tmp_path)}, lost.put)
+    ranks = Ranks(STAND_IN, 4, {"folder": str(tmp_path)}, lost.put)
     ranks.tell(b"hang")
-    until(lambda: all((tmp_path / f"rank-{rank}-of-6").exists() for rank in range(1, 6)))
+    until(lambda: all((tmp_path / f"rank-{rank}-of-4").exists() for rank in range(1, 4)))
     begun = time.monotonic()
     with awake() as passed_s:
         ranks.close()
@@ -116,7 +120,7 @@ def test_all_that_are_busy_are_ended_after_one_while(
         (lambda ranks: ranks._ranks[0].tell(b"leave"), "rank 1 of 3 ended with status 7"),
     ],
 )
-def test_a_rank_that_ends_unasked_is_told(
+def test_a_rank_that_ends_unexpectedly_is_reported(
     ranks: Ranks, lost: Queue[str], tmp_path: Path, end: Callable[[Ranks], None], how: str
 ) -> None:
     ranks.tell(b"begun")
@@ -127,14 +131,7 @@ def test_a_rank_that_ends_unasked_is_told(
         ranks.tell(b"more")
 
 
-def test_ranks_that_end_as_they_are_told_to_are_not_lost(ranks: Ranks, lost: Queue[str], tmp_path: Path) -> None:
-    ranks.tell(b"begun")
-    until(lambda: noted(tmp_path, 1) and noted(tmp_path, 2))
-    ranks.close()
-    assert lost.empty()
-
-
-def test_signals_that_a_service_drains_on_do_not_end_its_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_ignore_the_signals_on_which_a_service_drains(ranks: Ranks, tmp_path: Path) -> None:
     ranks.tell(b"begun")
     until(lambda: noted(tmp_path, 1) and noted(tmp_path, 2))
     for pid in ranks.pids:
@@ -146,8 +143,8 @@ def test_signals_that_a_service_drains_on_do_not_end_its_ranks(ranks: Ranks, tmp
     assert noted(tmp_path, 1) == noted(tmp_path, 2) == ["5 begun", "4 more", "the end"]
 
 
-def test_a_rank_that_is_busy_ends_with_its_service(tmp_path: Path) -> None:
-    """It is in the middle of something, and learns nothing from its socket."""
+def test_a_busy_rank_ends_with_its_service(tmp_path: Path) -> None:
+    """It does not read from its socket meanwhile."""
     program = f"""
 import time
 from common.ranks import Ranks
@@ -162,8 +159,8 @@ time.sleep(60)
     until(lambda: not any(map(runs, pids)))
 
 
-def test_ranks_whose_service_ends_while_they_start_end_as_well(tmp_path: Path) -> None:
-    """They are told all, and then somebody else is their parent."""
+def test_ranks_that_start_while_their_service_ends_end_as_well(tmp_path: Path) -> None:
+    """Their messages are sent, and another process adopts them."""
     program = f"""
 import os
 from common.ranks import Ranks
@@ -184,7 +181,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize(("flags", "status"), [(("-P",), 0), ((), 9)])
-def test_ranks_import_from_the_working_directory_where_their_service_does(
+def test_ranks_import_from_the_working_directory_only_if_their_service_does(
     tmp_path: Path, flags: tuple[str, ...], status: int
 ) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit(9)")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pydantic import Field
 
 from common.contract.errors import StartupError
 from common.serving.settings import ServiceSettings, renamed
+from services.settings import page
 
 FLAG, OLD_FLAG = "--max-model-len", "--max-prompt-tokens"
 VARIABLE, OLD_VARIABLE = "FRAMESIEVE_MAX_MODEL_LEN", "FRAMESIEVE_MAX_PROMPT_TOKENS"
@@ -55,3 +58,9 @@ def test_a_wrong_value_by_the_old_name_is_refused(capsys: pytest.CaptureFixture[
 
 def test_a_renamed_setting_is_given_to_the_class_by_its_own_name() -> None:
     assert Renaming(max_model_len=5).max_model_len == 5
+
+
+def test_the_page_of_settings_is_what_the_command_prints() -> None:
+    assert (Path(__file__).parents[2] / "docs" / "settings.md").read_text() == page(), (
+        "run: python -m services.settings > docs/settings.md"
+    )

@@ -1,4 +1,4 @@
-"""Arrays in pieces: whatever is cut comes together again, and nothing else is accepted."""
+"""Arrays in pieces are reassembled, and wrong pieces are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.contract.tensors import MAX_PIECE_BYTES, PIECE_BYTES, DType, TensorB
 
 
 @given(size=st.one_of(st.integers(0, 9), st.integers(PIECE_BYTES - 2, 3 * PIECE_BYTES + 2)))
-def test_an_array_cut_into_pieces_comes_together_again(size: int) -> None:
+def test_an_array_is_reassembled_from_its_pieces(size: int) -> None:
     data = (b"0123456789abcdef" * (size // 16 + 1))[:size]
     buffer = TensorBuffer(DType.UINT8, (size,))
     for offset, piece in pieces(memoryview(data)):
@@ -27,30 +27,30 @@ def test_sizes_follow_the_element_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape", "offset", "data", "says"),
+    ("dtype", "shape", "offset", "data", "message"),
     [
         (DType.INT32, (8,), 0, b"1234", "was sent for"),
         (DType.UINT8, (9,), 0, b"1234", "was sent for"),
         (DType.INT32, (1,) * 10**6, 0, b"1234", "^an array of 1000000 axes is not allowed, at most 8 are$"),
-        (DType.UINT8, (8,), 4, b"1234", "due at 0"),
+        (DType.UINT8, (8,), 4, b"1234", "must start at 0"),
         (DType.UINT8, (8,), 0, b"123456789", "does not fit"),
         (DType.UINT8, (8,), 0, b"", "does not fit"),
         (DType.UINT8, (8,), 0, b"x" * (MAX_PIECE_BYTES + 1), "at most"),
     ],
 )
 def test_a_piece_that_does_not_continue_the_array_is_refused(
-    dtype: DType, shape: tuple[int, ...], offset: int, data: bytes, says: str
+    dtype: DType, shape: tuple[int, ...], offset: int, data: bytes, message: str
 ) -> None:
     buffer = TensorBuffer(DType.UINT8, (8,))
-    with pytest.raises(PeerContract, match=says):
+    with pytest.raises(PeerContract, match=message):
         buffer.add(dtype, shape, offset, data)
     assert buffer.received_bytes == 0
 
 
-def test_no_piece_may_come_twice() -> None:
+def test_a_piece_is_accepted_once() -> None:
     buffer = TensorBuffer(DType.UINT8, (8,))
     buffer.add(DType.UINT8, (8,), 0, b"1234")
-    with pytest.raises(PeerContract, match="due at 4"):
+    with pytest.raises(PeerContract, match="must start at 4"):
         buffer.add(DType.UINT8, (8,), 0, b"1234")
 
 

@@ -1,4 +1,4 @@
-"""Services whose engine or tower is gone for good: callers are told, and health says so, for whoever replaces them."""
+"""Services whose engine or tower has failed for good: calls fail with UNAVAILABLE, and health is NOT_SERVING."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.generation.generation_peers import Preprocessing, prompt_message, pro
 async def running(
     process: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *flags: str
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """A service as its process runs it, in this one; a channel to it that begins no call again."""
+    """Runs a service's main in this process. Yields a channel to it that does not retry."""
     arguments = ["--listen", f"unix:{folder}/service", "--metrics-port", "0", "--drain-s", "5", *flags]
     monkeypatch.setattr(sys, "argv", ["service", *arguments])
     monkeypatch.setattr(process, "configure_logging", lambda *_: None)
@@ -65,7 +65,7 @@ async def becomes(status: str, channel: grpc.aio.Channel) -> None:
 
 
 async def read_all(call: Any) -> None:
-    with upstream_errors("somebody"):
+    with upstream_errors("service"):
         async for _ in call:
             pass
 
@@ -74,7 +74,7 @@ def lost_device(*_: object) -> None:
     raise torch.AcceleratorError("an illegal memory access was encountered")
 
 
-async def test_a_generation_whose_engine_has_ended(
+async def test_generation_with_a_failed_engine(
     tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = prompt_plan(Checkpoint(tiny_checkpoint).fingerprint, 9)
@@ -84,14 +84,14 @@ async def test_a_generation_whose_engine_has_ended(
             await becomes("SERVING", channel)
             monkeypatch.setattr(Runner, "run", lost_device)
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            for told in ("has failed", "has ended"):
-                with pytest.raises(Unavailable, match=f"the engine of generation {told}") as failed:
+            for state in ("has failed", "has ended"):
+                with pytest.raises(Unavailable, match=f"the engine of generation {state}") as failed:
                     await read_all(stub.Generate(GenerateRequest(prompt=prompt_message(plan)), timeout=TIMEOUT_S))
                 assert failed.value.stage == "generation"
             await becomes("NOT_SERVING", channel)
 
 
-async def test_an_encoder_whose_tower_has_ended(
+async def test_an_encoder_with_a_failed_tower(
     tmp_path: Path, tiny_checkpoint: Path, tower: Tower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fingerprint = Checkpoint(tiny_checkpoint).fingerprint

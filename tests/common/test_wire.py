@@ -1,6 +1,10 @@
-"""Plans and prunings through protobuf: what goes in comes out, and a pruning outside its range is refused by name."""
+"""The contract on the wire: plans, prunings and ages survive it, and malformed ones are refused."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -8,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.contract import wire
-from common.contract.errors import InvalidRequest
-from common.contract.plan import Grid
+from common.contract.errors import InvalidRequest, PeerContract
+from common.contract.plan import MAX_PROMPT_TOKENS, Grid, Run
 from common.contract.retention import Pruning
 from common.contract.tensors import PIECE_BYTES
-from framesieve.v1 import prompt_pb2
+from framesieve.v1 import prompt_pb2, tensor_pb2
 from tests.common.wire_plans import plan_of, receive, video
+
+Message: TypeAlias = prompt_pb2.PromptPlan
 
 
 @given(before=st.integers(0, 5), t=st.integers(1, 4), h=st.integers(1, 4), w=st.integers(1, 4), after=st.integers(0, 5))
@@ -27,37 +33,160 @@ def test_a_plan_survives_the_wire(before: int, t: int, h: int, w: int, after: in
     assert (received.media, received.embed_levels, received.fingerprint) == (sent.media, 0, b"f" * 32)
 
 
-def test_a_plan_of_128_k_tokens_is_sent_in_messages_of_a_piece_each() -> None:
+def test_a_plan_of_128_k_tokens_is_sent_in_several_messages() -> None:
     sent = plan_of(128 * 1024)
     messages = list(wire.plan_messages(sent))
     assert [len(message.layout.data) for message in messages] == [PIECE_BYTES, PIECE_BYTES]
     received = receive(messages)
     assert received is not None
     assert np.array_equal(received.positions, sent.positions)
+    first, second = messages
+    second.media.add()
+    with pytest.raises(PeerContract, match="more than layout"):
+        receive([first, second])
 
 
-def test_an_items_own_pruning_overrides_the_requests() -> None:
+def with_last(message: Message, value: int) -> None:
+    """Changes the last position."""
+    message.layout.data = message.layout.data[:-4] + np.int32(value).tobytes()
+
+
+def with_runs(message: Message, *runs: Run) -> None:
+    del message.media[0].runs[:]
+    message.media[0].runs.extend(prompt_pb2.Run(offset=run.offset, length=run.length) for run in runs)
+
+
+def with_time(message: Message, index: int, time_s: float) -> None:
+    message.media[0].timestamps_s[index] = time_s
+
+
+def as_image(message: Message) -> None:
+    message.media[0].modality = prompt_pb2.MODALITY_IMAGE
+    message.media[0].ClearField("seconds_per_grid")
+
+
+def without_tokens(message: Message) -> None:
+    message.layout.shape[1] = 0
+    message.layout.data = b""
+
+
+def with_one_frame(message: Message) -> None:
+    message.media[0].frames = 1
+    del message.media[0].timestamps_s[:]
+
+
+def with_negative_step(message: Message) -> None:
+    step = message.media[0].seconds_per_grid
+    step.numerator, step.denominator = -step.numerator, -step.denominator
+
+
+def with_huge_grid(message: Message) -> None:
+    grid = message.media[0].grid
+    grid.t = grid.h = grid.w = 2**31 - 1
+
+
+# A video of grid (2, 2, 2) at tokens 2 to 9 of 10.
+FAULTS: dict[str, Callable[[Message], Any]] = {
+    "run longer than the grid": lambda m: setattr(m.media[0].runs[0], "length", 9),
+    "run beyond the prompt": lambda m: setattr(m.media[0].runs[0], "offset", 3),
+    "run below 0": lambda m: setattr(m.media[0].runs[0], "offset", -1),
+    "run at 2^63": lambda m: setattr(m.media[0].runs[0], "offset", 2**63 - 1),
+    "overlapping runs": lambda m: with_runs(m, Run(2, 4), Run(5, 4)),
+    "unsorted runs": lambda m: with_runs(m, Run(6, 4), Run(2, 4)),
+    "no runs": with_runs,
+    "empty run": lambda m: m.media[0].runs.add(offset=10, length=0),
+    "item twice": lambda m: m.media.append(m.media[0]),
+    "empty axis": lambda m: setattr(m.media[0].grid, "h", 0),
+    "axis of 2^31": lambda m: setattr(m.media[0].grid, "t", 2**31 - 1),
+    "grid whose product overflows": with_huge_grid,
+    "no time base": lambda m: m.media[0].ClearField("seconds_per_grid"),
+    "denominator 0": lambda m: setattr(m.media[0].seconds_per_grid, "denominator", 0),
+    "numerator 0": lambda m: setattr(m.media[0].seconds_per_grid, "numerator", 0),
+    "negative denominator": with_negative_step,
+    "unspecified modality": lambda m: setattr(m.media[0], "modality", prompt_pb2.MODALITY_UNSPECIFIED),
+    "unknown modality": lambda m: setattr(m.media[0], "modality", 2**31 - 1),
+    "image with two slices": as_image,
+    "missing time": lambda m: m.media[0].timestamps_s.pop(),
+    "falling times": lambda m: with_time(m, 1, -1),
+    "time NaN": lambda m: with_time(m, 1, float("nan")),
+    "time infinity": lambda m: with_time(m, -1, float("inf")),
+    "too few frames": with_one_frame,
+    "2^31 frames": lambda m: setattr(m.media[0], "frames", 2**31 - 1),
+    "frames without size": lambda m: setattr(m.media[0], "frame_width_px", 0),
+    "frames smaller than the grid": lambda m: setattr(m.media[0], "frame_width_px", 1),
+    "frames of 2^31 pixels": lambda m: setattr(m.media[0], "frame_height_px", 2**31 - 1),
+    "short content hash": lambda m: setattr(m.media[0], "content_hash", bytes(31)),
+    "short fingerprint": lambda m: setattr(m, "fingerprint", b"short"),
+    "too many levels": lambda m: setattr(m, "embed_levels", 17),
+    "negative levels": lambda m: setattr(m, "embed_levels", -1),
+    "layout of three rows": lambda m: m.layout.shape.__setitem__(0, 3),
+    "layout of floats": lambda m: setattr(m.layout, "dtype", tensor_pb2.DTYPE_FLOAT32),
+    "layout of 200 axes": lambda m: m.layout.shape.extend([1] * 200),
+    "layout beyond its end": lambda m: setattr(m.layout, "data", m.layout.data + b"1234"),
+    "layout from its middle": lambda m: setattr(m.layout, "offset_bytes", 80),
+    "no tokens": without_tokens,
+    "-1 tokens": lambda m: m.layout.shape.__setitem__(1, -1),
+    "too many tokens": lambda m: m.layout.shape.__setitem__(1, MAX_PROMPT_TOKENS + 1),
+    "negative id": lambda m: setattr(m.layout, "data", np.int32(-1).tobytes() + m.layout.data[4:]),
+    "negative position": lambda m: with_last(m, -1),
+    "position without room for a completion": lambda m: with_last(m, 2**31 - 1),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_an_inconsistent_plan_breaks_the_contract(fault: Callable[[Message], Any]) -> None:
+    (message,) = wire.plan_messages(plan_of(10, video(2, Grid(2, 2, 2))))
+    fault(message)
+    with pytest.raises(PeerContract):
+        receive([message])
+
+
+@pytest.mark.parametrize(
+    "extend",
+    [lambda m: m.media.extend(m.media[:1] * 512), lambda m: m.media[0].runs.extend(m.media[0].runs[:1] * 2**18)],
+    ids=["media", "runs"],
+)
+def test_media_and_runs_of_a_plan_are_counted_before_they_are_read(extend: Callable[[Message], None]) -> None:
+    (message,) = wire.plan_messages(plan_of(10, video(2, Grid(2, 2, 2))))
+    extend(message)
+    with pytest.raises(PeerContract, match=r"^a plan has at most 512 media and 262144 runs, got \d+ and \d+$"):
+        receive([message])
+
+
+@pytest.mark.parametrize("dtype", [tensor_pb2.DTYPE_INT32, tensor_pb2.DTYPE_UINT8])
+def test_axes_are_counted_before_they_are_printed(dtype: tensor_pb2.DType) -> None:
+    with pytest.raises(PeerContract, match=r"^an array of 1000000 axes is not allowed, at most 8 are$"):
+        wire.int32_array(tensor_pb2.Tensor(dtype=dtype, shape=[1] * 10**6))
+
+
+# --- prunings ---------------------------------------------------------------------------------------------------
+
+
+def test_the_pruning_of_an_item_overrides_that_of_the_request() -> None:
+    own = prompt_pb2.Media(pruning=prompt_pb2.Pruning(rate=0.5, method="random", seed=0))
+    parts = [
+        prompt_pb2.Part(video=own),
+        prompt_pb2.Part(text="and"),
+        prompt_pb2.Part(image=prompt_pb2.Media()),
+    ]
     prompt = prompt_pb2.Prompt(
         messages=[
-            prompt_pb2.Message(
-                parts=[
-                    prompt_pb2.Part(
-                        video=prompt_pb2.Media(pruning=prompt_pb2.Pruning(rate=0.5, method="random", seed=0))
-                    ),
-                    prompt_pb2.Part(text="and"),
-                    prompt_pb2.Part(image=prompt_pb2.Media()),
-                ]
-            ),
+            prompt_pb2.Message(parts=parts),
             prompt_pb2.Message(parts=[prompt_pb2.Part(video=prompt_pb2.Media())]),
         ]
     )
     shared = Pruning(rate=0.75)
     assert wire.prunings_of(prompt, prompt_pb2.Pruning(rate=0.75)) == (Pruning(0.5, "random", 0), shared, shared)
     assert wire.prunings_of(prompt, prompt_pb2.Pruning())[1] == Pruning(rate=0.0)
+    own.pruning.rate = 1.5
+    parts[0].video.pruning.rate = 1.5
+    prompt.messages[0].parts[0].CopyFrom(parts[0])
+    with pytest.raises(InvalidRequest, match=r"^prompt\.messages\[0\]\.parts\[0\]\.video\.pruning\.rate .* got 1\.5"):
+        wire.prunings_of(prompt, prompt_pb2.Pruning())
 
 
 @pytest.mark.parametrize(
-    ("pruning", "says"),
+    ("pruning", "message"),
     [
         (prompt_pb2.Pruning(rate=1.0), "below 1, got 1.0"),
         (prompt_pb2.Pruning(rate=-0.1), "got -0.1"),
@@ -66,13 +195,26 @@ def test_an_items_own_pruning_overrides_the_requests() -> None:
         (prompt_pb2.Pruning(method="random", seed=-1), "got -1"),
     ],
 )
-def test_a_pruning_outside_its_range_names_field_value_and_limit(pruning: prompt_pb2.Pruning, says: str) -> None:
-    with pytest.raises(InvalidRequest, match=says):
+def test_an_invalid_pruning_is_refused_with_field_value_and_limit(pruning: prompt_pb2.Pruning, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         wire.pruning_of(pruning)
 
 
-def test_an_items_own_pruning_outside_its_range_is_named_with_its_place() -> None:
-    own = prompt_pb2.Part(video=prompt_pb2.Media(pruning=prompt_pb2.Pruning(rate=1.5)))
-    prompt = prompt_pb2.Prompt(messages=[prompt_pb2.Message(parts=[prompt_pb2.Part(text="this"), own])])
-    with pytest.raises(InvalidRequest, match=r"^prompt\.messages\[0\]\.parts\[1\]\.video\.pruning\.rate .* got 1\.5"):
-        wire.prunings_of(prompt, prompt_pb2.Pruning())
+# --- ages -------------------------------------------------------------------------------------------------------
+
+
+@given(ago_ns=st.integers(0, 10**15), way_ns=st.integers(0, 10**9), apart_ns=st.integers(-(10**18), 10**18))
+def test_the_time_of_an_event_survives_the_way_to_another_clock(ago_ns: int, way_ns: int, apart_ns: int) -> None:
+    event_ns = monotonic_ns() - ago_ns
+    sent_s = wire.ago_s(event_ns)
+    sent_by_ns = monotonic_ns()
+    error_ns = wire.from_ago_s(sent_s, sent_by_ns + way_ns + apart_ns) - (event_ns + apart_ns)
+    # The time on the way, and what passed between the two readings of the clock; floats are exact to a microsecond.
+    assert way_ns - 1000 <= error_ns <= way_ns + (sent_by_ns - event_ns - ago_ns) + 1000
+
+
+def test_an_age_is_never_negative_or_infinite() -> None:
+    assert wire.ago_s(monotonic_ns() + 10**12) == 0
+    for age_s in (-1e-9, float("nan"), float("inf"), float("-inf")):
+        with pytest.raises(PeerContract):
+            wire.from_ago_s(age_s, 0)

@@ -1,4 +1,4 @@
-"""Calls that are refused while their callers write, the prompt or what is selected of it: who calls is told why."""
+"""Calls that are refused while their callers still write: the callers get the status, not INTERNAL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from common.byte_semaphore import ByteSemaphore
-from common.channels import end_writing, open_channel, upstream_errors
+from common.channels import end_writing, open_channel, upstream_errors, write_to
 from common.contract.errors import Overloaded
 from common.contract.plan import PromptPlan
 from common.contract.wire import plan_messages
@@ -32,7 +32,7 @@ from tests.encoder.encoder_peers import FINGERPRINT, VIDEO, plan_of, prompt_of
 from tests.generation.generation_peers import prompt_message
 from tests.generation.media_client import MODEL, PLAN, PRUNING, SIZE_BYTES, receive_all
 
-# grpc.aio's own `write` loses the reason of nearly all calls refused behind their plan, and of most that are not read.
+# grpc.aio's own `write` loses the status of most of these calls.
 CALLS = 20
 PATCHES = PatchShape(patch_px=2, merge=2, temporal_patch=2)
 FRAMES_PLAN = plan_of([VIDEO], PATCHES, 1)
@@ -56,7 +56,7 @@ async def generation_asks(channel: grpc.aio.Channel, text: str) -> None:
         await receive_all(session, clock)
 
 
-async def a_user_asks(channel: grpc.aio.Channel, text: str) -> None:
+async def user_asks(channel: grpc.aio.Channel, text: str) -> None:
     prompt = EncodeRequest(prompt=EncodePrompt(prompt=saying(text, prompt_message(PLAN)), pruning=PRUNING))
     call = encoder_pb2_grpc.EncoderServiceStub(channel).Encode(timeout=TIMEOUT_S)
     with upstream_errors("encoder"):
@@ -70,7 +70,10 @@ def saying(text: str, prompt: prompt_pb2.Prompt) -> prompt_pb2.Prompt:
 
 @asynccontextmanager
 async def refusing(folder: Path, method: str, plan: PromptPlan | None) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to a service that refuses, unread where it has no plan: in a process of its own, for it to be quick."""
+    """A channel to a service that refuses every call, behind the plan if there is one.
+
+    It runs in a process of its own, so that it answers while the caller is busy writing.
+    """
     planned: list[str] = []
     if plan is not None:
         kind = PreprocessResponse if method == FRAMES_OF else EncodeResponse
@@ -92,23 +95,42 @@ async def refusing(folder: Path, method: str, plan: PromptPlan | None) -> AsyncI
     [
         (encoder_asks, FRAMES_OF, FRAMES_PLAN),
         (generation_asks, EMBEDS_OF, PLAN),
-        (a_user_asks, EMBEDS_OF, PLAN),
+        (user_asks, EMBEDS_OF, None),
     ],
+    ids=["encoder, selecting", "generation, selecting", "user, writing a prompt"],
 )
-@pytest.mark.parametrize("when", ["while it selects", "while it writes its prompt"])
-async def test_who_is_refused_hears_why(tmp_path: Path, asks: Ask, method: str, plan: PromptPlan, when: str) -> None:
-    selects = when == "while it selects"
-    text = "What moves?" if selects else "x" * 2**21
-    async with refusing(tmp_path, method, plan if selects else None) as channel:
+async def test_a_caller_that_is_refused_while_it_writes_gets_the_status(
+    tmp_path: Path, asks: Ask, method: str, plan: PromptPlan | None
+) -> None:
+    text = "What moves?" if plan else "x" * 2**21
+    async with refusing(tmp_path, method, plan) as channel:
         for _ in range(CALLS):
             with pytest.raises(Overloaded, match=str(REFUSAL)) as refused:
                 await asks(channel, text)
             assert refused.value.retry_after_s == REFUSAL.retry_after_s
 
 
-async def test_what_has_ended_may_be_said_to_be_all() -> None:
+async def test_half_closing_an_ended_call_does_nothing() -> None:
     class Ended:
         async def done_writing(self) -> None:
-            raise grpc.aio.InternalError("a write has failed, and why is not yet known")
+            raise grpc.aio.InternalError("a write has failed")
 
     await end_writing(Ended())
+
+
+async def test_without_the_private_name_of_grpc_the_public_write_is_used() -> None:
+    class Call:
+        """A call of a grpcio release without `_cython_call`."""
+
+        def __init__(self) -> None:
+            self.written: list[EncodeRequest] = []
+
+        async def write(self, request: EncodeRequest) -> None:
+            if self.written:
+                raise grpc.aio.InternalError("the call has ended")
+            self.written.append(request)
+
+    call, request = Call(), EncodeRequest(select=EVERYTHING)
+    await write_to(call, request)
+    await write_to(call, request)
+    assert call.written == [request]

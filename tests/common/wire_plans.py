@@ -1,4 +1,4 @@
-"""Plans to put on the wire, and what is received of their messages."""
+"""Plans for the wire, and a receiver of their messages."""
 
 from __future__ import annotations
 

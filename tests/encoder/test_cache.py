@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.byte_semaphore import ByteSemaphore
-from common.contract.digest import tagged_digest
-from common.contract.plan import Grid, MediaPlan, Modality, Run
+from common.contract.plan import Grid, MediaPlan, Modality, Run, tagged_digest
 from common.contract.retention import Pruning
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from services.encoder.items.batcher import Batcher

@@ -19,12 +19,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from common.exit_status import ExitStatus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from common.contract.errors import StartupError, Unavailable
+from common.process import ExitStatus
 from services.encoder.settings import EncoderSettings
 from services.encoder.startup.build import device_of
 from services.encoder.tower.graph_buckets import PackingLimit, Size

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from common.contract import errors
-from common.contract.limits import MAX_INLINE_BYTES
 from common.contract.plan import Grid, PromptPlan
+from common.contract.requests import MAX_INLINE_BYTES
 from framesieve.v1 import tensor_pb2
 from services.encoder.rpc.messages import take_embeds
 from services.encoder.tower.tower import Tower

@@ -14,9 +14,10 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 from common.byte_semaphore import ByteSemaphore
-from common.channels import DETAILS_KEY, MAX_RECEIVE_BYTES, error_from_status, open_channel
+from common.channels import MAX_RECEIVE_BYTES, error_from_status, open_channel
 from common.contract import errors
 from common.contract.errors import FramesieveError
+from common.serving.status import DETAILS_KEY
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub

@@ -18,8 +18,8 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from common.channels import DETAILS_KEY, status_details
 from common.contract.errors import MediaRejected
+from common.serving.status import DETAILS_KEY, status_details
 from framesieve.__main__ import app
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 from tests.framesieve.conftest import COMMAND, SIGINT_IGNORED

@@ -1,4 +1,4 @@
-"""A model with adapters of every kind, the same as PEFT computes it, and copies of an adapter that are changed."""
+"""A model with adapters of every kind, the same as PEFT computes it, and changed copies of an adapter."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from services.generation.families import load_language_model
 from services.generation.model.language_model import LanguageModel
 from services.generation.settings import AdapterFolder
 from services.generation.startup.adapter_files import load_adapters
-from tests.tiny import Models
+from tests.adapters import write_adapter
+from tests.tiny import Models, load_models
 
-# Each of LoraConfig's fields that decide a result; "whole" were trained on the whole model, the others on its text.
+# Covers every field of LoraConfig that changes results. "whole" is trained on the whole model, the others on its text.
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "v_proj"]},
     "every-linear": {"r": 2, "target_modules": "all-linear", "lora_dropout": 0.5},
@@ -50,7 +51,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model with every adapter of CONFIGS, and the text models with one each as PEFT computes them."""
+    """A model with every adapter of CONFIGS; text: PEFT's text models, by adapter."""
 
     models: Models
     folder: Path
@@ -75,3 +76,16 @@ def spoiled(adapted: Adapted, to: Path, **config: Any) -> AdapterFolder:
     path = to / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     return AdapterFolder("mine", to)
+
+
+def load_adapted(family: str, folder: Path) -> Adapted:
+    models = load_models(family, folder / "model")
+    reference = models.reference
+    text: dict[str, nn.Module] = {}
+    for seed, (name, config) in enumerate(CONFIGS.items()):
+        if name == "whole":
+            text[name] = write_adapter(reference, folder / name, seed, **config).model.language_model
+        else:
+            text[name] = write_adapter(reference.model.language_model, folder / name, seed, **config)
+    load_adapters([AdapterFolder(name, folder / name) for name in CONFIGS], models.engine)
+    return Adapted(models, folder, text)

@@ -1,4 +1,4 @@
-"""Hand-made peers of generation: an encoder and a preprocessing service that send what a test tells them to."""
+"""Fake peers of generation: an encoder and a preprocessing service with scripted responses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def media_plan(modality: Modality, offset: int, grid: Grid) -> MediaPlan:
-    """Two frames a slice and 28 pixels a token, at two frames a second."""
+    """Two frames per slice and 28 × 28 pixels per token, at two frames per second."""
     video = modality is Modality.VIDEO
     return MediaPlan(
         modality=modality,
@@ -40,7 +40,7 @@ def media_plan(modality: Modality, offset: int, grid: Grid) -> MediaPlan:
 
 
 def prompt_plan(fingerprint: bytes, *parts: int | tuple[Modality, Grid]) -> PromptPlan:
-    """A plan of text of so many tokens and media; ids and positions count up."""
+    """A plan of media and texts, the latter given by their numbers of tokens; ids and positions count up."""
     media, tokens = [], 0
     for part in parts:
         if isinstance(part, int):
@@ -53,7 +53,7 @@ def prompt_plan(fingerprint: bytes, *parts: int | tuple[Modality, Grid]) -> Prom
 
 
 def prompt_message(plan: PromptPlan) -> prompt_pb2.Prompt:
-    """A prompt that has the plan's media, and brings embeddings where the plan says so."""
+    """A prompt with the plan's media, with embeddings if the plan has no frames for an item."""
     parts = [prompt_pb2.Part(text="What moves?")]
     for item in plan.media:
         media = prompt_pb2.Media(path="clip.mp4")
@@ -92,9 +92,9 @@ def progress_message(index: int, decoded: int, encoded: int) -> EncodeResponse:
 
 @dataclass
 class Encoder(encoder_pb2_grpc.EncoderServiceServicer):
-    """Sends the plan, waits until as many items are selected, then sends the items.
+    """Sends the plan, reads all selections, then sends the items.
 
-    hold: if given, nothing of the items is sent before it is set. fault: raised instead of sending them.
+    hold: if given, items are sent after it is set. fault: raised instead of sending items.
     """
 
     plan: PromptPlan
@@ -115,7 +115,7 @@ class Encoder(encoder_pb2_grpc.EncoderServiceServicer):
                 yield EncodeResponse(plan=message, fetched_ago_s=self.fetched_ago_s)
             self.selections.append(selected)
             async for request in requests:
-                selected.append(request.select.media_index)  # noqa: PERF401  (tests watch them come)
+                selected.append(request.select.media_index)  # noqa: PERF401  (tests watch the list grow)
             if self.hold:
                 await self.hold.wait()
             if self.fault:

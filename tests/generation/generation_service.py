@@ -1,10 +1,11 @@
-"""A generation service over a tiny checkpoint, between hand-made peers and hand-made calls."""
+"""A generation service over a tiny checkpoint, with fake peers upstream and a client downstream."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from services.generation.engine.engine import Engine
 from services.generation.families import load_language_model
 from services.generation.kv_cache.blocks import BlockAllocator
+from services.generation.model.language_model import LanguageModel
 from services.generation.model.runner import Runner
 from services.generation.rpc.media import MediaClient, ModelInput
 from services.generation.rpc.prompt_limit import PromptLimit
 from services.generation.rpc.servicer import GenerationServicer
 from services.generation.sampling.defaults import SamplingDefaults
-from services.generation.sampling.detokenizer import load_tokenizer
+from services.generation.sampling.detokenizer import Tokenizer, load_tokenizer
 from tests.generation.generation_peers import (
     Encoder,
     Preprocessing,
@@ -50,7 +52,7 @@ HALF = prompt_pb2.Pruning(rate=0.5)
 
 @dataclass
 class Service:
-    """A running generation service and what it holds."""
+    """A running generation service and its parts."""
 
     stub: GenerationServiceStub
     servicer: GenerationServicer
@@ -79,6 +81,13 @@ def video_items() -> list[EncodeResponse]:
     return [progress_message(0, 4, 4), *embeds_messages(0, embeds, KEPT, repaired=2)]
 
 
+@cache
+def model_of(folder: Path) -> tuple[LanguageModel, Tokenizer]:
+    """Model and tokenizer of a checkpoint, loaded once per process."""
+    model = load_language_model(Checkpoint(folder), torch.float32, torch.device("cpu"))
+    return model, load_tokenizer(folder)
+
+
 @asynccontextmanager
 async def service_of(
     folder: Path,
@@ -89,9 +98,9 @@ async def service_of(
     preprocessing_channel: grpc.aio.Channel | None = None,
     **encoder: Any,
 ) -> AsyncIterator[Service]:
-    """encoder: how the hand-made encoder behaves; *_channel: another peer in a hand-made one's place."""
+    """encoder: arguments of the fake encoder. *_channel: to another peer instead of a fake one."""
     checkpoint = Checkpoint(checkpoint_folder)
-    model = load_language_model(checkpoint, torch.float32, torch.device("cpu"))
+    model, tokenizer = model_of(checkpoint_folder)
     engine = Engine(
         Runner(model, CACHE_TOKENS // 16, 16), BlockAllocator(CACHE_TOKENS // 16, 16), 64, 4, max_requests - 4
     )
@@ -109,9 +118,7 @@ async def service_of(
         async with serving(f"unix:{folder}/peers", *peers) as upstream:
             media = MediaClient(preprocessing_channel or upstream, encoder_channel or upstream, shape, room)
             defaults = SamplingDefaults(shape.vocab_size, eos_ids=eos_ids)
-            servicer = GenerationServicer(
-                engine, media, load_tokenizer(checkpoint_folder), defaults, PromptLimit(LIMIT)
-            )
+            servicer = GenerationServicer(engine, media, tokenizer, defaults, PromptLimit(LIMIT))
             async with serving(f"unix:{folder}/generation", servicer) as channel:
                 yield Service(GenerationServiceStub(channel), servicer, engine, room, *peers)
     finally:

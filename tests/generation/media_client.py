@@ -1,4 +1,4 @@
-"""The encoder's client as tests of generation call it, a plan of a video and an image, and what is sent for these."""
+"""A plan of a video and an image, the encoder's messages for them, and a media client connected to hand-made peers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IMAGE_EMBEDS = -np.arange(24, dtype=np.float32).reshape(1, 4, 6)
 
 
 def items() -> list[EncodeResponse]:
-    """Seven pieces of 64 bytes or less: the video's 144 bytes come in three, the image's 96 in two."""
+    """Pieces of at most 64 bytes: three for the video's 144 bytes, two for the image's 96."""
     return [
         progress_message(0, 1, 0),
         progress_message(0, 2, 1),
@@ -50,7 +50,7 @@ async def client_of(folder: Path, *peers: Any, room_bytes: int = SIZE_BYTES, mod
 
 
 async def receive_all(session: MediaSession, clock: StageClock) -> list[Progress | MediaItem]:
-    return [arrival async for arrival in session.receive(range(len(session.plan.media)), clock)]
+    return [event async for event in session.receive(range(len(session.plan.media)), clock)]
 
 
 async def ask(client: MediaClient, plan: PromptPlan = PLAN, **call: Any) -> list[Progress | MediaItem]:

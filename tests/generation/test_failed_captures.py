@@ -1,6 +1,6 @@
-"""A capture that fails leaves the thread as it was: its stream, and that the host may wait for the device.
+"""A failed CUDA graph capture restores the thread's stream and its permission to synchronise.
 
-No CUDA here: streams and what computes on them are made up, but `torch.cuda.graph` is torch's own.
+Runs without CUDA: streams and the device are fakes, `torch.cuda.graph` is torch's own.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from services.encoder.tower.graphs import CudaDevice
 from services.generation.model.graphs import CudaCapture
 
 INPUTS = torch.zeros(3)
-WAITING_FAILS = 2  # as torch numbers its modes
+FORBIDDEN = 2  # torch's number of the mode in which synchronising raises
 
 Capture: TypeAlias = Callable[[Callable[[], Tensor]], Any]
 
 
 class Card:
-    """A capture in which anything failed cannot be ended. computed: in which mode, and whether captured, each time.
+    """A fake device whose captures cannot be ended after a failure in them.
 
-    streams: that captures were begun on.
+    computed: mode and whether capturing, of each computation. streams: those of the captures.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Card:
         self.streams: list[Any] = []
 
     def set_mode(self, mode: int | str) -> None:
-        self.mode = WAITING_FAILS if mode == "error" else int(mode)
+        self.mode = FORBIDDEN if mode == "error" else int(mode)
 
     def capture_begin(self, *_: Any, **__: Any) -> None:
         self.capturing = True
@@ -52,14 +52,14 @@ class Card:
 
     def compute(self, *, waits: bool = False, fails: bool = False) -> Tensor:
         self.computed.append((self.mode, self.capturing))
-        if (fails and self.capturing) or (waits and (self.capturing or self.mode == WAITING_FAILS)):
+        if (fails and self.capturing) or (waits and (self.capturing or self.mode == FORBIDDEN)):
             self.broken = self.capturing
             raise RuntimeError("no graph can hold this")
         return INPUTS
 
 
 class On:
-    """`torch.cuda.stream`."""
+    """A fake `torch.cuda.stream`."""
 
     def __init__(self, card: Card, stream: Any) -> None:
         self._card, self._stream = card, stream
@@ -74,7 +74,7 @@ class On:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card()
-    made_up = {
+    fakes = {
         "device": lambda _: nullcontext(),
         "Stream": lambda device: Mock(device=device),
         "stream": partial(On, card),
@@ -86,7 +86,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
         "get_sync_debug_mode": lambda: card.mode,
         "set_sync_debug_mode": card.set_mode,
     }
-    for name, value in made_up.items():
+    for name, value in fakes.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", Mock())
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
@@ -100,31 +100,29 @@ def capture(card: Card, request: pytest.FixtureRequest) -> Capture:
     return partial(CudaCapture(INPUTS.device), INPUTS)
 
 
-def test_what_a_graph_can_hold_is_captured_once_it_was_computed_without_waiting(card: Card, capture: Capture) -> None:
+def test_captures_run_on_one_stream_of_their_device_after_a_run_that_may_not_synchronise(
+    card: Card, capture: Capture
+) -> None:
     stream = card.stream
     assert capture(card.compute).output is INPUTS
-    assert card.computed == [(0, False), (WAITING_FAILS, False), (0, True)]
+    assert card.computed == [(0, False), (FORBIDDEN, False), (0, True)]
     assert (card.stream, card.mode) == (stream, 0)
-
-
-def test_all_are_captured_on_one_stream_of_their_device(card: Card, capture: Capture) -> None:
-    for _ in range(2):
-        capture(card.compute)
+    capture(card.compute)
     assert len({id(stream) for stream in card.streams}) == 1
     assert card.streams[0].device == INPUTS.device
 
 
-def test_what_waits_fails_before_it_is_captured(card: Card, capture: Capture) -> None:
+def test_a_computation_that_synchronises_fails_before_it_is_captured(card: Card, capture: Capture) -> None:
     stream = card.stream
     with pytest.raises(RuntimeError, match="no graph can hold this"):
         capture(partial(card.compute, waits=True))
-    assert card.computed == [(0, False), (WAITING_FAILS, False)]
+    assert card.computed == [(0, False), (FORBIDDEN, False)]
     assert (card.stream, card.mode) == (stream, 0)
 
 
-def test_a_capture_that_cannot_be_ended_leaves_the_stream_and_tells_why(card: Card, capture: Capture) -> None:
+def test_a_capture_that_cannot_be_ended_restores_the_stream_and_keeps_the_cause(card: Card, capture: Capture) -> None:
     stream = card.stream
-    with pytest.raises(RuntimeError, match="previous error") as told:
+    with pytest.raises(RuntimeError, match="previous error") as error:
         capture(partial(card.compute, fails=True))
-    assert str(told.value.__context__) == "no graph can hold this"
+    assert str(error.value.__context__) == "no graph can hold this"
     assert (card.stream, card.mode) == (stream, 0)

@@ -1,4 +1,4 @@
-"""Encoders that are lost halfway: what they have not sent is asked for again, what they have sent is not."""
+"""Calls to an encoder that is lost halfway are retried; only the missing items are selected again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.byte_semaphore import ByteSemaphore
 from common.contract import errors
 from common.contract.plan import PromptPlan
 from common.contract.wire import plan_messages
-from common.retries import COST
+from common.serving.upstream import COST
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from services.generation.request.encoded_media import MediaItem
 from services.generation.rpc.media import MediaClient, Progress
@@ -40,10 +40,10 @@ TO_THE_VIDEO, TO_THE_IMAGE = 3, 6  # messages of `items`: one of three pieces, a
 
 @dataclass
 class Losing(Encoder):
-    """Sends what is selected, but for its first calls, each of which is lost after so many of its messages.
+    """Sends the selected items, except that the Nth call is lost after `losses[N]` messages of items.
 
-    answers: whether these calls begin with their plans. plans: theirs, where not the same. idle: if given, a call that
-    is to be lost is lost once it is set, whatever is selected.
+    answers: whether lost calls send their plan first. plans: of each call, if not always the same. idle: if given, a
+    call to be lost is lost when this is set, before anything is selected.
     """
 
     losses: list[int] = field(default_factory=list)
@@ -80,12 +80,12 @@ async def client_of(folder: Path, encoder: Encoder) -> AsyncIterator[tuple[Media
         assert room.held_bytes == 0
 
 
-def begun_anew() -> float:
+def retries() -> float:
     return REGISTRY.get_sample_value("framesieve_upstream_retries_total", {"stage": "encoder"}) or 0
 
 
-def check_whole(arrivals: Sequence[Progress | MediaItem]) -> None:
-    video, image = (each for each in arrivals if isinstance(each, MediaItem))
+def check_whole(received: Sequence[Progress | MediaItem]) -> None:
+    video, image = (each for each in received if isinstance(each, MediaItem))
     assert (video.media_index, image.media_index) == (0, 1)
     assert np.array_equal(video.embeds.numpy(), VIDEO_EMBEDS)
 
@@ -100,18 +100,18 @@ def check_whole(arrivals: Sequence[Progress | MediaItem]) -> None:
     ],
     ids=["before anything", "within an item", "after an item", "twice"],
 )
-async def test_what_was_not_delivered_is_asked_for_again_and_nothing_else(
+async def test_only_undelivered_items_are_selected_again(
     tmp_path: Path, losses: list[int], selections: list[list[int]]
 ) -> None:
-    before = begun_anew()
+    before = retries()
     encoder = Losing(PLAN, items(), losses=list(losses))
     async with client_of(tmp_path, encoder) as (client, _):
         check_whole(await ask(client))
     assert encoder.selections == selections
-    assert begun_anew() == before + len(losses)
+    assert retries() == before + len(losses)
 
 
-async def test_a_call_is_begun_three_times_at_most_and_the_caller_told_within_a_second(tmp_path: Path) -> None:
+async def test_a_call_is_attempted_at_most_three_times_within_a_second(tmp_path: Path) -> None:
     encoder = Losing(PLAN, items(), losses=[0] * 9)
     async with client_of(tmp_path, encoder) as (client, _):
         with pytest.raises(errors.Unavailable, match="the encoder is draining"):
@@ -119,8 +119,8 @@ async def test_a_call_is_begun_three_times_at_most_and_the_caller_told_within_a_
         assert encoder.calls == 3
 
 
-async def test_a_call_without_an_answer_is_begun_again_by_its_channel(tmp_path: Path) -> None:
-    before = begun_anew()
+async def test_a_call_lost_before_its_first_message_is_retried_by_grpc_only(tmp_path: Path) -> None:
+    before = retries()
     encoder = Losing(PLAN, items(), losses=[0, 0], answers=False)
     async with client_of(tmp_path, encoder) as (client, _):
         check_whole(await ask(client))
@@ -129,10 +129,10 @@ async def test_a_call_without_an_answer_is_begun_again_by_its_channel(tmp_path: 
         with pytest.raises(errors.Unavailable, match="the encoder is draining"):
             await ask(client)
         assert encoder.calls == 6
-    assert begun_anew() == before
+    assert retries() == before
 
 
-async def test_items_of_another_plan_are_never_mixed_with_the_first(tmp_path: Path) -> None:
+async def test_a_retry_with_a_different_plan_is_given_up(tmp_path: Path) -> None:
     moved = prompt_plan(FINGERPRINT, 4, VIDEO, 1, IMAGE, 2)
     encoder = Losing(PLAN, items(), losses=[TO_THE_VIDEO], plans=[PLAN, moved])
     async with client_of(tmp_path, encoder) as (client, _):
@@ -141,7 +141,7 @@ async def test_items_of_another_plan_are_never_mixed_with_the_first(tmp_path: Pa
     assert encoder.selections == [[0, 1], []]
 
 
-async def test_an_encoder_that_is_lost_while_its_reader_waits_for_room_is_begun_anew(tmp_path: Path) -> None:
+async def test_an_encoder_lost_while_bytes_are_awaited_is_called_again(tmp_path: Path) -> None:
     encoder = Losing(PLAN, items(), losses=[0], idle=asyncio.Event())
     async with client_of(tmp_path, encoder) as (client, room):
         async with room.reserved(1):
@@ -154,10 +154,10 @@ async def test_an_encoder_that_is_lost_while_its_reader_waits_for_room_is_begun_
     assert encoder.selections == [[0, 1]]
 
 
-async def test_the_budget_of_all_calls_together_ends(tmp_path: Path) -> None:
+async def test_all_calls_share_a_budget_of_retries_that_successes_refill(tmp_path: Path) -> None:
     encoder = Losing(PLAN, items(), losses=[0] * 1000)
     async with client_of(tmp_path, encoder) as (client, _):
-        client._encoding._budget = 3 * COST
+        client._encoder_retries._budget = 3 * COST
         for calls in (3, 5, 6):
             with pytest.raises(errors.Unavailable):
                 await ask(client)
@@ -169,7 +169,7 @@ async def test_the_budget_of_all_calls_together_ends(tmp_path: Path) -> None:
         check_whole(await ask(client))
 
 
-async def test_no_attempt_outlives_the_callers_deadline(tmp_path: Path) -> None:
+async def test_retries_end_at_the_callers_deadline(tmp_path: Path) -> None:
     encoder = Losing(PLAN, items(), losses=[0] * 9)
     async with client_of(tmp_path, encoder) as (client, _):
         with pytest.raises(errors.DeadlinePassed):

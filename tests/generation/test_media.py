@@ -1,4 +1,4 @@
-"""The encoder's client against real servers: what arrives, what is passed on, and that its room is free again."""
+"""The encoder's client against real gRPC servers: delivery, reserved bytes, cancellation and upstream errors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from common.byte_semaphore import ByteSemaphore
-from common.channels import open_channel
 from common.contract import errors
 from framesieve.v1 import tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from services.generation.request.encoded_media import MediaItem
-from services.generation.rpc.media import MediaClient, Progress
+from services.generation.rpc.media import Progress
 from services.generation.rpc.timing import StageClock
 from tests.generation.generation_peers import (
     Encoder,
@@ -44,40 +42,39 @@ from tests.generation.media_client import (
 )
 
 
-async def test_items_arrive_whole_in_the_models_dtype_and_hold_room_to_the_sessions_end(tmp_path: Path) -> None:
+async def test_items_arrive_in_the_models_dtype_and_the_session_holds_their_bytes(tmp_path: Path) -> None:
     encoder = Encoder(PLAN, items())
     model = replace(MODEL, dtype=torch.bfloat16)
     async with client_of(tmp_path, encoder, model=model) as (client, room):
         clock = StageClock()
         async with client.open(prompt_message(PLAN), PRUNING, clock) as session:
-            assert session.plan.media == PLAN.media
-            assert session.kept_counts == (6, 4)
-            assert room.held_bytes == 0
-            arrivals = await receive_all(session, clock)
+            assert (session.plan.media, session.kept_counts, room.held_bytes) == (PLAN.media, (6, 4), 0)
+            received = await receive_all(session, clock)
             assert room.held_bytes == SIZE_BYTES // 2
         assert room.held_bytes == 0
     assert encoder.selections == [[0, 1]]
-    progress = [each for each in arrivals if isinstance(each, Progress)]
+    progress = [each for each in received if isinstance(each, Progress)]
     assert progress == [Progress(0, 1, 0), Progress(0, 2, 1), Progress(1, 1, 1)]
-    video, image = (each for each in arrivals if isinstance(each, MediaItem))
+    video, image = (each for each in received if isinstance(each, MediaItem))
     assert (video.media_index, video.repaired_frames, image.media_index, image.repaired_frames) == (0, 1, 1, 0)
     assert video.kept is not None
-    assert video.kept.tolist() == KEPT
-    assert image.kept is None
+    assert (video.kept.tolist(), image.kept) == (KEPT, None)
     for item, sent in ((video, VIDEO_EMBEDS), (image, IMAGE_EMBEDS)):
         assert item.embeds.dtype == torch.bfloat16
         assert torch.equal(item.embeds, torch.from_numpy(sent).bfloat16())
 
 
 @pytest.mark.parametrize(
-    ("dtype", "on_the_wire"),
+    ("dtype", "wire_dtype"),
     [(torch.bfloat16, tensor_pb2.DTYPE_BFLOAT16), (torch.float16, tensor_pb2.DTYPE_FLOAT16)],
     ids=str,
 )
-async def test_shorter_embeddings_arrive_as_they_are(tmp_path: Path, dtype: torch.dtype, on_the_wire: int) -> None:
+async def test_embeddings_in_half_precision_are_converted_exactly(
+    tmp_path: Path, dtype: torch.dtype, wire_dtype: int
+) -> None:
     embeds = torch.linspace(-3, 3, 24).reshape(1, 4, 6).to(dtype)
     plan = prompt_plan(FINGERPRINT, 1, IMAGE, 1)
-    chunk = tensor_pb2.TensorChunk(dtype=on_the_wire, shape=[1, 4, 6], data=embeds.view(torch.int16).numpy().tobytes())
+    chunk = tensor_pb2.TensorChunk(dtype=wire_dtype, shape=[1, 4, 6], data=embeds.view(torch.int16).numpy().tobytes())
     message = EncodeResponse()
     message.embeds.chunk.CopyFrom(chunk)
     async with client_of(tmp_path, Encoder(plan, [message])) as (client, _):
@@ -86,7 +83,7 @@ async def test_shorter_embeddings_arrive_as_they_are(tmp_path: Path, dtype: torc
     assert torch.equal(item.embeds, embeds.float())
 
 
-async def test_embeddings_for_a_cuda_device_are_pinned_beside_the_loop(
+async def test_embeddings_for_cuda_are_pinned_outside_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pinned: list[tuple[torch.Size, bool]] = []
@@ -102,7 +99,7 @@ async def test_embeddings_for_a_cuda_device_are_pinned_beside_the_loop(
     assert pinned == [(VIDEO_EMBEDS.shape, False), (IMAGE_EMBEDS.shape, False)]
 
 
-async def test_levels_arrive_beside_the_embeddings_and_take_room_of_their_own(tmp_path: Path) -> None:
+async def test_deepstack_levels_arrive_with_the_embeddings_and_count_as_bytes(tmp_path: Path) -> None:
     sent = np.stack([IMAGE_EMBEDS[0] + level for level in range(3)])
     plan = replace(prompt_plan(FINGERPRINT, 1, IMAGE, 1), embed_levels=2)
     model, size_bytes = replace(MODEL, embed_levels=2), 3 * 4 * 6 * 4
@@ -124,22 +121,14 @@ async def test_levels_arrive_beside_the_embeddings_and_take_room_of_their_own(tm
         errors.Unavailable("preprocessing is draining", "preprocessing"),
     ],
 )
-async def test_what_upstream_refuses_passes_through(tmp_path: Path, fault: errors.FramesieveError) -> None:
+async def test_upstream_errors_pass_through(tmp_path: Path, fault: errors.FramesieveError) -> None:
     async with client_of(tmp_path, Encoder(PLAN, fault=fault)) as (client, room):
         with pytest.raises(type(fault), match=str(fault)):
             await ask(client)
         assert room.held_bytes == 0
 
 
-async def test_an_encoder_that_is_gone_is_named(tmp_path: Path) -> None:
-    async with open_channel(f"unix:{tmp_path}/nobody") as channel:
-        client = MediaClient(channel, channel, MODEL, ByteSemaphore(SIZE_BYTES))
-        with pytest.raises(errors.Unavailable, match="encoder") as info:
-            await ask(client)
-    assert info.value.stage == "encoder"
-
-
-async def test_a_prompt_without_media_asks_preprocessing_alone(tmp_path: Path) -> None:
+async def test_the_plan_of_a_prompt_without_media_comes_from_preprocessing(tmp_path: Path) -> None:
     plan = prompt_plan(FINGERPRINT, 5)
     encoder, preprocessing = Encoder(PLAN), Preprocessing(plan)
     async with client_of(tmp_path, encoder, preprocessing) as (client, _):
@@ -150,7 +139,7 @@ async def test_a_prompt_without_media_asks_preprocessing_alone(tmp_path: Path) -
     assert (preprocessing.calls, encoder.metadata) == (1, [])
 
 
-async def test_media_that_can_never_be_held_together_are_refused_before_any_is_selected(tmp_path: Path) -> None:
+async def test_media_larger_than_the_buffer_are_refused_before_selection(tmp_path: Path) -> None:
     encoder = Encoder(PLAN, items())
     async with client_of(tmp_path, encoder, room_bytes=SIZE_BYTES - 1) as (client, _):
         with pytest.raises(errors.PromptTooLong, match=rf"{SIZE_BYTES} bytes.*{SIZE_BYTES - 1}; a frame_sampling of"):
@@ -158,50 +147,28 @@ async def test_media_that_can_never_be_held_together_are_refused_before_any_is_s
     assert encoder.selections == [[]]
 
 
-async def test_nothing_is_selected_before_there_is_room_for_all_of_it(tmp_path: Path) -> None:
+async def test_nothing_is_selected_before_all_its_bytes_are_reserved(tmp_path: Path) -> None:
     encoder = Encoder(PLAN, items())
     async with client_of(tmp_path, encoder) as (client, room):
         clock = StageClock()
         async with client.open(prompt_message(PLAN), PRUNING, clock) as first:
             await receive_all(first, clock)
             second = asyncio.create_task(ask(client))
-            await eventually(lambda: len(encoder.selections) == 2)
-            await asyncio.sleep(0.05)
+            await eventually(lambda: len(encoder.selections) == 2 and room.waiting == 1)
             assert encoder.selections == [[0, 1], []]
         assert len(await second) == 5
         assert encoder.selections == [[0, 1], [0, 1]]
         assert room.held_bytes == 0
 
 
-async def test_many_sessions_of_two_items_share_room_for_one_session(tmp_path: Path) -> None:
-    async with client_of(tmp_path, Encoder(PLAN, items())) as (client, room):
-        async with asyncio.timeout(30):
-            answers = await asyncio.gather(*(ask(client) for _ in range(12)))
-        assert [sum(isinstance(each, MediaItem) for each in answer) for answer in answers] == [2] * 12
-        assert room.held_bytes == 0
-
-
-async def test_leaving_a_session_cancels_the_encoder_and_frees_the_room(tmp_path: Path) -> None:
+async def test_leaving_a_session_cancels_the_encoder_and_releases_the_bytes(tmp_path: Path) -> None:
     encoder = Encoder(PLAN, items(), hold=asyncio.Event())
     async with client_of(tmp_path, encoder) as (client, room):
-        waiting = asyncio.create_task(ask(client))
+        receiving = asyncio.create_task(ask(client))
         await eventually(lambda: encoder.selections == [[0, 1]])
         assert room.held_bytes == SIZE_BYTES
-        waiting.cancel()
+        receiving.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await waiting
+            await receiving
         assert room.held_bytes == 0
         await eventually(lambda: encoder.cancelled == 1)
-
-
-async def test_a_session_that_waits_for_room_can_be_left(tmp_path: Path) -> None:
-    encoder = Encoder(PLAN, items())
-    async with client_of(tmp_path, encoder) as (client, room):
-        async with room.reserved(1):
-            waiting = asyncio.create_task(ask(client))
-            await eventually(lambda: encoder.selections == [[]])
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-        assert room.held_bytes == 0
-        assert len(await ask(client)) == 5

@@ -1,4 +1,4 @@
-"""What generation tells Prometheus is what it told the caller."""
+"""Prometheus metrics agree with the usage and timings that callers receive."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ def readings() -> dict[str, float]:
     }
 
 
-async def test_tokens_and_stages_are_counted_as_they_are_told(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_tokens_and_stages_are_counted_as_reported_to_callers(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
         before = readings()
         finished = (await answers(service.ask()))[-1].finished
-        told = (await answers(service.ask_text()))[-1].finished
+        text = (await answers(service.ask_text()))[-1].finished
         await refused(service.ask(sampling=Sampling(max_new_tokens=LIMIT)))
         grown = {name: reading - before[name] for name, reading in readings().items()}
     assert grown["first tokens"] == 2
-    ttft_s = finished.timings.time_to_first_token_s + told.timings.time_to_first_token_s
+    ttft_s = finished.timings.time_to_first_token_s + text.timings.time_to_first_token_s
     assert grown["seconds"] == pytest.approx(ttft_s, abs=1e-6)
     assert sum(grown[stage.name] for stage in Stage) == pytest.approx(ttft_s, abs=1e-6)
-    assert grown["before"] == finished.usage.prompt_tokens_full + told.usage.prompt_tokens_full
-    assert grown["after"] == finished.usage.prompt_tokens + told.usage.prompt_tokens
+    assert grown["before"] == finished.usage.prompt_tokens_full + text.usage.prompt_tokens_full
+    assert grown["after"] == finished.usage.prompt_tokens + text.usage.prompt_tokens
     assert (grown["evs before"], grown["evs after"]) == (VIDEO[1].tokens, VIDEO[1].tokens // 2)
     assert grown["generated"] == 10
     assert (grown["gaps"], grown["ended by length"]) == (8, 2)  # of 5 tokens each
     assert (grown["hits"], grown["misses"], grown["cached"]) == (0, 2, 0)
 
 
-async def test_a_known_beginning_is_a_hit_of_so_many_tokens(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_a_prefix_cache_hit_is_counted_with_its_tokens(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
         await answers(service.ask())
         before = readings()
@@ -68,7 +68,7 @@ async def test_a_known_beginning_is_a_hit_of_so_many_tokens(tmp_path: Path, tiny
     assert grown["cached"] == usage.cached_prompt_tokens > 0
 
 
-async def test_tokens_of_each_of_several_answers_have_gaps_of_their_own(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_inter_token_times_are_per_answer(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
         before = readings()
         await answers(service.ask(sampling=Sampling(max_new_tokens=5, n=3)))
@@ -76,7 +76,7 @@ async def test_tokens_of_each_of_several_answers_have_gaps_of_their_own(tmp_path
     assert (grown["first tokens"], grown["generated"], grown["gaps"], grown["ended by length"]) == (1, 15, 12, 3)
 
 
-async def test_gauges_show_what_is_held(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_gauges_show_blocks_bytes_and_requests(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
         watch(service.engine, service.room, 4, 8)
         stats = service.engine.stats()
@@ -90,7 +90,7 @@ async def test_gauges_show_what_is_held(tmp_path: Path, tiny_checkpoint: Path) -
         assert [value("engine_requests_limit", state=state) for state in ("running", "waiting")] == [4, 8]
 
 
-async def test_who_waits_for_room_is_counted_and_grows_older(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_requests_waiting_for_bytes_are_counted_and_age(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
         watch(service.engine, service.room, 4, 8)
         async with service.room.reserved(ROOM_BYTES):
@@ -102,7 +102,7 @@ async def test_who_waits_for_room_is_counted_and_grows_older(tmp_path: Path, tin
         assert value("media_buffer_waiting") == value("media_buffer_oldest_seconds") == 0
 
 
-async def test_who_waits_for_media_grows_older(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_requests_waiting_for_media_are_counted_and_age(tmp_path: Path, tiny_checkpoint: Path) -> None:
     hold = asyncio.Event()
     async with service_of(tmp_path, tiny_checkpoint, hold=hold) as service:
         watch(service.engine, service.room, 4, 8)

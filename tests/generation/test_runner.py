@@ -148,7 +148,7 @@ def test_a_missing_weight_is_a_startup_error_that_names_it(
 def test_a_weight_of_a_wrong_shape_is_a_startup_error(family: str, family_checkpoint: Path, tmp_path: Path) -> None:
     norm = name_in(family, "norm.weight")
     broken = copy(family_checkpoint, tmp_path / "broken", lambda weights: weights.update({norm: torch.zeros(3)}))
-    with pytest.raises(StartupError, match=re.escape(f"wants {norm} [64], it is [3]")):
+    with pytest.raises(StartupError, match=re.escape(f"expects {norm} [64], got [3]")):
         load(broken)
 
 

@@ -1,4 +1,4 @@
-"""How tokens are chosen, from the wire to the sampler and back."""
+"""Sampling parameters over gRPC: their ranges, and their effect on the responses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 
 from framesieve.v1 import generation_pb2
 from framesieve.v1.generation_pb2 import Sampling
@@ -20,54 +19,43 @@ DRAWN = Sampling(max_new_tokens=20, temperature=1.0, seed=3)
 
 
 def but(sampling: Sampling, **fields: Any) -> Sampling:
-    """The same with some fields set otherwise."""
+    """A copy with some fields changed."""
     changed = Sampling()
     changed.CopyFrom(sampling)
     changed.MergeFrom(Sampling(**fields))
     return changed
 
 
-@pytest.mark.parametrize(
-    ("sampling", "message"),
-    [
-        (Sampling(temperature=-1), "sampling.temperature must be between 0 and 100, got -1.0"),
-        (Sampling(max_new_tokens=0), "sampling.max_new_tokens must be at least 1, got 0"),
-        (Sampling(min_p=2), "sampling.min_p must be between 0 and 1, got 2.0"),
-        (Sampling(repetition_penalty=0), "sampling.repetition_penalty must be above 0 and at most 100, got 0.0"),
-        (Sampling(presence_penalty=3), "sampling.presence_penalty must be between -2 and 2, got 3.0"),
-        (Sampling(frequency_penalty=-3), "sampling.frequency_penalty must be between -2 and 2, got -3.0"),
-        (Sampling(logprobs=True, top_logprobs=21), "sampling.top_logprobs must be between 0 and 20, got 21"),
-        (Sampling(top_logprobs=1), "sampling.top_logprobs must be 0 without logprobs, got 1"),
-        (Sampling(stop_token_ids=[1] * 65), "sampling.stop_token_ids must be at most 64 tokens, got 65 tokens"),
-        (Sampling(n=17), "sampling.n must be between 1 and 16, got 17"),
-    ],
-)
-async def test_a_value_outside_its_range_is_refused_before_anyone_else_is_asked(
-    tmp_path: Path, tiny_checkpoint: Path, sampling: Sampling, message: str
+REFUSED = [
+    (Sampling(temperature=-1), "sampling.temperature must be between 0 and 100, got -1.0"),
+    (Sampling(max_new_tokens=0), "sampling.max_new_tokens must be at least 1, got 0"),
+    (Sampling(min_p=2), "sampling.min_p must be between 0 and 1, got 2.0"),
+    (Sampling(repetition_penalty=0), "sampling.repetition_penalty must be above 0 and at most 100, got 0.0"),
+    (Sampling(presence_penalty=3), "sampling.presence_penalty must be between -2 and 2, got 3.0"),
+    (Sampling(frequency_penalty=-3), "sampling.frequency_penalty must be between -2 and 2, got -3.0"),
+    (Sampling(logprobs=True, top_logprobs=21), "sampling.top_logprobs must be between 0 and 20, got 21"),
+    (Sampling(top_logprobs=1), "sampling.top_logprobs must be 0 without logprobs, got 1"),
+    (Sampling(stop_token_ids=[1] * 65), "sampling.stop_token_ids must be at most 64 tokens, got 65 tokens"),
+    (Sampling(n=17), "sampling.n must be between 1 and 16, got 17"),
+]
+
+
+async def test_invalid_values_and_unknown_adapters_are_refused_before_any_upstream_call(
+    tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
-        refusal = await refused(service.ask(sampling=sampling))
-        assert refusal == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", message)
+        for sampling, message in REFUSED:
+            refusal = await refused(service.ask(sampling=sampling))
+            assert refusal == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", message)
+        for name in ("traffic", ""):
+            message = f"adapter must be unset, as none is loaded (--adapters), got {name!r}"
+            refusal = await refused(service.ask(adapter=name))
+            assert refusal == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", message)
         assert service.encoder.metadata == []
-
-
-@pytest.mark.parametrize("name", ["traffic", ""])
-async def test_an_adapter_that_is_not_loaded_is_refused_before_anyone_else_is_asked(
-    tmp_path: Path, tiny_checkpoint: Path, name: str
-) -> None:
-    async with service_of(tmp_path, tiny_checkpoint) as service:
-        code, reason, said = await refused(service.ask(adapter=name))
-        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
-        assert said == f"adapter must be unset, for none is loaded (--adapters), got {name!r}"
-        assert service.encoder.metadata == []
-
-
-async def test_a_stop_token_that_the_model_does_not_have_is_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    async with service_of(tmp_path, tiny_checkpoint) as service:
-        _, reason, said = await refused(service.ask(sampling=Sampling(stop_token_ids=[10**6])))
+        _, reason, message = await refused(service.ask(sampling=Sampling(stop_token_ids=[10**6])))
         assert reason == "INVALID_REQUEST"
-        assert said.startswith("sampling.stop_token_ids[0] must be at least 0 and below ")
-        assert said.endswith(", got 1000000")
+        assert message.startswith("sampling.stop_token_ids[0] must be at least 0 and below ")
+        assert message.endswith(", got 1000000")
         await eventually(service.idle)
 
 
@@ -98,7 +86,7 @@ async def test_an_answer_ends_before_its_stop_string(tmp_path: Path, tiny_checkp
         assert await text(stop) == (whole[: whole.find(stop)], generation_pb2.FINISH_REASON_STOP)
 
 
-async def test_an_answer_ends_with_its_stop_token_which_shows_in_no_text(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_an_answer_ends_with_its_stop_token_whose_text_is_hidden(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
         whole = await answers(service.ask_text(sampling=DRAWN))
         tokens = token_ids(whole)
@@ -109,11 +97,13 @@ async def test_an_answer_ends_with_its_stop_token_which_shows_in_no_text(tmp_pat
         assert token_ids(responses) == tokens[: first + 1]
         assert responses[-1].finished.reason == generation_pb2.FINISH_REASON_STOP
         assert responses[-1].finished.usage.completion_tokens == first + 1
-        said = "".join(response.delta.text for response in responses)
-        assert said == load_tokenizer(tiny_checkpoint).decode(tokens[:first])
+        text = "".join(response.delta.text for response in responses)
+        assert text == load_tokenizer(tiny_checkpoint).decode(tokens[:first])
 
 
-async def test_the_models_own_end_is_ignored_where_the_caller_measures(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_ignore_eos_ignores_the_models_end_token_but_not_the_requests_stop_tokens(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
         tokens = token_ids(await answers(service.ask_text(sampling=DRAWN)))
     (tmp_path / "again").mkdir()
@@ -122,12 +112,12 @@ async def test_the_models_own_end_is_ignored_where_the_caller_measures(tmp_path:
         assert token_ids(await answers(service.ask_text(sampling=DRAWN))) == tokens[: first + 1]
         ignoring = but(DRAWN, ignore_eos=True)
         assert token_ids(await answers(service.ask_text(sampling=ignoring))) == tokens
-        # A stop token of the caller's own still ends it, even where it is the model's.
+        # A stop token of the request ends the answer even if it is the model's end token.
         stopping = but(ignoring, stop_token_ids=[tokens[5]])
         assert token_ids(await answers(service.ask_text(sampling=stopping))) == tokens[: first + 1]
 
 
-async def test_the_likeliest_tokens_come_beside_each_token(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_top_logprobs_come_with_each_token(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
         asked = but(DRAWN, logprobs=True, top_logprobs=3)
         deltas = [each.delta for each in await answers(service.ask_text(sampling=asked)) if each.HasField("delta")]
@@ -141,11 +131,11 @@ async def test_the_likeliest_tokens_come_beside_each_token(tmp_path: Path, tiny_
         likeliest = await answers(service.ask_text(sampling=but(asked, temperature=0)))
         for delta in (each.delta for each in likeliest if each.HasField("delta")):
             assert delta.top_logprobs[0].token_ids[0] == delta.token_ids[0]
-        untold = await answers(service.ask_text(sampling=but(DRAWN, logprobs=True)))
-        assert not any(each.delta.top_logprobs for each in untold)
+        without = await answers(service.ask_text(sampling=but(DRAWN, logprobs=True)))
+        assert not any(each.delta.top_logprobs for each in without)
 
 
-async def test_penalties_count_the_answers_own_tokens(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_penalties_count_the_tokens_of_the_answer(tmp_path: Path, tiny_checkpoint: Path) -> None:
     presence, frequency = 0.5, 0.75
     greedy = Sampling(max_new_tokens=19, logprobs=True, top_logprobs=20)
     async with service_of(tmp_path, tiny_checkpoint) as service:
@@ -154,17 +144,15 @@ async def test_penalties_count_the_answers_own_tokens(tmp_path: Path, tiny_check
         deltas = [each.delta for each in await answers(service.ask_text(sampling=asked)) if each.HasField("delta")]
     counts: Counter[int] = Counter()
     for delta in deltas:
-        # The best of those that are not in the answer yet is among the 20 likeliest, for the answer holds at most 18.
-        told = zip(delta.top_logprobs[0].token_ids, delta.top_logprobs[0].logprobs, strict=True)
-        scores = {token: value - presence * (counts[token] > 0) - frequency * counts[token] for token, value in told}
+        # The best token that is not in the answer yet is among the 20 likeliest: the answer has at most 18.
+        top = zip(delta.top_logprobs[0].token_ids, delta.top_logprobs[0].logprobs, strict=True)
+        scores = {token: value - presence * (counts[token] > 0) - frequency * counts[token] for token, value in top}
         assert delta.token_ids[0] == max(scores, key=scores.__getitem__)
         counts[delta.token_ids[0]] += 1
     assert list(counts.elements()) != unpenalised
 
 
-async def test_each_of_several_answers_is_the_one_that_its_seed_gives_alone(
-    tmp_path: Path, tiny_checkpoint: Path
-) -> None:
+async def test_each_of_n_answers_is_that_of_its_seed_alone(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
         penalised = but(DRAWN, repetition_penalty=1.3, frequency_penalty=0.5)
         together = await answers(service.ask(sampling=but(penalised, seed=5, n=3)))

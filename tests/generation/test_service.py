@@ -1,4 +1,4 @@
-"""Generate against a real server and a real engine: the order of its answers, its statuses, what it leaves behind."""
+"""Generate over gRPC with a real engine: order of responses, statuses, and release of resources."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Request
-from tests.generation.generation_peers import (
-    embeds_messages,
-    eventually,
-    prompt_message,
-)
+from tests.generation.generation_peers import embeds_messages, eventually, prompt_message
 from tests.generation.generation_service import (
     HALF,
     HIDDEN,
@@ -40,6 +36,7 @@ from tests.generation.generation_service import (
     TEXT_AFTER,
     TEXT_BEFORE,
     VIDEO,
+    Service,
     answers,
     refused,
     service_of,
@@ -48,7 +45,7 @@ from tests.generation.generation_service import (
 )
 
 
-async def test_an_answer_is_accepted_then_its_media_read_then_its_tokens_then_finished(
+async def test_responses_are_accepted_then_progress_then_tokens_then_finished(
     tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
@@ -89,7 +86,7 @@ async def test_stages_sum_to_the_time_to_first_token(tmp_path: Path, tiny_checkp
             assert sum(stages) == pytest.approx(timings.time_to_first_token_s, abs=1e-9)
             assert min(stages) >= 0
             assert min(timings.plan_s, timings.prefill_s, timings.generate_s) > 0
-    assert timings.decode_s == timings.encode_s == timings.transfer_s == 0  # the second had no media
+    assert timings.decode_s == timings.encode_s == timings.transfer_s == 0  # the second prompt had no media
 
 
 async def test_text_before_a_video_is_prefilled_while_the_video_is_encoded(
@@ -99,85 +96,52 @@ async def test_text_before_a_video_is_prefilled_while_the_video_is_encoded(
     async with service_of(tmp_path, tiny_checkpoint, hold=hold) as service:
         call = service.ask()
         await eventually(lambda: service.engine.stats().totals.tokens == TEXT_BEFORE)
-        # Nobody else is kept from running meanwhile.
-        assert len(token_ids(await answers(service.ask_text()))) == 5
+        assert len(token_ids(await answers(service.ask_text()))) == 5  # other requests run in the meantime
         hold.set()
         assert len(token_ids(await answers(call))) == 5
 
 
-@pytest.mark.parametrize("request_id", ["x" * 129, "a\nb"])
-async def test_a_request_id_that_no_log_should_hold_is_refused_before_anyone_else_is_asked(
-    tmp_path: Path, tiny_checkpoint: Path, request_id: str
-) -> None:
+async def test_invalid_requests_are_refused_and_the_next_one_is_served(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
-        code, reason, said = await refused(service.ask(request_id=request_id))
-        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
-        assert "request_id must be at most 128 printable ASCII characters" in said
-        assert service.encoder.metadata == []
-
-
-async def test_a_pruning_rate_outside_its_range_is_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    async with service_of(tmp_path, tiny_checkpoint) as service:
+        for request_id in ("x" * 129, "a\nb"):
+            code, reason, message = await refused(service.ask(request_id=request_id))
+            assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+            assert "request_id must be at most 128 printable ASCII characters" in message
         prompt = prompt_message(service.encoder.plan)
         for pruning in (prompt_pb2.Pruning(rate=1.0), prompt_pb2.Pruning(method="best")):
             call = service.stub.Generate(GenerateRequest(prompt=prompt, pruning=pruning))
             assert (await refused(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_a_prompt_that_cannot_fit_is_refused_with_what_would(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    async with service_of(tmp_path, tiny_checkpoint) as service:
-        code, reason, said = await refused(service.ask(sampling=Sampling(max_new_tokens=LIMIT - 20)))
+        assert service.encoder.metadata == []
+        code, reason, message = await refused(service.ask(sampling=Sampling(max_new_tokens=LIMIT - 20)))
         assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
-        assert "max_pixels=" in said
+        assert "max_pixels=" in message
         assert service.encoder.selections in ([], [[]])
         await eventually(service.idle)
         assert len(token_ids(await answers(service.ask()))) == 5
-
-
-async def test_media_that_cannot_be_held_are_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    async with service_of(tmp_path, tiny_checkpoint) as service:
         service.room.size_bytes = 100
-        code, reason, said = await refused(service.ask())
+        code, reason, message = await refused(service.ask())
         assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
-        assert f"{len(KEPT) * HIDDEN * 4} bytes; --media-buffer-bytes holds 100" in said
+        assert f"{len(KEPT) * HIDDEN * 4} bytes; --media-buffer-bytes holds 100" in message
 
 
-async def test_a_full_queue_is_said_with_a_retry_hint_and_the_next_request_is_served(
-    tmp_path: Path, tiny_checkpoint: Path
-) -> None:
-    hold = asyncio.Event()
-    async with service_of(tmp_path, tiny_checkpoint, max_requests=5, hold=hold) as service:
-        calls = [service.ask() for _ in range(5)]
-        for call in calls:
-            assert (await call.read()).HasField("accepted")
-        code, reason, _ = await refused(service.ask_text())
-        assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
-        hold.set()
-        for call in calls:
-            assert len(token_ids(await answers(call))) == 5
-        assert len(token_ids(await answers(service.ask_text()))) == 5
-
-
-async def test_a_peer_that_breaks_the_contract_is_not_described_to_the_caller(
-    tmp_path: Path, tiny_checkpoint: Path
-) -> None:
+async def test_a_peers_violation_is_internal_without_details(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint, items=video_items()[:-1]) as service:
-        code, reason, said = await refused(service.ask())
+        code, reason, message = await refused(service.ask())
         assert (code, reason) == (grpc.StatusCode.INTERNAL, "PEER_CONTRACT")
-        assert "stream ended" not in said
+        assert "stream ended" not in message
         await eventually(service.idle)
         service.encoder.items = video_items()
         assert len(token_ids(await answers(service.ask()))) == 5
 
 
-async def test_what_the_media_are_refused_for_reaches_the_caller(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_upstream_errors_reach_the_caller(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint, fault=MediaDamaged("9 of 10 frames are broken")) as service:
         refusal = await refused(service.ask())
         assert refusal == (grpc.StatusCode.INVALID_ARGUMENT, "MEDIA_DAMAGED", "9 of 10 frames are broken")
         await eventually(service.idle)
 
 
-async def test_a_client_that_disappears_while_its_media_is_encoded_leaves_nothing(
+async def test_a_client_that_disconnects_or_times_out_during_encoding_leaves_nothing(
     tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     async with service_of(tmp_path, tiny_checkpoint, hold=asyncio.Event()) as service:
@@ -186,9 +150,14 @@ async def test_a_client_that_disappears_while_its_media_is_encoded_leaves_nothin
         await eventually(lambda: service.encoder.selections == [[0]] and service.engine.stats().blocks_used > 0)
         call.cancel()
         await eventually(lambda: service.idle() and service.encoder.cancelled == 1)
+        request = GenerateRequest(prompt=prompt_message(service.encoder.plan), pruning=HALF)
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            await answers(service.stub.Generate(request, timeout=0.5))
+        assert info.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await eventually(lambda: service.idle() and service.encoder.cancelled == 2)
 
 
-async def test_a_client_that_disappears_while_it_waits_for_room_takes_none_later(
+async def test_a_client_that_disconnects_while_waiting_for_bytes_reserves_none(
     tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
@@ -202,15 +171,15 @@ async def test_a_client_that_disappears_while_it_waits_for_room_takes_none_later
         assert service.encoder.selections == [[], [0]]
 
 
-async def test_a_client_that_disappears_while_its_answer_streams_leaves_nothing(
+async def test_a_client_that_disconnects_while_tokens_stream_leaves_nothing(
     tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
-    gc.disable()  # what is freed must not wait for the garbage collector
+    gc.disable()  # resources must be freed without the garbage collector
     try:
         async with service_of(tmp_path, tiny_checkpoint) as service:
             run = service.engine._runner.run
 
-            def slowly(windows: Sequence[Window]) -> Any:  # so that it cannot be over before the caller leaves
+            def slowly(windows: Sequence[Window]) -> Any:  # so that the answer cannot finish before the client leaves
                 time.sleep(0.02)
                 return run(windows)
 
@@ -226,53 +195,47 @@ async def test_a_client_that_disappears_while_its_answer_streams_leaves_nothing(
         gc.enable()
 
 
-async def test_a_deadline_that_passes_leaves_nothing(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    async with service_of(tmp_path, tiny_checkpoint, hold=asyncio.Event()) as service:
-        request = GenerateRequest(prompt=prompt_message(service.encoder.plan), pruning=HALF)
-        with pytest.raises(grpc.aio.AioRpcError) as info:
-            await answers(service.stub.Generate(request, timeout=2))
-        assert info.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await eventually(lambda: service.idle() and service.encoder.cancelled == 1)
-
-
-async def test_a_reader_that_stops_reading_holds_nobody_up(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_a_client_that_stops_reading_delays_no_other(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
         idle_reader = service.ask_text(sampling=Sampling(max_new_tokens=200))
         await idle_reader.read()
-        for _ in range(3):
-            assert len(token_ids(await answers(service.ask()))) == 5
+        assert len(token_ids(await answers(service.ask()))) == 5
         assert len(token_ids(await answers(idle_reader))) == 200
 
 
 class Caller:
-    """A call's context whose reader takes as long as it likes."""
+    """The context of a call made directly, whose responses can be read arbitrarily slowly."""
 
     def time_remaining(self) -> None:
         return None
 
 
-async def test_a_reader_that_stops_reading_keeps_no_room_for_media(tmp_path: Path, tiny_checkpoint: Path) -> None:
+def video_request(service: Service, new_tokens: int) -> GenerateRequest:
+    request = GenerateRequest(
+        prompt=prompt_message(service.encoder.plan), sampling=Sampling(max_new_tokens=new_tokens), pruning=HALF
+    )
+    structlog.contextvars.bind_contextvars(request_id="direct")
+    return request
+
+
+async def test_a_client_that_stops_reading_holds_no_bytes_of_media(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
-        request = GenerateRequest(prompt=prompt_message(service.encoder.plan), sampling=Sampling(max_new_tokens=5))
-        request.pruning.CopyFrom(HALF)
-        with structlog.contextvars.bound_contextvars(request_id="slow"):
-            async with aclosing(service.servicer.Generate(request, Caller())) as responses:
-                assert (await anext(responses)).HasField("accepted")
-                async with asyncio.timeout(10):
-                    while not service.room.held_bytes:
-                        await asyncio.sleep(0)
-                    while service.room.held_bytes:
-                        await asyncio.sleep(0.01)
-                left = [response async for response in responses]
+        request = video_request(service, 5)
+        async with aclosing(service.servicer.Generate(request, Caller())) as responses:
+            assert (await anext(responses)).HasField("accepted")
+            async with asyncio.timeout(10):
+                while not service.room.held_bytes:
+                    await asyncio.sleep(0)
+                while service.room.held_bytes:
+                    await asyncio.sleep(0.01)
+            left = [response async for response in responses]
         assert len(token_ids(left)) == 5
         assert left[-1].HasField("finished")
 
 
-async def test_once_media_have_arrived_nobody_keeps_what_they_came_as(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """Neither the prompt, which may bring media, nor embeddings, of which the engine has its own."""
+async def test_inline_media_and_embeddings_are_freed_once_delivered(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
-        request = GenerateRequest(prompt=prompt_message(service.encoder.plan), sampling=Sampling(max_new_tokens=9))
-        request.pruning.CopyFrom(HALF)
+        request = video_request(service, 9)
         messages = [request, request.prompt, request.pruning]
         before = [sys.getrefcount(each) for each in messages]
         delivered: list[weakref.ref[torch.Tensor]] = []
@@ -283,19 +246,18 @@ async def test_once_media_have_arrived_nobody_keeps_what_they_came_as(tmp_path: 
             deliver(question, replace(item, embeds=item.embeds.clone()))
 
         service.engine.deliver = note  # type: ignore[method-assign]
-        with structlog.contextvars.bound_contextvars(request_id="large"):
-            async with aclosing(service.servicer.Generate(request, Caller())) as responses:
-                while not (await anext(responses)).HasField("delta"):
-                    pass
-                await eventually(lambda: [sys.getrefcount(each) for each in messages] == before)
-                assert [embeds() for embeds in delivered] == [None]
+        async with aclosing(service.servicer.Generate(request, Caller())) as responses:
+            while not (await anext(responses)).HasField("delta"):
+                pass
+            await eventually(lambda: [sys.getrefcount(each) for each in messages] == before)
+            assert [embeds() for embeds in delivered] == [None]
 
 
-async def test_a_rate_that_leaves_the_first_slice_alone_is_said(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_usage_reports_a_rate_that_keeps_only_the_first_slice(tmp_path: Path, tiny_checkpoint: Path) -> None:
     embeds = np.ones((1, 6, HIDDEN), np.float32)
     async with service_of(tmp_path, tiny_checkpoint, items=embeds_messages(0, embeds, range(6))) as service:
         prompt = prompt_message(service.encoder.plan)
-        # At this rate each keeps six tokens, but only EVS those of the first slice.
+        # At this rate each method keeps six tokens, but only EVS those of the first slice.
         for method, expected in (("evs", True), ("vidcom2", False), ("random", False)):
             pruning = prompt_pb2.Pruning(rate=0.75, method=method)
             request = GenerateRequest(prompt=prompt, pruning=pruning, sampling=Sampling(max_new_tokens=1))

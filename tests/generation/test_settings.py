@@ -1,4 +1,4 @@
-"""Generation starts as it is told to, or says what is wrong and ends with status 2."""
+"""Settings of the generation service: flags, variables, and refusals at startup."""
 
 from __future__ import annotations
 
@@ -7,35 +7,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
+from common.process import ExitStatus
 from services.generation.settings import AdapterFolder, GenerationSettings
+from services.generation.startup.build import build, device_of
 
 
-def start(*arguments: str) -> tuple[int, str]:
-    """Runs the service until it ends; returns its status and what it said."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "services.generation", "--metrics-port", "0", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    return ended.returncode, ended.stdout + ended.stderr
-
-
-def changed(checkpoint: Path, folder: Path, name: str, **fields: Any) -> Path:
-    """A copy of a checkpoint with fields of one of its JSON files changed."""
-    copy = folder / "changed"
-    shutil.copytree(checkpoint, copy)
-    path = copy / name
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    return copy
-
-
-def test_every_flag_has_a_default_and_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_override_variables_which_override_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FRAMESIEVE_KV_CACHE_TOKENS", "4096")
     monkeypatch.setenv("FRAMESIEVE_ENCODER", "unix:/tmp/encoder")
     settings = GenerationSettings.load(["--kv-cache-tokens", "512", "--threads", "2"])
@@ -43,39 +25,48 @@ def test_every_flag_has_a_default_and_its_variable(monkeypatch: pytest.MonkeyPat
     assert (settings.listen, settings.metrics_port) == ("127.0.0.1:50053", 9103)
 
 
-def test_an_unsupported_field_of_the_generation_config_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    model = changed(tiny_checkpoint, tmp_path, "generation_config.json", num_beams=4)
-    status, said = start("--model", str(model), "--listen", f"unix:{tmp_path}/s")
-    assert status == 2
-    assert '"error": "generation_config.json: num_beams = 4' in said.splitlines()[-1]
+def test_the_old_names_of_limits_still_work() -> None:
+    old = ["--prefill-chunk-tokens", "5", "--max-prompt-tokens=6", "--max-running-requests", "7"]
+    new = ["--max-num-batched-tokens", "5", "--max-model-len=6", "--max-num-seqs", "7"]
+    assert GenerationSettings.load(old).model_dump() == GenerationSettings.load(new).model_dump()
+    names = [name for _, name in GenerationSettings.load(old).old_names]
+    assert names == [
+        "--max-num-batched-tokens",
+        "--max-model-len",
+        "--max-num-seqs",
+    ]
 
 
-def test_a_limit_beyond_the_cache_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    flags = ("--kv-cache-tokens", "512", "--max-model-len", "513")
-    status, said = start("--model", str(tiny_checkpoint), "--listen", f"unix:{tmp_path}/s", *flags)
-    assert status == 2
-    assert "--max-model-len 513 is more than" in said
-    assert "cache's 512" in said
+@pytest.mark.deep
+def test_an_unsupported_generation_config_ends_the_service_with_status_2(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    model = shutil.copytree(tiny_checkpoint, tmp_path / "changed")
+    path = model / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_beams": 4}))
+    flags = ("--metrics-port", "0", "--model", str(model), "--listen", f"unix:{tmp_path}/s")
+    ended = subprocess.run(
+        [sys.executable, "-m", "services.generation", *flags], capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == ExitStatus.CANNOT_START
+    assert '"error": "generation_config.json: num_beams = 4' in (ended.stdout + ended.stderr).splitlines()[-1]
 
 
-def test_more_ranks_than_can_share_the_heads_refuse_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    flags = ("--tensor-parallel", "3")
-    status, said = start("--model", str(tiny_checkpoint), "--listen", f"unix:{tmp_path}/s", *flags)
-    assert status == 2
-    assert "--tensor-parallel 3 must divide the model's 4 attention heads and 2 KV heads" in said.splitlines()[-1]
+def test_a_limit_beyond_the_cache_is_refused(tiny_checkpoint: Path) -> None:
+    flags = ("--kv-cache-tokens", "512", "--max-model-len", "513", "--device", "cpu")
+    settings = GenerationSettings.load(["--model", str(tiny_checkpoint), *flags])
+    with pytest.raises(StartupError, match=r"--max-model-len 513 exceeds .* KV cache of 512 \(--kv-cache-tokens\)"):
+        build(settings, Checkpoint(tiny_checkpoint))
 
 
-def test_a_device_that_is_not_there_refuses_to_start(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    status, said = start("--model", str(tiny_checkpoint), "--listen", f"unix:{tmp_path}/s", "--device", "cuda:77")
-    assert status == 2
-    assert "--device cuda:77 cannot be used" in said
+def test_a_missing_device_is_refused() -> None:
+    with pytest.raises(StartupError, match="--device cuda:77 cannot be used"):
+        device_of(GenerationSettings.load(["--device", "cuda:77"]))
 
 
-def test_adapters_are_told_by_flag_or_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_set_by_flag_or_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = (AdapterFolder("traffic", Path("/models/a=b")), AdapterFolder("Sports-2.1", Path("loras/sports")))
-    said = "traffic=/models/a=b, Sports-2.1=loras/sports"
-    assert GenerationSettings.load(["--adapters", said]).adapters == expected
-    monkeypatch.setenv("FRAMESIEVE_ADAPTERS", said)
+    value = "traffic=/models/a=b, Sports-2.1=loras/sports"
+    assert GenerationSettings.load(["--adapters", value]).adapters == expected
+    monkeypatch.setenv("FRAMESIEVE_ADAPTERS", value)
     assert GenerationSettings.load([]).adapters == expected
     assert GenerationSettings.load(["--adapters", ""]).adapters == ()
 
@@ -85,15 +76,14 @@ def test_adapters_are_told_by_flag_or_variable(monkeypatch: pytest.MonkeyPatch) 
     [
         ("traffic", r"must be NAME=DIR, got 'traffic'"),
         ("traffic=", r"must be NAME=DIR, got 'traffic='"),
-        ("=/models/a", r"'' is no adapter's name, which begins with a letter or a digit.*, got '=/models/a'"),
-        ("../a=/models/a", r"'../a' is no adapter's name, .*, got '../a=/models/a'"),
-        ("two words=/models/a", r"'two words' is no adapter's name"),
-        ("a =/models/a", r"'a ' is no adapter's name"),
+        ("=/models/a", r"'' is not an adapter name, which must be a letter or digit and .*, got '=/models/a'"),
+        ("../a=/models/a", r"'../a' is not an adapter name, .*, got '../a=/models/a'"),
+        ("a =/models/a", r"'a ' is not an adapter name"),
         (f"{'a' * 65}=/models/a", r"at most 63 more"),
         ("a=/models/a,b=/models/b,a=/models/c", r"two adapters are named 'a'"),
     ],
 )
-def test_adapters_without_a_folder_or_a_name_of_their_own_refuse_to_start(adapters: str, message: str) -> None:
+def test_adapters_without_a_folder_or_a_valid_unique_name_are_refused(adapters: str, message: str) -> None:
     with pytest.raises(StartupError, match=f"--adapters.*{message}") as refused:
         GenerationSettings.load(["--adapters", adapters])
     assert str(refused.value).count("got") == 1

@@ -1,4 +1,4 @@
-"""Where generation says the time went, told by an encoder how long ago each item left each stage."""
+"""The stages of the time to first token, computed from the ages that the encoder reports with each item."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECOND = 10**9
 
 
 def messages() -> list[EncodeResponse]:
-    """Five, of which the first begins the video and the fourth the image; read at 10, 20, 30, 40 and 50 s."""
+    """Five, read at 10, 20, 30, 40 and 50 s. The first begins the video, the fourth the image."""
     video, image = np.zeros((1, 12, 6), np.float32), np.zeros((1, 4, 6), np.float32)
     made = [*embeds_messages(0, video, None, piece_bytes=96), *embeds_messages(1, image, None, piece_bytes=48)]
     # The video left the stages at 2, 3, 5, 7 and 9 s, the image at 4, 5, 10, 20 and 35 s.
@@ -43,7 +43,7 @@ def messages() -> list[EncodeResponse]:
 
 
 async def seconds(folder: Path, plan: PromptPlan, sent: list[EncodeResponse]) -> Mapping[Stage, int]:
-    """What each stage took, those that took nothing left out; prefill begins at 55 s, the first token comes at 60 s."""
+    """Durations of the stages, without zeros; prefill begins at 55 s, the first token arrives at 60 s."""
     now_s = 0
     clock = StageClock(lambda: now_s * SECOND)
     async with serving(f"unix:{folder}/peers", Encoder(plan, sent)) as channel:
@@ -81,8 +81,8 @@ async def test_a_stage_ends_when_the_last_item_has_left_it(tmp_path: Path) -> No
     }
 
 
-async def test_what_was_made_before_the_request_came_takes_none_of_its_time(tmp_path: Path) -> None:
-    """The video is what another request had encoded: it waits for room alone, and is pruned."""
+async def test_work_of_an_earlier_request_takes_no_time(tmp_path: Path) -> None:
+    """The media come from the encoder's cache: they only wait for room and are pruned."""
     sent = messages()
     for stage in ("decoded_s", "resized_s", "encoded_s"):
         for message in (sent[0], sent[3]):
@@ -96,7 +96,7 @@ async def test_what_was_made_before_the_request_came_takes_none_of_its_time(tmp_
     }
 
 
-async def test_embeddings_that_came_with_the_prompt_were_never_decoded(tmp_path: Path) -> None:
+async def test_embeddings_in_the_prompt_skip_decode_and_resize(tmp_path: Path) -> None:
     plan = prompt_plan(FINGERPRINT, 3, VIDEO, 2, IMAGE, 2)
     sent = messages()
     for message in (sent[0], sent[3]):
@@ -106,7 +106,7 @@ async def test_embeddings_that_came_with_the_prompt_were_never_decoded(tmp_path:
     assert (took.get(Stage.DECODE), took.get(Stage.RESIZE), took[Stage.WAIT_FOR_ENCODER]) == (None, None, 10)
 
 
-async def test_stages_in_an_order_that_cannot_be_harm_no_sum(tmp_path: Path) -> None:
+async def test_ages_in_an_impossible_order_keep_the_sum(tmp_path: Path) -> None:
     sent = messages()
     ages = sent[3].embeds.ages
     ages.decoded_s, ages.resized_s, ages.begun_s, ages.encoded_s, ages.pruned_s = 0, 10, 20, 30, 1e300
@@ -114,9 +114,17 @@ async def test_stages_in_an_order_that_cannot_be_harm_no_sum(tmp_path: Path) -> 
     assert took == {Stage.DECODE: 40, Stage.TRANSFER: 10, Stage.WAIT_FOR_PREFILL: 5, Stage.PREFILL: 5}
 
 
-@pytest.mark.parametrize("wrong_s", [-1e-9, float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("stage", ["decoded_s", "resized_s", "begun_s", "encoded_s", "pruned_s"])
-async def test_a_moment_that_cannot_have_been_breaks_the_contract(tmp_path: Path, stage: str, wrong_s: float) -> None:
+@pytest.mark.parametrize(
+    ("stage", "wrong_s"),
+    [
+        ("decoded_s", -1e-9),
+        ("resized_s", float("nan")),
+        ("begun_s", float("inf")),
+        ("encoded_s", float("-inf")),
+        ("pruned_s", float("nan")),
+    ],
+)
+async def test_an_impossible_age_is_a_violation(tmp_path: Path, stage: str, wrong_s: float) -> None:
     sent = messages()
     setattr(sent[3].embeds.ages, stage, wrong_s)
     with pytest.raises(errors.PeerContract, match="nothing was"):
@@ -124,9 +132,9 @@ async def test_a_moment_that_cannot_have_been_breaks_the_contract(tmp_path: Path
 
 
 @pytest.mark.parametrize("plan", [PLAN, TEXT], ids=["from the encoder", "from preprocessing"])
-async def test_the_plan_says_when_media_had_been_fetched(tmp_path: Path, plan: PromptPlan) -> None:
+async def test_the_plan_reports_when_media_were_fetched(tmp_path: Path, plan: PromptPlan) -> None:
     async def stages(fetched_ago_s: float | None) -> Mapping[Stage, int]:
-        """Of a request that began a second ago, which is longer than anything here takes."""
+        """Stages of a request that began a second ago, longer than anything here takes."""
         began_ns = iter([monotonic_ns() - SECOND])
         clock = StageClock(lambda: next(began_ns, None) or monotonic_ns())
         peers = Encoder(plan, fetched_ago_s=fetched_ago_s), Preprocessing(plan, fetched_ago_s)

@@ -1,8 +1,8 @@
-"""Each instant before the first token belongs to the earliest stage that is not finished."""
+"""Each instant before the first token belongs to the earliest stage that has not finished."""
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.generation.rpc.timing import Stage, StageClock
@@ -16,7 +16,7 @@ def clock_at(*times_ns: int) -> StageClock:
 
 
 def owner(instant: int, finished: dict[Stage, int]) -> Stage:
-    """The earliest stage that is unfinished at an instant; a stage is finished with any later one."""
+    """The earliest stage unfinished at an instant; finishing a stage finishes all earlier ones."""
     return next(
         stage
         for stage in Stage
@@ -24,11 +24,12 @@ def owner(instant: int, finished: dict[Stage, int]) -> Stage:
     )
 
 
+@settings(max_examples=60)
 @given(start=st.integers(0, 9), marks=marks, first_token=st.integers(0, 60))
 def test_stages_sum_to_the_time_to_first_token_and_own_their_instants(
     start: int, marks: dict[Stage, int], first_token: int
 ) -> None:
-    # Notes come in the order of time.
+    # Events are recorded in the order of time.
     finished = {stage: start + after for stage, after in marks.items() if after <= first_token}
     clock = clock_at(start)
     for stage, at_ns in sorted(finished.items(), key=lambda note: note[1]):
@@ -55,7 +56,7 @@ def test_a_stage_that_finishes_while_an_earlier_one_runs_takes_no_time() -> None
     assert took == {Stage.PLAN: 3, Stage.DECODE: 6, Stage.TRANSFER: 1, Stage.PREFILL: 4}
 
 
-def test_the_first_note_of_a_stage_stands() -> None:
+def test_the_first_recorded_end_of_a_stage_counts() -> None:
     clock = clock_at(0, 5, 6)
     clock.finish(Stage.FETCH)
     clock.finish(Stage.FETCH)
@@ -63,7 +64,7 @@ def test_the_first_note_of_a_stage_stands() -> None:
     assert clock.stages_ns()[Stage.FETCH] == 5
 
 
-def test_what_ended_before_the_request_began_took_none_of_its_time() -> None:
+def test_work_finished_before_the_request_takes_none_of_its_time() -> None:
     clock = clock_at(100)
     clock.skip(Stage.FETCH)
     clock.finish(Stage.PLAN, 110)

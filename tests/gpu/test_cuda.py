@@ -13,7 +13,7 @@ from torch import Tensor
 from common.checkpoint import Checkpoint
 from services.encoder.families import load_tower
 from services.generation.families import load_language_model
-from services.generation.model.attention.sizes import CacheSizes
+from services.generation.model.attention.cache import CacheSizes
 from services.generation.model.attention.varlen import check_kernel, find_kernel
 from services.generation.model.graphs import CudaCapture
 from services.generation.sampling.sampler import SamplingParams
@@ -38,9 +38,7 @@ def test_the_tower_encodes_as_on_the_cpu(family: str, family_checkpoint: Path) -
 
 
 @pytest.mark.parametrize("chunk_tokens", [3, 64])
-def test_the_engine_computes_the_logits_of_the_cpu(
-    family: str, family_checkpoint: Path, chunk_tokens: int
-) -> None:
+def test_the_engine_computes_the_logits_of_the_cpu(family: str, family_checkpoint: Path, chunk_tokens: int) -> None:
     video = random_item(FAMILIES[family], (4, 2, 3), Fraction(1), rate=0.5)
     params = SamplingParams(max_new_tokens=4)
     found = []

@@ -22,7 +22,7 @@ from common.checkpoint import Checkpoint
 from services.generation.families import load_language_model
 from services.generation.model.graphs import CudaCapture
 from services.generation.model.runner import Runner
-from services.generation.parallel.leading import Leading
+from services.generation.parallel.group import WorkerRanks
 from services.generation.request.batch import Packed
 from services.generation.sampling.sampler import SamplingParams, SamplingState, sample
 from services.generation.settings import GenerationSettings
@@ -166,7 +166,7 @@ def test_the_kv_cache_fills_the_given_fraction_of_the_memory(tiny_checkpoint: Pa
 
 
 @pytest.fixture(scope="module")
-def leading() -> Iterator[Leading]:
+def leading() -> Iterator[WorkerRanks]:
     if torch.cuda.device_count() < 2:
         pytest.skip("only one CUDA device on this machine")
     leading = Leading(2, ("cuda",), CUDA, parallel_rank.MODULE)

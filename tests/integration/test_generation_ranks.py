@@ -27,9 +27,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from common.serving.server import run
 from services.generation.__main__ import main
 from services.generation.parallel.group import Group
-from services.generation.parallel.leading import Leading
-watch = Leading.watch
-Leading.watch = lambda self, on_lost: (watch(self, on_lost), _set_pg_timeout(timedelta(seconds=6)))
+from services.generation.parallel.group import WorkerRanks
+watch = WorkerRanks.watch
+WorkerRanks.watch = lambda self, on_lost: (watch(self, on_lost), _set_pg_timeout(timedelta(seconds=6)))
 run(main)
 """
 

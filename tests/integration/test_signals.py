@@ -243,7 +243,7 @@ async def test_a_draining_generation_finishes_what_it_can_and_fails_the_rest(
             assert isinstance(asked.failed, errors.Unavailable), stage
             assert asked.failed.stage == "generation"
             # The client retries a call that has had no event yet, and may then find no service.
-            assert not asked.events or str(asked.failed) == "generation is draining, and the time to finish is over"
+            assert not asked.events or str(asked.failed) == "generation is draining, and its grace period is over"
             assert asked.ended_s - signalled_s >= DRAIN_S
         assert load.asked["prefilling"].failed is None
         assert await asyncio.to_thread(fleet.generation.ended) == ExitStatus.CUT_OFF

@@ -17,9 +17,8 @@ from collections import OrderedDict
 import torch
 
 from common.byte_semaphore import ByteSemaphore
-from common.contract.digest import tagged_digest
-from common.contract.plan import MediaPlan
-from common.telemetry.request_stats import add_request_stats
+from common.contract.plan import MediaPlan, tagged_digest
+from common.telemetry.logs import add_request_stats
 from services.encoder.items.batcher import Batcher
 from services.encoder.items.cache_entry import CacheEntry
 from services.encoder.metrics import EVICTIONS, LOOKUPS

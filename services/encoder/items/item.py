@@ -24,8 +24,8 @@ from common.contract.errors import MediaRejected
 from common.contract.plan import Int32Array, MediaPlan, Modality
 from common.contract.retention import NONE, Pruning, retained_count
 from common.contract.tensors import DType
+from common.telemetry.logs import add_request_stats
 from common.telemetry.metrics import busy
-from common.telemetry.request_stats import add_request_stats
 from common.telemetry.tracing import record, span
 from services.encoder.items.cache import EmbedsCache
 from services.encoder.items.cache_entry import CacheEntry, StageTimes, embeds_bytes

@@ -25,8 +25,7 @@ from common.channels import end_writing, read_from, write_to
 from common.contract.errors import DeadlinePassed, Overloaded, PeerContract, Unavailable
 from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan
 from common.contract.tensors import DType, TensorBuffer
-from common.contract.wire import PlanReceiver, add_chunk, buffer_for, modalities_of
-from common.telemetry.ages import moment_ns
+from common.contract.wire import PlanReceiver, add_chunk, buffer_for, from_ago_s, modalities_of
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
 from services.encoder.items.cache_entry import CacheEntry, FrameSlice
@@ -108,7 +107,7 @@ class PreprocessStream:
             if not message.HasField("plan"):
                 raise PeerContract("preprocessing sent frames before its plan was complete")
             if self.fetched_ns is None and message.HasField("fetched_ago_s"):
-                self.fetched_ns = moment_ns(message.fetched_ago_s, monotonic_ns())
+                self.fetched_ns = from_ago_s(message.fetched_ago_s, monotonic_ns())
             plan = receiver.add(message.plan)
             if plan is not None:
                 self._plan_check.check(plan, modalities, brought)
@@ -226,8 +225,8 @@ class PreprocessStream:
             if buffer is None:
                 buffer = buffer_for(chunk.chunk, [DType.UINT8], shape)
                 repaired, heard_ns = chunk.repaired_frames, monotonic_ns()
-                decoded_ns = moment_ns(chunk.decoded_ago_s, heard_ns)
-                resized_ns = moment_ns(chunk.resized_ago_s, heard_ns)
+                decoded_ns = from_ago_s(chunk.decoded_ago_s, heard_ns)
+                resized_ns = from_ago_s(chunk.resized_ago_s, heard_ns)
             add_chunk(buffer, chunk.chunk)
             if not buffer.complete:
                 chunk = await self._read_frames()

@@ -12,8 +12,7 @@ from typing import Any
 
 from common.contract.plan import PromptPlan
 from common.contract.tensors import pieces
-from common.contract.wire import fill_chunk, int32_tensor, plan_messages
-from common.telemetry.ages import ago_s
+from common.contract.wire import ago_s, fill_chunk, int32_tensor, plan_messages
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, MediaProgress, StageAges
 from services.encoder.items.cache_entry import StageTimes
 from services.encoder.items.item import Item

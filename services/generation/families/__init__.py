@@ -1,4 +1,4 @@
-"""Which language models there are. Adding one adds a file and a line here."""
+"""The registry of model families by model type. A new family is a new file and a line here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAMILIES = {
 
 
 def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
-    """Raises StartupError if a checkpoint's language model cannot be shared out among so many ranks."""
+    """Raises StartupError if a checkpoint's language model cannot be divided among `ranks` ranks."""
     checkpoint.pick(FAMILIES)
     check_sizes(AutoConfig.from_pretrained(checkpoint.folder).get_text_config(), ranks)
 
@@ -27,9 +27,9 @@ def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
 def load_language_model(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None = None
 ) -> LanguageModel:
-    """A checkpoint's language model, or a rank's part of it.
+    """A checkpoint's language model, or with a group this rank's part of it.
 
-    Raises StartupError for a model type that is not supported, missing or unknown weights, and what this engine's
-    attention lacks; of a group, also for heads that cannot be shared out among it.
+    Raises StartupError for an unsupported model type, missing or unknown weights, attention features that the engine
+    does not support, and heads that cannot be divided among the ranks.
     """
     return checkpoint.pick(FAMILIES)(checkpoint, dtype, device, group)

@@ -1,8 +1,8 @@
-"""Quantised checkpoints, which transformers loads by itself: its quantizers know formats and the packages they need.
+"""Quantised checkpoints, loaded by transformers, whose quantizers know the formats and the packages they need.
 
     config.json: quantization_config ─▶ transformers' quantizer ─▶ the whole model ─▶ its text model, its output layer
 
-The whole model, since a config names what is left unquantised by its place in there. Its vision tower is let go again.
+The whole model is loaded because a config names unquantised modules by their path in it. The vision tower is dropped.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
 
 _TOWER = "visual."
-# Dequantised as they are read: the first's kernels would be fetched from the network when a question comes, and the
-# second waits for a call of the whole model, which never comes here.
+# Dequantised while loading: fp8 would download its kernels at the first request, and compressed-tensors prepares its
+# layers in the forward of the whole model, which is never called here.
 _DEQUANTISED = ("fp8", "compressed-tensors")
 
 
@@ -41,30 +41,30 @@ def load_quantised(
     device: torch.device,
     group: Group | None,
 ) -> LanguageModel:
-    """A checkpoint's language model on `device`; what of it is not quantised in `dtype`.
+    """A quantised checkpoint's language model on `device`; its unquantised weights in `dtype`.
 
-    config, whole_class: of the whole model; text_class: transformers' own for its text, or one that only overrides it.
-    Raises StartupError, naming the method, for one that is not known or lacks a package, for weights that are missing
-    or unknown, what this engine's attention lacks, and a group.
+    config, whole_class: of the whole model; text_class: transformers' text class or a subclass that adds no state.
+    Raises StartupError, with the method, for an unknown method or a missing package; for missing or unknown weights,
+    attention features that the engine does not support, and a group.
     """
     if group is not None:
-        raise StartupError(f"--tensor-parallel {group.ranks}: quantised checkpoints run in one process alone")
+        raise StartupError(f"--tensor-parallel {group.ranks}: quantised checkpoints support one rank only")
     check_text(config.text_config)
-    said = _settings(checkpoint)
-    in_bits = said.get("load_in_4bit") or said.get("load_in_8bit")  # how bitsandbytes said it before it had a name
-    method = said.get("quant_method") or ("bitsandbytes" if in_bits else None)
-    # Imported where it is needed: it brings every quantizer's packages along, as far as they are installed.
+    quantization = _settings(checkpoint)
+    in_bits = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")  # bitsandbytes' old format
+    method = quantization.get("quant_method") or ("bitsandbytes" if in_bits else None)
+    # Imported here because it imports the packages of every quantizer that is installed.
     quantizers = importlib.import_module("transformers.quantizers.auto").AutoHfQuantizer
-    if method is None or not quantizers.supports_quant_method(said):
+    if method is None or not quantizers.supports_quant_method(quantization):
         raise StartupError(
-            f"config.json: quantization_config.quant_method {method!r} is not among those that transformers "
-            f"{transformers.__version__} loads"
+            f"config.json: quantization_config.quant_method {method!r} is not supported by transformers "
+            f"{transformers.__version__}"
         )
     if method in _DEQUANTISED:
-        said = said | {"dequantize": True}
-    config.quantization_config = said
+        quantization = quantization | {"dequantize": True}
+    config.quantization_config = quantization
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what it would warn of is checked here
+    logging.set_verbosity_error()  # the conditions that it warns of are checked below
     logging.disable_progress_bar()
     try:
         whole, report = whole_class.from_pretrained(
@@ -72,7 +72,7 @@ def load_quantised(
             config=config,
             dtype=dtype,
             device_map={"": device},
-            use_safetensors=True,  # nothing else, which might be unpickled
+            use_safetensors=True,  # never unpickle weights
             output_loading_info=True,
         )
     except (ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -91,7 +91,7 @@ def load_quantised(
     text = whole.model.language_model
     text.__class__ = text_class
     text.config._attn_implementation = ATTENTION
-    if method in _DEQUANTISED:  # what was never quantised still has the type that it is stored in
+    if method in _DEQUANTISED:  # weights that were never quantised still have the dtype of the file
         for parameter in (*text.parameters(), *whole.lm_head.parameters()):
             parameter.data = parameter.data.to(dtype)
     return assemble(config, text, whole.lm_head, embed_levels)

@@ -1,6 +1,6 @@
-"""Qwen2.5-VL's language model: transformers' own text class, its weights by prefix.
+"""Qwen2.5-VL's language model: transformers' text class, with weights found by prefix.
 
-Source: Qwen2.5-VL, arXiv 2502.13923; the key names of Qwen/Qwen2.5-VL-7B-Instruct, and those transformers 5 uses.
+Source: Qwen2.5-VL, arXiv 2502.13923; weight names of Qwen/Qwen2.5-VL-7B-Instruct and of transformers 5.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from services.generation.families.text_model import (
 from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
 
-# transformers 5 writes the first when told not to keep the checkpoints' own, which is the second.
+# Published checkpoints use the second; transformers 5 writes the first if asked not to keep the original names.
 TEXT_PREFIXES = ("model.language_model.", "model.")
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
-    """What `load_language_model` says."""
+    """The family's `load_language_model`."""
     config = Qwen2_5_VLConfig.from_pretrained(checkpoint.folder)
     if is_quantised(checkpoint):
         whole = Qwen2_5_VLForConditionalGeneration

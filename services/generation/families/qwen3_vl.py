@@ -1,6 +1,6 @@
-"""Qwen3-VL's language models, dense and mixture of experts: transformers' own text classes, their weights by prefix.
+"""Qwen3-VL's language models, dense and mixture of experts: transformers' text classes, with weights found by prefix.
 
-Source: Qwen3-VL, arXiv 2511.21631, and deepstack, arXiv 2406.04334; the key names of Qwen/Qwen3-VL-4B-Instruct and
+Source: Qwen3-VL, arXiv 2511.21631, and deepstack, arXiv 2406.04334; weight names of Qwen/Qwen3-VL-4B-Instruct and
 Qwen/Qwen3-VL-30B-A3B-Instruct.
 """
 
@@ -33,7 +33,7 @@ EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 class _Deepstack:
-    """Adds features by the numbers of their rows: transformers does by a mask, for which CUDA has to be waited for."""
+    """Adds deepstack features by row index; transformers uses a boolean mask, which makes the host wait for CUDA."""
 
     def _deepstack_process(self, hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:
         return hidden_states.index_add(1, visual_pos_masks, visual_embeds[None])
@@ -46,20 +46,20 @@ class _Text(_Deepstack, Qwen3VLTextModel):
 class _MoeText(_Deepstack, Qwen3VLMoeTextModel):
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        # transformers looks for a decorator in the file of the class, and would run expert after expert for want of it.
+        # transformers searches the source file of the class for a decorator; without it experts run one by one.
         can_set: bool = Qwen3VLMoeTextModel._can_set_experts_implementation()
         return can_set
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
-    """What `load_language_model` says."""
+    """The family's `load_language_model`."""
     config = Qwen3VLConfig.from_pretrained(checkpoint.folder)
     classes = Qwen3VLForConditionalGeneration, _Text, Qwen3VLTextRotaryEmbedding
     return _load(checkpoint, config, classes, dtype, device, group)
 
 
 def load_moe(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
-    """What `load_language_model` says."""
+    """The family's `load_language_model`."""
     config = Qwen3VLMoeConfig.from_pretrained(checkpoint.folder)
     classes = Qwen3VLMoeForConditionalGeneration, _MoeText, Qwen3VLMoeTextRotaryEmbedding
     return _load(checkpoint, config, classes, dtype, device, group)
@@ -73,24 +73,24 @@ def _load(
     device: torch.device,
     group: Group | None,
 ) -> LanguageModel:
-    """classes: of the whole model, its text model and its rotary embedding."""
+    """classes: transformers' whole model, its text model, and its rotary embedding."""
     whole_class, text_class, rotary_class = classes
     levels = len(config.vision_config.deepstack_visual_indexes)
     if is_quantised(checkpoint):
         return load_quantised(checkpoint, config, whole_class, text_class, levels, dtype, device, group)
     text = make_text(text_class, rotary_class, config.text_config, device)
-    # The dense model has no plan of its own, but it is Qwen3's, layer for layer and name for name.
+    # The dense model has no tensor-parallel plan, but its layers have the structure and names of Qwen3's.
     shards = shard_text(text, text.config.base_model_tp_plan or Qwen3Config.base_model_tp_plan, group)
     weights = read_weights(checkpoint, TEXT_PREFIX, dtype, device, shards)
-    _turn_experts(text, weights)
+    _transpose_experts(text, weights)
     fill(text, weights, TEXT_PREFIX)
     return with_output_layer(
         checkpoint, config, text, levels, Qwen3VLForConditionalGeneration._tp_plan["lm_head"], group
     )
 
 
-def _turn_experts(text: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Published checkpoints hold the weights of experts with their last two axes swapped."""
+def _transpose_experts(text: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Published checkpoints store the weights of experts with their last two axes swapped."""
     for name, parameter in text.named_parameters():
         if not name.endswith(EXPERTS) or name not in weights:
             continue

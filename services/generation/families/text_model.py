@@ -1,6 +1,6 @@
-"""How a language model is made of a checkpoint.
+"""Builds a language model from a checkpoint: the text model, its weights and the output layer.
 
-It knows no family: a family's file says which of transformers' classes it is and what its weights are called.
+Independent of model families, whose files name transformers' classes and the prefixes of weights.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from services.generation.model.attention import ATTENTION
 from services.generation.model.language_model import LanguageModel
-from services.generation.model.linears import pack_linears, packed
 from services.generation.parallel.group import Group
 from services.generation.parallel.sharding import Shard, check_sizes, layers_plan, shard
 
 LM_HEAD_PREFIX = "lm_head."
+
+# oneDNN chooses the layout of a packed weight for this number of rows. Of the numbers tried, which ranged from one row
+# to two thousand, its layout was the fastest.
+PACKED_FOR_ROWS = 64
 
 
 def check_text(text_config: Any) -> None:
@@ -33,7 +36,7 @@ def check_text(text_config: Any) -> None:
 
 
 def make_text(text_class: Any, rotary_class: Any, text_config: Any, device: torch.device) -> Any:
-    """A text model of transformers that waits for its weights, on the meta device but for its rotary embedding.
+    """A text model of transformers without weights: on the meta device, except its rotary embedding.
 
     Raises StartupError for what this engine's attention lacks.
     """
@@ -41,15 +44,15 @@ def make_text(text_class: Any, rotary_class: Any, text_config: Any, device: torc
     text_config._attn_implementation = ATTENTION
     with torch.device("meta"):
         text = text_class(text_config)
-    # Its frequencies are no weights: they are computed, which on the meta device they were not.
+    # The frequencies are not in the checkpoint; they are computed at construction, which the meta device skips.
     text.rotary_emb = rotary_class(text_config).to(device)
     return text
 
 
 def shard_text(text: Any, plan: Mapping[str, str] | None, group: Group | None) -> dict[str, Shard]:
-    """Has a text model that waits for its weights compute this rank's part; what `read_weights` must know of it.
+    """Shards a text model on the meta device and returns this rank's parts for `read_weights`; {} without a group.
 
-    plan: transformers' own. Raises StartupError if there is none, or heads that cannot be shared out.
+    plan: transformers' tensor-parallel plan. Raises StartupError if there is none or the heads cannot be divided.
     """
     if group is None:
         return {}
@@ -60,9 +63,9 @@ def shard_text(text: Any, plan: Mapping[str, str] | None, group: Group | None) -
 def with_output_layer(
     checkpoint: Checkpoint, config: Any, text: Any, embed_levels: int, style: str, group: Group | None
 ) -> LanguageModel:
-    """A text model that has its weights, with the output layer beside it.
+    """The language model of a text model that has its weights, with its output layer read from the checkpoint.
 
-    config: of the whole model. style: how the output layer is shared out, as transformers names it.
+    config: of the whole model. style: transformers' tensor-parallel style of the output layer.
     Raises StartupError for missing weights.
     """
     sizes, weight = config.text_config, text.embed_tokens.weight
@@ -78,12 +81,12 @@ def with_output_layer(
 
 
 def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int = 1) -> LanguageModel:
-    """A language model of its parts, which have their weights; those of one of several `ranks` are its own.
+    """A language model made of a text model and an output layer, or of one rank's parts of these.
 
     config: of the whole model.
     """
     sizes = config.text_config
-    if ranks == 1:  # what ranks do around a linear layer has no place around a packed one
+    if ranks == 1:  # packing would drop the hooks of transformers' tensor parallelism
         pack_linears(text)
         lm_head = packed(lm_head)
     return LanguageModel(
@@ -116,7 +119,7 @@ def has_weights(checkpoint: Checkpoint, prefix: str) -> bool:
 def read_weights(
     checkpoint: Checkpoint, prefix: str, dtype: torch.dtype, device: torch.device, shards: Mapping[str, Shard]
 ) -> dict[str, Tensor]:
-    """The tensors whose names start with `prefix`, under the rest of their names; of those in `shards`, a part.
+    """The tensors whose names start with `prefix`, by the rest of their names. Of those in `shards`, this rank's part.
 
     Raises StartupError if one of these has another shape than the config says.
     """
@@ -130,13 +133,13 @@ def read_weights(
                 try:
                     own = shards[name].of(file.get_slice(full)) if name in shards else file.get_tensor(full)
                 except ValueError as error:
-                    raise StartupError(f"config.json wants {full} {error}") from error
+                    raise StartupError(f"config.json expects {full} {error}") from error
                 weights[name] = own.to(dtype)
     return weights
 
 
 def fill(module: nn.Module, weights: dict[str, Tensor], prefix: str) -> None:
-    """Puts `weights` in place of a module's own. Raises StartupError, naming them, if names or shapes differ."""
+    """Assigns `weights` to a module. Raises StartupError, with their names, if names or shapes differ."""
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     missing = [prefix + name for name in sorted(shapes.keys() - weights.keys())]
     unknown = [prefix + name for name in sorted(weights.keys() - shapes.keys())]
@@ -146,5 +149,49 @@ def fill(module: nn.Module, weights: dict[str, Tensor], prefix: str) -> None:
         )
     for name, shape in shapes.items():
         if weights[name].shape != shape:
-            raise StartupError(f"config.json wants {prefix + name} {list(shape)}, it is {list(weights[name].shape)}")
+            raise StartupError(f"config.json expects {prefix + name} {list(shape)}, got {list(weights[name].shape)}")
     module.load_state_dict(weights, assign=True)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is reordered once for the CPU; torch would reorder it in every call.
+
+    Uses the oneDNN operators that torch's compiler uses for frozen linear layers. [.., in_features] to
+    [.., out_features].
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_FOR_ROWS)
+        self._bias = None if linear.bias is None else linear.bias.detach()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        computed: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+        return computed
+
+
+def packed(linear: nn.Linear) -> nn.Module:
+    """The packed layer; or the layer itself if it is quantised or oneDNN does not support its dtype or device."""
+    return PackedLinear(linear) if _is_plain(linear) and _can_pack(linear.weight) else linear
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Replaces all linear layers of `model` by packed ones, one at a time, so that few weights are held twice."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                setattr(module, name, packed(child))
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    """Quantizers keep a layer's class but replace its weight, remove it, or override the layer's forward."""
+    return "forward" not in vars(linear) and type(linear._parameters.get("weight")) in (Tensor, nn.Parameter)
+
+
+def _can_pack(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32

@@ -13,8 +13,7 @@ import struct
 from itertools import count
 from weakref import WeakValueDictionary
 
-from common.contract.digest import tagged_digest
-from common.contract.plan import MediaPlan
+from common.contract.plan import MediaPlan, tagged_digest
 from common.contract.retention import Pruning
 from services.generation.request.encoded_media import EncodedMedia, MediaItem
 

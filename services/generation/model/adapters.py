@@ -1,9 +1,9 @@
-"""LoRA adapters: low-rank additions to a language model's linear layers, for those rows of a forward that want them.
+"""LoRA adapters: low-rank additions to the linear layers of a language model, applied to selected rows of a batch.
 
     rows of a packed batch:   [ none | none | a | b | none | a a a a ]
-    what a layer computes:    W x of every row, and of each adapter B(A(x)) on its own rows
+    a layer computes:         W x for every row, plus B(A(x)) of each adapter for its own rows
 
-It owns which adapters there are and whose rows a forward has; how they are read is `adapter_files`' business.
+This module owns the loaded adapters and the row ranges of the current forward; `startup.adapter_files` reads them.
 Source: LoRA, arXiv 2106.09685.
 """
 
@@ -24,10 +24,10 @@ _NAME_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to a layer. down: [r, in_features]; up: [out_features, r], its scaling within.
+    """What an adapter adds to a layer. down: [r, in_features]; up: [out_features, r], with the scaling included.
 
-    Where several ranks compute a layer, either is of this rank's features alone. total: adds up over them what `down`
-    makes of theirs; None where each has all.
+    Under tensor parallelism each matrix covers only this rank's features. total: the all-reduce after `down` if the
+    layer's inputs are sharded, else None.
     """
 
     down: Tensor
@@ -41,24 +41,21 @@ class LowRank:
 
 
 class Adapters:
-    """Those that are loaded.
-
-    rows: those of the forward that runs; whoever runs it says them, and layers read them.
-    """
+    """The loaded adapters. rows: row ranges of the current forward, set by the runner and read by the layers."""
 
     def __init__(self) -> None:
         self.rows: tuple[AdaptedRows, ...] = ()
         self._by_name: dict[str, Adapter] = {}
 
     def find(self, name: str) -> Adapter:
-        """Raises InvalidRequest for a name that no adapter has."""
+        """Raises InvalidRequest for a name that is not loaded."""
         if name not in self._by_name:
-            known = f"one of {', '.join(self._by_name)}" if self._by_name else "unset, for none is loaded (--adapters)"
+            known = f"one of {', '.join(self._by_name)}" if self._by_name else "unset, as none is loaded (--adapters)"
             raise InvalidRequest(f"adapter must be {known}, got {name[:_NAME_CHARACTERS]!r}")
         return self._by_name[name]
 
     def add(self, adapter: Adapter, text: nn.Module, additions: Mapping[str, LowRank]) -> None:
-        """Has layers of `text`, by their names in it, compute what the adapter adds, wherever rows are its own."""
+        """Wraps the named layers of `text` so that they add the adapter's output to its rows."""
         for name, addition in additions.items():
             parent, _, own = name.rpartition(".")
             layer = text.get_submodule(name)
@@ -73,7 +70,7 @@ NO_ADAPTERS = Adapters()
 
 
 class AdaptedLinear(nn.Module):
-    """A layer, and what adapters add to it: [1, T, in_features] to [1, T, out_features]."""
+    """A linear layer with additions by adapter digest: [1, T, in_features] to [1, T, out_features]."""
 
     def __init__(self, layer: nn.Module, adapters: Adapters) -> None:
         super().__init__()

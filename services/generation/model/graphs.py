@@ -1,10 +1,10 @@
-"""Decode steps as graphs: captured at the start, one for each shape, and replayed for whatever fits into it.
+"""CUDA graphs of decode steps: captured at startup, one for each shape, and replayed for every step that fits.
 
-    one row a sequence:  [ id | t h w | tokens | block block block … ]      int32, copied to the device in one piece
-    rows beyond those of a step repeat a sequence of one token in the cache's padding block
+    one row per sequence:  [ id | t h w | tokens | block block block … ]      int32, copied to the device in one piece
+    rows beyond those of a step hold a sequence of one token in the cache's padding block
 
-What a replay computes follows from these rows alone: which slots are written, what is seen, everything. It knows
-neither CUDA (`capture` does) nor which windows a step has.
+These rows are the only input of a replay: slots to write, contexts and positions follow from them. `DecodeGraphs`
+itself is independent of CUDA, which `CudaCapture` implements.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.generation.model.attention import PagedCache
+from services.generation.model.attention.cache import PagedCache
 from services.generation.model.language_model import LanguageModel
 from services.generation.request.batch import Packed
 
-# Columns of a row: its token's id, its positions, the tokens of its sequence, and from FIRST_BLOCK on its blocks.
+# Columns of a row: token id, positions, length of the sequence in tokens, and from FIRST_BLOCK on its block table.
 ID, POSITIONS, TOKENS, FIRST_BLOCK = 0, slice(1, 4), 4, 5
-# A cache that gathers copies a graph's whole table a layer, however short its sequences are: tables begin at this many
-# blocks and double, and beyond this many blocks in all rows a step is computed without a graph.
+# A gathering cache copies the whole block table of a graph in every layer, even for short sequences. For such caches
+# tables of LEAST_BLOCKS, doubled repeatedly, are captured; steps whose tables would exceed MOST_GATHERED_BLOCKS blocks
+# in total run without a graph.
 LEAST_BLOCKS, MOST_GATHERED_BLOCKS = 16, 4096
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shape:
-    """rows: sequences; blocks: of each, at most."""
+    """rows: number of sequences; blocks: maximum number of blocks of each."""
 
     rows: int
     blocks: int
@@ -43,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """output: what the last `replay` computed, until the next one."""
+    """output: the result of the last `replay`, valid until the next one."""
 
     replay: Callable[[], None]
     output: Tensor
@@ -51,14 +52,14 @@ class Captured:
 
 class Capture(Protocol):
     def __call__(self, inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
-        """Makes a graph of what `compute` does, which reads `inputs`, whose content is written before each replay.
+        """Captures `compute`, which reads `inputs`; the content of `inputs` is written before each replay.
 
-        Raises RuntimeError if it does what no graph can hold.
+        Raises RuntimeError if `compute` cannot be captured.
         """
 
 
 def decode_shapes(most_rows: int, most_blocks: int, gathers: bool) -> tuple[Shape, ...]:
-    """The shapes that are captured, smallest first: rows by powers of two and the most; blocks likewise if gathered."""
+    """The shapes to capture, smallest first: powers of two and the maximum of rows; likewise of blocks if gathered."""
     rows = _doubling(1, most_rows)
     if not gathers:
         return tuple(Shape(each, most_blocks) for each in rows)
@@ -67,12 +68,12 @@ def decode_shapes(most_rows: int, most_blocks: int, gathers: bool) -> tuple[Shap
 
 
 class DecodeGraphs:
-    """Graphs of steps in which every window is one text token."""
+    """Graphs for steps in which every window is a single text token."""
 
     def __init__(
         self, model: LanguageModel, cache: PagedCache, most_rows: int, most_blocks: int, capture: Capture
     ) -> None:
-        """Captures, largest first, so that smaller graphs find their memory in the pool. RuntimeError as `capture`."""
+        """Captures the largest shape first: smaller graphs reuse its memory. Raises RuntimeError as `capture`."""
         shapes = decode_shapes(most_rows, most_blocks, cache.gathers)
         self._padding_block = cache.sizes.padding_block
         self._graphs = {shape: _Graph(model, cache, shape, capture) for shape in reversed(shapes)}
@@ -82,13 +83,13 @@ class DecodeGraphs:
         return len(self._shapes)
 
     def replay(self, packed: Packed) -> Tensor | None:
-        """Raw logits of every row, float32 [T, vocab_size], until the next replay; None if no graph holds the step.
+        """Raw logits of every row, float32 [T, vocab_size], valid until the next replay; None if no graph fits.
 
-        A step that nobody samples from is nobody's to wait for, and the next one would write over rows in use.
+        Steps with no sampled row are not replayed: nothing synchronises before the pinned input is reused.
         """
         if packed.media_rows.size or packed.num_decodes < len(packed.contexts) or not packed.last_rows.size:
             return None
-        if packed.adapted:  # graphs were captured without adapters
+        if packed.adapted:  # graphs are captured without adapters
             return None
         sequences = [context.blocks for context in packed.contexts]
         most_blocks = max(map(len, sequences))
@@ -106,10 +107,10 @@ class DecodeGraphs:
 
 
 class _Graph:
-    """One shape's.
+    """The graph of one shape.
 
-    rows: int32 [rows, FIRST_BLOCK + blocks], on the host, to be filled before each replay, and only once somebody has
-        waited for the last one's output: they are copied while the host goes on.
+    rows: int32 [rows, FIRST_BLOCK + blocks], pinned host memory. They are copied asynchronously: fill them before a
+        replay, but only after the host has waited for the output of the previous one.
     """
 
     def __init__(self, model: LanguageModel, cache: PagedCache, shape: Shape, capture: Capture) -> None:
@@ -128,7 +129,7 @@ class _Graph:
 
 
 def _decode(model: LanguageModel, cache: PagedCache, inputs: Tensor) -> Tensor:
-    """Raw logits of the token after each row's. inputs: int32 [R, FIRST_BLOCK + W]; returns float32 [R, vocab_size]."""
+    """Raw next-token logits. inputs: int32 [R, FIRST_BLOCK + W]; returns float32 [R, vocab_size]."""
     embeds: Tensor = model.embed_tokens(inputs[:, ID])
     hidden = model.text(
         inputs_embeds=embeds[None],  # [1, R, D]
@@ -141,7 +142,7 @@ def _decode(model: LanguageModel, cache: PagedCache, inputs: Tensor) -> Tensor:
 
 
 class CudaCapture:
-    """Captures CUDA graphs into one pool of memory, on a stream of the device's own: torch's might be another's."""
+    """Captures CUDA graphs into one memory pool, on a stream of its device; torch's default stream may be another's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -149,15 +150,15 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
-        """What `Capture` says. First without a graph, as libraries set themselves up, and then once more and watched:
-        a capture that fails leaves more behind than what fails before it.
+        """Implements `Capture`. Runs `compute` twice before capturing: once so that libraries initialise, once with
+        synchronisation forbidden, because a failure there leaves less state behind than a failing capture.
         """
-        # `torch.cuda.graph` leaves its stream current if a capture cannot be ended.
+        # `torch.cuda.graph` leaves its stream current if the end of the capture fails.
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 compute()
-                with _waiting_fails():
+                with _forbid_synchronisation():
                     compute()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
@@ -167,10 +168,10 @@ class CudaCapture:
 
 
 @contextmanager
-def _waiting_fails() -> Iterator[None]:
-    """Within, what has the host wait for the device raises RuntimeError: no graph can hold it."""
+def _forbid_synchronisation() -> Iterator[None]:
+    """Raises RuntimeError when the host waits for the device, which a graph cannot capture."""
     mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that torch may yet change the mode
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns that the mode is experimental
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -179,7 +180,7 @@ def _waiting_fails() -> Iterator[None]:
 
 
 def _doubling(least: int, most: int) -> Sequence[int]:
-    """least, 2 · least, … below `most`, then `most`."""
+    """least, 2 · least, 4 · least, … below `most`, then `most`."""
     found = []
     while least < most:
         found.append(least)

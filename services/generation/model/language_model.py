@@ -1,4 +1,4 @@
-"""A language model as the runner sees it. It knows no family and no checkpoint."""
+"""The language model as the runner sees it, independent of model family and checkpoint."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from services.generation.model.adapters import Adapters
 
 @dataclass(frozen=True, slots=True)
 class LanguageModel:
-    """A text model of transformers with its output layer, on its device and ready to run.
+    """A text model of transformers and its output layer, on its device and ready to run.
 
-    text: called with `inputs_embeds` [1, T, D], `position_ids` (3, 1, T) and what its attention wants besides; where
-        there are levels and media rows, also with `visual_pos_masks`, int64 [M], which rows those are, and
-        `deepstack_visual_embeds` [embed_levels, M, D], of which number l is added to them after layer l.
+    text: called with `inputs_embeds` [1, T, D], `position_ids` [3, 1, T] and the arguments of its attention; with
+        media rows and embed_levels > 0 also with `visual_pos_masks`, int64 [M], the indices of the media rows, and
+        `deepstack_visual_embeds` [embed_levels, M, D]; number l is added to the media rows after layer l.
     embed_tokens: ids to [.., D]; lm_head: [.., D] to [.., vocab_size].
-    heads, kv_heads: those that this process computes; where several compute together, its part of the model's.
-    embed_levels: tensors that a media row carries beside its embedding.
-    adapters: those that `text` computes, whose rows are said before each forward.
-    context_tokens: the longest sequence that the checkpoint was made for.
+    heads, kv_heads: those of this process; under tensor parallelism a part of the model's.
+    embed_levels: deepstack tensors of a media row beside its embedding.
+    adapters: those loaded into `text`; their rows must be set before each forward.
+    context_tokens: the longest sequence that the checkpoint supports.
     """
 
     text: nn.Module
@@ -49,5 +49,5 @@ class LanguageModel:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's keys and values, in all layers, as far as this process computes them."""
+        """Bytes of one token's keys and values in all layers, for the KV heads of this process."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize

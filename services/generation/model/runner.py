@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.generation.model.attention import make_cache
-from services.generation.model.attention.sizes import CacheSizes
+from services.generation.model.attention.cache import CacheSizes
 from services.generation.model.graphs import Capture, DecodeGraphs
 from services.generation.model.language_model import LanguageModel
 from services.generation.request.batch import MediaRows, Packed, Window, decodes_first, pack

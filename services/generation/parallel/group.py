@@ -1,15 +1,20 @@
-"""This process among those that compute together, joined by torch.distributed: NCCL on cards, gloo on the CPU.
+"""Communication between ranks: the process group, the worker processes that rank 0 starts, and steps as bytes.
 
-All that is called here is called by every rank, in the same order. It knows neither models nor steps.
+Collective operations go through torch.distributed (NCCL on CUDA, gloo on the CPU) and must be called by every rank in
+the same order. Steps go from rank 0 to each worker over a socket. This module does not know models.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 
+import numpy as np
+import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,26 +22,37 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.contract.errors import StartupError
-from common.ranks import heeding_signals
+from common.process import ExitStatus
+from common.ranks import Ranks, heeding_signals, meeting_place
+from services.generation.request.batch import AdaptedRows, Context, Packed
 
-# Ranks are processes of one machine: what joins them listens nowhere else.
-_ON_LOOPBACK = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
+WORKER_MODULE = "services.generation.startup.rank"
 
-# For one rank to wait for another, which may still read its part of the model. Beyond, what waits fails on gloo, and
-# NCCL ends the process; it does not watch replayed graphs.
+# All ranks run on one machine: they communicate over the loopback interface only.
+_INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
+
+# How long a rank waits for another, which may still be loading its weights. Afterwards gloo's operation fails and NCCL
+# ends the process; NCCL does not watch operations inside replayed graphs.
 _TIMEOUT = timedelta(minutes=2)
+
+# A serialised step: int64 numbers, first `num_decodes` and the size of each part, then the parts.
+_PARTS = 12
+_HEADER = 1 + _PARTS
+_DIGEST_NUMBERS = 4  # int64 numbers of an adapter's 32-byte digest
+
+log = structlog.get_logger()
 
 
 class Group:
-    """rank: this process's, of so many `ranks`; device: this rank's own."""
+    """The process group of all `ranks`, as seen by one `rank` and its `device`."""
 
     def __init__(self, rank: int, ranks: int, meeting: Path, device: torch.device) -> None:
-        """Joins, and returns once all have. meeting: a file, empty or not there yet, the same for all.
+        """Joins the group; returns once all ranks have. meeting: a file, empty or missing, the same for all ranks.
 
-        Raises StartupError if they do not come.
+        Raises StartupError if a rank does not join within the timeout.
         """
         backend = "nccl" if device.type == "cuda" else "gloo"
-        os.environ.setdefault(_ON_LOOPBACK[backend], "lo")
+        os.environ.setdefault(_INTERFACE_VARIABLES[backend], "lo")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
@@ -47,32 +63,124 @@ class Group:
         self.mesh: DeviceMesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
 
     def from_first(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor on every rank, which brings one of the same shape and type to be written over."""
+        """Broadcasts rank 0's tensor; the other ranks pass one of the same shape and dtype to be overwritten."""
         dist.broadcast(tensor, src=0)
         return tensor
 
     def total(self, tensor: Tensor) -> Tensor:
-        """What the ranks bring, added up; written over what each brought."""
+        """The sum of all ranks' tensors, in place."""
         dist.all_reduce(tensor)
         return tensor
 
     def least(self, number: int) -> int:
-        """The smallest of what the ranks bring."""
+        """The minimum over all ranks."""
         found = torch.tensor(number, dtype=torch.int64, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MIN)
         return int(found)
 
-    def leave(self) -> None:
-        """Gives the group up, but for NCCL's: that waits for the other ranks, and for graphs that hold a part of it.
+    def agree(self, number: int) -> bool:
+        """Whether all ranks pass the same number."""
+        return self.least(number) == -self.least(-number)
 
-        A process that has one ends by os._exit.
+    def leave(self) -> None:
+        """Destroys a gloo group. NCCL's stays, since its destruction waits for other ranks and for captured graphs.
+
+        A process that has an NCCL group therefore ends by os._exit.
         """
         if self.device.type != "cuda":
             dist.destroy_process_group()
 
-    def agree(self, number: int) -> bool:
-        """Whether all ranks bring the same."""
-        return self.least(number) == -self.least(-number)
+
+class WorkerRanks:
+    """Rank 0's handle on the worker processes. Before `watch` is called, the end of a worker ends this process too."""
+
+    def __init__(self, count: int, arguments: Sequence[str], device: torch.device, module: str = WORKER_MODULE) -> None:
+        """Starts the workers and returns once all ranks have joined the group.
+
+        count: ranks, this one included. arguments: this service's flags, which each worker parses itself.
+        Raises StartupError if they do not join.
+        """
+        self.lost: str | None = None
+        self._on_lost: Callable[[], None] | None = None
+        meeting = meeting_place()
+        facts = {"arguments": list(arguments), "meeting": str(meeting)}
+        self.ranks = Ranks(module, count, facts, self._note)
+        self.group = Group(0, count, meeting, device)
+        log.info("ranks", count=count, others=self.ranks.pids)
+
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """From now on calls `on_lost`, in a thread of its own, when a worker ends, instead of ending this process."""
+        self._on_lost = on_lost
+
+    def tell(self, packed: Packed, features: Tensor | None) -> None:
+        """Sends the next step to all workers. features: as in `Runner.compute`. Raises OSError if a worker ended."""
+        self.ranks.tell(to_bytes(packed))
+        if features is not None:
+            self.group.from_first(features)
+
+    def close(self, in_step: bool = True) -> None:
+        """in_step: whether all ranks have executed the same steps; if not, leaving the group could block for ever."""
+        self.ranks.close()
+        if in_step and self.lost is None:
+            self.group.leave()
+
+    def _note(self, lost: str) -> None:
+        self.lost = lost
+        if self._on_lost is None:  # other threads may be blocked waiting for that rank
+            log.error("cannot start", error=lost)
+            os._exit(ExitStatus.CANNOT_START)
+        log.error("a rank is lost, and the service ends", error=lost)
+        self._on_lost()
+
+
+def to_bytes(packed: Packed) -> bytes:
+    """A packed batch, to be sent to a worker."""
+    contexts, adapted = packed.contexts, packed.adapted
+    parts = [
+        packed.ids,
+        packed.positions.ravel(),
+        packed.slots,
+        packed.media_rows,
+        packed.last_rows,
+        np.array([each.start for each in contexts], np.int64),
+        np.array([each.end for each in contexts], np.int64),
+        np.array([len(each.blocks) for each in contexts], np.int64),
+        np.fromiter(chain.from_iterable(each.blocks for each in contexts), np.int64),
+        np.array([each.start for each in adapted], np.int64),
+        np.array([each.end for each in adapted], np.int64),
+        np.frombuffer(b"".join(each.digest for each in adapted), np.int64),
+    ]
+    assert len(parts) == _PARTS
+    header = np.array([packed.num_decodes, *(part.size for part in parts)], np.int64)
+    return np.concatenate([header, *parts]).tobytes()
+
+
+def from_bytes(data: bytes) -> Packed:
+    """The packed batch that `to_bytes` serialised."""
+    numbers = np.frombuffer(data, np.int64)
+    num_decodes, *sizes = numbers[:_HEADER].tolist()
+    ids, positions, slots, media_rows, last_rows, starts, ends, counts, blocks, firsts, lasts, digests = (
+        # Copied: torch requires writable arrays.
+        numbers[_HEADER + end - size : _HEADER + end].copy()
+        for size, end in zip(sizes, accumulate(sizes), strict=True)
+    )
+    tables = blocks.tolist()
+    each = zip(starts.tolist(), ends.tolist(), counts.tolist(), accumulate(counts.tolist()), strict=True)
+    return Packed(
+        contexts=tuple(Context(start, end, tables[last - count : last]) for start, end, count, last in each),
+        num_decodes=num_decodes,
+        ids=ids,
+        positions=positions.reshape(3, -1),
+        slots=slots,
+        media_rows=media_rows,
+        last_rows=last_rows,
+        adapted=tuple(
+            AdaptedRows(digest.tobytes(), start, end)
+            for start, end, digest in zip(
+                firsts.tolist(), lasts.tolist(), digests.reshape(-1, _DIGEST_NUMBERS), strict=True
+            )
+        ),
+    )
 
 
 def _join(backend: str, meeting: Path, rank: int, ranks: int) -> None:

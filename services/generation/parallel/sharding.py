@@ -1,10 +1,10 @@
-"""Which part of each weight a rank holds, and where ranks add up or gather: transformers' own plans and layers.
+"""Shards a model's weights among ranks, by transformers' own tensor-parallel plans and layers.
 
-    colwise   a rank's own rows of the weight       q, k, v: its heads; gate and up; the output layer's tokens
-    rowwise   a rank's own columns of the weight    o and down, after which what all computed is added up
+    colwise   a rank has some rows of the weight       q, k, v: its heads; gate and up; the output layer's vocabulary
+    rowwise   a rank has some columns of the weight    o and down, followed by an all-reduce
 
-transformers keeps such weights as distributed tensors, and unwraps them in each layer's call; here they are a rank's
-own plain tensors from the start, which its layers take as well.
+transformers keeps sharded weights as DTensors and unwraps them in each call of a layer. Here they are plain tensors
+from the start, which its layers accept as well.
 Source: `transformers.distributed.tensor_parallel`; Megatron-LM, arXiv 1909.08053.
 """
 
@@ -23,30 +23,33 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from common.contract.errors import StartupError
 from services.generation.parallel.group import Group
 
-# torch's grouped products want rows that begin at multiples of 16 bytes, which so many columns are in any type.
+# torch's grouped matrix products require rows aligned to 16 bytes; this many columns are, in every dtype.
 _EXPERT_COLUMNS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """shape: of the whole weight."""
+    """A rank's part of one weight. shape: of the whole weight."""
 
     shape: tuple[int, ...]
     _operation: Any
 
     def of(self, whole: Any) -> Tensor:
-        """This rank's part of a weight: a tensor, or what safetensors slices a file by, of which no more is read."""
+        """Cuts this rank's part out of a tensor, or out of a slice of safetensors, which then reads only this part.
+
+        Accepts experts whose last two axes are swapped. Raises ValueError for any other shape.
+        """
         shape = tuple(whole.shape if isinstance(whole, Tensor) else whole.get_shape())
         if len(shape) == 3 and shape != self.shape == (shape[0], shape[2], shape[1]):
-            whole, shape = _Turned(whole), self.shape
+            whole, shape = _Transposed(whole), self.shape
         if shape != self.shape:
-            raise ValueError(f"{list(self.shape)}, it is {list(shape)}")
+            raise ValueError(f"{list(self.shape)}, got {list(shape)}")
         part: Tensor = self._operation.shard_tensor(whole)
         return part.contiguous()
 
 
-class _Turned:
-    """What safetensors slices a file by, its last two axes swapped, as experts are published."""
+class _Transposed:
+    """A slice of safetensors with its last two axes swapped: published checkpoints store experts this way."""
 
     def __init__(self, whole: Any) -> None:
         self._whole = whole
@@ -62,9 +65,9 @@ class _Turned:
 
 
 def check_sizes(config: Any, ranks: int) -> None:
-    """Raises StartupError if a model's heads, or what its experts compute, cannot be shared out evenly.
+    """Raises StartupError if a model's heads or its experts' columns cannot be divided evenly among the ranks.
 
-    Other sizes need not: the last rank has less of them.
+    Other dimensions need not divide evenly: the last rank has less.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % ranks or kv_heads % ranks:
@@ -72,7 +75,7 @@ def check_sizes(config: Any, ranks: int) -> None:
             f"--tensor-parallel {ranks} must divide the model's {heads} attention heads and {kv_heads} KV heads"
         )
     width = getattr(config, "moe_intermediate_size", 0)
-    if width % (ranks * _EXPERT_COLUMNS):  # else the first step fails
+    if width % (ranks * _EXPERT_COLUMNS):  # the first step would fail
         raise StartupError(
             f"--tensor-parallel {ranks} must divide the {width} columns of the model's experts into multiples of "
             f"{_EXPERT_COLUMNS}"
@@ -80,10 +83,10 @@ def check_sizes(config: Any, ranks: int) -> None:
 
 
 def shard(module: nn.Module, plan: Mapping[str, str], group: Group) -> dict[str, Shard]:
-    """Has a module on the meta device hold and compute this rank's part, as the plan says.
+    """Turns a module on the meta device into this rank's part of it.
 
-    plan: styles of transformers' by names of modules and parameters, every layer's by itself.
-    Returns what is this rank's of each weight that is not whole, by name.
+    plan: transformers' style names by full names of modules and parameters.
+    Returns, by name, this rank's part of each weight that is sharded.
     """
     apply_tensor_parallelism(module, group.mesh, dict(plan))
     shards = {}
@@ -98,7 +101,7 @@ def shard(module: nn.Module, plan: Mapping[str, str], group: Group) -> dict[str,
 
 
 def part(whole: Tensor, axis: int, group: Group) -> Tensor:
-    """This rank's part of what belongs to a weight that is shared out along an axis: the last have less, or none."""
+    """This rank's part of a tensor that is sharded along an axis; the last ranks have less or nothing."""
     length = whole.shape[axis]
     most = -(-length // group.ranks)
     start = min(group.rank * most, length)
@@ -106,9 +109,9 @@ def part(whole: Tensor, axis: int, group: Group) -> Tensor:
 
 
 def layers_plan(text: Any, plan: Mapping[str, str] | None, ranks: int) -> dict[str, str]:
-    """A plan for every layer of a text model, of one that has * in their numbers' place.
+    """Expands a plan whose names have * for the number of a layer to all layers of a text model.
 
-    Raises StartupError if transformers has none.
+    Raises StartupError if transformers has no plan for the model.
     """
     if not plan:
         raise StartupError(f"--tensor-parallel {ranks}: transformers has no plan for {type(text).__name__}")

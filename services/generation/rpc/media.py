@@ -27,24 +27,23 @@ import torch
 
 from common.byte_semaphore import ByteSemaphore
 from common.channels import end_writing, read_from, write_to
-from common.contract.digest import tagged_digest
 from common.contract.errors import DeadlinePassed, PeerContract, PromptTooLong, Unavailable
-from common.contract.limits import check_prompt
-from common.contract.plan import Int32Array, MediaPlan, PromptPlan
+from common.contract.plan import Int32Array, MediaPlan, PromptPlan, tagged_digest
+from common.contract.requests import check_prompt
 from common.contract.retention import Pruning, retained_count
 from common.contract.tensors import DType, TensorBuffer
 from common.contract.wire import (
     PlanReceiver,
     add_chunk,
     buffer_for,
+    from_ago_s,
     grid_message,
     int32_array,
     modalities_of,
     named_media,
     prunings_of,
 )
-from common.retries import Retries
-from common.telemetry.ages import moment_ns
+from common.serving.upstream import Retries
 from common.telemetry.metrics import busy
 from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -317,7 +316,7 @@ class ArrivingItem:
             reported[Stage.DECODE] = ages.decoded_s
         if ages.HasField("resized_s"):
             reported[Stage.RESIZE] = ages.resized_s
-        self.left_ns = {stage: moment_ns(ago_s, received_ns) for stage, ago_s in reported.items()}
+        self.left_ns = {stage: from_ago_s(ago_s, received_ns) for stage, ago_s in reported.items()}
 
     def _checked_kept(self, message: encoder_pb2.EmbedsChunk) -> Int32Array | None:
         count, tokens = self._shape[1], self._plan.grid.tokens
@@ -433,7 +432,7 @@ class RetriedCall:
             if not response.HasField("plan"):
                 raise PeerContract("the stream did not begin with a plan")
             if self.fetched_ns is None and response.HasField("fetched_ago_s"):
-                self.fetched_ns = moment_ns(response.fetched_ago_s, monotonic_ns())
+                self.fetched_ns = from_ago_s(response.fetched_ago_s, monotonic_ns())
             if plan := receiver.add(response.plan):
                 return plan
 

@@ -1,4 +1,4 @@
-"""The contract's messages: a request's values out of protobuf, an answer's events into it."""
+"""Conversion between protobuf messages and the engine's values: sampling requests in, an answer's events out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NS = 1e-9
 
 def sampling_request(message: generation_pb2.Sampling) -> SamplingRequest:
     """Raises InvalidRequest for a value outside its range."""
-    check_stops(len(message.stop), len(message.stop_token_ids))  # before millions of them are copied
+    check_stops(len(message.stop), len(message.stop_token_ids))  # before copying what may be millions
     return SamplingRequest(
         max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
         temperature=message.temperature if message.HasField("temperature") else None,
@@ -43,7 +43,7 @@ def sampling_request(message: generation_pb2.Sampling) -> SamplingRequest:
 
 
 def usage_message(plan: PromptPlan, prunings: Sequence[Pruning], kept_counts: Sequence[int]) -> generation_pb2.Usage:
-    """What the prompt costs; nothing is generated or repaired yet. `prunings` and `kept_counts` are one an item."""
+    """Usage of a prompt before generation. prunings, kept_counts: one for each media item."""
     full = sum(item.grid.tokens for item in plan.media)
     usage = generation_pb2.Usage(
         prompt_tokens_full=plan.tokens, prompt_tokens=plan.tokens - full + sum(kept_counts), completion_tokens=0
@@ -53,7 +53,7 @@ def usage_message(plan: PromptPlan, prunings: Sequence[Pruning], kept_counts: Se
             modality=modality_message(item.modality),
             grid=grid_message(item.grid),
             kept_tokens=kept,
-            # EVS ranks slice 0 first, so as many tokens as it has are its own.
+            # EVS ranks slice 0 first, so if exactly one slice's tokens are kept, they are those of slice 0.
             first_slice_only=item.modality is Modality.VIDEO
             and pruning.method == EVS
             and kept == item.grid.slice_tokens < item.grid.tokens,

@@ -1,4 +1,4 @@
-"""What generation tells Prometheus beside what every service does."""
+"""Generation's Prometheus metrics, in addition to those of every service."""
 
 from __future__ import annotations
 
@@ -28,50 +28,48 @@ STAGE_SECONDS = Histogram(
     buckets=SECONDS_BUCKETS,
 )
 INTER_TOKEN_SECONDS = Histogram(
-    f"{_PREFIX}inter_token_seconds", "From a token of an answer to the next", buckets=FINE_SECONDS_BUCKETS
+    f"{_PREFIX}inter_token_seconds", "Time between consecutive tokens of an answer", buckets=FINE_SECONDS_BUCKETS
 )
-ANSWERS = Counter(f"{_PREFIX}answers_total", "Answers that were finished, by why they ended", ["reason"])
+ANSWERS = Counter(f"{_PREFIX}answers_total", "Finished answers by finish reason", ["reason"])
 PROMPT_TOKENS = Counter(f"{_PREFIX}prompt_tokens_total", "Prompt tokens, before and after pruning", ["pruning"])
 MEDIA_TOKENS = Counter(
     f"{_PREFIX}media_tokens_total", "Tokens of media items, before and after pruning", ["method", "pruning"]
 )
 CACHED_TOKENS = Counter(
-    f"{_PREFIX}cached_prompt_tokens_total", "Prompt tokens, after pruning, that earlier requests had computed"
+    f"{_PREFIX}cached_prompt_tokens_total", "Prompt tokens, after pruning, found in the prefix cache"
 )
 PREFIX_LOOKUPS = Counter(
     f"{_PREFIX}prefix_lookups_total",
-    "Requests by whether earlier ones had computed a part of their prompt",
+    "Requests by whether a part of their prompt was found in the prefix cache",
     ["outcome"],
 )
 GENERATED_TOKENS = Counter(f"{_PREFIX}generated_tokens_total", "Tokens generated")
-QUEUE = Gauge(f"{_PREFIX}engine_requests", "Answers in the engine, by what they do", ["state"])
+QUEUE = Gauge(f"{_PREFIX}engine_requests", "Answers in the engine by state", ["state"])
 QUEUE_OLDEST_SECONDS = Gauge(
-    f"{_PREFIX}engine_oldest_seconds", "For how long one of these has done so, at most; 0 if there is none", ["state"]
+    f"{_PREFIX}engine_oldest_seconds", "Longest time that an answer has been in this state; 0 if none is", ["state"]
 )
 QUEUE_LIMIT = Gauge(f"{_PREFIX}engine_requests_limit", "--max-num-seqs and --max-waiting-requests", ["state"])
-BLOCKS_USED = Gauge(f"{_PREFIX}kv_blocks_used", "Blocks of the KV cache that requests hold")
-BLOCKS_IDLE = Gauge(
-    f"{_PREFIX}kv_blocks_idle", "Blocks of the KV cache that nobody holds, kept for who begins the same"
-)
-BLOCKS = Gauge(f"{_PREFIX}kv_blocks", "Blocks of the KV cache")
-MEDIA_BYTES_USED = Gauge(f"{_PREFIX}media_buffer_used_bytes", "Bytes of --media-buffer-bytes that requests hold")
+BLOCKS_USED = Gauge(f"{_PREFIX}kv_blocks_used", "KV cache blocks held by requests")
+BLOCKS_IDLE = Gauge(f"{_PREFIX}kv_blocks_idle", "KV cache blocks held by no request, kept for prefix cache hits")
+BLOCKS = Gauge(f"{_PREFIX}kv_blocks", "KV cache blocks in total")
+MEDIA_BYTES_USED = Gauge(f"{_PREFIX}media_buffer_used_bytes", "Bytes of --media-buffer-bytes held by requests")
 MEDIA_BYTES = Gauge(f"{_PREFIX}media_buffer_bytes", "--media-buffer-bytes")
-MEDIA_WAITING = Gauge(f"{_PREFIX}media_buffer_waiting", "Requests that wait for room in it")
+MEDIA_WAITING = Gauge(f"{_PREFIX}media_buffer_waiting", "Requests waiting for bytes of the media buffer")
 MEDIA_OLDEST_SECONDS = Gauge(
-    f"{_PREFIX}media_buffer_oldest_seconds", "How long the first of these has waited; 0 if none does"
+    f"{_PREFIX}media_buffer_oldest_seconds", "How long the oldest of these has waited; 0 if none does"
 )
-STEP_SECONDS = Histogram(f"{_PREFIX}step_seconds", "Steps of the engine", buckets=FINE_SECONDS_BUCKETS)
-# From one answer's next token to a full --max-num-batched-tokens; --max-num-seqs sequences at most.
+STEP_SECONDS = Histogram(f"{_PREFIX}step_seconds", "Duration of an engine step", buckets=FINE_SECONDS_BUCKETS)
+# From a single decoded token to a full --max-num-batched-tokens; at most --max-num-seqs sequences.
 STEP_TOKENS = Histogram(f"{_PREFIX}step_tokens", "Tokens of one step", buckets=[2**power for power in range(15)])
 STEP_SEQUENCES = Histogram(
     f"{_PREFIX}step_sequences", "Sequences of one step", buckets=[2**power for power in range(10)]
 )
 COMPUTED_TOKENS = Counter(
     f"{_PREFIX}computed_tokens_total",
-    "Tokens computed: of prompts (prefill), and of answers, draft tokens included",
+    "Tokens computed: of prompts (prefill), of answers with draft tokens (decode)",
     ["phase"],
 )
-PREEMPTIONS = Counter(f"{_PREFIX}preemptions_total", "Times that an answer lost its blocks to an older one")
+PREEMPTIONS = Counter(f"{_PREFIX}preemptions_total", "Times that an answer was preempted by an older one")
 DRAFT_TOKENS = Counter(f"{_PREFIX}draft_tokens_total", "Draft tokens of speculative decoding")
 ACCEPTED_DRAFT_TOKENS = Counter(f"{_PREFIX}accepted_draft_tokens_total", "Draft tokens that the model accepted")
 
@@ -92,7 +90,7 @@ for _phase in ("prefill", "decode"):
 
 
 def watch(engine: Engine, room: ByteSemaphore, max_running: int, max_waiting: int) -> None:
-    """Has the gauges ask the engine and the room whenever they are read."""
+    """Connects the gauges to the engine and the media buffer; their values are read at each scrape."""
     QUEUE.labels("running").set_function(lambda: engine.stats().running)
     QUEUE.labels("waiting").set_function(lambda: engine.stats().waiting)
     QUEUE.labels("awaiting_media").set_function(lambda: engine.stats().awaiting_media)
@@ -133,7 +131,7 @@ def count_prompt(
     prunings: Sequence[Pruning],
     kept_counts: Sequence[int],
 ) -> None:
-    """Counts a prompt that was accepted; the last three are one for each media item."""
+    """Counts an accepted prompt. media, prunings, kept_counts: one for each media item."""
     PROMPT_TOKENS.labels("before").inc(prompt_tokens_full)
     PROMPT_TOKENS.labels("after").inc(prompt_tokens)
     for item, pruning, kept in zip(media, prunings, kept_counts, strict=True):
@@ -143,7 +141,7 @@ def count_prompt(
 
 
 def count_first_token(clock: StageClock, cached_tokens: int) -> None:
-    """Counts a request's first token, before which `cached_tokens` of its prompt had not to be computed."""
+    """Counts a request's first token. cached_tokens: of its prompt, found in the prefix cache."""
     FIRST_TOKEN_SECONDS.observe(clock.first_token_ns * _NS)
     for stage, duration_ns in clock.stages_ns().items():
         STAGE_SECONDS.labels(stage.name.lower()).observe(duration_ns * _NS)

@@ -1,6 +1,6 @@
-"""Whether a prompt and its answer fit, and if not, what would have.
+"""Checks that a prompt and its answer fit, and suggests a frame_sampling that would fit if they do not.
 
-It counts tokens from the plan's grids alone, before anything is decoded.
+Tokens are counted from the plan's grids, before any frame is decoded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from common.contract.errors import PromptTooLong
 from common.contract.plan import Grid, MediaPlan, PromptPlan
 from common.contract.retention import Pruning, retained_count
 
-# Videos are looked at in at least this many frames, unless the request says otherwise.
+# Preprocessing samples at least this many frames of a video, unless the request sets another minimum.
 MIN_FRAMES = 4
 
 
@@ -27,13 +27,13 @@ class PromptLimit:
     def room(
         self, plan: PromptPlan, prunings: Sequence[Pruning], kept_counts: Sequence[int], max_new_tokens: int | None
     ) -> int:
-        """How many tokens the answer may have at most, at least 1.
+        """The maximum number of tokens of the answer, at least 1.
 
-        prunings, kept_counts: one for each item. max_new_tokens: what the caller asked for, None if nothing.
-        Raises PromptTooLong if that does not fit, naming the frame_sampling that would.
+        prunings, kept_counts: one for each item. max_new_tokens: of the request; None if it sets none.
+        Raises PromptTooLong if prompt and answer do not fit, with a frame_sampling that would fit.
         """
         answer = max_new_tokens or 1
-        # What stands between the slices of a video comes and goes with them: it is the media's, not the caller's text.
+        # Text between the slices of a video (timestamps) scales with their number, so it is not the caller's text.
         between = sum(_between(item, item.grid.t) for item in plan.media)
         text = plan.tokens - between - sum(item.grid.tokens for item in plan.media)
         prompt = text + between + sum(kept_counts)
@@ -41,15 +41,15 @@ class PromptLimit:
             return self.tokens - prompt
         wanted = f"max_new_tokens of {answer}" if max_new_tokens else "an answer"
         raise PromptTooLong(
-            f"the prompt has {prompt} tokens after pruning, {text} of them text; with {wanted} that is more than the "
-            f"{self.tokens} tokens that this service takes{advice(plan.media, prunings, self.tokens - text - answer)}"
+            f"the prompt has {prompt} tokens after pruning, {text} of them text; with {wanted} it exceeds the limit of "
+            f"{self.tokens} tokens{advice(plan.media, prunings, self.tokens - text - answer)}"
         )
 
 
 def advice(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -> str:
-    """What would make the media fit into `room` tokens; empty if nothing would. Only what is decoded can shrink.
+    """A suffix for error messages: the frame_sampling that makes the media fit into `room` tokens; empty if none does.
 
-    The text between their slices counts as theirs.
+    Only decoded media can shrink. The text between their slices counts as theirs.
     """
     ways = []
     if pixels := _max_pixels(media, prunings, room):
@@ -61,21 +61,21 @@ def advice(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -
 
 
 def _tokens(item: MediaPlan, pruning: Pruning, slices: int, slice_tokens: int) -> int:
-    """What an item would take of the prompt after pruning, had it so many slices of so many tokens."""
+    """Prompt tokens of an item after pruning, if it had `slices` slices of `slice_tokens` tokens."""
     return retained_count(Grid(slices, 1, slice_tokens), pruning, item.modality) + _between(item, slices)
 
 
 def _between(item: MediaPlan, slices: int) -> int:
-    """Tokens of text between so many of an item's slices, at most: as many of its gaps, the longest ones.
+    """An upper bound on the text tokens between `slices` slices of an item: the sum of its longest `slices` gaps.
 
-    That is one gap to spare where they are fewer than now: their last may be shown later, at a time of a digit more.
+    That is one gap more than needed, as the last of fewer slices may have a timestamp with one more digit.
     """
     gaps = sorted((after.offset - before.end for before, after in pairwise(item.runs)), reverse=True)
     return sum(gaps[:slices])
 
 
 def _max_pixels(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -> int | None:
-    """The most pixels a frame with which all items fit together. Frames are rounded down to whole tokens."""
+    """The largest number of pixels per frame at which all items fit. Frames are rounded down to whole tokens."""
 
     def tokens(pixels: int) -> int:
         return sum(
@@ -83,7 +83,7 @@ def _max_pixels(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: i
             for item, how in zip(media, prunings, strict=True)
         )
 
-    # Below one token a frame nothing gets smaller.
+    # A frame never has less than one token.
     least = max((_token_px(item) for item in media), default=1)
     most = max((item.frame_height_px * item.frame_width_px for item in media), default=0)
     return _largest(least, most, lambda pixels: tokens(pixels) <= room)
@@ -96,12 +96,12 @@ def _slice_tokens(item: MediaPlan, pixels: int) -> int:
 
 
 def _token_px(item: MediaPlan) -> int:
-    """Pixels of a frame that become one token, rounded down; 0 where there are no frames."""
+    """Pixels of a frame per token, rounded down; 0 without frames."""
     return item.frame_height_px * item.frame_width_px // item.grid.slice_tokens
 
 
 def _fps(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -> float | None:
-    """The most frames a second, in hundredths, with which all items fit at the size that their frames have."""
+    """The largest frame rate, in steps of 0.01, at which all items fit at their present frame size."""
 
     def tokens(hundredths: int) -> int:
         return sum(
@@ -115,7 +115,7 @@ def _fps(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -> 
 
 
 def _slices(item: MediaPlan, hundredths: int) -> int:
-    """Temporal slices at so many hundredths of a frame a second."""
+    """Temporal slices of an item at `hundredths` / 100 frames per second."""
     if item.seconds_per_grid is None or item.brings_embeds:
         return item.grid.t
     frames = max(MIN_FRAMES, math.ceil(item.grid.t * item.seconds_per_grid * hundredths / 100))
@@ -127,7 +127,7 @@ def _frames_per_slice(item: MediaPlan) -> int:
 
 
 def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest number in [least, most] that fits, if those that fit are the smaller ones; None if none does."""
+    """Binary search: the largest number in [least, most] that fits, None if none does. `fits` must be monotonic."""
     if least > most or not fits(least):
         return None
     while least < most:

@@ -1,7 +1,7 @@
-"""GenerationService: a request's way from its arrival to the end of its answer.
+"""GenerationService: serves a request from its arrival to the end of its answers.
 
-It owns the order of a stream's messages, the request's clock and its limits. What the media hold, when the request
-runs and which tokens it gets is told by others: the media session, in this loop, and the engine, from its own thread.
+It owns the order of messages in a response stream, the request's clock and its limits. Media come from the media
+session, in this event loop; tokens come from the engine, in the engine's thread.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TypeAlias
 import grpc
 import structlog
 
-from common.channels import passed_on
 from common.contract.errors import InvalidRequest
 from common.security.credentials import NO_CREDENTIALS, Credentials
 from common.serving.interceptors import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
-from common.telemetry.request_stats import add_request_stats
+from common.serving.upstream import passed_on
+from common.telemetry.logs import add_request_stats
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
 from services.generation.engine.engine import Engine
@@ -53,10 +53,10 @@ Context: TypeAlias = grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Answers with one engine.
+    """Serves requests with one engine.
 
-    defaults: the checkpoint's. limit: of prompt and answer together. credentials: whose token is shown upstream.
-    adapters: those that requests may name.
+    defaults: of the checkpoint. limit: on prompt and answer together. credentials: sent upstream. adapters: those that
+    requests may name.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
         call = passed_on(context, self._credentials)
         async with self._media.open(request.prompt, request.pruning, clock, **call) as session:
-            del request  # its media may be large, and the session lets go of them once theirs have arrived
+            del request  # inline media may be large; the session drops them once all encoded media have arrived
             plan, prunings, kept_counts = session.plan, session.prunings, session.kept_counts
             room = self._limit.room(plan, prunings, kept_counts, wanted.max_new_tokens)
             usage = usage_message(plan, prunings, kept_counts)
@@ -99,7 +99,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             for index, each in enumerate(others, 1):
                 question.add_sibling(f"{request_id}#{index}", each, self._detokenizer(each), listener(index))
             answers = (question, *question.siblings)
-            # Submitted before its media is selected: the text before them is prefilled meanwhile.
+            # Submitted before its media are selected, so that the text before them is prefilled in the meantime.
             self._engine.submit(question)
             _note_repairs(usage, question)
             if not question.wanted_media:
@@ -113,38 +113,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     prompt_tokens=usage.prompt_tokens,
                 )
                 yield accepted_response(request_id, usage)
-                unfinished = len(answers)
-                told_ns: dict[int, int] = {}  # when each answer's last token came
-                while unfinished:
-                    at_ns, index, event = await events.get()
-                    match event:
-                        case Progress():
-                            yield progress_response(event)
-                        case PrefillStarted():
-                            clock.finish(Stage.WAIT_FOR_PREFILL, at_ns)
-                        case Tokens():
-                            if clock.token(at_ns):
-                                count_first_token(clock, question.cached_tokens)
-                                first_token_ms = clock.first_token_ns // 10**6
-                                add_request_stats(
-                                    cached_prompt_tokens=question.cached_tokens, first_token_ms=first_token_ms
-                                )
-                            if index in told_ns:
-                                count_next_token(at_ns - told_ns[index])
-                            told_ns[index] = at_ns
-                            GENERATED_TOKENS.inc(len(event.token_ids))
-                            add_request_stats(completion_tokens=len(event.token_ids))
-                            yield delta_response(event, index)
-                        case Finished():
-                            unfinished -= 1
-                            count_answer(event.reason)
-                            usage.completion_tokens = event.completion_tokens
-                            usage.cached_prompt_tokens = question.cached_tokens
-                            yield finished_response(event.reason, usage, clock, index)
-                        case Failed():
-                            raise event.error
-                        case Exception():
-                            raise event
+                responses = Responses(question, usage, clock)
+                while not responses.complete:
+                    if response := responses.next(*await events.get()):
+                        yield response
             except BaseException as error:
                 record_stages(clock, error)
                 raise
@@ -162,10 +134,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _fetch(
         self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
     ) -> None:
-        """Brings the media that the engine lacks; what goes wrong becomes an event."""
+        """Delivers the media that the cache lacks to the engine. Errors become events."""
         try:
             await self._deliver(session, clock, question, usage, events)
-            # A reader that is slow, or has stopped, must not keep room that the engine no longer needs.
+            # Release the bytes now: a slow client must not hold bytes that the engine no longer needs.
             await events.ended.wait()
             await session.give_room_back()
         except Exception as error:
@@ -174,20 +146,67 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _deliver(
         self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
     ) -> None:
-        """On its own, for what is left at the end names the last item, whose embeddings are large."""
-        async for arrival in session.receive(question.wanted_media, clock):
-            if isinstance(arrival, MediaItem):
-                usage.media[arrival.media_index].repaired_frames = arrival.repaired_frames
-                self._engine.deliver(question, arrival)
+        """A function of its own, so that no local variable keeps the last item's embeddings alive afterwards."""
+        async for received in session.receive(question.wanted_media, clock):
+            if isinstance(received, MediaItem):
+                usage.media[received.media_index].repaired_frames = received.repaired_frames
+                self._engine.deliver(question, received)
             else:
-                events.put(arrival)
+                events.put(received)
+
+
+class Responses:
+    """Turns the events of one request into responses, and counts them."""
+
+    def __init__(self, question: Request, usage: generation_pb2.Usage, clock: StageClock) -> None:
+        self._question = question
+        self._usage = usage
+        self._clock = clock
+        self._unfinished = 1 + len(question.siblings)
+        self._last_token_ns: dict[int, int] = {}  # by answer
+
+    @property
+    def complete(self) -> bool:
+        return not self._unfinished
+
+    def next(self, at_ns: int, index: int, event: Event | Progress | Exception) -> GenerateResponse | None:
+        """The response to an event of answer `index`, if it has one. Raises the error of Failed, and exceptions."""
+        match event:
+            case Progress():
+                return progress_response(event)
+            case PrefillStarted():
+                self._clock.finish(Stage.WAIT_FOR_PREFILL, at_ns)
+                return None
+            case Tokens():
+                self._count(event, at_ns, index)
+                return delta_response(event, index)
+            case Finished():
+                self._unfinished -= 1
+                count_answer(event.reason)
+                self._usage.completion_tokens = event.completion_tokens
+                self._usage.cached_prompt_tokens = self._question.cached_tokens
+                return finished_response(event.reason, self._usage, self._clock, index)
+            case Failed():
+                raise event.error
+            case Exception():
+                raise event
+
+    def _count(self, tokens: Tokens, at_ns: int, index: int) -> None:
+        if self._clock.token(at_ns):
+            cached_tokens = self._question.cached_tokens
+            count_first_token(self._clock, cached_tokens)
+            add_request_stats(cached_prompt_tokens=cached_tokens, first_token_ms=self._clock.first_token_ns // 10**6)
+        if index in self._last_token_ns:
+            count_next_token(at_ns - self._last_token_ns[index])
+        self._last_token_ns[index] = at_ns
+        GENERATED_TOKENS.inc(len(tokens.token_ids))
+        add_request_stats(completion_tokens=len(tokens.token_ids))
 
 
 class Events:
-    """What happens to the answers of one request, in order, each with the time at which it did and its answer's index.
+    """An unbounded queue of the events of one request: (time, index of the answer, event). Never blocks the engine.
 
-    It never makes the engine wait.
-    ended: set once the engine is done with all of them, whether or not anybody has read so far.
+    ended: set once the engine has finished all answers, even if their events are still unread.
     """
 
     def __init__(self, answers: int) -> None:
@@ -200,7 +219,7 @@ class Events:
         self._queue.put_nowait((monotonic_ns(), 0, event))
 
     def listener(self, index: int) -> Callable[[Event], None]:
-        """What takes an answer's events in the engine's thread. The time is the engine's, not a busy loop's."""
+        """The callback of one answer, called in the engine's thread, whose time is recorded."""
 
         def listen(event: Event) -> None:
             self._loop.call_soon_threadsafe(self._take, monotonic_ns(), index, event)
@@ -219,14 +238,14 @@ class Events:
 
 
 def _note_repairs(usage: generation_pb2.Usage, question: Request) -> None:
-    """Of media that the cache holds, which do not come again."""
-    for media, answer in zip(usage.media, question.encoded_media, strict=True):
-        if answer:
-            media.repaired_frames = answer.repaired_frames
+    """Copies repaired_frames of media found in the cache, as the encoder does not send them again."""
+    for media, encoded in zip(usage.media, question.encoded_media, strict=True):
+        if encoded:
+            media.repaired_frames = encoded.repaired_frames
 
 
 def _request_id(given: str) -> str:
-    """The caller's; without one, the call's own. Logs and upstream calls go by it from here on."""
+    """The request's id if it has one, else the call's. Logs and upstream calls carry it from here on."""
     if not given:
         return bound_request_id()
     if not is_request_id(given):

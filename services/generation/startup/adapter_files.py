@@ -1,10 +1,10 @@
-"""Adapters out of folders as PEFT writes them: config and weights, checked before anything is computed with them.
+"""Loads LoRA adapters from folders in PEFT's format and checks config and weights.
 
     layers.3.self_attn.q_proj   ◀─   base_model.model.model.language_model.layers.3.self_attn.q_proj.lora_A.weight
-    the text model's own name        whatever stood before it in the model that was trained
+    the text model's own name        any prefix of the model that was trained
 
-PEFT reads the files and says which layers a config means. Weights are safetensors alone: nothing is unpickled. Whatever
-would change an answer and is not computed here refuses to start, by adapter, field and value.
+PEFT parses the files and decides which layers a config targets. Weights must be safetensors: nothing is unpickled. A
+config field that would change the result and is not implemented here is refused, by adapter, field and value.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, Validation
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from common.contract.digest import tagged_digest
 from common.contract.errors import StartupError
+from common.contract.plan import tagged_digest
 from services.generation.model.adapters import AdaptedLinear, LowRank
 from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
@@ -39,20 +39,20 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _DOMAIN = b"framesieve adapter v1"
 _KEY = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
 _IN_TEXT = re.compile(r"(?P<before>(?:(?:model|language_model)\.)*)(?P<name>layers\.\d+\..+)")
-# What only says where an adapter comes from, or how it was trained. Of linear layers PEFT overrules fan_in_fan_out.
+# Fields that describe an adapter's origin or training. PEFT ignores fan_in_fan_out for linear layers.
 _WITHOUT_EFFECT = {
     *("peft_type", "peft_version", "auto_mapping", "task_type", "base_model_name_or_path", "revision"),
     *("inference_mode", "runtime_config", "lora_dropout", "fan_in_fan_out", "ensure_weight_tying", "qalora_group_size"),
     *("megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
-# Other ways to begin take something from the model's own weights, which are then no longer the checkpoint's.
-_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
+# Values of init_lora_weights that leave the base weights unchanged; the others would alter them.
+_PLAIN_INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
 
 log = structlog.get_logger()
 
 
 class _Computed(BaseModel):
-    """What those fields of LoraConfig must hold that are computed; it takes anything itself."""
+    """Types of the LoraConfig fields that are implemented here; LoraConfig itself accepts any value."""
 
     model_config = ConfigDict(strict=True, from_attributes=True)
 
@@ -68,9 +68,9 @@ class _Computed(BaseModel):
 
 
 def load_adapters(folders: Sequence[AdapterFolder], model: LanguageModel, group: Group | None = None) -> None:
-    """Adds adapters to a model that has none. Raises StartupError, by name, for one not to be computed as it says.
+    """Adds adapters to a model that has none. Raises StartupError, with the adapter's name, for an unsupported one.
 
-    group: of the ranks that compute the model, each of which loads them.
+    group: of the ranks of a sharded model, each of which loads all adapters.
     """
     if not folders:
         return
@@ -86,15 +86,15 @@ def load_adapters(folders: Sequence[AdapterFolder], model: LanguageModel, group:
         try:
             digest, additions = _read(folder, peft, layers, model, group)
         except re.error as error:
-            raise folder.refusal(f"{CONFIG_FILE}: {error.pattern!r} is no pattern: {error}") from error
-        except (OSError, RecursionError, OverflowError) as error:  # of JSON or patterns, where it is not of a file
+            raise folder.refusal(f"{CONFIG_FILE}: {error.pattern!r} is not a regular expression: {error}") from error
+        except (OSError, RecursionError, OverflowError) as error:  # the last two from parsing JSON or patterns
             raise folder.refusal(str(error)) from error
         adapter = Adapter(folder.name, digest)
         model.adapters.add(adapter, model.text, additions)
         digests.append(digest)
         ranks = sorted({addition.down.shape[0] for addition in additions.values()})
-        told = {"adapter": adapter.name, "digest": adapter.digest.hex()[:12], "path": str(folder.path)}
-        log.info("adapter loaded", **told, layers=len(additions), ranks=ranks)
+        facts = {"adapter": adapter.name, "digest": adapter.digest.hex()[:12], "path": str(folder.path)}
+        log.info("adapter loaded", **facts, layers=len(additions), ranks=ranks)
     if group and not group.agree(int.from_bytes(tagged_digest(_DOMAIN, digests)[:7])):
         raise StartupError("--adapters: the ranks have read different files")
 
@@ -102,7 +102,7 @@ def load_adapters(folders: Sequence[AdapterFolder], model: LanguageModel, group:
 def _read(
     folder: AdapterFolder, peft: Any, layers: Mapping[str, nn.Module], model: LanguageModel, group: Group | None
 ) -> tuple[bytes, dict[str, LowRank]]:
-    """An adapter's digest, and what it adds to layers, by their names in the text model."""
+    """An adapter's digest, and its additions by names of layers in the text model."""
     config = _read_config(folder, peft)
     weights, before = _by_layer(folder, _read_weights(folder, peft, model.device), layers)
     _check_targets(folder, config, weights, {name: before + name for name in layers})
@@ -114,42 +114,42 @@ def _read(
 
 
 def _read_config(folder: AdapterFolder, peft: Any) -> Any:
-    """PEFT's LoraConfig. Raises StartupError for what it cannot be, or asks for that is not computed here."""
+    """PEFT's LoraConfig. Raises StartupError for an invalid file and for fields that are not implemented here."""
     path = folder.path / CONFIG_FILE
     if not path.is_file():
-        raise folder.refusal(f"the folder holds no {CONFIG_FILE}")
+        raise folder.refusal(f"the folder has no {CONFIG_FILE}")
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        kind = said["peft_type"]
+        given = json.loads(path.read_text(encoding="utf-8"))
+        kind = given["peft_type"]
     except (ValueError, TypeError, KeyError) as error:
-        raise folder.refusal(f"{CONFIG_FILE} is no JSON object with a peft_type: {error}") from error
+        raise folder.refusal(f"{CONFIG_FILE} is not a JSON object with a peft_type: {error}") from error
     if kind != "LORA":
         raise folder.refusal(f"{CONFIG_FILE}: peft_type = {kind!r} is not supported, only 'LORA'")
     known = {field.name for field in fields(peft.LoraConfig)}
-    for name, value in said.items():
+    for name, value in given.items():
         if name not in known and value:
             raise folder.refusal(f"{CONFIG_FILE}: {name} = {value!r} is not known to PEFT {peft.__version__}")
     plain = peft.LoraConfig()
-    for name in known & said.keys() - _Computed.model_fields.keys() - _WITHOUT_EFFECT:
-        allowed = _BEGINNINGS if name == "init_lora_weights" else (getattr(plain, name), None, False, [], {})
-        if said[name] not in allowed:
-            raise folder.refusal(f"{CONFIG_FILE}: {name} = {said[name]!r} is not supported")
+    for name in known & given.keys() - _Computed.model_fields.keys() - _WITHOUT_EFFECT:
+        allowed = _PLAIN_INITIALISATIONS if name == "init_lora_weights" else (getattr(plain, name), None, False, [], {})
+        if given[name] not in allowed:
+            raise folder.refusal(f"{CONFIG_FILE}: {name} = {given[name]!r} is not supported")
     try:
-        config = peft.LoraConfig(**{name: said[name] for name in _Computed.model_fields.keys() & said.keys()})
+        config = peft.LoraConfig(**{name: given[name] for name in _Computed.model_fields.keys() & given.keys()})
         _Computed.model_validate(config)
     except ValidationError as error:
         wrong = error.errors()[0]
         name = wrong["loc"][0]
-        raise folder.refusal(f"{CONFIG_FILE}: {name} = {said[name]!r} is not supported: {wrong['msg']}") from error
+        raise folder.refusal(f"{CONFIG_FILE}: {name} = {given[name]!r} is not supported: {wrong['msg']}") from error
     except (ValueError, TypeError) as error:
         raise folder.refusal(f"{CONFIG_FILE}: {error}") from error
     return config
 
 
 def _read_weights(folder: AdapterFolder, peft: Any, device: torch.device) -> dict[str, Tensor]:
-    # PEFT would look for a pickle next, and then for both on the network.
+    # Without this file PEFT would look for a pickle, and then for both on the network.
     if not (folder.path / WEIGHTS_FILE).is_file():
-        raise folder.refusal(f"the folder holds no {WEIGHTS_FILE}, and no other format is read")
+        raise folder.refusal(f"the folder has no {WEIGHTS_FILE}; other formats are not supported")
     try:
         weights: dict[str, Tensor] = peft.load_peft_weights(str(folder.path), device=str(device))
     except (SafetensorError, OSError) as error:
@@ -160,43 +160,46 @@ def _read_weights(folder: AdapterFolder, peft: Any, device: torch.device) -> dic
 def _by_layer(
     folder: AdapterFolder, weights: Mapping[str, Tensor], layers: Mapping[str, nn.Module]
 ) -> tuple[dict[str, dict[str, Tensor]], str]:
-    """By layer of the text model its sides A and B, and what stands before the layers' names in the file."""
+    """Matrices A and B by layer of the text model, and the prefix of the layers' names in the file."""
     found: dict[str, dict[str, Tensor]] = {}
     before: set[str] = set()
     for key, tensor in weights.items():
-        said = _KEY.fullmatch(key)
-        place = said and _IN_TEXT.fullmatch(said["layer"])
-        if not (said and place and place["name"] in layers):
+        match = _KEY.fullmatch(key)
+        place = match and _IN_TEXT.fullmatch(match["layer"])
+        if not (match and place and place["name"] in layers):
             raise folder.refusal(
-                f"{WEIGHTS_FILE} holds {key}; only linear layers of the language model's blocks can be adapted, and "
-                f"neither experts, embeddings, the output layer nor the vision tower"
+                f"{WEIGHTS_FILE} holds {key}; only linear layers of the language model's blocks can be adapted, not "
+                f"experts, embeddings, the output layer or the vision tower"
             )
         before.add(place["before"])
-        found.setdefault(place["name"], {})[said["side"]] = tensor
+        found.setdefault(place["name"], {})[match["side"]] = tensor
     if len(before) != 1:
-        raise folder.refusal(f"{WEIGHTS_FILE} must hold weights for layers of one model, it has {sorted(before)}")
+        raise folder.refusal(
+            f"{WEIGHTS_FILE} must hold weights for layers of one model, got the prefixes {sorted(before)}"
+        )
     for name, sides in found.items():
         if len(sides) < 2:
-            raise folder.refusal(f"{WEIGHTS_FILE} holds lora_{min(sides)} of {name} and lacks its counterpart")
+            raise folder.refusal(f"{WEIGHTS_FILE} holds lora_{min(sides)} of {name} but not its counterpart")
     return found, before.pop()
 
 
 def _check_targets(
     folder: AdapterFolder, config: Any, weights: Mapping[str, object], trained_names: Mapping[str, str]
 ) -> None:
-    """Raises StartupError unless the layers that have weights are those that the config means.
+    """Raises StartupError unless exactly the layers that the config targets have weights.
 
-    trained_names: of each layer of the text model, its name in the model that was trained.
+    trained_names: for each layer of the text model, its name in the model that was trained.
     """
     if not config.target_modules:
-        raise folder.refusal(f"{CONFIG_FILE}: target_modules = {config.target_modules!r} names no layer")
+        raise folder.refusal(f"{CONFIG_FILE}: target_modules = {config.target_modules!r} is empty")
     targets = importlib.import_module("peft.tuners.tuners_utils")
-    meant = {name for name, trained in trained_names.items() if targets.check_target_module_exists(config, trained)}
-    for which, names in (("lacks weights of", meant - weights.keys()), ("holds weights of", weights.keys() - meant)):
+    targeted = {name for name, trained in trained_names.items() if targets.check_target_module_exists(config, trained)}
+    missing, surplus = targeted - weights.keys(), weights.keys() - targeted
+    for which, names in (("lacks weights of", missing), ("holds weights of", surplus)):
         if names:
             raise folder.refusal(
-                f"{WEIGHTS_FILE} {which} {min(names)}, which target_modules = {_told(config.target_modules)} "
-                f"{'means' if names <= meant else 'does not mean'}"
+                f"{WEIGHTS_FILE} {which} {min(names)}, which target_modules = {_shown(config.target_modules)} "
+                f"{'targets' if names <= targeted else 'does not target'}"
             )
 
 
@@ -216,7 +219,7 @@ def _addition(
     for side, shape in expected.items():
         if sides[side].shape != shape:
             raise folder.refusal(
-                f"{trained_name}.lora_{side} must be {list(shape)} by {CONFIG_FILE} and this model, it is "
+                f"{trained_name}.lora_{side} must have shape {list(shape)} by {CONFIG_FILE} and the model, got "
                 f"{list(sides[side].shape)}"
             )
     scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
@@ -227,7 +230,7 @@ def _addition(
 
 
 def _of_rank(addition: LowRank, layer: Any, group: Group | None) -> LowRank:
-    """What of it belongs to a rank that has some of a layer's columns, some of its rows, or all."""
+    """The part of an addition for a rank that has some columns of the layer, some of its rows, or all."""
     if group is None:
         return addition
     rows, columns = layer.weight.shape
@@ -245,5 +248,5 @@ def _file_digest(path: Path) -> bytes:
         return hashlib.file_digest(file, "sha256").digest()
 
 
-def _told(targets: str | set[str]) -> str:
+def _shown(targets: str | set[str]) -> str:
     return repr(targets if isinstance(targets, str) else sorted(targets))

@@ -1,4 +1,4 @@
-"""A runner as settings ask for it: every rank makes its own, in the same way and the same order."""
+"""Builds the runner from the settings. Every rank does so, in the same order, as some steps are collective."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from services.generation.startup.cache_size import CudaMemory, Memory, Sizes, me
 
 BLOCK_TOKENS = 16
 CPU_CACHE_TOKENS = 32768
-# Up to how many tokens the largest step is measured where nobody limits prompts: without a kernel that reads blocks in
-# their places, it takes more for every token before it, and longer prompts may fail for want of memory.
+# Context length at which the largest step is measured if --max-model-len is unset. Without a kernel that reads paged
+# blocks, a step needs more memory for a longer context, so longer prompts may run out of memory.
 UNLIMITED_CONTEXT_TOKENS = 32768
 
 log = structlog.get_logger()
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """blocks: of the cache; limit_tokens: of one prompt and its answer."""
+    """blocks: size of the KV cache; limit_tokens: maximum length of a prompt with its answer."""
 
     runner: Runner
     blocks: int
@@ -43,10 +43,13 @@ def build(
     group: Group | None = None,
     workers: Workers | None = None,
 ) -> Built:
-    """group: of this rank; workers: on rank 0, the others. Raises StartupError for what cannot be as settings say."""
+    """Loads model and adapters, sizes the KV cache and captures decode steps.
+
+    group: this rank's; workers: on rank 0, the other ranks. Raises StartupError if the settings cannot be met.
+    """
     device = device_of(settings, group.rank if group else 0)
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # kernels and quantizers that are tried below may ask which one is current
+        torch.cuda.set_device(device)  # some kernels and quantizers use the current device
     model = load_language_model(checkpoint, _dtype(settings, checkpoint), device, group)
     load_adapters(settings.adapters, model, group)
     blocks = -(-_cache_tokens(settings, model, group) // BLOCK_TOKENS)
@@ -54,13 +57,13 @@ def build(
     runner = Runner(model, blocks, BLOCK_TOKENS, workers)
     if model.device.type == "cuda":
         captured = _capture(runner, settings, limit_tokens)
-        if group and not group.least(int(captured)):  # all replay a step, or none does
+        if group and not group.least(int(captured)):  # all ranks replay a step, or none does
             runner.decode_eagerly()
     return Built(runner, blocks, limit_tokens)
 
 
 def device_of(settings: GenerationSettings, rank: int = 0) -> torch.device:
-    """A rank's device: that of the settings, or on CUDA so many further. Raises StartupError if it cannot be used."""
+    """The device of a rank; rank N uses the Nth CUDA device from --device on. Raises StartupError if unusable."""
     name = ("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device
     try:
         device = torch.device(name)
@@ -68,18 +71,18 @@ def device_of(settings: GenerationSettings, rank: int = 0) -> torch.device:
             first, found = device.index or 0, torch.cuda.device_count()
             if first + settings.tensor_parallel > found:
                 raise StartupError(
-                    f"--tensor-parallel {settings.tensor_parallel} wants as many CUDA devices from cuda:{first} on, "
-                    f"there are {found} in all"
+                    f"--tensor-parallel {settings.tensor_parallel} needs as many CUDA devices from cuda:{first} on, "
+                    f"this machine has {found}"
                 )
             device = torch.device("cuda", first + rank)
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         raise StartupError(f"--device {name} cannot be used: {error}") from error
     return device
 
 
 def _cache_tokens(settings: GenerationSettings, model: LanguageModel, group: Group | None) -> int:
-    """As many as the settings say, or fit. Raises StartupError if no prompt fits."""
+    """Size of the KV cache: the setting, else what fits. Raises StartupError if no prompt fits."""
     if settings.kv_cache_tokens is not None:
         return settings.kv_cache_tokens
     if model.device.type != "cuda":
@@ -94,10 +97,10 @@ def fitting_tokens(
     memory: Memory,
     capture: Callable[[Runner, GenerationSettings, int], object],
 ) -> int:
-    """How many tokens' keys and values fit on every rank's device, in whole blocks.
+    """The number of tokens, in whole blocks, whose keys and values fit on the device of every rank.
 
-    capture: has a runner's decode steps captured, of up to so many tokens.
-    Raises StartupError, with figures, if not even one prompt's do.
+    capture: captures a runner's decode steps for sequences of up to the given number of tokens.
+    Raises StartupError, with the measured sizes, if not even one prompt fits.
     """
     longest = min(model.context_tokens, settings.max_model_len or model.context_tokens)
     context = min(longest, settings.max_model_len or UNLIMITED_CONTEXT_TOKENS)
@@ -131,10 +134,10 @@ def fitting_tokens(
     )
     least = settings.max_model_len or min(rows, longest)
     if tokens < least:
-        told = ", ".join(f"{name} {value / 2**30:.2f}" for name, value in asdict(needs).items())
+        sizes_gib = ", ".join(f"{name} {value / 2**30:.2f}" for name, value in asdict(needs).items())
         raise StartupError(
             f"{max(0, tokens)} tokens of KV cache fit in {settings.gpu_memory_fraction:g} of a device "
-            f"(--gpu-memory-fraction), a prompt needs {least}; in GiB: {told}; a token takes {token_bytes} bytes"
+            f"(--gpu-memory-fraction), a prompt needs {least}; in GiB: {sizes_gib}; a token takes {token_bytes} bytes"
         )
     return tokens
 
@@ -149,8 +152,8 @@ def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_toke
         return most
     if settings.max_model_len > most:
         raise StartupError(
-            f"--max-model-len {settings.max_model_len} is more than the model's context of "
-            f"{model.context_tokens} tokens or the cache's {cache_tokens} (--kv-cache-tokens)"
+            f"--max-model-len {settings.max_model_len} exceeds the model's context length of "
+            f"{model.context_tokens} tokens or the KV cache of {cache_tokens} (--kv-cache-tokens)"
         )
     return settings.max_model_len
 
@@ -161,5 +164,5 @@ def _dtype(settings: GenerationSettings, checkpoint: Checkpoint) -> torch.dtype:
     name = (own or "float32") if settings.dtype == "auto" else settings.dtype
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise StartupError(f"config.json: dtype must name a floating-point type, got {name!r}")
+        raise StartupError(f"config.json: dtype must be a floating-point dtype, got {name!r}")
     return dtype

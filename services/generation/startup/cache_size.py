@@ -1,10 +1,10 @@
-"""How many tokens the KV cache holds: what a device has left when everything else has all that it ever needs.
+"""Sizes the KV cache: the memory that a device has left after everything else has its maximum.
 
     total   [ others | weights and the largest step | graphs | media | KV cache                | · · · · ]
             └────────────────────────── fraction · total ────────────────────────────────────┘
 
-The largest step is run, and what it takes is measured: of prompts, and of answers, whose contexts a cache may have to
-gather. It knows neither settings nor how memory is counted.
+The memory of the largest step is measured by running it: once a prefill, once a decode step, whose contexts the cache
+may have to gather. This module is independent of settings and, through `Memory`, of CUDA.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from services.generation.model.runner import Runner
 from services.generation.request.batch import Context, Packed, slots_of
 from services.generation.sampling.sampler import SamplingParams, SamplingState, sample
 
-# Whatever a request may ask of the sampler at once.
+# Everything that a request may ask of the sampler at the same time.
 _SAMPLING = SamplingParams(
     1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.1, repetition_penalty=1.1, logprobs=True, top_logprobs=5
 )
 
 
 class Memory(Protocol):
-    """Of one device, in bytes."""
+    """Memory counters of one device, in bytes."""
 
     def settle(self) -> None:
-        """Gives back what this process has reserved and does not use, and forgets the most that it ever used."""
+        """Returns this process' unused reserved memory to the device and resets the peak counter."""
 
     def most_used(self) -> int:
-        """The most that this process used at a time since it settled."""
+        """Peak memory used by this process since `settle`."""
 
     def reserved(self) -> int:
-        """What this process has reserved, used or not."""
+        """Memory reserved by this process, used or not."""
 
     def free_and_total(self) -> tuple[int, int]: ...
 
 
 class CudaMemory:
-    """What `Memory` says, of a CUDA device."""
+    """Implements `Memory` for a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,9 +70,9 @@ class CudaMemory:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The most of everything that a step may have.
+    """The maxima of a step.
 
-    rows: tokens; sampled: of these, those whose logits are wanted; requests: that run; context: tokens of one sequence.
+    rows: tokens; sampled: rows whose logits are computed; requests: running sequences; context: tokens of one sequence.
     """
 
     rows: int
@@ -83,10 +83,10 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a device holds besides the cache, in bytes.
+    """Memory of a device that the KV cache cannot have, in bytes.
 
-    others: other processes', and what CUDA takes for itself. step: this process's at its largest step, weights
-    included. graphs: beside that, for replayed decode steps. media: embeddings that requests wait with.
+    others: of other processes and of CUDA itself. step: of this process during its largest step, weights included.
+    graphs: of captured decode steps, in addition. media: embeddings of waiting requests (--media-buffer-bytes).
     """
 
     total: int
@@ -96,9 +96,9 @@ class Needs:
     media: int
 
     def cache_tokens(self, fraction: float, token_bytes: int, block_tokens: int) -> int:
-        """Tokens of whole blocks that fit in so large a part of the device; below 1 if none do.
+        """Tokens, in whole blocks, that fit if the process may use `fraction` of the device; below 1 if none fit.
 
-        token_bytes: of one token's keys and values, in all layers. Besides, the cache has a block for padding.
+        token_bytes: of one token's keys and values, in all layers. One block more is allocated for padding.
         """
         budget = int(Fraction(str(fraction)) * self.total)
         room = budget - self.others - self.step - self.graphs - self.media
@@ -113,9 +113,9 @@ def measure(
     memory: Memory,
     capture: Callable[[Runner], object],
 ) -> Needs:
-    """Runs the largest step with a cache that holds no more than its rows, then captures.
+    """Measures the largest step, with a cache that holds only its rows, and then the captured graphs.
 
-    capture: has a runner's decode steps captured. Raises torch.OutOfMemoryError if even that does not fit.
+    capture: captures a runner's decode steps. Raises torch.OutOfMemoryError if the step does not fit.
     """
     memory.settle()
     blocks = -(-sizes.rows // block_tokens)
@@ -136,9 +136,9 @@ def measure(
 
 
 def _largest_step(runner: Runner, blocks: int, block_tokens: int, sizes: Sizes) -> None:
-    """The last rows of the longest sequence, nearly all of them media, as many of them sampled from as may be.
+    """The last chunk of the longest sequence, all rows media, with the maximum number of sampled rows.
 
-    The blocks before them are theirs again and again: what is read there matters to nobody.
+    The block table of the context before it repeats the chunk's own blocks; the values read there do not matter.
     """
     model, rows = runner.model, sizes.rows
     start = max(0, sizes.context // block_tokens * block_tokens - blocks * block_tokens)
@@ -159,9 +159,9 @@ def _largest_step(runner: Runner, blocks: int, block_tokens: int, sizes: Sizes) 
 
 
 def _largest_decode_step(runner: Runner, blocks: int, block_tokens: int, sizes: Sizes) -> None:
-    """One token of each request that may run, whose sequences are as long as are gathered at once.
+    """One token of every running sequence, with contexts as long as the cache gathers at once.
 
-    They stand in the same blocks again and again, as above.
+    All block tables repeat the same blocks, as above.
     """
     rows = min(sizes.requests, sizes.rows)
     end = max(1, min(sizes.context, MOST_GATHERED_TOKENS // rows))

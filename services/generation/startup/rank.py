@@ -1,6 +1,6 @@
-"""Every rank but the first: computes what rank 0 computes, step by step, until it is told nothing more.
+"""Worker process of tensor parallelism: executes the steps that rank 0 sends until rank 0 closes the connection.
 
-`python -m services.generation.startup.rank DESCRIPTOR`, started by the service alone.
+`python -m services.generation.startup.rank DESCRIPTOR`, started by the service only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from common.process import ExitStatus
 from common.ranks import Orders
 from common.telemetry.logs import configure_logging
 from services.generation.model.runner import Runner
-from services.generation.parallel.group import Group
-from services.generation.parallel.steps import from_bytes
+from services.generation.parallel.group import Group, from_bytes
 from services.generation.settings import GenerationSettings
 from services.generation.startup.build import build, device_of
 
@@ -38,24 +37,24 @@ def main() -> None:
         if settings.threads:
             torch.set_num_threads(settings.threads)
         group = Group(rank, orders.facts["ranks"], Path(orders.facts["meeting"]), device_of(settings, rank))
-        follow(orders, build(settings, Checkpoint(settings.model), group).runner, group)
+        run_steps(orders, build(settings, Checkpoint(settings.model), group).runner, group)
     except StartupError as error:
         log.error("cannot start", error=str(error))
         sys.exit(ExitStatus.CANNOT_START)
     os._exit(ExitStatus.FINISHED)  # see Group.leave
 
 
-def follow(orders: Orders, runner: Runner, group: Group) -> None:
-    """Computes steps until rank 0 hangs up, or tells an empty one."""
+def run_steps(orders: Orders, runner: Runner, group: Group) -> None:
+    """Executes steps until rank 0 closes the connection or sends an empty message."""
     model = runner.model
-    while told := orders.receive():
-        packed = from_bytes(told)
+    while data := orders.receive():
+        packed = from_bytes(data)
         features = None
         if media := packed.media_rows.size:
             shape = (1 + model.embed_levels, media, model.hidden_size)
             features = group.from_first(torch.empty(shape, dtype=model.dtype, device=model.device))
         runner.compute(packed, features)
-        if model.device.type == "cuda":  # the next replay writes over rows that may still have to be copied
+        if model.device.type == "cuda":  # the next replay overwrites pinned rows that may still be being copied
             torch.cuda.current_stream().synchronize()
 
 

@@ -10,11 +10,10 @@ from fractions import Fraction
 from typing import Any
 
 from common.contract.errors import InvalidRequest, MediaRejected
-from common.contract.limits import check_inline_bytes, check_prompt
 from common.contract.plan import Grid, Modality, PromptPlan
+from common.contract.requests import check_inline_bytes, check_prompt
 from common.contract.tensors import DType, pieces
-from common.contract.wire import fill_chunk, plan_messages, tensor_digest
-from common.telemetry.ages import ago_s
+from common.contract.wire import ago_s, fill_chunk, plan_messages, tensor_digest
 from framesieve.v1 import preprocessing_pb2, prompt_pb2
 from services.preprocessing.fetch.urls import decode_data_uri
 from services.preprocessing.planner import Conversation, MediaRequest, MediaUrl

@@ -15,9 +15,9 @@ from typing import TypeAlias
 import grpc
 
 from common.contract.errors import InvalidRequest
-from common.contract.selection import selections
+from common.contract.requests import selections
+from common.telemetry.logs import add_request_stats
 from common.telemetry.metrics import STAGE_BUSY_SECONDS, busy
-from common.telemetry.request_stats import add_request_stats
 from common.telemetry.tracing import span
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse

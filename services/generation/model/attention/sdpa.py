@@ -1,19 +1,19 @@
-"""Attention by torch's own SDPA, on any device, over a cache whose contexts are read in place or gathered.
+"""Attention by torch's SDPA, on any device, over a paged cache whose contexts are read in place or gathered.
 
-    packed rows:  [s][s][s][   A   ][ B ]     singles first
-    A, B:         one call each, causal from the row's own place in its sequence
-    s, on a CPU:  where contexts are long, the longest run of neighbouring blocks is read in place, one call each; what
-                  is left of all contexts is gathered into one rectangle, and the two are merged by their log-sums of
-                  exponentials
-    s, otherwise: whole contexts in the rectangle
+    packed rows:  [s][s][s][   A   ][ B ]     single-token windows first
+    A, B:         one call each, causal from the row's position in its sequence
+    s, on a CPU:  if contexts are long, the longest run of adjacent blocks of each is read in place, by one call each;
+                  the rest of all contexts is gathered into one padded tensor; the two results are merged by their
+                  log-sum-exp
+    s, otherwise: whole contexts are gathered into the padded tensor
 
       blocks of s:  [ 7  8  9 10 11 ][ 40 ][ 43 ]
                      in place         gathered, padded to the longest
 
-A rectangle that would be too large is several, each of contexts of like length.
+If the padded tensor would be too large it is split into several, each for contexts of similar length.
 
-Padding repeats the first slot of the row's own sequence, so that nothing of another request, not even a NaN,
-comes near it. It knows neither requests nor the scheduler.
+Padding repeats the first slot of the row's own sequence: a NaN in another request's slots would survive the mask. This
+module knows neither requests nor the scheduler.
 Source: merging parts of one softmax, FlashAttention, arXiv 2205.14135.
 """
 
@@ -29,27 +29,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.generation.model.attention.sizes import CacheSizes
+from services.generation.model.attention.cache import CacheSizes
 from services.generation.request.batch import Context, Int64Array, Packed, slots_of
 from services.generation.to_device import to_device
 
-# Below this many tokens a row, copying all contexts for one call is cheaper than a call each.
+# Below this many tokens per row, gathering all contexts for one call is cheaper than one call for each.
 IN_PLACE_TOKENS = 512
 
-# Of keys and of values, at most so many tokens a layer are gathered into one rectangle, unless one context is longer.
+# Maximum number of tokens gathered into one padded tensor of keys, and of values, unless a single context is longer.
 MOST_GATHERED_TOKENS = 65536
 
-# Where torch says that no kernel takes both a mask and kv heads that query heads share: it would go by the formula,
-# with all scores in memory. Repeating the kv heads takes far less.
+# Devices where torch has no fused kernel for a mask together with grouped KV heads. Its fallback materialises all
+# scores; repeating the KV heads takes far less memory.
 REPEATING_DEVICES = ("cuda",)
 
-# Where contexts stand in the cache: a slice where one sequence's blocks are neighbours (read in place), else int64
+# The slots of contexts: a slice if the blocks of one sequence are adjacent (read in place), else int64
 # [sequences, context].
 Slots: TypeAlias = slice | Tensor
 
 
 class SdpaCache:
-    """Keys and values of every layer: [kv_heads, slots, head_dim] each, a block being neighbouring slots."""
+    """Keys and values of every layer: [kv_heads, slots, head_dim] each; a block is `block_tokens` adjacent slots."""
 
     gathers = True
 
@@ -60,7 +60,7 @@ class SdpaCache:
         self.values = list(like.new_zeros(shape).unbind())
 
     def batch(self, packed: Packed) -> SdpaBatch:
-        """What `PagedCache.batch` says."""
+        """Implements `PagedCache.batch`."""
         like = self.keys[0]
         views: list[WindowView] = []
         at = packed.num_decodes
@@ -72,29 +72,29 @@ class SdpaCache:
             views.append(WindowView(at, at + each.tokens, _slots(self, each), mask))
             at += each.tokens
         new_slots = to_device(packed.slots, like.device)
-        return SdpaBatch(self, new_slots, tuple(_singles(self, packed.contexts[: packed.num_decodes])), tuple(views))
+        return SdpaBatch(self, new_slots, tuple(_decodes(self, packed.contexts[: packed.num_decodes])), tuple(views))
 
     def decode_batch(self, table: Tensor, lengths: Tensor) -> SdpaBatch:
-        """What `PagedCache.decode_batch` says."""
+        """Implements `PagedCache.decode_batch`."""
         block_tokens = self.sizes.block_tokens
         within = torch.arange(block_tokens, device=table.device)
         slots = (table.long()[:, :, None] * block_tokens + within).flatten(1)  # [R, W · block_tokens]
         seen = torch.arange(slots.shape[1], device=table.device) < lengths[:, None]
         new_slots = slots.gather(1, lengths.long()[:, None] - 1)[:, 0]
-        singles = Singles(
+        decodes = Decodes(
             rows=slice(0, len(slots)),
             runs=(),
             slots=slots.where(seen, slots[:, :1]),
             mask=_additive(seen, self.keys[0])[:, None, None],
         )
-        return SdpaBatch(self, new_slots, (singles,), ())
+        return SdpaBatch(self, new_slots, (decodes,), ())
 
 
 @dataclass(frozen=True, slots=True)
 class WindowView:
-    """Rows [first_row, end_row) of the packed batch, which see the sequence that `slots` hold.
+    """One multi-token window: rows [first_row, end_row) of the packed batch and the slots of their sequence.
 
-    mask: [1, 1, rows, context], added to the scores; None where the window starts its sequence.
+    mask: [1, 1, rows, context], added to the scores; None if the window starts its sequence.
     """
 
     first_row: int
@@ -104,12 +104,12 @@ class WindowView:
 
 
 @dataclass(frozen=True, slots=True)
-class Singles:
-    """Rows of the packed batch that are windows of a single token, all or some of them.
+class Decodes:
+    """Some or all of the packed rows that are single-token windows.
 
-    rows: which, or int64 [count].
-    runs: what each reads in place; none where everything is gathered.
-    slots: int64 [count, longest], the rest of their contexts, padded; None where there is no rest.
+    rows: their indices, as a slice or int64 [count].
+    runs: the slots that each reads in place; empty if everything is gathered.
+    slots: int64 [count, longest], the rest of their contexts, padded; None if nothing is left.
     mask: [count, 1, 1, longest], added to the scores.
     """
 
@@ -121,27 +121,24 @@ class Singles:
 
 @dataclass(frozen=True, slots=True)
 class SdpaBatch:
-    """What attention must know of one packed forward.
-
-    new_slots: int64 [T], where the keys and values of the packed rows go.
-    """
+    """Implements `Batch`. new_slots: int64 [T], where the keys and values of the packed rows are written."""
 
     cache: SdpaCache
     new_slots: Tensor
-    singles: tuple[Singles, ...]
+    decodes: tuple[Decodes, ...]
     windows: tuple[WindowView, ...]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """What `Batch.attend` says."""
+        """Implements `Batch.attend`."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys.index_copy_(1, self.new_slots, key)
         values.index_copy_(1, self.new_slots, value)
         (heads, rows, head_dim), kv_heads = query.shape, key.shape[0]
         out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
-        for singles in self.singles:
-            # The query heads that share a kv head become its query rows, so nothing is repeated.
-            grouped = query[:, singles.rows].transpose(0, 1).unflatten(1, (kv_heads, -1))
-            out[singles.rows] = _attend_singles(singles, grouped, keys, values, scaling).flatten(1, 2)
+        for decodes in self.decodes:
+            # The query heads that share a KV head become query rows of that head, so no keys are repeated.
+            grouped = query[:, decodes.rows].transpose(0, 1).unflatten(1, (kv_heads, -1))
+            out[decodes.rows] = _attend_decodes(decodes, grouped, keys, values, scaling).flatten(1, 2)
         for view in self.windows:
             own_keys, own_values, shared = _read(keys, view.slots), _read(values, view.slots), heads // kv_heads
             if view.mask is not None and query.device.type in REPEATING_DEVICES:
@@ -160,20 +157,20 @@ class SdpaBatch:
         return out
 
 
-def _attend_singles(singles: Singles, rows: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """rows: [S, kv_heads, query heads of each, head_dim], and so is what it returns."""
+def _attend_decodes(decodes: Decodes, rows: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """rows: [S, kv_heads, query heads per KV head, head_dim]; returns the same shape."""
     parts: list[tuple[Tensor, Tensor]] = []
-    if singles.runs:
+    if decodes.runs:
         found = [
             _attend(row[None], _read(keys, run), _read(values, run), None, scaling)
-            for row, run in zip(rows, singles.runs, strict=True)
+            for row, run in zip(rows, decodes.runs, strict=True)
         ]
         parts.append((torch.cat([attended for attended, _ in found]), torch.cat([log_sum for _, log_sum in found])))
-    if singles.slots is not None:
-        read = _read(keys, singles.slots), _read(values, singles.slots)
+    if decodes.slots is not None:
+        read = _read(keys, decodes.slots), _read(values, decodes.slots)
         if not parts:
-            return F.scaled_dot_product_attention(rows, *read, attn_mask=singles.mask, scale=scaling)
-        parts.append(_attend(rows, *read, singles.mask, scaling))
+            return F.scaled_dot_product_attention(rows, *read, attn_mask=decodes.mask, scale=scaling)
+        parts.append(_attend(rows, *read, decodes.mask, scaling))
     if len(parts) == 1:
         return parts[0][0]
     (in_place, log_sum), (gathered, gathered_log_sum) = parts
@@ -182,7 +179,7 @@ def _attend_singles(singles: Singles, rows: Tensor, keys: Tensor, values: Tensor
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-    """What SDPA does on a CPU, and the logarithm of each row's sum of exponentials: float32 [.., rows]."""
+    """SDPA on a CPU. Also returns the log-sum-exp of each row's scores, float32 [.., rows]."""
     attended, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, attn_mask=mask, scale=scaling
     )
@@ -190,15 +187,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
 
 
 def _read(layer: Tensor, slots: Slots) -> Tensor:
-    """What of a layer's keys or values `slots` hold: [sequences, kv_heads, context, head_dim]."""
+    """Reads slots of a layer's keys or values: [sequences, kv_heads, context, head_dim]."""
     if isinstance(slots, slice):
         return layer[None, :, slots]
-    # Five times as fast as indexing by a tensor.
+    # index_select is five times as fast as indexing by a tensor.
     rows: Tensor = layer.index_select(1, slots.view(-1))
     return rows.view(-1, *slots.shape, layer.shape[2]).transpose(0, 1)
 
 
-def _singles(cache: SdpaCache, contexts: Sequence[Context]) -> Iterator[Singles]:
+def _decodes(cache: SdpaCache, contexts: Sequence[Context]) -> Iterator[Decodes]:
     if not contexts:
         return
     like = cache.keys[0]
@@ -218,7 +215,7 @@ def _singles(cache: SdpaCache, contexts: Sequence[Context]) -> Iterator[Singles]
             table[seen] = np.concatenate([rests[row] for row in rows])
             slots = to_device(table, like.device)
             mask = _additive(to_device(seen, like.device), like)[:, None, None]
-        yield Singles(
+        yield Decodes(
             slice(0, len(rows)) if len(rows) == len(contexts) else to_device(rows, like.device),
             tuple(read[row] for row in rows) if in_place else (),
             slots,
@@ -227,7 +224,7 @@ def _singles(cache: SdpaCache, contexts: Sequence[Context]) -> Iterator[Singles]
 
 
 def _of_like_size(sizes: Int64Array) -> Iterator[Int64Array]:
-    """Indices of all sizes, in parts that are no larger than may be once each is padded to its longest."""
+    """Splits the indices of `sizes` into groups that fit MOST_GATHERED_TOKENS when padded to their largest member."""
     if sizes.size * sizes.max() <= MOST_GATHERED_TOKENS:
         yield np.arange(sizes.size)
         return
@@ -239,7 +236,7 @@ def _of_like_size(sizes: Int64Array) -> Iterator[Int64Array]:
 
 
 def _longest_run(context: Context, block_tokens: int) -> slice:
-    """The tokens of a sequence that stand in the most neighbouring blocks."""
+    """The longest range of a sequence's tokens whose blocks are adjacent."""
     blocks = np.array(context.blocks)
     borders = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), blocks.size]
     first, last = max(pairwise(borders), key=lambda run: run[1] - run[0])
@@ -247,19 +244,19 @@ def _longest_run(context: Context, block_tokens: int) -> slice:
 
 
 def _slots_around(context: Context, run: slice, block_tokens: int) -> Int64Array:
-    """Where the tokens of a sequence stand that come before `run` and after it."""
+    """The slots of a sequence's tokens before and after `run`."""
     before = slots_of(context.blocks, 0, run.start, block_tokens)
     return np.concatenate([before, slots_of(context.blocks, run.stop, context.end, block_tokens)])
 
 
 def _in_cache(context: Context, run: slice, block_tokens: int) -> slice:
-    """The slots of a run of tokens that stand in neighbouring blocks."""
+    """The slots of a run of tokens whose blocks are adjacent."""
     first = context.blocks[run.start // block_tokens] * block_tokens
     return slice(first, first + run.stop - run.start)
 
 
 def _slots(cache: SdpaCache, context: Context) -> Slots:
-    """The slots of a sequence from its first token to its last."""
+    """The slots of all tokens of a sequence, in order."""
     blocks = context.blocks
     first = blocks[0]
     if blocks == list(range(first, first + len(blocks))):
@@ -269,9 +266,9 @@ def _slots(cache: SdpaCache, context: Context) -> Slots:
 
 
 def _additive(seen: Tensor, like: Tensor) -> Tensor:
-    """0 where `seen`, elsewhere what leaves nothing: made once a step, where SDPA would convert a boolean mask a layer.
+    """An additive mask: 0 where `seen`, else the dtype's minimum. SDPA would convert a boolean mask in every layer.
 
-    Not −inf: a row that sees nothing has a finite sum of exponentials then, and no share beside what is read in place.
+    The minimum and not −inf: the log-sum-exp of a fully masked row stays finite, so its weight in the merge is 0.
     """
     return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(
         ~seen, torch.finfo(like.dtype).min

@@ -1,11 +1,11 @@
-"""Attention by torch's variable-length flash kernel, which reads the blocks of a paged cache in their places.
+"""Attention by torch's variable-length flash kernel, which reads the blocks of a paged cache directly.
 
-    packed rows:  [s][s][s][   A   ][ B ]        one call a layer for all
-    ends:         [0, 1, 2, 3, 3+A, 3+A+B]       where each sequence's rows end
-    table:        the blocks of each sequence; lengths: tokens of each; rows are the last of these
+    packed rows:  [s][s][s][   A   ][ B ]        one call per layer for all
+    ends:         [0, 1, 2, 3, 3+A, 3+A+B]       cumulative row counts of the sequences
+    table:        the blocks of each sequence; lengths: the tokens of each, of which the rows are the last
 
-torch has the call since 2.12, and its own kernel refuses blocks: one of those that are installed beside it
-(FlashAttention 3 on Hopper, 4 on Blackwell) must be activated. So what there is, is tried once at the start.
+The function exists since torch 2.12, but torch's built-in kernel rejects block tables: FlashAttention 3 (Hopper) or 4
+(Blackwell) must be installed and activated. Each is therefore tried once at startup.
 Source: `torch.nn.attention.varlen`.
 """
 
@@ -22,19 +22,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.generation.model.attention.sizes import CacheSizes
+from services.generation.model.attention.cache import CacheSizes
 from services.generation.request.batch import Packed
 from services.generation.to_device import to_device
 
 IMPLEMENTATIONS = ("FA3", "FA4")
-# What two kernels may differ by on numbers of about one, in bfloat16.
+# Maximum difference between two correct kernels on values of magnitude 1 in bfloat16.
 TOLERANCE = 2e-2
 
 log = structlog.get_logger()
 
 
 class Attend(Protocol):
-    """`torch.nn.attention.varlen.varlen_attn`, as far as it is used."""
+    """The arguments of `torch.nn.attention.varlen.varlen_attn` that are used here."""
 
     def __call__(
         self,
@@ -52,7 +52,7 @@ class Attend(Protocol):
         seqused_k: Tensor,
         block_table: Tensor,
     ) -> Tensor:
-        """query, and what it returns: [T, heads, head_dim]; key, value: [blocks, block_tokens, kv_heads, head_dim]."""
+        """query and result: [T, heads, head_dim]; key, value: [blocks, block_tokens, kv_heads, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class VarlenCache:
         self.values = list(like.new_zeros(shape).unbind())
 
     def batch(self, packed: Packed) -> VarlenBatch:
-        """What `PagedCache.batch` says."""
+        """Implements `PagedCache.batch`."""
         contexts = packed.contexts
         table = np.zeros((len(contexts), max(len(each.blocks) for each in contexts)), np.int32)
         for row, each in zip(table, contexts, strict=True):
@@ -89,7 +89,7 @@ class VarlenCache:
         return VarlenBatch(self, new_slots, ends_there, lengths_there, table_there, most_rows, int(lengths.max()))
 
     def decode_batch(self, table: Tensor, lengths: Tensor) -> VarlenBatch:
-        """What `PagedCache.decode_batch` says."""
+        """Implements `PagedCache.decode_batch`."""
         block_tokens = self.sizes.block_tokens
         last = lengths.long() - 1
         new_slots = table.gather(1, (last // block_tokens)[:, None])[:, 0] * block_tokens + last % block_tokens
@@ -99,10 +99,10 @@ class VarlenCache:
 
 @dataclass(frozen=True, slots=True)
 class VarlenBatch:
-    """What attention must know of one packed forward of S sequences.
+    """Implements `Batch` for S sequences.
 
-    new_slots: int64 [T]; ends: int32 [S + 1]; lengths: int32 [S]; table: int32 [S, W]; most_rows, most_tokens: no
-    sequence has more.
+    new_slots: int64 [T]; ends: int32 [S + 1]; lengths: int32 [S]; table: int32 [S, W]; most_rows, most_tokens: maxima
+    over the sequences.
     """
 
     cache: VarlenCache
@@ -114,7 +114,7 @@ class VarlenBatch:
     most_tokens: int
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """What `Batch.attend` says."""
+        """Implements `Batch.attend`."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys.flatten(0, 1).index_copy_(0, self.new_slots, key.transpose(0, 1))
         values.flatten(0, 1).index_copy_(0, self.new_slots, value.transpose(0, 1))
@@ -127,7 +127,7 @@ class VarlenBatch:
             self.most_rows,
             self.most_tokens,
             scale=scaling,
-            window_size=(-1, 0),  # causal, from each sequence's end
+            window_size=(-1, 0),  # causal, aligned to the end of each sequence
             enable_gqa=query.shape[0] != key.shape[0],
             seqused_k=self.lengths,
             block_table=self.table,
@@ -135,7 +135,7 @@ class VarlenBatch:
 
 
 def find_kernel(sizes: CacheSizes, like: Tensor) -> Kernel | None:
-    """A kernel that reads blocks in their places, right on this device for this model; None where there is none."""
+    """A kernel that reads paged blocks and passes `check_kernel` on this device for this model; None if none does."""
     if like.device.type != "cuda" or like.dtype not in (torch.bfloat16, torch.float16):
         return None
     attention: Any = importlib.import_module("torch.nn.attention")
@@ -149,7 +149,7 @@ def find_kernel(sizes: CacheSizes, like: Tensor) -> Kernel | None:
         try:
             attention.activate_flash_attention_impl(name)
             check_kernel(varlen.varlen_attn, sizes, like)
-        except Exception as error:  # torch imports what others made, which may be broken in any way
+        except Exception as error:  # torch imports third-party packages here, which may fail in any way
             log.info("no paged attention", implementation=name, error=str(error))
             attention.restore_flash_attention_impl(_raise_warn=False)
             continue
@@ -158,9 +158,9 @@ def find_kernel(sizes: CacheSizes, like: Tensor) -> Kernel | None:
 
 
 def check_kernel(attend: Attend, sizes: CacheSizes, like: Tensor) -> None:
-    """Has a kernel attend to three blocks out of order, with NaN in what it must not read.
+    """Compares a kernel with SDPA on three blocks out of order, with NaN in all slots that it must not read.
 
-    Raises what the kernel raises, and AssertionError if it is wrong.
+    Raises the kernel's exceptions, and AssertionError for a wrong result.
     """
     heads, kv_heads, head_dim, block_tokens = sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.block_tokens
     draw = torch.Generator(like.device).manual_seed(0)
@@ -192,4 +192,4 @@ def check_kernel(attend: Attend, sizes: CacheSizes, like: Tensor) -> None:
         query.transpose(0, 1)[None].float(), key, value, seen, scale=scaling, enable_gqa=heads != kv_heads
     )
     difference = float((found.float() - expected[0].transpose(0, 1)).abs().max())
-    assert difference < TOLERANCE, f"wrong by {difference}"
+    assert difference < TOLERANCE, f"the result differs by {difference}"

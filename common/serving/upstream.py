@@ -1,0 +1,54 @@
+"""Calls of a service to the services upstream: what each call carries on, and how lost calls are retried.
+
+Until a call's first response gRPC retries it by itself (`common.channels`). `Retries` covers calls that are lost later,
+with the same attempts, waits and budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import grpc
+import structlog
+from prometheus_client import Counter
+
+from common.channels import ATTEMPTS, BACKOFF_S, REQUEST_ID_KEY
+from common.contract.errors import Unavailable
+from common.security.credentials import NO_CREDENTIALS, Credentials
+from common.telemetry.tracing import passed_on_trace
+
+# The retry budget is counted in successes: a retry costs ten, and the budget holds at most 200 retries.
+COST = 10
+BURST = 200 * COST
+
+RETRIES = Counter("framesieve_upstream_retries_total", "Calls that were lost halfway and tried again", ["stage"])
+
+
+def passed_on(context: grpc.aio.ServicerContext[Any, Any], credentials: Credentials = NO_CREDENTIALS) -> dict[str, Any]:
+    """Keyword arguments of an upstream call: the caller's remaining time, its request id and trace, our own token."""
+    request_id = structlog.contextvars.get_contextvars().get("request_id", "")
+    metadata = ((REQUEST_ID_KEY, request_id), *passed_on_trace(), *credentials.metadata)
+    return {"timeout": context.time_remaining(), "metadata": metadata}
+
+
+class Retries:
+    """The retry budget of all calls to one service: a burst, then one retry per ten successes. For one event loop."""
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self._budget = BURST
+        RETRIES.labels(stage)
+
+    def succeeded(self) -> None:
+        """Call it for each call that delivered everything."""
+        self._budget = min(BURST, self._budget + 1)
+
+    async def wait(self, attempt: int, lost: Unavailable) -> None:
+        """Waits before attempt 2 or 3. Raises `lost` after the last attempt or where the budget is used up."""
+        if attempt > ATTEMPTS or self._budget < COST:
+            raise lost
+        self._budget -= COST
+        RETRIES.labels(self._stage).inc()
+        await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 2) * random.uniform(0.8, 1.2))  # noqa: S311  (no secret)

@@ -1,0 +1,60 @@
+"""The interface of a paged KV cache. `sdpa` and `varlen` implement it; memory layout and reads are up to them.
+
+Source: PagedAttention, arXiv 2309.06180.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from services.generation.request.batch import Packed
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """blocks: those that requests may hold. Every cache has one more, for rows that pad a batch."""
+
+    layers: int
+    blocks: int
+    block_tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def padding_block(self) -> int:
+        return self.blocks
+
+
+class Batch(Protocol):
+    """The metadata that attention needs for one packed forward of T rows, made once for all layers."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Writes the new keys and values, then attends every row to its own sequence, up to itself.
+
+        query: [heads, T, head_dim]; key, value: [kv_heads, T, head_dim]. Returns [T, heads, head_dim].
+        """
+
+
+class PagedCache(Protocol):
+    """Keys and values of every layer."""
+
+    sizes: CacheSizes
+
+    def batch(self, packed: Packed) -> Batch:
+        """For the windows of a step."""
+
+    def decode_batch(self, table: Tensor, lengths: Tensor) -> Batch:
+        """For one new token of each of R sequences, whose slot is that of the sequence's last token.
+
+        table: int32 [R, W], the block table; entries past a sequence's last block may be any block of the cache.
+        lengths: int32 [R], tokens of each sequence, the new one included, at most W · block_tokens.
+        Both are on the device and never read by the host, so that a graph can capture what this does.
+        """
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the cost of a decode batch depends on the width of its table instead of the sequences' lengths."""

@@ -1,0 +1,77 @@
+"""Prints every setting of the three services as Markdown: `python -m services.settings > docs/settings.md`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from common.serving.settings import ServiceSettings, UpstreamSettings, flag_of, old_names_of, variable_of
+from services.encoder.settings import EncoderSettings
+from services.generation.settings import GenerationSettings
+from services.preprocessing.settings import PreprocessingSettings
+
+_ROOT = Path(__file__).parents[1]
+_INTRODUCTION = """# Settings
+
+Every setting of a service is a flag and an environment variable; the flag takes precedence. `framesieve serve` passes
+its environment on to the three services, but for FRAMESIEVE_DRAIN_S. This page is the output of
+`python -m services.settings`."""
+_SERVICES: Mapping[str, type[ServiceSettings]] = {
+    "Preprocessing": PreprocessingSettings,
+    "Encoder": EncoderSettings,
+    "Generation": GenerationSettings,
+}
+
+
+def page() -> str:
+    """The settings that all services share, then those that the encoder and generation share, then each service's."""
+    shared, upstream = ServiceSettings.model_fields, UpstreamSettings.model_fields
+    # A service defines its address and port anew: its defaults are its own.
+    own_defaults = {"listen", "metrics_port"}
+    parts = [_INTRODUCTION]
+    parts += _table("All services", {name: field for name, field in shared.items() if name not in own_defaults})
+    parts += _table("Encoder and generation", {name: upstream[name] for name in upstream if name not in shared})
+    for title, settings in _SERVICES.items():
+        inherited = (
+            shared.keys() | (upstream.keys() if issubclass(settings, UpstreamSettings) else set())
+        ) - own_defaults
+        own = {name: field for name, field in settings.model_fields.items() if name not in inherited}
+        parts += _table(f"{title}: `python -m services.{title.lower()}`", own)
+    return "\n".join(parts) + "\n"
+
+
+def _table(title: str, fields: Mapping[str, FieldInfo]) -> Iterator[str]:
+    yield f"\n## {title}\n"
+    yield "| flag | variable | default | description |"
+    yield "|---|---|---|---|"
+    for name, field in fields.items():
+        description = (field.description or "").replace("|", "\\|")
+        for old in old_names_of(name, field):
+            description += f"; formerly `{flag_of(old)}`, `{variable_of(old)}`"
+        yield f"| `{flag_of(name)}` | `{variable_of(name)}` | {_default(field)} | {description} |"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default_factory is not None:
+        return "see description"
+    default: Any = field.default
+    match default:
+        case None | () | "":
+            return "unset"
+        case Path():
+            return f"`{default.relative_to(_ROOT) if default.is_relative_to(_ROOT) else default}`"
+        case bool():
+            return "on" if default else "off"
+        case int() if default >= 2**20 and default & (default - 1) == 0:
+            return f"`{default}` (2^{default.bit_length() - 1})"
+        case tuple():
+            return f"`{','.join(map(str, default))}`"
+    return f"`{default}`"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
