@@ -169,12 +169,12 @@ def test_the_kv_cache_fills_the_given_fraction_of_the_memory(tiny_checkpoint: Pa
 def leading() -> Iterator[WorkerRanks]:
     if torch.cuda.device_count() < 2:
         pytest.skip("only one CUDA device on this machine")
-    leading = Leading(2, ("cuda",), CUDA, parallel_rank.MODULE)
+    leading = WorkerRanks(2, ("cuda",), CUDA, parallel_rank.MODULE)
     yield leading
     leading.close()
 
 
-def test_the_law_holds_on_two_cards(models: Models, family: str, leading: Leading) -> None:
+def test_the_law_holds_on_two_cards(models: Models, family: str, leading: WorkerRanks) -> None:
     leading.ranks.tell(str(models.folder).encode())
     half = load_language_model(Checkpoint(models.folder), torch.float32, CUDA, leading.group)
     engine, asking = TinyEngine(half, workers=leading, max_num_batched_tokens=16), questions(family)

@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from common.channels import ERROR_DOMAIN, error_from_status, open_channel, status_details, upstream_errors
+from common.channels import error_from_status, open_channel, upstream_errors
 from common.contract import errors
 from common.contract.plan import Grid, Modality
 from common.contract.retention import Pruning
+from common.serving.status import ERROR_DOMAIN, status_details
 from demo.checkpoint import TINY
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
