@@ -1,4 +1,4 @@
-"""The rules of `deploy/prometheus`, and promtool's tests of them, as they stand in their files."""
+"""The rules of `deploy/prometheus` and promtool's tests of them, parsed from their files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).parents[1] / "deploy" / "prometheus"
-TOPICS = ("availability", "latency", "saturation", "processes")  # what may wait stands last
+TOPICS = ("availability", "latency", "saturation", "processes")  # in order of urgency
 
 
 def _read(kind: str, topic: str) -> Any:

@@ -46,7 +46,7 @@ class Credentials:
             self._check_private(address)
             return None
         if "," in address:
-            raise StartupError(f"with TLS, name replicas by one host name, not by a list of addresses, got {address}")
+            raise StartupError(f"with TLS, replicas are the addresses of one name, not a list, got {address}")
         key, chain = (self.pair.key, self.pair.chain) if self.pair else (None, None)
         return grpc.ssl_channel_credentials(self.authorities, key, chain)
 

@@ -24,11 +24,12 @@ from google.protobuf.message import DecodeError
 
 from common.channels import REQUEST_ID_KEY
 from common.contract.errors import FramesieveError, InvalidRequest, PeerContract, Unauthenticated, Unavailable
+from common.security.credentials import NO_CREDENTIALS, Credentials
 from common.security.quotas import ClientQuotas
 from common.serving.status import DETAILS_KEY, status_details, status_message
 from common.telemetry.logs import RequestStats, add_request_stats, begin_request_stats
 from common.telemetry.metrics import MESSAGE_BYTES, REFUSALS, REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
-from common.telemetry.tracing import RequestSpan
+from common.telemetry.tracing import RequestSpan, passed_on_trace
 
 OUR_METHODS = "/framesieve."
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -290,3 +291,10 @@ def _request_id(metadata: Mapping[str, str | bytes]) -> str:
     """The caller's request id if it is valid, else a new one."""
     given = metadata.get(REQUEST_ID_KEY, "")
     return given if isinstance(given, str) and is_request_id(given) else uuid.uuid4().hex
+
+
+def passed_on(context: grpc.aio.ServicerContext[Any, Any], credentials: Credentials = NO_CREDENTIALS) -> dict[str, Any]:
+    """Keyword arguments of an upstream call: the caller's remaining time, its request id and trace, our own token."""
+    request_id = structlog.contextvars.get_contextvars().get("request_id", "")
+    metadata = ((REQUEST_ID_KEY, request_id), *passed_on_trace(), *credentials.metadata)
+    return {"timeout": context.time_remaining(), "metadata": metadata}

@@ -134,7 +134,7 @@ def processes() -> list[Panel]:
     return [
         lines(
             "Memory",
-            "Resident memory of each service's main process without its workers. Watched by FramesieveMemoryGrows.",
+            "Resident memory of each service's main process, without workers. Watched by FramesieveMemoryGrows.",
             "bytes",
             {"{{job}} {{instance}}": of("process_resident_memory_bytes", JOBS)},
         ),

@@ -97,7 +97,7 @@ def encoder() -> list[Panel]:
         ),
         lines(
             "Room in use",
-            "Fraction of --output-buffer-bytes reserved for items being encoded, and for embeddings being sent.",
+            "Fraction of --output-buffer-bytes that is reserved, for items being encoded and embeddings being sent.",
             "percentunit",
             {"{{instance}} {{room}}": share(of(f"{prefix}_room_used_bytes"), of(f"{prefix}_room_bytes"))},
         ),

@@ -64,7 +64,7 @@ class Conversation:
         return {item.name: item.location.url for item in self.media if isinstance(item.location, MediaUrl)}
 
     @property
-    def quick(self) -> bool:
+    def is_quick(self) -> bool:
         """Whether planning takes at most a second and waits for no worker and no lock: no media, no large text."""
         text = sum(len(part) for turn in self.turns for part in turn.parts if not isinstance(part, Modality))
         return not self.media and text <= LARGE_TEXT_CHARS
@@ -121,7 +121,7 @@ class Planner:
         self._media_root = media_root
         self._media_max_bytes = media_max_bytes
 
-    def plan(self, conversation: Conversation, read: Readers = Readers()) -> PlannedPrompt:
+    def plan(self, conversation: Conversation, readers: Readers = Readers()) -> PlannedPrompt:
         """Opens the media and lays the prompt out. The caller closes the result's files.
 
         Takes ownership of the conversation's fetched sources, and closes them if it raises.
@@ -132,21 +132,21 @@ class Planner:
             for request in conversation.media:
                 if isinstance(request.location, Source):
                     files.callback(request.location.close)
-            items = [self._open(request, files, read) for request in conversation.media]
-            plan = self._lay_out(conversation.turns, items, read.check_cancelled)
+            items = [self._open(request, files, readers) for request in conversation.media]
+            plan = self._lay_out(conversation.turns, items, readers.check_cancelled)
             media = tuple(item.planned for item in items)
             return PlannedPrompt(plan, media, files.pop_all(), time.perf_counter() - start)
 
-    def _open(self, request: MediaRequest, files: ExitStack, read: Readers) -> _Item:
-        read.check_cancelled()
+    def _open(self, request: MediaRequest, files: ExitStack, readers: Readers) -> _Item:
+        readers.check_cancelled()
         if isinstance(request.location, Embeds):
             return self._embeds(request.location)
         self._check_max_pixels(request)
-        source = self._source(request, files, read.check_cancelled)
+        source = self._source(request, files, readers.check_cancelled)
         make = (
-            partial(self._image, source, read.picture(source), request)
+            partial(self._image, source, readers.picture(source), request)
             if request.modality is Modality.IMAGE
-            else partial(self._video, source, read.packets(source), request)
+            else partial(self._video, source, readers.packets(source), request)
         )
         try:
             return make()

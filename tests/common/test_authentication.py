@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 from common.channels import open_channel, upstream_errors
 from common.contract.errors import PeerContract, StartupError, Unauthenticated
 from common.security.credentials import Credentials
-from common.serving.upstream import passed_on
+from common.serving.interceptors import passed_on
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.encoding import encode
 from framesieve.client.prompt import Video

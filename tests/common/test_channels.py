@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,8 +17,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from common.channels import ATTEMPTS, open_channel, upstream_errors
-from common.contract.errors import StartupError, Unavailable
+from common.channels import ATTEMPTS, error_from_status, open_channel, upstream_errors
+from common.contract.errors import FramesieveError, InvalidRequest, Overloaded, StartupError, Unavailable
 from common.process import free_port
 from common.serving.probe import NO_CREDENTIALS, is_serving
 from framesieve.v1 import encoder_pb2_grpc
@@ -240,3 +241,16 @@ async def test_a_replica_that_starts_later_is_found(sockets: tuple[str, str]) ->
             await ask_both(channel, one, other)
         for _ in range(CALLS):
             await ask(channel)
+
+
+@pytest.mark.parametrize("missing", ["google.rpc", "grpc_status"])
+def test_without_the_packages_of_details_the_code_decides(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)  # type: ignore[arg-type]  # its import fails
+    empty = grpc.aio.Metadata()
+    for code, expected in (
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
+        (grpc.StatusCode.UNAVAILABLE, Unavailable),
+        (grpc.StatusCode.INTERNAL, FramesieveError),
+    ):
+        assert type(error_from_status(grpc.aio.AioRpcError(code, empty, empty, "why"), "encoder")) is expected

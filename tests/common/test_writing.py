@@ -18,7 +18,7 @@ from common.channels import end_writing, open_channel, upstream_errors, write_to
 from common.contract.errors import Overloaded
 from common.contract.plan import PromptPlan
 from common.contract.wire import plan_messages
-from framesieve.client.encoding import EVERYTHING, answers
+from framesieve.client.encoding import SELECT_ALL, responses
 from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
@@ -60,7 +60,7 @@ async def user_asks(channel: grpc.aio.Channel, text: str) -> None:
     prompt = EncodeRequest(prompt=EncodePrompt(prompt=saying(text, prompt_message(PLAN)), pruning=PRUNING))
     call = encoder_pb2_grpc.EncoderServiceStub(channel).Encode(timeout=TIMEOUT_S)
     with upstream_errors("encoder"):
-        _ = [each async for each in answers(call, prompt, EncodeRequest(select=EVERYTHING))]
+        _ = [each async for each in responses(call, prompt, EncodeRequest(select=SELECT_ALL))]
 
 
 def saying(text: str, prompt: prompt_pb2.Prompt) -> prompt_pb2.Prompt:
@@ -130,7 +130,7 @@ async def test_without_the_private_name_of_grpc_the_public_write_is_used() -> No
                 raise grpc.aio.InternalError("the call has ended")
             self.written.append(request)
 
-    call, request = Call(), EncodeRequest(select=EVERYTHING)
+    call, request = Call(), EncodeRequest(select=SELECT_ALL)
     await write_to(call, request)
     await write_to(call, request)
     assert call.written == [request]

@@ -1,4 +1,4 @@
-"""The demo's checkpoint folders load as any Qwen2.5-VL checkpoint does; its prompts are the chat template's."""
+"""The demo's checkpoint folders load in transformers, and its training forward agrees with the model's."""
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ def test_a_written_checkpoint_loads_without_a_missing_key(tmp_path: Path, shape:
         assert torch.equal(one, other), name
 
 
-def test_a_seed_gives_the_same_weights_and_another_gives_others(folder: Path, tmp_path: Path) -> None:
+def test_weights_are_determined_by_the_seed(folder: Path, tmp_path: Path) -> None:
     weights = (folder / "model.safetensors").read_bytes()
     assert (write_checkpoint(tmp_path, TINY, seed=3) / "model.safetensors").read_bytes() == weights
     assert (write_checkpoint(tmp_path, TINY, seed=4) / "model.safetensors").read_bytes() != weights
 
 
-def test_generation_is_greedy_and_ends_at_both_ends(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_generation_is_greedy_and_ends_at_both_end_tokens(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     config = json.loads((folder / "generation_config.json").read_text())
     assert config["do_sample"] is False
     assert config["eos_token_id"] == tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
 
 
 @pytest.mark.parametrize("text", ["What moves?", "naïve 日本 it's 42\n\n  x", "🙂 \t", ""])
-def test_the_tokenizer_gives_back_what_it_took(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def test_the_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_training_prompts_are_the_chat_templates(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_training_prompts_equal_the_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
     writer = PromptWriter(tokenizer)
     branch = writer.branch("What moves?", "the red circle")
     ids = [*writer.before("Be brief."), *tokenizer("<|video_pad|><|vision_end|>")["input_ids"], *branch.ids]
@@ -84,7 +84,7 @@ def test_training_prompts_are_the_chat_templates(tokenizer: PreTrainedTokenizerF
     assert tokenizer.decode(ids[: len(ids) - len(branch.ids) + branch.answer_at]) == asked
 
 
-def test_the_fast_tower_is_the_tower(folder: Path) -> None:
+def test_uniform_windows_do_not_change_the_towers_output(folder: Path) -> None:
     clips = torch.randint(0, 256, (2, 6, 3, 112, 112), dtype=torch.uint8)
     slow = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     expected = embed(slow, clips)
@@ -94,7 +94,7 @@ def test_the_fast_tower_is_the_tower(folder: Path) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_every_branch_answers_as_if_it_were_asked_alone(
+def test_a_branch_has_the_logits_that_it_has_alone(
     model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, rate: float
 ) -> None:
     writer = PromptWriter(tokenizer)
@@ -112,7 +112,7 @@ def test_every_branch_answers_as_if_it_were_asked_alone(
 
 
 @torch.no_grad()
-def test_one_branch_is_a_plain_forward_at_the_formulas_positions(
+def test_one_branch_equals_a_plain_forward(
     model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     writer = PromptWriter(tokenizer)

@@ -1,4 +1,4 @@
-"""What the soak calls a fault."""
+"""What the soak test counts as a fault."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_request_that_neither_ends_nor_fails_is_lost() -> None:
     assert ledger.lost == 1
 
 
-def test_the_same_question_has_the_same_answer_every_time() -> None:
+def test_different_answers_to_the_same_question_are_a_fault() -> None:
     ledger = Ledger()
     ledger.answered(GOOD, "a square")
     ledger.answered(GOOD, "a square")
@@ -53,16 +53,14 @@ def test_the_same_question_has_the_same_answer_every_time() -> None:
         (BAD, FramesieveError("a bug"), set()),
     ],
 )
-def test_a_failure_is_a_fault_unless_it_was_to_be_expected(
-    question: Question, error: Exception, fine_while: set[str]
-) -> None:
+def test_an_error_is_a_fault_unless_it_is_expected(question: Question, error: Exception, fine_while: set[str]) -> None:
     for state in ("", "gone", "impatient"):
         ledger = Ledger()
         ledger.failed(question, error, gone=state == "gone", impatient=state == "impatient")
         assert (not ledger.faults) == (state in fine_while), state
 
 
-def test_what_is_wrong_must_be_refused_unless_it_may_pass() -> None:
+def test_an_answer_to_an_invalid_question_is_a_fault_unless_it_may_pass() -> None:
     ledger = Ledger()
     ledger.answered(DAMAGED, "a square")
     assert not ledger.faults
@@ -70,5 +68,5 @@ def test_what_is_wrong_must_be_refused_unless_it_may_pass() -> None:
     assert len(ledger.faults) == 1
 
 
-def test_memory_grows_by_what_its_last_third_has_more_than_the_middle_one() -> None:
+def test_growth_is_the_ratio_of_the_last_third_to_the_middle_third() -> None:
     assert growth([1, 900, 5, 100, 100, 101, 120, 121, 121]) == pytest.approx(1.21)

@@ -1,7 +1,6 @@
-"""What `kubectl kustomize` makes of a folder, for the part of kustomize that `deploy/kubernetes` uses.
+"""Renders a kustomization as `kubectl kustomize` does, for the features that `deploy/kubernetes` uses.
 
-Anything else of it is refused, so that nothing passes by being overlooked. Where there is a kubectl,
-`test_kubernetes.py` holds this to what that makes of the same folder.
+Other features raise, so that nothing is silently ignored. `test_kubernetes.py` compares it with kubectl, if installed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ Manifest = dict[str, Any]
 
 _KNOWN = {"apiVersion", "kind", "namespace", "labels", "resources", "components", "patches"}
 _WITHOUT_NAMESPACE = {"Namespace"}
-# Lists whose entries a patch finds by this key; every other list is replaced whole.
+# Lists that patches merge by this key; all other lists are replaced.
 _MERGE_KEYS = {"containers": "name", "env": "name", "volumes": "name", "volumeMounts": "mountPath"}
 
 
@@ -59,7 +58,7 @@ def _patched(manifests: list[Manifest], patch: Manifest) -> list[Manifest]:
 
 
 def _merged(value: Any, patch: Any, key: str = "") -> Any:
-    """A strategic merge. key: under which both stand."""
+    """A strategic merge patch. key: the field that holds both values."""
     if isinstance(value, dict) and isinstance(patch, dict):
         return {**value, **{name: _merged(value.get(name), each, name) for name, each in patch.items()}}
     if isinstance(value, list) and isinstance(patch, list) and key in _MERGE_KEYS:

@@ -1,4 +1,4 @@
-"""The rules of `deploy/prometheus`: promtool's tests of each, and a section of the runbook for each alert."""
+"""The rules of `deploy/prometheus`: promtool's tests, the alerts' annotations, and their sections in the runbook."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
 import yaml
 
 from common.serving.settings import ServiceSettings
@@ -28,26 +27,19 @@ SETTINGS: Mapping[str, type[ServiceSettings]] = {
 }
 
 
-# --- what promtool says ---------------------------------------------------------------------------------------------
-
-
 def run(promtool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([promtool, *arguments], capture_output=True, text=True, timeout=60)
 
 
-def test_the_configuration_and_its_rules_are_well_formed(promtool: str) -> None:
+def test_the_configuration_is_valid_and_the_rules_pass_their_tests(promtool: str) -> None:
     checked = run(promtool, "check", "config", "--lint-fatal", str(FOLDER / "prometheus.yml"))
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert f"{len(TOPICS)} rule files found" in checked.stdout
-
-
-@pytest.mark.parametrize("topic", TOPICS)
-def test_rules_do_what_their_tests_say(promtool: str, topic: str) -> None:
-    tested = run(promtool, "test", "rules", str(FOLDER / "tests" / f"{topic}.yml"))
+    tested = run(promtool, "test", "rules", *(str(FOLDER / "tests" / f"{topic}.yml") for topic in TOPICS))
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
-def test_a_rule_that_is_changed_fails_its_tests(promtool: str, tmp_path: Path) -> None:
+def test_a_changed_rule_fails_its_tests(promtool: str, tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
     rules = tmp_path / "rules" / "latency.yml"
     rules.write_text(rules.read_text().replace("p99_5m > 10", "p99_5m > 20"))
@@ -56,38 +48,24 @@ def test_a_rule_that_is_changed_fails_its_tests(promtool: str, tmp_path: Path) -
     assert "FramesieveFirstTokenSlow" in tested.stdout + tested.stderr
 
 
-# --- what is tested -------------------------------------------------------------------------------------------------
+def test_each_alert_is_tested_to_fire_and_not_to_fire_and_each_record_to_have_a_value() -> None:
+    outcomes = {
+        (case["alertname"], bool(case["exp_alerts"])) for test in TESTS for case in test.get("alert_rule_test", ())
+    }
+    assert outcomes == {(alert, fires) for alert in ALERTS for fires in (True, False)}
+    cases = [case for test in TESTS for case in test.get("promql_expr_test", ()) if case["exp_samples"]]
+    records = {rule["record"] for rule in RECORDS}
+    assert {each for each in records if not any(re.search(rf"{each}\b", case["expr"]) for case in cases)} == set()
 
 
-@pytest.mark.parametrize("alert", ALERTS)
-def test_each_alert_is_seen_to_fire_and_not_to(alert: str) -> None:
-    expected = [
-        bool(case["exp_alerts"])
-        for test in TESTS
-        for case in test.get("alert_rule_test", ())
-        if case["alertname"] == alert
-    ]
-    assert set(expected) == {True, False}
+def test_each_alert_has_a_severity_and_names_its_section_of_the_runbook() -> None:
+    for alert, rule in ALERTS.items():
+        assert rule["labels"] in ({"severity": "critical"}, {"severity": "warning"}), alert
+        assert rule["annotations"].keys() == {"summary", "description", "runbook"}, alert
+        assert rule["annotations"]["runbook"] == f"docs/runbook.md, section {alert}"
 
 
-@pytest.mark.parametrize("record", sorted({rule["record"] for rule in RECORDS}))
-def test_each_record_is_seen_to_have_a_value(record: str) -> None:
-    cases = [case for test in TESTS for case in test.get("promql_expr_test", ())]
-    assert [case for case in cases if re.search(rf"{record}\b", case["expr"]) and case["exp_samples"]]
-
-
-# --- what alerts say ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("alert", ALERTS)
-def test_each_alert_says_how_urgent_it_is_and_where_to_read_on(alert: str) -> None:
-    rule = ALERTS[alert]
-    assert rule["labels"] in ({"severity": "critical"}, {"severity": "warning"})
-    assert rule["annotations"].keys() == {"summary", "description", "runbook"}
-    assert rule["annotations"]["runbook"] == f"docs/runbook.md, section {alert}"
-
-
-def test_the_runbook_has_a_section_for_each_alert_and_no_others() -> None:
+def test_the_runbook_has_one_section_per_alert() -> None:
     sections = re.split(r"^## ", RUNBOOK.read_text(), flags=re.MULTILINE)[1:]
     assert [section.splitlines()[0] for section in sections] == list(ALERTS)
     for section in sections:
@@ -95,12 +73,12 @@ def test_the_runbook_has_a_section_for_each_alert_and_no_others() -> None:
             assert f"\n**{part}** " in section, section.splitlines()[0]
 
 
-def test_the_runbook_speaks_of_flags_that_there_are() -> None:
+def test_flags_in_the_runbook_exist() -> None:
     flags = {f"--{field.replace('_', '-')}" for each in SETTINGS.values() for field in each.model_fields}
     assert set(re.findall(r"`(--[a-z-]+)`", RUNBOOK.read_text())) <= flags
 
 
-def test_percentiles_are_compared_with_bounds_of_their_buckets() -> None:
+def test_limits_of_percentiles_are_bounds_of_histogram_buckets() -> None:
     compared = {
         alert: float(found[1])
         for alert, rule in ALERTS.items()
@@ -111,10 +89,7 @@ def test_percentiles_are_compared_with_bounds_of_their_buckets() -> None:
     assert compared["FramesieveTokensSlow"] in FINE_SECONDS_BUCKETS
 
 
-# --- what is scraped ------------------------------------------------------------------------------------------------
-
-
-def test_the_services_of_compose_are_scraped_where_they_serve_metrics() -> None:
+def test_prometheus_scrapes_the_services_of_compose() -> None:
     config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     scraped = {each["job_name"]: each["static_configs"] for each in config["scrape_configs"]}
     assert scraped == {
@@ -130,7 +105,7 @@ def test_jobs_have_the_same_names_in_kubernetes() -> None:
     assert {each[monitor["spec"]["jobLabel"]] for each in labels} == set(SETTINGS)
 
 
-def test_compose_gives_prometheus_all_of_it() -> None:
+def test_compose_mounts_the_configuration_of_prometheus() -> None:
     service = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["prometheus"]
     assert "./deploy/prometheus:/etc/prometheus:ro" in service["volumes"]
     assert "--config.file=/etc/prometheus/prometheus.yml" in service["command"]

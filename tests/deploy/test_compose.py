@@ -1,4 +1,4 @@
-"""The compose files beside docker-compose.yml: what they set is what the services know, and whole."""
+"""The compose files beside docker-compose.yml set settings that the services have, completely."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.certificates import Authority
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"preprocessing": PreprocessingSettings, "encoder": EncoderSettings, "generation": GenerationSettings}
-# Of whoever asks for its health.
+# A setting of the health check, not of the service.
 OF_THE_PROBE = {"upstream_tls_ca"}
 
 
 def added_by(name: str) -> dict[str, dict[str, Any]]:
-    """What the file adds to services that docker-compose.yml has."""
+    """What the file adds to the services of docker-compose.yml."""
     plain, added = (yaml.safe_load((ROOT / each).read_text())["services"] for each in ("docker-compose.yml", name))
     assert added.keys() <= plain.keys()
     return dict(added)
@@ -36,7 +36,7 @@ def guarded(service: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("service", SETTINGS)
-def test_each_service_in_containers_asks_for_a_certificate_and_a_token_and_calls_with_its_own(
+def test_guarded_services_require_certificates_and_tokens_and_call_with_their_own(
     service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in guarded(service)["environment"].items():
@@ -54,7 +54,7 @@ def test_each_service_in_containers_asks_for_a_certificate_and_a_token_and_calls
 
 
 @pytest.mark.parametrize("service", SETTINGS)
-def test_its_healthcheck_asks_by_the_name_in_its_certificate(service: str, tmp_path: Path) -> None:
+def test_guarded_health_checks_use_the_name_in_the_certificate(service: str, tmp_path: Path) -> None:
     told = guarded(service)
     assert told["healthcheck"]["test"][-1] == f"localhost:{SETTINGS[service].model_fields['listen'].default[-5:]}"
     assert told["volumes"] == [f"./secrets/{service}:/secrets:ro"]
@@ -65,7 +65,7 @@ def test_its_healthcheck_asks_by_the_name_in_its_certificate(service: str, tmp_p
     assert own_credentials("localhost:1", environment).for_channel("localhost:1") is not None
 
 
-def test_its_secrets_belong_to_the_containers_user_before_the_containers_start() -> None:
+def test_the_docs_give_the_secrets_to_the_containers_user_before_the_start() -> None:
     text = (ROOT / "docs" / "security.md").read_text()
     (given,) = re.findall(r"^sudo chown -R (\d+) (.*)$", text, re.MULTILINE)
     users = set(re.findall(r"useradd .*--uid (\d+)", (ROOT / "Dockerfile").read_text()))
@@ -74,7 +74,7 @@ def test_its_secrets_belong_to_the_containers_user_before_the_containers_start()
     assert text.index("sudo chown") < text.index("-f deploy/compose.guarded.yml up")
 
 
-def test_the_encoder_and_generation_have_a_gpu_each_and_time_to_start_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_file_gives_the_encoder_and_generation_one_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     added = added_by("deploy/compose.gpu.yml")
     assert set(added) == {"encoder", "generation"}
     for service, told in added.items():
@@ -94,13 +94,13 @@ def test_the_encoder_and_generation_have_a_gpu_each_and_time_to_start_on_it(monk
         assert settings.device == "cuda"
 
 
-def test_without_that_file_nothing_asks_for_a_gpu() -> None:
+def test_without_the_gpu_file_no_service_needs_a_gpu() -> None:
     plain = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     for service in SETTINGS:
         assert "deploy" not in plain[service]
         assert "FRAMESIEVE_DEVICE" not in plain[service]["environment"]
 
 
-def test_the_documents_name_the_files_as_they_are() -> None:
+def test_the_docs_name_the_files() -> None:
     for document, name in (("docs/gpus.md", "gpu"), ("README.md", "gpu"), ("docs/security.md", "guarded")):
         assert f"docker compose -f docker-compose.yml -f deploy/compose.{name}.yml up" in (ROOT / document).read_text()

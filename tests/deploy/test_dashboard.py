@@ -1,4 +1,4 @@
-"""`deploy/grafana`: the dashboard is what its source makes, is well-formed, and has the alerts' limits."""
+"""`deploy/grafana`: the dashboard is generated from its source, well-formed, and has the alerts' limits."""
 
 from __future__ import annotations
 
@@ -22,10 +22,6 @@ ROWS = [panel for panel in BOARD["panels"] if panel["type"] == "row"]
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 
 
-def named(panel: Any) -> str:
-    return str(panel["title"])
-
-
 @pytest.fixture
 def grafana() -> Any:
     return yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["grafana"]
@@ -47,11 +43,11 @@ def compared(alert: str) -> set[float]:
 # --- form -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_dashboard_is_what_its_source_makes() -> None:
+def test_the_dashboard_is_generated_from_its_source() -> None:
     assert dashboard.rendered() == dashboard.PATH.read_text(), "run: python -m deploy.grafana.dashboard"
 
 
-def test_rows_and_panels_have_their_own_numbers_and_places() -> None:
+def test_rows_and_panels_have_distinct_ids_and_do_not_overlap() -> None:
     numbers = [panel["id"] for panel in BOARD["panels"]]
     assert len(set(numbers)) == len(numbers) == len(ROWS) + len(PANELS)
     places = [panel["gridPos"] for panel in BOARD["panels"]]
@@ -62,19 +58,19 @@ def test_rows_and_panels_have_their_own_numbers_and_places() -> None:
         assert beside or below, (one, other)
 
 
-@pytest.mark.parametrize("panel", PANELS, ids=named)
-def test_each_panel_says_what_it_shows_in_which_unit_and_of_whom(panel: Any) -> None:
+def test_each_panel_has_a_description_a_unit_a_data_source_and_queries() -> None:
     (source,) = yaml.safe_load((PROVISIONING / "datasources" / "prometheus.yml").read_text())["datasources"]
-    assert panel["datasource"] == {"type": source["type"], "uid": source["uid"]}
-    assert panel["description"].endswith(".")
-    assert panel["type"] == "table" or panel["fieldConfig"]["defaults"]["unit"]
-    letters = [target["refId"] for target in panel["targets"]]
-    assert letters
-    assert len(set(letters)) == len(letters)
-    assert all(target["expr"] for target in panel["targets"])
+    for panel in PANELS:
+        assert panel["datasource"] == {"type": source["type"], "uid": source["uid"]}
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["type"] == "table" or panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        letters = [target["refId"] for target in panel["targets"]]
+        assert letters
+        assert len(set(letters)) == len(letters)
+        assert all(target["expr"] for target in panel["targets"]), panel["title"]
 
 
-def test_the_first_row_fits_a_screen_and_tells_the_stages_apart() -> None:
+def test_the_first_row_fits_a_screen() -> None:
     first = [panel for panel in PANELS if panel["gridPos"]["y"] < ROWS[1]["gridPos"]["y"]]
     assert ROWS[0]["title"] == "Is it well, and if not, which stage?"
     assert ROWS[1]["gridPos"]["y"] <= 14
@@ -84,26 +80,22 @@ def test_the_first_row_fits_a_screen_and_tells_the_stages_apart() -> None:
 # --- alerts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("panel", [panel for panel in PANELS if limits(panel) and alerts_of(panel)], ids=named)
-def test_limits_are_those_of_the_alerts(panel: Any) -> None:
-    for alert in alerts_of(panel):
-        assert limits(panel) & compared(alert), alert
-    assert limits(panel) <= set().union(*map(compared, alerts_of(panel)))
+def test_limits_of_panels_are_those_of_their_alerts() -> None:
+    for panel in PANELS:
+        if limits(panel) and alerts_of(panel):
+            for alert in alerts_of(panel):
+                assert limits(panel) & compared(alert), alert
+            assert limits(panel) <= set().union(*map(compared, alerts_of(panel))), panel["title"]
 
 
-@pytest.mark.parametrize("alert", ALERTS)
-def test_what_each_alert_watches_can_be_seen(alert: str) -> None:
-    assert [panel for panel in PANELS if alert in alerts_of(panel)]
-
-
-def test_panels_name_alerts_that_there_are() -> None:
+def test_every_alert_has_a_panel_and_every_named_alert_exists() -> None:
     assert {alert for panel in PANELS for alert in alerts_of(panel)} == ALERTS.keys()
 
 
 # --- provisioning ---------------------------------------------------------------------------------------------------
 
 
-def test_compose_gives_grafana_the_dashboard_and_its_data(grafana: Any) -> None:
+def test_compose_mounts_the_dashboard_and_its_data_source(grafana: Any) -> None:
     (provider,) = yaml.safe_load((PROVISIONING / "dashboards" / "framesieve.yml").read_text())["providers"]
     (source,) = yaml.safe_load((PROVISIONING / "datasources" / "prometheus.yml").read_text())["datasources"]
     mounted = dict(volume.split(":")[:2] for volume in grafana["volumes"])
@@ -115,7 +107,7 @@ def test_compose_gives_grafana_the_dashboard_and_its_data(grafana: Any) -> None:
     assert source["url"] == "http://prometheus:9090"
 
 
-def test_compose_lets_grafana_be_seen_here_alone_and_changed_by_nobody(grafana: Any) -> None:
+def test_grafana_listens_on_loopback_and_is_read_only(grafana: Any) -> None:
     assert grafana["ports"] == ["127.0.0.1:3000:3000"]
     assert (grafana["read_only"], grafana["cap_drop"]) == (True, ["ALL"])
     environment = grafana["environment"]
@@ -124,6 +116,6 @@ def test_compose_lets_grafana_be_seen_here_alone_and_changed_by_nobody(grafana: 
     assert BOARD["editable"] is False
 
 
-def test_the_library_writes_for_the_grafana_that_runs(grafana: Any) -> None:
+def test_the_library_writes_for_the_version_of_grafana_in_compose(grafana: Any) -> None:
     written_for = version("grafana-foundation-sdk").partition("!")[2].rpartition(".")[0]
     assert grafana["image"].partition(":")[2].rpartition(".")[0] == written_for

@@ -1,4 +1,4 @@
-"""`deploy/kubernetes` holds for Kubernetes' own schemas, and for what the services themselves say they are."""
+"""`deploy/kubernetes` is valid by Kubernetes' schemas and agrees with the services' settings."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.deploy.kustomization import Manifest, build
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
-OWN = "overlays/own"  # what the README's example makes
+OWN = "overlays/own"  # the example in its README
 BUILDS = ("base", "overlays/gpu", OWN)
-# The oldest that has all of it (a preStop that sleeps), and one of the newest that the schemas know.
+# The oldest version with all features (preStop sleep), and one of the newest with schemas.
 VERSIONS = ("1.30", "1.34")
-PODMONITOR = "monitoring.coreos.com/v1"  # the operator's own, of which Kubernetes has no schema
+PODMONITOR = "monitoring.coreos.com/v1"  # a custom resource, not in Kubernetes' schemas
 
 SETTINGS: Mapping[str, type[ServiceSettings]] = {
     "preprocessing": PreprocessingSettings,
@@ -48,7 +48,7 @@ UNITS = {"": 1, "m": 1e-3, "Mi": 2**20, "Gi": 2**30}
 
 @pytest.fixture(scope="session")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder as it is in a checkout, with the overlay that its README makes an example of."""
+    """A copy of the folder, with the example overlay of its README."""
     folder = tmp_path_factory.mktemp("deployed") / "kubernetes"
     shutil.copytree(FOLDER, folder)
     (example,) = re.findall(r"```yaml\n(.*?)```", (FOLDER / "README.md").read_text(), re.DOTALL)
@@ -67,7 +67,7 @@ def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
 
 
 def containers(manifests: list[Manifest]) -> Iterator[tuple[str, Any, Any]]:
-    """Of each deployment its name, its pods' spec, and their only container."""
+    """For each deployment: its name, its pods' spec, and their only container."""
     deployments = of_kind(manifests, "Deployment")
     assert deployments.keys() == SETTINGS.keys()
     for name, deployment in deployments.items():
@@ -82,7 +82,7 @@ def quantity(told: str) -> float:
 
 
 def loaded(name: str, container: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The service's own reading of the flags and variables that its container gets."""
+    """The service's settings, loaded from the flags and variables of its container."""
     for each in container["env"]:
         field = each["name"].removeprefix("FRAMESIEVE_").lower()
         assert field in SETTINGS[name].model_fields, f"{name} has no setting {each['name']}"
@@ -97,15 +97,17 @@ def loaded(name: str, container: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 # --- what Kubernetes says -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_manifest_holds_for_the_schema_of_its_kind(manifests: list[Manifest], version: str) -> None:
-    checked = [each for each in manifests if each["apiVersion"] != PODMONITOR]
+@pytest.mark.parametrize(
+    ("folder", "version"), [(OWN, VERSIONS[0]), (OWN, VERSIONS[1]), ("overlays/gpu", VERSIONS[1])]
+)  # both overlays include the base
+def test_every_manifest_is_valid_by_its_schema(deployed: Path, folder: str, version: str) -> None:
+    checked = [each for each in build(deployed / folder) if each["apiVersion"] != PODMONITOR]
     assert len(checked) >= 18
     for each in checked:
         assert kubernetes_validate.validate(each, version, strict=True) == version
 
 
-def test_the_schemas_see_a_field_that_is_misspelt(deployed: Path) -> None:
+def test_a_misspelt_field_is_not_valid(deployed: Path) -> None:
     deployment = of_kind(build(deployed / "base"), "Deployment")["encoder"]
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     container["readynessProbe"] = container.pop("readinessProbe")
@@ -138,7 +140,7 @@ def by_name(manifest: Manifest) -> str:
     return json.dumps(ordered(manifest), sort_keys=True)
 
 
-def test_the_api_server_is_told_to_refuse_what_is_less_strict(manifests: list[Manifest]) -> None:
+def test_the_namespace_enforces_the_restricted_pod_security_standard(manifests: list[Manifest]) -> None:
     (namespace,) = of_kind(manifests, "Namespace").values()
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     assert {each["metadata"].get("namespace") for each in manifests if each is not namespace} == {
@@ -149,7 +151,7 @@ def test_the_api_server_is_told_to_refuse_what_is_less_strict(manifests: list[Ma
 # --- what selects what --------------------------------------------------------------------------------------------
 
 
-def test_every_selector_finds_the_pods_of_its_name(manifests: list[Manifest]) -> None:
+def test_every_selector_matches_the_pods_of_its_name(manifests: list[Manifest]) -> None:
     labels = {
         name: each["spec"]["template"]["metadata"]["labels"] for name, each in of_kind(manifests, "Deployment").items()
     }
@@ -170,7 +172,7 @@ def test_every_selector_finds_the_pods_of_its_name(manifests: list[Manifest]) ->
         ]
 
 
-def test_every_service_points_at_a_port_that_its_pods_have(manifests: list[Manifest]) -> None:
+def test_every_service_targets_a_port_of_its_pods(manifests: list[Manifest]) -> None:
     ports = {
         name: {each["name"]: each["containerPort"] for each in container["ports"]}
         for name, _, container in containers(manifests)
@@ -180,13 +182,13 @@ def test_every_service_points_at_a_port_that_its_pods_have(manifests: list[Manif
         assert port["port"] == ports[service["spec"]["selector"]["app.kubernetes.io/name"]][port["targetPort"]]
 
 
-def test_channels_see_every_pod_and_generation_has_one_address_as_well(manifests: list[Manifest]) -> None:
+def test_services_are_headless_and_generation_also_has_a_cluster_address(manifests: list[Manifest]) -> None:
     addresses = {name: service["spec"].get("clusterIP") for name, service in of_kind(manifests, "Service").items()}
     headless = dict.fromkeys(("preprocessing", "encoder", "generation-headless"), "None")
     assert addresses == {**headless, "generation": None}
 
 
-def test_what_is_mounted_exists_and_what_exists_is_mounted(manifests: list[Manifest]) -> None:
+def test_volumes_and_mounts_match(manifests: list[Manifest]) -> None:
     for _, pod, container in containers(manifests):
         volumes = {each["name"]: each for each in pod["volumes"]}
         assert volumes.keys() == {each["name"] for each in container["volumeMounts"]}
@@ -198,7 +200,7 @@ def test_what_is_mounted_exists_and_what_exists_is_mounted(manifests: list[Manif
 # --- what the services say ----------------------------------------------------------------------------------------
 
 
-def test_every_variable_is_a_setting_and_every_port_the_services_own(
+def test_variables_are_settings_and_ports_are_the_services(
     manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     services = of_kind(manifests, "Service")
@@ -212,14 +214,14 @@ def test_every_variable_is_a_setting_and_every_port_the_services_own(
             assert getattr(settings, upstream) == f"dns:///{upstream}:{port}"
 
 
-def test_probes_ask_where_and_what_is_served(manifests: list[Manifest]) -> None:
+def test_probes_use_the_port_and_name_of_the_service(manifests: list[Manifest]) -> None:
     for name, _, container in containers(manifests):
         (port,) = [each["containerPort"] for each in container["ports"] if each["name"] == "grpc"]
         assert container["startupProbe"]["grpc"] == container["livenessProbe"]["grpc"] == {"port": port}
         assert container["readinessProbe"]["grpc"] == {"port": port, "service": SERVED[name]}
 
 
-def test_a_pod_is_given_the_time_that_its_service_takes_to_end(
+def test_the_grace_period_covers_leaving_and_draining(
     manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, pod, container in containers(manifests):
@@ -228,7 +230,9 @@ def test_a_pod_is_given_the_time_that_its_service_takes_to_end(
         assert pod["terminationGracePeriodSeconds"] >= leaving_s + drain_s + 5
 
 
-def test_memory_holds_what_the_settings_allow(manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_limits_cover_what_the_settings_allow(
+    manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, pod, container in containers(manifests):
         settings = loaded(name, container, monkeypatch)
         (tmp,) = [each["emptyDir"] for each in pod["volumes"] if each["name"] == "tmp"]
@@ -246,7 +250,7 @@ def test_memory_holds_what_the_settings_allow(manifests: list[Manifest], monkeyp
         assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
 
 
-def test_containers_are_as_strict_as_composes_and_run_its_images(manifests: list[Manifest]) -> None:
+def test_containers_have_the_images_and_restrictions_of_compose(manifests: list[Manifest]) -> None:
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     for name, pod, container in containers(manifests):
         assert container["image"] == compose[name]["image"]
@@ -259,11 +263,11 @@ def test_containers_are_as_strict_as_composes_and_run_its_images(manifests: list
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert f"--uid {pod['securityContext']['runAsUser']} " in (ROOT / "Dockerfile").read_text()
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        # Neither a token for the API server nor variables of other services, which look like settings.
+        # No token for the API server, and no variables of other services: they would look like settings.
         assert (pod["automountServiceAccountToken"], pod["enableServiceLinks"]) == (False, False)
 
 
-def test_a_gpu_is_asked_for_by_two_and_used_by_them(deployed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_encoder_and_generation_request_and_use_a_gpu(deployed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, pod, container in containers(build(deployed / "overlays/gpu")):
         wanted = container["resources"]["limits"].get("nvidia.com/gpu")
         assert wanted == (None if name == "preprocessing" else "1")

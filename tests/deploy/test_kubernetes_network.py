@@ -1,4 +1,4 @@
-"""The network policies of `deploy/kubernetes` let the chain talk and nobody else, by every pair that there is."""
+"""The network policies of `deploy/kubernetes` allow the chain of services and nothing else, checked for all pairs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METRICS = {"preprocessing": 9101, "encoder": 9102, "generation": 9103}
 
 @dataclass(frozen=True)
 class Place:
-    """Somebody who may talk: a pod by its labels and its namespace's, or an address outside."""
+    """An endpoint of connections: a pod with labels in a namespace, or an external address."""
 
     labels: dict[str, str] = field(default_factory=dict)
     namespace: str = "framesieve"
@@ -71,7 +71,7 @@ CHAIN = {
 
 
 def edges(manifests: list[Manifest]) -> set[tuple[str, str, int]]:
-    """Who may open a connection to whom, at which port, where at least one end is a pod under these policies."""
+    """The allowed connections (source, target, port) with at least one end in the services' namespace."""
     policies = [each["spec"] for each in manifests if each["kind"] == "NetworkPolicy"]
     return {
         (source, target, port)
@@ -86,7 +86,7 @@ def edges(manifests: list[Manifest]) -> set[tuple[str, str, int]]:
 
 
 def allowed(policies: list[Any], direction: str, own: Place, peer: Place, port: int, target: str) -> bool:
-    """Whether the policies over `own` let it talk with `peer`; whoever is under none may."""
+    """Whether the policies that select `own` allow traffic with `peer`; without one, all traffic is allowed."""
     over = [
         each
         for each in policies
@@ -103,7 +103,7 @@ def allowed(policies: list[Any], direction: str, own: Place, peer: Place, port: 
 
 
 def number(port: int | str, target: str) -> int | None:
-    """A port's number on the pod that is talked to; None where it has no port of the name."""
+    """The number of a port on the target pod; None if it has no port with that name."""
     return {"grpc": GRPC, "metrics": METRICS}[port].get(target) if isinstance(port, str) else port
 
 
@@ -128,11 +128,11 @@ def matches(selector: Any, labels: dict[str, str]) -> bool:
 
 
 @pytest.mark.parametrize("folder", ["base", "overlays/gpu"])
-def test_the_chain_may_talk_and_nobody_else(folder: str) -> None:
+def test_only_the_chain_of_services_may_connect(folder: str) -> None:
     assert edges(build(FOLDER / folder)) == CHAIN
 
 
-def test_urls_open_the_public_internet_to_preprocessing_alone(tmp_path: Path) -> None:
+def test_the_urls_component_allows_preprocessing_alone_to_reach_the_internet(tmp_path: Path) -> None:
     overlay = tmp_path / "overlay"
     overlay.mkdir()
     (overlay / "kustomization.yaml").write_text(
@@ -146,7 +146,7 @@ def test_urls_open_the_public_internet_to_preprocessing_alone(tmp_path: Path) ->
     assert edges(build(overlay)) >= CHAIN
 
 
-def test_the_public_internet_is_what_the_service_takes_for_it() -> None:
+def test_the_policy_and_the_service_agree_on_public_addresses() -> None:
     (policy,) = yaml.safe_load_all((FOLDER / "components" / "urls" / "network.yaml").read_text())
     told = {each["ipBlock"]["cidr"]: each["ipBlock"]["except"] for each in policy["spec"]["egress"][0]["to"]}
     assert told == {
@@ -159,13 +159,13 @@ def test_the_public_internet_is_what_the_service_takes_for_it() -> None:
     ("policy", "lost"),
     [("encoder", ("generation", "encoder", 50052)), ("metrics", ("prometheus", "encoder", 9102))],
 )
-def test_without_a_policy_its_edge_is_gone(policy: str, lost: tuple[str, str, int]) -> None:
+def test_removing_a_policy_removes_its_connection(policy: str, lost: tuple[str, str, int]) -> None:
     manifests = [
         each for each in build(FOLDER / "base") if each["metadata"]["name"] != policy or each["kind"] != "NetworkPolicy"
     ]
     assert lost not in edges(manifests)
 
 
-def test_without_the_default_the_stranger_talks() -> None:
+def test_without_the_default_policy_other_pods_may_connect() -> None:
     manifests = [each for each in build(FOLDER / "base") if each["metadata"]["name"] != "default-deny"]
     assert ("stranger among the services", "public address", 443) in edges(manifests)

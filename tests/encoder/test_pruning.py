@@ -18,7 +18,7 @@ from common.contract.retention import METHODS, Pruning
 from services.encoder.pruning.evs import evs_scores
 from services.encoder.pruning.methods import SCORES_BYTES, Scores, keep_tokens
 from tests.encoder.kept import GRIDS, RATES, check_kept, evs_count, exact_count, videos
-from tests.generation.test_decode_graphs import NoWaiting
+from tests.generation.test_decode_graphs import NoSynchronisation
 
 # The float32 error of 1 − cos over a few dozen values.
 FLOAT32_ERROR = 2e-6
@@ -121,7 +121,7 @@ def test_no_method_synchronises_with_the_device(method: str, known: bool, monkey
     expected = keep_tokens(embeds.float(), grid, pruning, scores)
     for name in ("tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__"):
         monkeypatch.setattr(Tensor, name, _synchronises)
-    with NoWaiting():  # type: ignore[no-untyped-call]
+    with NoSynchronisation():  # type: ignore[no-untyped-call]
         found = keep_tokens(embeds, grid, pruning, scores if known else None)
     monkeypatch.undo()
     assert torch.equal(found, expected)  # bfloat16 is scored in float32

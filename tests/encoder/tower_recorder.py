@@ -17,7 +17,7 @@ from common.checkpoint import Checkpoint
 from services.encoder.families import load_tower, vision_model
 from services.encoder.tower.graphs import Captured
 from services.encoder.tower.tower import Tower
-from tests.generation.test_decode_graphs import NoWaiting
+from tests.generation.test_decode_graphs import NoSynchronisation
 
 CPU = torch.device("cpu")
 STALE_BYTE, FAR_AWAY = 255, 2**30
@@ -33,7 +33,7 @@ class Recorder:
 
     def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
         self.captured.append(len(inputs[0]))
-        with NoWaiting(), patch.object(Tensor, "tolist", side_effect=AssertionError("the host would wait")):
+        with NoSynchronisation(), patch.object(Tensor, "tolist", side_effect=AssertionError("the host would wait")):
             output = compute().fill_(torch.nan)
 
         def replay() -> None:

@@ -50,7 +50,7 @@ def test_settings_become_the_credentials_of_a_channel_except_on_unix_sockets(tmp
         ({"tls_cert": "c.pem", "tls_key": "k.pem"}, "--tls-cert c.pem needs --tls-ca, which is not set"),
         ({"tls_ca": "/missing.pem"}, "--tls-ca /missing.pem cannot be read: No such file or directory"),
         ({"token": "short"}, "token: a token has at least 16 characters, got 5"),
-        ({"token": f"{TOKEN}\n"}, "token: a token is made of letters, digits and -._~+/, with = at its end alone"),
+        ({"token": f"{TOKEN}\n"}, "token: a token consists of letters, digits and -._~+/, with = only at its end"),
     ],
 )
 def test_incomplete_or_invalid_settings_are_rejected(access: Any, told: str) -> None:

@@ -105,9 +105,9 @@ def test_media_without_exactly_one_source_are_rejected(sources: dict[str, Any]) 
 
 OPTIONS: dict[str, Any] = {
     "max_new_tokens": 60, "temperature": 0.0, "top_p": 0.25, "top_k": 0, "seed": 0, "stop": ["x", "y"],
-    "logprobs": True, "min_p": 0.0, "repetition_penalty": 1.5, "presence_penalty": 0.0,
-    "frequency_penalty": -2.0, "top_logprobs": 20,
-    "stop_token_ids": (5, 6), "n": 1, "ignore_eos": True,
+    "logprobs": True,
+    "min_p": 0.0, "repetition_penalty": 1.5, "presence_penalty": 0.0, "frequency_penalty": -2.0,
+    "top_logprobs": 20, "stop_token_ids": (5, 6), "n": 1, "ignore_eos": True,
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from common.byte_semaphore import ByteSemaphore
 from common.contract import errors
 from common.contract.plan import PromptPlan
 from common.contract.wire import plan_messages
-from common.serving.upstream import COST
+from common.serving.retries import COST
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from services.generation.request.encoded_media import MediaItem
 from services.generation.rpc.media import MediaClient, Progress

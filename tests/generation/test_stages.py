@@ -127,7 +127,7 @@ async def test_ages_in_an_impossible_order_keep_the_sum(tmp_path: Path) -> None:
 async def test_an_impossible_age_is_a_violation(tmp_path: Path, stage: str, wrong_s: float) -> None:
     sent = messages()
     setattr(sent[3].embeds.ages, stage, wrong_s)
-    with pytest.raises(errors.PeerContract, match="nothing was"):
+    with pytest.raises(errors.PeerContract, match="an age must be"):
         await seconds(tmp_path, PLAN, sent)
 
 
@@ -151,5 +151,5 @@ async def test_the_plan_reports_when_media_were_fetched(tmp_path: Path, plan: Pr
     just_now = await stages(0.0)
     assert just_now[Stage.FETCH] > just_now[Stage.PLAN] > 0
     for wrong_s in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(errors.PeerContract, match="nothing was"):
+        with pytest.raises(errors.PeerContract, match="an age must be"):
             await stages(wrong_s)

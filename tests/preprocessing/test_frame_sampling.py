@@ -31,13 +31,6 @@ def sampled_of(times: FrameTimes, **wish: float) -> Sampled:
     return sample(times, BOUNDS, FrameSampling(**wish), pick)  # type: ignore[arg-type]
 
 
-def test_a_single_frame_fills_a_temporal_patch() -> None:
-    sampled = sample(constant(1, 30), BOUNDS, FrameSampling(), lambda *_: (0,))
-    assert sampled.places == (0, 0)
-    assert sampled.timestamps_s == (0.0, 0.0)
-    assert sampled.seconds_per_grid == Fraction(2, 30)
-
-
 @pytest.mark.parametrize("rate", RATES)
 def test_rounded_times_of_a_constant_rate_do_not_shift_indices(rate: Fraction) -> None:
     times = constant(301, rate, Fraction(1, 1000))

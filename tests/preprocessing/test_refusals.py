@@ -40,12 +40,27 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CLIP = clip(4)
 
 
+def image(**fields: Any) -> prompt_pb2.Part:
+    return prompt_pb2.Part(image=prompt_pb2.Media(**fields))
+
+
+def by(**fields: Any) -> prompt_pb2.Part:
+    """A video with these fields."""
+    return prompt_pb2.Part(video=prompt_pb2.Media(**fields))
+
+
+NO_PROMPT = "first request of a stream must be a prompt"
+WITHOUT_ROLE = prompt_pb2.Prompt(messages=[prompt_pb2.Message(parts=[text("hi")])])
+NO_URL = image(url="example.org/x.png")
+INLINE = [by(url="data:," + "x" * 9 * 2**20), video(bytes(8 * 2**20))]
+
+
 @pytest.mark.parametrize(
     ("requests", "named"),
     [
-        ([PreprocessRequest()], "first request of a stream must be a prompt"),
-        ([select(0)], "first request of a stream must be a prompt"),
-        ([], "first request of a stream must be a prompt"),
+        ([PreprocessRequest()], NO_PROMPT),
+        ([select(0)], NO_PROMPT),
+        ([], NO_PROMPT),
         ([prompt_of(video(CLIP)), prompt_of(video(CLIP))], "must be a select"),
         ([prompt_of(video(CLIP)), select(1)], "below the plan's 1 media, got 1"),
         ([prompt_of(video(CLIP)), select(-1)], "below the plan's 1 media, got -1"),
@@ -54,39 +69,17 @@ CLIP = clip(4)
         ([prompt_of()], r"prompt.messages\[0\].parts must hold at least one part"),
         ([prompt_of(text(""), text(""))], "no media and only empty text"),
         ([prompt_of(prompt_pb2.Part())], r"prompt.messages\[0\].parts\[0\] must hold text, image or video"),
+        ([PreprocessRequest(prompt=WITHOUT_ROLE)], r"messages\[0\].role must be system, user or assistant, got 0"),
+        ([prompt_of(text("x"), by())], r"parts\[1\].video must hold data, url, path or embeds"),
         (
-            [PreprocessRequest(prompt=prompt_pb2.Prompt(messages=[prompt_pb2.Message(parts=[text("hi")])]))],
-            r"prompt.messages\[0\].role must be system, user or assistant, got 0",
-        ),
-        (
-            [prompt_of(text("x"), prompt_pb2.Part(video=prompt_pb2.Media()))],
-            r"parts\[1\].video must hold data, url, path or embeds",
-        ),
-        (
-            [prompt_of(text("x"), prompt_pb2.Part(image=prompt_pb2.Media(url="example.org/x.png")))],
+            [prompt_of(text("x"), NO_URL)],
             r"^prompt.messages\[0\].parts\[1\].image.url must start with http:// or https://",
         ),
-        (
-            [prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(url="DATA:;base64,a")))],
-            r"^prompt.messages\[0\].parts\[0\].video.url must be base64 after its comma",
-        ),
-        (
-            [prompt_of(*[prompt_pb2.Part(video=prompt_pb2.Media(url="http://127.0.0.1/"))] * 33)],
-            "33 media by URL, at most 32 are allowed",
-        ),
-        (
-            [
-                prompt_of(
-                    prompt_pb2.Part(video=prompt_pb2.Media(url="data:," + "x" * 9 * 2**20)), video(bytes(8 * 2**20))
-                )
-            ],
-            "17825792 bytes of inline media, at most 16777216 are allowed",
-        ),
+        ([prompt_of(by(url="DATA:;base64,a"))], r"\[0\].parts\[0\].video.url must be base64 after its comma"),
+        ([prompt_of(*[by(url="http://127.0.0.1/")] * 33)], "33 media by URL, at most 32 are allowed"),
+        ([prompt_of(*INLINE)], "17825792 bytes of inline media, at most 16777216 are allowed"),
         ([prompt_of(video(CLIP, fps=0.0))], r"video.frame_sampling.fps must be above 0 and at most 1000, got 0.0"),
-        (
-            [prompt_of(prompt_pb2.Part(image=prompt_pb2.Media(data=b"x", frame_sampling={"fps": 2.0})))],
-            "image.frame_sampling.fps is for videos",
-        ),
+        ([prompt_of(image(data=b"x", frame_sampling={"fps": 2.0}))], "image.frame_sampling.fps is for videos"),
     ],
 )
 async def test_a_wrong_request_is_refused_with_its_field(
@@ -119,7 +112,7 @@ async def test_a_wrong_request_is_refused_with_its_field(
 async def test_bad_media_are_refused_with_status_and_reason(
     stub: Any, media: dict[str, Any], code: str, reason: str
 ) -> None:
-    call = await sent(stub, prompt_of(prompt_pb2.Part(video=prompt_pb2.Media(**media))))
+    call = await sent(stub, prompt_of(by(**media)))
     if reason == "MEDIA_DAMAGED":
         await plan_of(call)
         await call.write(EVERYTHING)

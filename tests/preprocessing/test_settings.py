@@ -42,6 +42,10 @@ def test_every_flag_reaches_the_limits_of_a_job() -> None:
     assert limits == Limits(wall_s=1.5, memory_bytes=2**27, file_bytes=8, frames=limits.frames, length_s=9, pixels=7)
 
 
+def test_empty_schemes_turn_fetching_off() -> None:
+    assert PreprocessingSettings.load(["--fetch-schemes", ""]).fetch_policy.schemes == frozenset()
+
+
 def test_default_is_one_decoding_worker_for_each_core() -> None:
     assert PreprocessingSettings.load([]).decode_workers == len(os.sched_getaffinity(0))
     assert PreprocessingSettings.load(["--decode-workers", "3"]).decode_workers == 3
@@ -56,10 +60,6 @@ def test_domains_come_in_several_flags_or_separated_by_commas(monkeypatch: pytes
     assert PreprocessingSettings.load([]).fetch_policy.domains == expected
     monkeypatch.setenv("FRAMESIEVE_ALLOW_MEDIA_DOMAIN", "")
     assert PreprocessingSettings.load([]).fetch_policy.domains == ()
-
-
-def test_empty_schemes_turn_fetching_off() -> None:
-    assert PreprocessingSettings.load(["--fetch-schemes", ""]).fetch_policy.schemes == frozenset()
 
 
 @pytest.mark.parametrize(

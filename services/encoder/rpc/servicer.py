@@ -24,7 +24,7 @@ from common.contract.plan import PromptPlan
 from common.contract.requests import check_prompt, selections
 from common.contract.retention import Pruning
 from common.security.credentials import NO_CREDENTIALS, Credentials
-from common.serving.upstream import passed_on
+from common.serving.interceptors import passed_on
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from services.encoder.items.cache import EmbedsCache

@@ -43,7 +43,7 @@ from common.contract.wire import (
     named_media,
     prunings_of,
 )
-from common.serving.upstream import Retries
+from common.serving.retries import Retries
 from common.telemetry.metrics import busy
 from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub

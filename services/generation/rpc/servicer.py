@@ -16,8 +16,7 @@ import structlog
 
 from common.contract.errors import InvalidRequest
 from common.security.credentials import NO_CREDENTIALS, Credentials
-from common.serving.interceptors import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
-from common.serving.upstream import passed_on
+from common.serving.interceptors import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id, passed_on
 from common.telemetry.logs import add_request_stats
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse

@@ -61,9 +61,9 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
 
     async def Preprocess(self, request_iterator: Requests, context: Context) -> AsyncIterator[PreprocessResponse]:
         requests = aiter(request_iterator)
-        conversation, fetched_ns = await self._fetched(await self._conversation(await anext(requests, None)))
+        conversation, fetched_ns = await self._fetch(await self._parse(await anext(requests, None)))
         with span("plan"):
-            planned = await self._planned(conversation)
+            planned = await self._plan(conversation)
         add_request_stats(prompt_tokens_full=planned.plan.tokens, media=len(planned.media))
         with planned.files:
             for response in plan_responses(planned.plan, fetched_ns):
@@ -74,12 +74,12 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     async for response in responses:
                         yield response
 
-    async def _conversation(self, request: PreprocessRequest | None) -> Conversation:
+    async def _parse(self, request: PreprocessRequest | None) -> Conversation:
         if request is None or not request.HasField("prompt"):
             raise InvalidRequest("the first request of a stream must be a prompt")
         return await self._quick.call(partial(conversation_of, request.prompt))
 
-    async def _fetched(self, conversation: Conversation) -> tuple[Conversation, int | None]:
+    async def _fetch(self, conversation: Conversation) -> tuple[Conversation, int | None]:
         """The conversation with its URLs fetched, and the monotonic time at which the last was, if there are any.
 
         Cancelling closes the connections and files.
@@ -91,15 +91,15 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         count_fetched(sources.values())
         return conversation.with_fetched(sources), monotonic_ns()
 
-    async def _planned(self, conversation: Conversation) -> PlannedPrompt:
-        reading = MediaReader(self._reading_queue)
-        read = Readers(reading.packets, reading.picture, reading.check_cancelled)
-        threads = self._quick if conversation.quick else self._slow
-        job = asyncio.ensure_future(threads.call(partial(self._planner.plan, conversation, read)))
+    async def _plan(self, conversation: Conversation) -> PlannedPrompt:
+        reader = MediaReader(self._reading_queue)
+        readers = Readers(reader.packets, reader.picture, reader.check_cancelled)
+        threads = self._quick if conversation.is_quick else self._slow
+        job = asyncio.ensure_future(threads.call(partial(self._planner.plan, conversation, readers)))
         try:
             planned = await asyncio.shield(job)
         except asyncio.CancelledError:
-            reading.cancel()
+            reader.cancel()
             job.add_done_callback(_close_files)  # the thread continues, and nothing else closes its files
             raise
         STAGE_BUSY_SECONDS.labels("plan").observe(planned.plan_s)

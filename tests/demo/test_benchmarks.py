@@ -1,4 +1,4 @@
-"""What the media benchmarks compute of what they measure, and how they print it."""
+"""The benchmarks' own arithmetic: goals, tables, medians, process costs and operation counts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen2_5_VLForConditionalGeneration
+
 from benchmarks.media_clips import another_file, another_path, clip
 from benchmarks.media_memory import early_and_late
 from benchmarks.media_processes import cpu_s, resident_bytes, tree
+from benchmarks.operations import prefill_operations
 from benchmarks.table import Row, Timings, table
+from common.checkpoint import Checkpoint
+from demo.checkpoint import TINY, make_config, make_tokenizer, write_checkpoint
+from services.generation.families import load_language_model
 from services.preprocessing.sources.source import bytes_source
 from services.preprocessing.video.packets import read_packets
 
-# A child with a child of its own, which takes 64 MiB and a fifth of a second of processor time, says so, and waits.
+# A child process that starts a grandchild, which uses 64 MiB and 0.2 s of processor time, prints a line and waits.
 COSTLY = """
 import time
 held, start = b"1" * 2**26, time.process_time()
@@ -26,7 +35,7 @@ input()
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {COSTLY!r}])"
 
 
-def test_a_goal_is_met_up_to_its_very_edge() -> None:
+def test_a_goal_includes_its_bound() -> None:
     assert Row("", "", 3, 2, "s", at_least=1.5).met is True
     assert Row("", "", 3, 2, "s", at_most=1.5).met is True
     assert Row("", "", 2.9, 2, "s", at_least=1.5).met is False
@@ -34,7 +43,7 @@ def test_a_goal_is_met_up_to_its_very_edge() -> None:
     assert Row("", "", 3, 2, "s").met is None
 
 
-def test_the_table_gives_units_goals_and_notes_below() -> None:
+def test_the_table_has_units_goals_and_notes() -> None:
     rows = [
         Row("hop", "bare", 3 * 2**20, 4 * 2**20, "bytes/s", at_least=0.9, note="busy"),
         Row("question", "first", 0.012, 0.1, "s", at_most=0.15),
@@ -50,7 +59,7 @@ def test_the_table_gives_units_goals_and_notes_below() -> None:
     assert len(table(rows[1:])) == 4
 
 
-def test_medians_are_taken_by_contender() -> None:
+def test_medians_are_computed_by_contender() -> None:
     taken = Timings()
     for value in (5.0, 1.0, 2.0):
         taken.add("ours", value)
@@ -58,12 +67,12 @@ def test_medians_are_taken_by_contender() -> None:
     assert (taken.median("ours"), taken.median("theirs")) == (2, 20)
 
 
-def test_memory_is_compared_after_the_warm_up_with_the_end() -> None:
+def test_memory_at_the_end_is_compared_with_that_after_the_warm_up() -> None:
     samples = [0] * 50 + [100] * 50 + [10**9] * 50 + [105] * 49 + [10**9]
     assert early_and_late(samples) == (100, 105)
 
 
-def test_what_a_process_costs_counts_with_what_it_started() -> None:
+def test_costs_of_a_process_include_its_descendants() -> None:
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -79,10 +88,22 @@ def test_what_a_process_costs_counts_with_what_it_started() -> None:
     assert (resident_bytes(process.pid), cpu_s(process.pid)) == (0, 0)
 
 
-def test_another_file_is_the_same_clip_in_other_bytes(tmp_path: Path) -> None:
+def test_another_file_has_the_same_packets_in_different_bytes(tmp_path: Path) -> None:
     data = clip(9, 64, 96, keyframe_every=3)
     first, second = another_file(data), (tmp_path / another_path(tmp_path, data)).read_bytes()
     assert len({data, first, second}) == 3
     indices = [read_packets(bytes_source("clip", each)) for each in (data, first, second)]
     assert indices[0] == indices[1] == indices[2]
     assert len(indices[0].keyframes) == 3
+
+
+def test_operations_of_a_prefill_agree_with_torchs_count(tmp_path: Path) -> None:
+    config = make_config(TINY, make_tokenizer(TINY))
+    model = Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="eager")
+    tokens, text = 48, model.config.text_config
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        model(input_ids=torch.ones(1, tokens, dtype=torch.int64), logits_to_keep=1)
+    unseen = 2 * tokens**2 * text.hidden_size * text.num_hidden_layers  # masked positions, which torch counts
+    folder = write_checkpoint(tmp_path, TINY)
+    ours = prefill_operations(load_language_model(Checkpoint(folder), torch.float32, torch.device("cpu")), tokens)
+    assert ours == pytest.approx(counter.get_total_flops() - unseen, rel=1e-2)

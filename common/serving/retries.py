@@ -1,36 +1,23 @@
-"""Calls of a service to the services upstream: what each call carries on, and how lost calls are retried.
+"""Retries of upstream calls that are lost after their first response, within a budget.
 
-Until a call's first response gRPC retries it by itself (`common.channels`). `Retries` covers calls that are lost later,
-with the same attempts, waits and budget.
+Until a call's first response gRPC retries it by itself (`common.channels`), with the same attempts, waits and budget.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
 
-import grpc
-import structlog
 from prometheus_client import Counter
 
-from common.channels import ATTEMPTS, BACKOFF_S, REQUEST_ID_KEY
+from common.channels import ATTEMPTS, BACKOFF_S
 from common.contract.errors import Unavailable
-from common.security.credentials import NO_CREDENTIALS, Credentials
-from common.telemetry.tracing import passed_on_trace
 
 # The retry budget is counted in successes: a retry costs ten, and the budget holds at most 200 retries.
 COST = 10
 BURST = 200 * COST
 
 RETRIES = Counter("framesieve_upstream_retries_total", "Calls that were lost halfway and tried again", ["stage"])
-
-
-def passed_on(context: grpc.aio.ServicerContext[Any, Any], credentials: Credentials = NO_CREDENTIALS) -> dict[str, Any]:
-    """Keyword arguments of an upstream call: the caller's remaining time, its request id and trace, our own token."""
-    request_id = structlog.contextvars.get_contextvars().get("request_id", "")
-    metadata = ((REQUEST_ID_KEY, request_id), *passed_on_trace(), *credentials.metadata)
-    return {"timeout": context.time_remaining(), "metadata": metadata}
 
 
 class Retries:
