@@ -68,9 +68,7 @@ def cut(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
 
 texts = st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=30).map("".join)
 splits = st.lists(st.integers(1, 6), max_size=80)
-stops = st.lists(st.sampled_from(("stop", "top", "p", "ab", "aab", "b a", "😀", "é日", "\n\n")), max_size=3).map(
-    tuple
-)
+stops = st.lists(st.sampled_from(("stop", "top", "p", "ab", "aab", "b a", "😀", "é日", "\n\n")), max_size=3).map(tuple)
 
 
 @settings(max_examples=60)
