@@ -33,7 +33,7 @@ from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from services.encoder.items.cache import cache_key
-from services.generation.kv_cache.encoded_media import answer_key
+from services.generation.kv_cache.encoded_media import encoded_media_key
 from tests import media
 from tests.generation.generation_peers import prompt_plan
 from tests.integration.conftest import idle, metric
@@ -271,7 +271,9 @@ async def test_the_same_bytes_in_another_shape_have_another_content_hash(stack: 
     item, turned = (prompt_plan(bytes(32), (Modality.IMAGE, grid)).media[0] for grid in (wide, tall))
     assert item.content_hash == turned.content_hash
     assert cache_key(item, torch.float32, 0) != cache_key(turned, torch.float32, 0)
-    assert answer_key(item, Pruning(), wide.tokens, bytes(32)) != answer_key(turned, Pruning(), wide.tokens, bytes(32))
+    assert encoded_media_key(item, Pruning(), wide.tokens, bytes(32)) != encoded_media_key(
+        turned, Pruning(), wide.tokens, bytes(32)
+    )
 
 
 async def planned(stack: LocalStack, asked: prompt_pb2.Media) -> prompt_pb2.PromptPlan:
