@@ -103,7 +103,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return cache(lambda name: families.FAMILIES[name].write(tmp_path_factory.mktemp(name), 1))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # modules may override `family`, and a session would keep the path of another's
 def family_checkpoint(family: str, checkpoints: Callable[[str], Path]) -> Path:
     """A tiny random checkpoint of that family in float32."""
     return checkpoints(family)

@@ -131,7 +131,7 @@ print(model.text.config._experts_implementation)
 def test_experts_of_a_wrong_shape_are_a_startup_error(tmp_path: Path, axes: tuple[int, ...]) -> None:
     written = FAMILIES["qwen3_vl_moe"].write(tmp_path / "written", 1)
     broken = copy(written, tmp_path / "broken", lambda weights: weights.update({EXPERTS[0]: torch.zeros(axes)}))
-    with pytest.raises(StartupError, match=re.escape(f"wants {EXPERTS[0]} [4, 96, 64], it is {list(axes)}")):
+    with pytest.raises(StartupError, match=re.escape(f"expects {EXPERTS[0]} [4, 96, 64], got {list(axes)}")):
         load(broken)
 
 

@@ -112,7 +112,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     prompt_tokens=usage.prompt_tokens,
                 )
                 yield accepted_response(request_id, usage)
-                responses = Responses(question, usage, clock)
+                responses = Responses(question, len(answers), usage, clock)
                 while not responses.complete:
                     if response := responses.next(*await events.get()):
                         yield response
@@ -155,13 +155,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 
 class Responses:
-    """Turns the events of one request into responses, and counts them."""
+    """Turns the events of one request into responses, and counts them.
 
-    def __init__(self, question: Request, usage: generation_pb2.Usage, clock: StageClock) -> None:
+    answers: their number. It is not read from `question`, whose list of siblings the engine empties when they start.
+    """
+
+    def __init__(self, question: Request, answers: int, usage: generation_pb2.Usage, clock: StageClock) -> None:
         self._question = question
         self._usage = usage
         self._clock = clock
-        self._unfinished = 1 + len(question.siblings)
+        self._unfinished = answers
         self._last_token_ns: dict[int, int] = {}  # by answer
 
     @property
