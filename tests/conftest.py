@@ -6,6 +6,8 @@ import os
 
 # One core a worker, and one for each service that tests start. Set before torch is imported, which reads it once.
 os.environ["OMP_NUM_THREADS"] = "1"
+# promtool, Prometheus and kubectl are Go programs: two of them on two cores have spun for minutes with more threads.
+os.environ["GOMAXPROCS"] = "1"
 
 import random
 import shutil
@@ -35,6 +37,7 @@ SHARED = {
     ),
 }
 GROUPS = {f"tests/integration/test_{name}.py": group for group, names in SHARED.items() for name in names}
+GROUPS |= {f"tests/deploy/test_{name}.py": "deploy" for name in ("alerts", "kubernetes", "kubernetes_network")}
 # Long files go first, so that no worker is left with one at the end. Folders that are not named here come last.
 LONGEST_FIRST = ("integration", "generation", "encoder", "framesieve", "preprocessing")
 

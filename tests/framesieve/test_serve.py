@@ -157,7 +157,10 @@ def unwinding(before: Sequence[str] = (), *flags: str) -> Iterator[subprocess.Po
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        yield process
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(
