@@ -210,6 +210,7 @@ class CacheEntry:
         for encoded in slices:
             encoded.cancel()
         self._buffer = None
+        self.scores = {}  # items refer to the entry until their request ends
         self.release_reservation()
 
     def _slice_done(self, encoded: asyncio.Future[ForwardTimes]) -> None:
