@@ -6,6 +6,7 @@ the details of an error, are imported when an error arrives; without them the gR
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -151,7 +152,8 @@ async def write_to(call: Any, request: Message) -> None:
     send = getattr(private, "send_serialized_message", None)
     with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError):
         if send is None:
-            await call.write(request)
+            with suppress(asyncio.InvalidStateError):  # the call has ended
+                await call.write(request)
             return
         await call.wait_for_connection()
         await send(request.SerializeToString())

@@ -37,6 +37,9 @@ _OPTIONS = (
     ("grpc.max_connection_age_ms", 300_000),
 )
 
+# Of one read or write of a connection to /metrics: a client that stops halfway must not keep its thread.
+_METRICS_TIMEOUT_S = 10.0
+
 log = structlog.get_logger()
 
 
@@ -93,6 +96,7 @@ def serve_metrics(settings: ServiceSettings) -> None:
     if isinstance(server.socket, ssl.SSLSocket):
         # Handshakes run in the thread of each connection, so that a client that sends nothing blocks no other.
         server.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
+    server.RequestHandlerClass.timeout = _METRICS_TIMEOUT_S  # type: ignore[attr-defined]
     server.handle_error = _log_error  # type: ignore[method-assign]  # the default prints tracebacks to stderr
 
 

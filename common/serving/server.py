@@ -68,7 +68,7 @@ async def serve(
     it cannot listen on its address or its metrics port.
     """
     for old, new in settings.old_names:
-        log.warning("a setting was renamed, its old name goes with the next release", old=old, new=new)
+        log.warning("a setting was renamed; its old name will be removed in the next release", old=old, new=new)
     close_spans = export_spans(stage_of(service))
     requests = RequestInterceptor(ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client))
     server = guarded_server(settings, requests)

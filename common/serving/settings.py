@@ -26,7 +26,8 @@ def renamed(old_name: str, new_name: str) -> AliasChoices:
 
     max_model_len: int = Field(..., validation_alias=renamed("max_prompt_tokens", "max_model_len"))
 
-    new_name: the field's name. If both names are set, the new one counts; flags take precedence over variables.
+    new_name: the field's name. Flags take precedence over variables. Of two flags the last one counts, of two
+    variables the one with the new name.
     `serve` logs a warning for each old name in use. Remove the alias one release after the renaming.
     """
     return AliasChoices(new_name, old_name)

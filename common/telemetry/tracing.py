@@ -50,11 +50,12 @@ class RequestSpan:
             {"rpc.system.name": "grpc", "rpc.method": method},
             start_time=self._began_at_ns,
         )
+        self._recording = self._span.is_recording()  # asked once: threads report stages after the request's span ended
         self._context = context.set_value(_REQUEST, self, trace.set_span_in_context(self._span, parent))
         context.attach(self._context)
 
     def stage(self, name: str, began_ns: int, ended_ns: int, error: str | None, attributes: Attributes) -> None:
-        if self._span.is_recording():
+        if self._recording:
             began_ns = max(began_ns, self._began_ns)
             stage = _TRACER.start_span(name, self._context, start_time=self._wall_ns(began_ns))
             _finish(stage, error, attributes, self._wall_ns(max(began_ns, ended_ns)))

@@ -210,8 +210,8 @@ def with_graphs(tower: Tower, most_tokens: int, device: Device | None = None) ->
     try:
         graphs = capture(forward, tower.patches.patch_values, most_tokens, device or CudaDevice(tower.device))
     except RuntimeError as error:
-        # Ending a failed capture raises an error of its own. No local variable for the error: its traceback would form a
-        # cycle with this frame and keep the buffers of the capture alive.
+        # Ending a failed capture raises an error of its own. No local variable for the error: its traceback would form
+        # a cycle with this frame and keep the buffers of the capture alive.
         log.warning("the tower runs without graphs", error=str(error.__context__ or error))
         return uncaptured
     log.info("tower captured", graphs=len(graphs.buckets), seconds=round(time.perf_counter() - start, 3))

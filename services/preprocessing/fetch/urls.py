@@ -30,8 +30,6 @@ _NAME = re.compile(r"(?:(?!-)[a-z0-9_-]{1,63}(?<!-)\.)*(?!-)[a-z0-9_-]{1,63}(?<!
 _ENDS_IN_A_NUMBER = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)")
 _DATA_HEAD = re.compile(r"data:[^,#]{0,1024}?(?P<base64>;base64)?,", re.IGNORECASE)
 _BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
-_DATA_HEAD = re.compile(r"data:[^,#]{0,1024}?(?P<base64>;base64)?,", re.IGNORECASE)
-_BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 
 
 @dataclass(frozen=True, slots=True)
