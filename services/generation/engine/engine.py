@@ -267,8 +267,7 @@ class Engine:
         if embeds.shape != expected:
             raise PeerContract(f"embeds of item {index} are {list(embeds.shape)}, not {list(expected)}")
         encoded = self._encoded_media.add(request.media_keys[index], item)
-        # Asynchronous: `ArrivingItem` has pinned the embeddings, so the lock is not held while a device, which may hang,
-        # copies them.
+        # Asynchronous: `ArrivingItem` has pinned the embeddings, so the lock is not held while a device copies them.
         request.add_media(index, encoded, tensor_to_device(embeds, self._runner.model.device))
         if request.rope.complete:
             self._scheduler.media_complete(request)
