@@ -54,7 +54,7 @@ class Health:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, methods),))
 
     def set_serving(self, serving: bool) -> None:
-        """Changes the status to SERVING or NOT_SERVING. Returns at once; watchers are told by their own tasks."""
+        """Changes the status to SERVING or NOT_SERVING. Returns at once; a task per watcher sends the change."""
         self._status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         self._changed.set()
         self._changed = asyncio.Event()

@@ -209,7 +209,7 @@ class PreprocessStream:
                 yield await self._read_slice(media_index, item, start, chunk)
             self._selected.pop(0)
         if self._selected or not self._all_selected:
-            due = ", ".join(str(index) for index, _ in self._selected) or "what is yet to be selected"
+            due = ", ".join(str(index) for index, _ in self._selected) or "items that may still be selected"
             raise PeerContract(f"the stream ended before the frames of media {due}")
 
     async def _read_slice(self, media_index: int, item: MediaPlan, start: int, chunk: FramesChunk | None) -> FrameSlice:

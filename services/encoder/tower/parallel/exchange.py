@@ -3,9 +3,9 @@
     rank 0 ── frames, uint8 (all values of all slices of a share,) ─────────────────▶ rank r
            ◀── embeddings, (1 + levels, all tokens of these, D), the tower's dtype ──
 
-A rank is told the shapes before the transfer, so both sides know every size. Transfers are point to point, not
+Rank 0 sends a rank the shapes before the transfer, so both sides know every size. Transfers are point to point, not
 collective: a rank without a share has no pending transfer, which would keep its GPU busy and time out.
-It knows neither which rank encodes what nor how ranks are told.
+It knows neither which rank encodes what nor how messages reach ranks.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class DataParallelTower:
         return _in_order([(mine, found), *((share.indices, share.embeds) for share in shares)], tokens)
 
     def _share(self, rank: int, indices: Sequence[int], slices: Sequence[Tensor], tokens: int) -> _Share:
-        """Allocates all that it needs: once the rank is told, an error here would leave it out of step."""
+        """Allocates all memory first: an error after the rank received its share would leave the ranks out of step."""
         shapes = json.dumps([list(frames.shape) for frames in slices]).encode()
         return _Share(rank, indices, shapes, packed(slices, self.own.device), empty_embeds(self.own, tokens))
 
