@@ -18,7 +18,7 @@ _ROOT = Path(__file__).parents[1]
 _INTRODUCTION = """# Settings
 
 Every setting of a service is a flag and an environment variable; the flag takes precedence. `framesieve serve` passes
-its environment on to the three services, but for FRAMESIEVE_DRAIN_S. This page is the output of
+its environment on to the three services, except FRAMESIEVE_DRAIN_S. This page is the output of
 `python -m services.settings`."""
 _SERVICES: Mapping[str, type[ServiceSettings]] = {
     "Preprocessing": PreprocessingSettings,
