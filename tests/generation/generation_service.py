@@ -28,7 +28,8 @@ from services.generation.families import load_language_model
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.model.language_model import LanguageModel
 from services.generation.model.runner import Runner
-from services.generation.rpc.media import MediaClient, ModelInput
+from services.generation.rpc.arriving_item import ModelInput
+from services.generation.rpc.media import MediaClient
 from services.generation.rpc.prompt_limit import PromptLimit
 from services.generation.rpc.servicer import GenerationServicer
 from services.generation.sampling.defaults import SamplingDefaults

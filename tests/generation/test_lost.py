@@ -19,7 +19,8 @@ from common.contract.wire import plan_messages
 from common.serving.retries import COST
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from services.generation.request.encoded_media import MediaItem
-from services.generation.rpc.media import MediaClient, Progress
+from services.generation.rpc.arriving_item import Progress
+from services.generation.rpc.media import MediaClient
 from tests.awake import SOON_S, within
 from tests.generation.generation_peers import Context, Encoder, eventually, prompt_plan, serving
 from tests.generation.media_client import (

@@ -15,7 +15,7 @@ from common.contract import errors
 from framesieve.v1 import tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from services.generation.request.encoded_media import MediaItem
-from services.generation.rpc.media import Progress
+from services.generation.rpc.arriving_item import Progress
 from services.generation.rpc.timing import StageClock
 from tests.generation.generation_peers import (
     Encoder,

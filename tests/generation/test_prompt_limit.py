@@ -79,7 +79,7 @@ def kept(grid: Grid, rate: float, modality: Modality, method: str = EVS) -> int:
 def room(limit: int, plan: PromptPlan, pruning: Pruning, max_new_tokens: int | None = None) -> int:
     """Tokens left under a limit if all media are pruned alike."""
     counts = [kept(item.grid, pruning.rate, item.modality, pruning.method) for item in plan.media]
-    return PromptLimit(limit).room(plan, [pruning] * len(plan.media), counts, max_new_tokens)
+    return PromptLimit(limit).answer_tokens(plan, [pruning] * len(plan.media), counts, max_new_tokens)
 
 
 def test_the_answer_gets_the_tokens_that_the_pruned_prompt_leaves() -> None:
