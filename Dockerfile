@@ -7,13 +7,10 @@ ENV GRPC_VERBOSITY=ERROR
 WORKDIR /app
 RUN python -m venv /venv
 ENV PATH=/venv/bin:$PATH
-# Only the files that pip needs (pyproject.toml refers to README.md): a change of code does not reinstall dependencies.
+# Only the files that pip needs: a change of code does not reinstall dependencies. pip generates framesieve/v1 from
+# protos/ and installs it; the services' own code is copied below.
 COPY pyproject.toml README.md ./
-
-FROM base AS protos
-RUN pip install 'grpcio-tools>=1.76,<2'
 COPY protos protos
-RUN python -m grpc_tools.protoc -I protos --python_out=. --grpc_python_out=. protos/framesieve/v1/*.proto
 
 FROM base AS preprocessing-dependencies
 RUN pip install '.[preprocessing,otel]'
@@ -28,7 +25,6 @@ FROM preprocessing-dependencies AS preprocessing
 COPY common common
 COPY services/__init__.py services/
 COPY services/preprocessing services/preprocessing
-COPY --from=protos /app/framesieve framesieve
 COPY demo/model demo/model
 RUN useradd --system --uid 10001 framesieve
 USER framesieve
@@ -40,7 +36,6 @@ FROM torch-dependencies AS encoder
 COPY common common
 COPY services/__init__.py services/
 COPY services/encoder services/encoder
-COPY --from=protos /app/framesieve framesieve
 COPY demo/model demo/model
 RUN useradd --system --uid 10001 framesieve
 USER framesieve
@@ -53,7 +48,6 @@ RUN pip install '.[lora]'
 COPY common common
 COPY services/__init__.py services/
 COPY services/generation services/generation
-COPY --from=protos /app/framesieve framesieve
 COPY demo/model demo/model
 RUN useradd --system --uid 10001 framesieve
 USER framesieve

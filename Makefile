@@ -21,15 +21,14 @@ TORCH ?= torch==2.13.0
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(PIP_INSTALL) "$(TORCH)"
-	@mkdir -p framesieve/v1  # the editable install must see this package, which is generated later
 	$(PIP_INSTALL) --editable '.[dev]'
-	@touch $@
+	@touch $@ framesieve/v1/.generated
 
 protos: framesieve/v1/.generated  ## Generate Python code from protos/
 
-framesieve/v1/.generated: $(PROTOS) .venv/.installed
-	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
-	@touch framesieve/v1/__init__.py $@
+framesieve/v1/.generated: $(PROTOS) | .venv/.installed
+	$(PIP_INSTALL) --no-deps --editable .  # generates the code: see protos/build_backend.py
+	@touch $@
 
 demo: setup  ## Ask the embedded model about a real clip, at rates 0 and 0.75, through three processes
 	@$(BIN)/python -m demo.run
