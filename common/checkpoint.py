@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,26 +35,57 @@ _TEXT_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 )
+_INDEX = "model.safetensors.index.json"
+_REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
+_LFS_POINTER = b"version https://git-lfs"
 _SAMPLE_BYTES = 64 * 1024
+_MAX_HEADER_BYTES = 100 * 2**20
 
 T = TypeVar("T")
-_MAX_HEADER_BYTES = 100 * 2**20
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with config.json, safetensors files and a tokenizer. Raises StartupError for another folder."""
+    """A folder with config.json, safetensors files and a tokenizer.
+
+    Raises StartupError, with what to do, for a folder that is not a checkpoint or lacks a part of one: a file that its
+    index names, the end of a file, or the content of a Git LFS pointer.
+    """
 
     folder: Path
 
     def __post_init__(self) -> None:
+        if not self.folder.is_dir():
+            what = "is a file" if self.folder.exists() else "does not exist"
+            raise StartupError(
+                f"--model {self.folder} {what}: pass a folder in transformers' format, or a Hugging Face repository "
+                f"such as Qwen/Qwen2.5-VL-3B-Instruct"
+            )
         if not (self.folder / "config.json").is_file():
-            raise StartupError(f"--model {self.folder} is no checkpoint: it has no config.json")
+            raise StartupError(f"--model {self.folder} is not a checkpoint: it has no config.json")
+        for path in self._text_files:
+            _refuse_pointer(path, _read(path, len(_LFS_POINTER)))
+        self._check_index()
         if not self.weight_files:
-            raise StartupError(f"--model {self.folder} is no checkpoint: it has no .safetensors file")
-        unreadable = next((path for path in self.weight_files if not os.access(path, os.R_OK)), None)
-        if unreadable:
-            raise StartupError(f"{unreadable} cannot be read by user {os.getuid()}")
+            raise StartupError(f"--model {self.folder} is not a checkpoint: it has no .safetensors file")
+        for path in self.weight_files:
+            _check_size(path)
+
+    @classmethod
+    def find(cls, model: Path) -> Checkpoint:
+        """The checkpoint in a folder, or of a Hugging Face repository: from its cache, else downloaded into it."""
+        if model.exists() or not _REPOSITORY.fullmatch(str(model)):
+            return cls(model)
+        return _cached(str(model)) or cls(_downloaded(str(model)))
+
+    def _check_index(self) -> None:
+        named = self.read_json(_INDEX).get("weight_map", {})
+        missing = sorted(name for name in set(named.values()) if not (self.folder / name).is_file())
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise StartupError(
+                f"--model {self.folder} lacks {missing[0]}{more}, which {_INDEX} names: download the checkpoint again"
+            )
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -66,8 +98,13 @@ class Checkpoint:
     def pick(self, families: Mapping[str, T]) -> T:
         """The entry of its model type in a service's registry of families. Raises StartupError for an unknown type."""
         if self.model_type not in families:
-            raise StartupError(f"{self.folder} is a {self.model_type!r}, supported are {', '.join(sorted(families))}")
+            supported = ", ".join(sorted(families))
+            raise StartupError(f"--model {self.folder} has the model_type {self.model_type!r}; supported: {supported}")
         return families[self.model_type]
+
+    @property
+    def _text_files(self) -> list[Path]:
+        return [path for name in (*_TEXT_FILES, _INDEX) if (path := self.folder / name).is_file()]
 
     @cached_property
     def weight_files(self) -> tuple[Path, ...]:
@@ -96,10 +133,10 @@ class Checkpoint:
     def fingerprint(self) -> bytes:
         """sha256 (32 bytes) over everything that affects outputs. Weights enter by their headers and samples."""
         digest = hashlib.sha256(b"framesieve checkpoint v1")
-        for path in [self.folder / name for name in _TEXT_FILES]:
-            if path.is_file():
-                _add(digest, path.name.encode())
-                _add(digest, path.read_bytes())
+        for name in _TEXT_FILES:
+            if (self.folder / name).is_file():
+                _add(digest, name.encode())
+                _add(digest, (self.folder / name).read_bytes())
         for path in self.weight_files:
             _add(digest, path.name.encode())
             for sample in _weight_samples(path):
@@ -116,12 +153,79 @@ def _add(digest: hashlib._Hash, part: bytes) -> None:
 def _weight_samples(path: Path) -> list[bytes]:
     """A safetensors file's size and header, and 64 KiB from the start, the middle and the end of its data."""
     size = path.stat().st_size
+    header = _header(path)
+    samples = [str(size).encode(), header]
     with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if not 0 < header_bytes <= min(size, _MAX_HEADER_BYTES):
-            raise StartupError(f"{path} is no safetensors file: its header claims {header_bytes} of {size} bytes")
-        samples = [str(size).encode(), file.read(header_bytes)]
-        for start in (8 + header_bytes, size // 2, size - _SAMPLE_BYTES):
+        for start in (8 + len(header), size // 2, size - _SAMPLE_BYTES):
             file.seek(max(0, start))
             samples.append(file.read(_SAMPLE_BYTES))
     return samples
+
+
+def _check_size(path: Path) -> None:
+    """Raises StartupError if a safetensors file is shorter or longer than its header says."""
+    header = _header(path)
+    try:
+        tensors = [each for name, each in json.loads(header).items() if name != "__metadata__"]
+        expected = 8 + len(header) + max((each["data_offsets"][1] for each in tensors), default=0)
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+        raise StartupError(f"{path} is not a safetensors file: its header is not valid") from error
+    if path.stat().st_size != expected:
+        raise StartupError(f"{path} has {path.stat().st_size} bytes, its header says {expected}: download it again")
+
+
+def _header(path: Path) -> bytes:
+    """The JSON header of a safetensors file. Raises StartupError for another file."""
+    start = _read(path, len(_LFS_POINTER))
+    _refuse_pointer(path, start)
+    header_bytes = int.from_bytes(start[:8], "little")
+    header = _read(path, 8 + min(header_bytes, _MAX_HEADER_BYTES))[8:]
+    if not header or len(header) < header_bytes:
+        raise StartupError(
+            f"{path} is not a whole safetensors file, it has {path.stat().st_size} bytes: download it again"
+        )
+    return header
+
+
+def _read(path: Path, size_bytes: int) -> bytes:
+    """The first bytes of a file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(size_bytes)
+    except OSError as error:
+        raise StartupError(f"{path} cannot be read by user {os.getuid()}: {error.strerror}") from error
+
+
+def _refuse_pointer(path: Path, start: bytes) -> None:
+    if start == _LFS_POINTER:
+        raise StartupError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in {path.parent}")
+
+
+def _cached(repository: str) -> Checkpoint | None:
+    """The checkpoint of a repository in Hugging Face's cache; None if the cache lacks a part of it."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Checkpoint(Path(snapshot_download(repository, local_files_only=True)))
+    except (OSError, StartupError):
+        return None
+
+
+def _downloaded(repository: str) -> Path:
+    """Downloads what is missing of a repository into Hugging Face's cache, with its progress bar."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=[*_TEXT_FILES, _INDEX, "*.safetensors"]))
+    except RepositoryNotFoundError as error:
+        raise StartupError(
+            f"--model {repository} is neither a folder nor a Hugging Face repository that this user may read"
+        ) from error
+    except (
+        Exception
+    ) as error:  # connections, proxies, full disks, offline mode: each library below has errors of its own
+        reason = str(error).strip().partition("\n")[0]
+        raise StartupError(
+            f"--model {repository} is not a folder, and could not be downloaded from Hugging Face: {reason}"
+        ) from error

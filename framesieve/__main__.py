@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import io
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError as error:
+    raise SystemExit(f"the command needs {error.name}: pip install 'framesieve[client]'") from error
 
 from framesieve.bench.capacity import capacity
 from framesieve.bench.command import bench
@@ -22,13 +27,23 @@ app = typer.Typer(
     name="framesieve",
     help="Answer questions about video, without spending tokens on patches that do not change.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"framesieve {version('framesieve')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _prepare() -> None:
+def _prepare(
+    _: Annotated[
+        bool, typer.Option("--version", "-V", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     raise_on_interrupt()
     # File names need not be valid Unicode. stderr escapes such characters by default, stdout raises.
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -47,7 +47,11 @@ class ServiceSettings(BaseSettings):
         frozen=True,
     )
 
-    model: Path = Field(DEMO_MODEL, description="checkpoint folder in transformers' format")
+    model: Path = Field(
+        DEMO_MODEL,
+        description="checkpoint folder in transformers' format, or a Hugging Face repository, which is downloaded into "
+        "Hugging Face's cache unless it is there",
+    )
     listen: str = Field(description="address to serve on, host:port or unix:/path")
     metrics_port: int = Field(ge=0, le=65535, description="port of Prometheus' /metrics; 0: no metrics")
     drain_s: float = Field(

@@ -20,18 +20,26 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import grpc
 
+from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from common.process import ExitStatus, free_port
 from common.security.credentials import Credentials, is_unix
 from common.serving.probe import is_serving, own_credentials
 
 SERVICES = ("preprocessing", "encoder", "generation")
+# Some of the packages that the extra of each service installs.
+PACKAGES = {
+    "preprocessing": ("av", "httpx", "jinja2", "tokenizers"),
+    "encoder": ("safetensors", "torch", "transformers"),
+    "generation": ("safetensors", "tokenizers", "torch", "transformers"),
+}
 READY_TIMEOUT_S = 180.0
 POLL_S = 0.1
 PROBE_S = 1.0
@@ -55,7 +63,7 @@ class LocalStack:
         with LocalStack(model) as stack:
             ... stack.address ...
 
-    model: a checkpoint folder; None: the embedded demo model.
+    model: a checkpoint folder or a Hugging Face repository; None: the embedded demo model.
     services: which services to start; each needs those before it.
     media_root: the folder that preprocessing may read paths from; None: none.
     endpoints: by service; None: unix sockets in a temporary folder, and free loopback ports for metrics.
@@ -119,6 +127,8 @@ class LocalStack:
         try:
             self._folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="framesieve-")))
             self._endpoints = dict(self._given or _own_endpoints(self._folder))
+            if self._model:  # checked, and downloaded, once for all services
+                self._model = Checkpoint.find(self._model).folder
             for service in self._services:
                 self._prepare(service)
             for service in self._services:
@@ -129,7 +139,10 @@ class LocalStack:
             raise
 
     def _prepare(self, service: str) -> None:
-        """Raises StartupError if the address is taken: health checks would reach the process that listens there."""
+        """Raises StartupError if a package is missing or the address is taken, which health checks would not notice."""
+        missing = next((name for name in PACKAGES[service] if find_spec(name) is None), None)
+        if missing:
+            raise StartupError(f"{service} needs {missing}: pip install 'framesieve[{service}]'")
         address = self._endpoints[service].address
         if listens(address):
             flag = "--listen" if service == "generation" else f"--{service}-listen"
@@ -202,6 +215,8 @@ class LocalStack:
 
     def _how_it_ended(self, service: str) -> str:
         status = self.processes[service].returncode
+        if status == ExitStatus.CANNOT_START and self._show_logs:
+            return "cannot start, for the reason above"
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"{how}{self._log_tail(service)}"
 

@@ -29,7 +29,7 @@ async def main() -> ExitStatus:
     settings = EncoderSettings.load()
     configure_logging("encoder", settings.log_format, settings.log_level)
     credentials = upstream_credentials(settings)
-    checkpoint = Checkpoint(settings.model)
+    checkpoint = Checkpoint.find(settings.model)
     with data_parallel(settings) as towers:
         status = await _serve(settings, credentials, checkpoint, towers)
     if towers.rank_failure.cause is not None:  # threads may wait for ever for the failed rank

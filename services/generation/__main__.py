@@ -42,7 +42,7 @@ async def main() -> ExitStatus:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     credentials = upstream_credentials(settings)
-    checkpoint = Checkpoint(settings.model)
+    checkpoint = Checkpoint.find(settings.model)
     defaults, tokenizer = sampling_defaults(checkpoint), load_tokenizer(checkpoint.folder)
     broken = asyncio.Event()
     break_off = partial(asyncio.get_running_loop().call_soon_threadsafe, broken.set)

@@ -33,7 +33,7 @@ async def main() -> ExitStatus:
         raise StartupError(f"--media-root {settings.media_root} is not a folder")
     reading = JobQueue(_READING_WORKERS, settings.limits, settings.inflight_bytes, count_replaced)
     decoding = JobQueue(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced)
-    checkpoint = Checkpoint(settings.model)
+    checkpoint = Checkpoint.find(settings.model)
     planner = Planner(checkpoint, settings.media_root, settings.media_max_bytes)
     begin("preprocessing", "Preprocess", checkpoint)
     quick, slow = PlanningThreads(_QUICK_THREADS), PlanningThreads(_SLOW_THREADS)

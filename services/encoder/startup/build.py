@@ -51,7 +51,7 @@ def load_rank(settings: EncoderSettings, device: torch.device) -> Tower:
         torch.set_num_threads(settings.threads)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-    tower = load_tower(Checkpoint(settings.model), settings.dtype, device, settings.tower_attention)
+    tower = load_tower(Checkpoint.find(settings.model), settings.dtype, device, settings.tower_attention)
     return with_graphs(tower, settings.batch_tokens)
 
 

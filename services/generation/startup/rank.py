@@ -37,7 +37,7 @@ def main() -> None:
         if settings.threads:
             torch.set_num_threads(settings.threads)
         group = Group(rank, orders.facts["ranks"], Path(orders.facts["meeting"]), device_of(settings, rank))
-        run_steps(orders, build(settings, Checkpoint(settings.model), group).runner, group)
+        run_steps(orders, build(settings, Checkpoint.find(settings.model), group).runner, group)
     except StartupError as error:
         log.error("cannot start", error=str(error))
         sys.exit(ExitStatus.CANNOT_START)
