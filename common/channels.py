@@ -31,7 +31,7 @@ from common.contract.errors import (
     Unauthenticated,
     Unavailable,
 )
-from common.security.credentials import NO_CREDENTIALS, Credentials
+from common.security.credentials import NO_CREDENTIALS, Credentials, check_address
 
 REQUEST_ID_KEY = "x-request-id"
 
@@ -109,7 +109,7 @@ def open_channel(address: str, credentials: Credentials = NO_CREDENTIALS) -> grp
         or another gRPC target (dns:///name:port).
     A call that fails with UNAVAILABLE before its first response is retried, on another replica if there is one. The
     channel reconnects within a second once a replica is back.
-    Raises StartupError for a list of names, and where a token would cross a network in plain text.
+    Raises StartupError for an address of another form, and where a token would cross a network in plain text.
     """
     tls = credentials.for_channel(address)
     if tls is None:
@@ -120,9 +120,13 @@ def open_channel(address: str, credentials: Credentials = NO_CREDENTIALS) -> grp
 def _target(address: str) -> str:
     """The address as a gRPC target. gRPC takes lists of IP addresses and of unix sockets, but not of names."""
     scheme, *_ = address.split(":", 1)
-    if "," not in address or scheme in ("dns", "ipv4", "ipv6"):
+    if scheme in ("dns", "ipv4", "ipv6", "xds"):
         return address
     each = address.split(",")
+    for one in each:
+        check_address("address", one)
+    if len(each) == 1:
+        return address
     if all(one.startswith("unix:") for one in each):
         return "unix:" + ",".join(one.removeprefix("unix:") for one in each)
     try:
@@ -205,6 +209,8 @@ def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveErro
         if details.reason == Unavailable.reason:
             return Unavailable(message, details.stage or stage)
         return _with_note(Unavailable(f"{stage} cannot be reached", stage), message)
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # the address is that of another service, or of another server
+        return Unavailable(message, stage)
     if details.reason == PeerContract.reason:
         return PeerContract(message)
     if details.reason == FramesieveError.reason:  # the text names the request id

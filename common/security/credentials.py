@@ -66,6 +66,19 @@ def is_unix(address: str) -> bool:
     return address.startswith(("unix:", "unix-abstract:"))
 
 
+def check_address(name: str, address: str) -> None:
+    """Raises StartupError, which begins with `name`, unless the address is host:port or unix:/path."""
+    if is_unix(address):
+        return
+    host, _, port = address.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+        raise StartupError(f"{name} {address}: must end with a port from 1 to 65535, such as 127.0.0.1:50053")
+    if not host:
+        raise StartupError(
+            f"{name} {address}: must begin with a host, such as 127.0.0.1, or 0.0.0.0 for all interfaces"
+        )
+
+
 def is_local(address: str) -> bool:
     """Whether traffic to the address stays on this machine."""
     if is_unix(address):

@@ -32,6 +32,7 @@ from common.telemetry.metrics import MESSAGE_BYTES, REFUSALS, REQUEST_SECONDS, R
 from common.telemetry.tracing import RequestSpan, passed_on_trace
 
 OUR_METHODS = "/framesieve."
+DEFAULT_PORTS = {"preprocessing": 50051, "encoder": 50052, "generation": 50053}
 MAX_REQUEST_ID_CHARACTERS = 128
 
 _DO_NOT_RETRY = ("grpc-retry-pushback-ms", "-1")
@@ -47,9 +48,13 @@ Behaviour = Callable[[Any, Any], AsyncGenerator[Any]]
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every streaming method of framesieve.v1. Methods of health and reflection stay as they are."""
+    """Wraps every streaming method of framesieve.v1. Methods of health and reflection stay as they are.
 
-    def __init__(self, quotas: ClientQuotas | None = None) -> None:
+    stage: the name of this service, for callers of another service's method.
+    """
+
+    def __init__(self, quotas: ClientQuotas | None = None, stage: str = "unnamed") -> None:
+        self._stage = stage
         self._quotas = quotas or ClientQuotas()
         self._running: set[asyncio.Task[Any]] = set()
         self._sending: set[asyncio.Task[Any]] = set()  # those of the running that wait for a response to be sent
@@ -81,9 +86,13 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(OUR_METHODS):
+        if not method.startswith(OUR_METHODS) or method.count("/") != 2:
             return handler
         _, service, name = method.split("/")
+        if handler is None:
+            return _not_here(
+                f"this is the {self._stage} service, which has no method {name}: {_where_is(stage_of(service))}"
+            )
         behaviour = self._quotas.limited(parsed(handler, _count_received(handler.request_deserializer, name)))
         # Every method is served as a stream: gRPC keeps the bytes of a unary request until the call ends.
         return grpc.stream_stream_rpc_method_handler(
@@ -122,6 +131,19 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
                     self._idle.set()
 
         return drained
+
+
+def _not_here(message: str) -> grpc.RpcMethodHandler[Any, Any]:
+    async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _where_is(stage: str) -> str:
+    """Where a service listens, as far as another one knows it."""
+    port = DEFAULT_PORTS.get(stage)
+    return f"{stage} listens at another address, by default on port {port}" if port else f"no service is named {stage}"
 
 
 def _written(behaviour: Behaviour) -> Callable[[Any, Any], Coroutine[Any, Any, None]]:

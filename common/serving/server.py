@@ -70,7 +70,8 @@ async def serve(
     for old, new in settings.old_names:
         log.warning("a setting was renamed; its old name will be removed in the next release", old=old, new=new)
     close_spans = export_spans(stage_of(service))
-    requests = RequestInterceptor(ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client))
+    quotas = ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client)
+    requests = RequestInterceptor(quotas, stage_of(service))
     server = guarded_server(settings, requests)
     register(server)
     health = Health(("", service, HEALTH))

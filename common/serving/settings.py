@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from common.checkpoint import DEMO_MODEL
 from common.contract.errors import StartupError
+from common.security.credentials import check_address
 
 _PREFIX = "FRAMESIEVE_"
 
@@ -99,6 +100,11 @@ class ServiceSettings(BaseSettings):
     def old_names(self) -> tuple[tuple[str, str], ...]:
         """(old, new) for each flag and variable in use that was renamed."""
         return self._old_names
+
+    @model_validator(mode="after")
+    def _check_listen(self) -> Self:
+        check_address("--listen", self.listen)
+        return self
 
     @model_validator(mode="after")
     def _complete_tls(self) -> Self:

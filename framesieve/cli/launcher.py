@@ -30,7 +30,7 @@ import grpc
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from common.process import ExitStatus, free_port
-from common.security.credentials import Credentials, is_unix
+from common.security.credentials import Credentials, check_address, is_unix
 from common.serving.probe import is_serving, own_credentials
 
 SERVICES = ("preprocessing", "encoder", "generation")
@@ -143,11 +143,17 @@ class LocalStack:
         missing = next((name for name in PACKAGES[service] if find_spec(name) is None), None)
         if missing:
             raise StartupError(f"{service} needs {missing}: pip install 'framesieve[{service}]'")
-        address = self._endpoints[service].address
+        address, metrics_port = self._endpoints[service].address, self._endpoints[service].metrics_port
+        flag = "--listen" if service == "generation" else f"--{service}-listen"
+        check_address(flag, address)
         if listens(address):
-            flag = "--listen" if service == "generation" else f"--{service}-listen"
             raise StartupError(
                 f"the address {address} of {service} is already in use: stop that process or choose another {flag}"
+            )
+        if metrics_port and listens(f"127.0.0.1:{metrics_port}"):
+            raise StartupError(
+                f"the port {metrics_port} of {service}'s metrics is already in use: stop that process or choose "
+                f"another --metrics-port, the first of three in a row"
             )
         self._credentials[service] = own_credentials(address, os.environ)
 

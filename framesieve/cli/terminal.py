@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import typer
@@ -15,6 +17,8 @@ from rich.progress import Progress as Bars
 from common.contract.errors import FramesieveError, StartupError, Unavailable
 from common.process import ExitStatus
 from framesieve.client.answer import Accepted, Progress, Timings, Usage
+
+_TLS_S = 2.0
 
 stderr = Console(stderr=True, highlight=False)
 
@@ -86,8 +90,8 @@ def reported_errors(server: str | None = None, cannot_start: ExitStatus = ExitSt
             _fail(
                 error.reason, f"no service listens at {server}; `framesieve serve` starts the services on this machine"
             )
-        if "Socket closed" in message:  # a TLS listener closes a plaintext connection, or one without a certificate
-            message += "; does the service require TLS (--tls-ca) or a client certificate (--tls-cert, --tls-key)?"
+        if server and "Socket closed" in message and speaks_tls(server):  # which it closes without a reason
+            message = f"{server} requires TLS: pass --tls-ca, and --tls-cert and --tls-key if it asks for them"
         _fail(error.reason, message)
     except FramesieveError as error:
         _fail(error.reason, str(error))
@@ -95,6 +99,18 @@ def reported_errors(server: str | None = None, cannot_start: ExitStatus = ExitSt
         raise
     except OSError as error:
         _fail("FILE", f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def speaks_tls(address: str) -> bool:
+    """Whether the first of these addresses answers a TLS handshake; its certificate is not checked."""
+    host, _, port = address.partition(",")[0].rpartition(":")
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with suppress(OSError, ValueError):
+        connection = socket.create_connection((host.strip("[]"), int(port)), _TLS_S)
+        with connection, context.wrap_socket(connection):
+            return True
+    return False
 
 
 def _warn(message: str) -> None:
