@@ -1,27 +1,44 @@
-"""The command `framesieve ask`: sends one question and prints its completions, streamed or as JSON."""
+"""The command `framesieve ask`: asks questions about media and prints the completions, streamed or as JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import mimetypes
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from common.contract.errors import PeerContract
 from common.contract.retention import EVS
 from framesieve.cli.options import (
+    OUTPUT,
+    SAMPLING,
+    AdapterOption,
+    EndOption,
     FpsOption,
     JsonOption,
     MaxFramesOption,
+    MaxNewTokensOption,
+    MaxPixelsOption,
     MethodOption,
     OnServerOption,
     PlaintextTokenOption,
     RateOption,
+    SeedOption,
+    ServerOption,
+    StartOption,
+    SystemOption,
+    TemperatureOption,
+    TimeoutOption,
     TlsCaOption,
     TlsCertOption,
     TlsKeyOption,
     TokenFileOption,
+    TopPOption,
     access_of,
     media_part,
     print_json,
@@ -30,79 +47,75 @@ from framesieve.cli.options import (
 from framesieve.cli.terminal import MediaBars, print_cost, reported_errors, stderr
 from framesieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Progress, cost_of
 from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
-from framesieve.client.credentials import Access
-from framesieve.client.prompt import Image, Options, Video
-
-_SAMPLING = "Sampling (default: the model's)"
-_OUTPUT = "Output"
+from framesieve.client.prompt import Image, Message, Options, Text, Video, is_url
 
 
 def ask(
     *,
-    media: Annotated[list[str] | None, typer.Argument(help="Videos and images (by suffix): files or URLs.")] = None,
-    question: Annotated[str, typer.Argument(help="The question.")],
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MEDIA]... QUESTION",
+            help="Videos and images (by suffix), as files or URLs; then the question, unless -q is given.",
+        ),
+    ],
+    question: Annotated[
+        list[str] | None,
+        typer.Option("--question", "-q", help="A question; several are asked one after another about the same media."),
+    ] = None,
     pruning_rate: RateOption = 0.0,
     method: MethodOption = EVS,
-    server: Annotated[
-        str, typer.Option(help="Address of generation; several replicas separated by commas.")
-    ] = DEFAULT_ADDRESS,
     fps: FpsOption = None,
     max_frames: MaxFramesOption = None,
-    timeout_s: Annotated[float | None, typer.Option(help="Deadline of the request, in seconds.")] = None,
+    max_pixels: MaxPixelsOption = None,
+    start_s: StartOption = None,
+    end_s: EndOption = None,
     on_server: OnServerOption = False,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy decoding.", rich_help_panel=_SAMPLING)] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from the most likely tokens with this total probability.", rich_help_panel=_SAMPLING),
-    ] = None,
+    system: SystemOption = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
     top_k: Annotated[
         int | None,
-        typer.Option(help="Sample from this many of the most likely tokens; 0: all.", rich_help_panel=_SAMPLING),
+        typer.Option(help="Sample from this many of the most likely tokens; 0: all.", rich_help_panel=SAMPLING),
     ] = None,
     min_p: Annotated[
         float | None,
         typer.Option(
-            help="Drop tokens less likely than this fraction of the most likely one.", rich_help_panel=_SAMPLING
+            help="Drop tokens less likely than this fraction of the most likely one.", rich_help_panel=SAMPLING
         ),
     ] = None,
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(
-            help="Above 1: penalise tokens that occur in the prompt or completion.", rich_help_panel=_SAMPLING
-        ),
+        typer.Option(help="Above 1: penalise tokens that occur in the prompt or completion.", rich_help_panel=SAMPLING),
     ] = None,
     presence_penalty: Annotated[
         float | None,
         typer.Option(
-            help="Above 0, at most 2: penalise tokens that occur in the completion.", rich_help_panel=_SAMPLING
+            help="Above 0, at most 2: penalise tokens that occur in the completion.", rich_help_panel=SAMPLING
         ),
     ] = None,
     frequency_penalty: Annotated[
         float | None,
-        typer.Option(help="Above 0, at most 2: the same, for each occurrence.", rich_help_panel=_SAMPLING),
+        typer.Option(help="Above 0, at most 2: the same, for each occurrence.", rich_help_panel=SAMPLING),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.", rich_help_panel=_SAMPLING)] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(help="Maximum tokens of a completion. Default: what fits, at most 1024.", rich_help_panel=_OUTPUT),
-    ] = None,
+    seed: SeedOption = None,
+    adapter: AdapterOption = None,
+    max_new_tokens: MaxNewTokensOption = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="End a completion before this text; may be repeated.", rich_help_panel=_OUTPUT),
+        typer.Option(help="End a completion before this text; may be repeated.", rich_help_panel=OUTPUT),
     ] = None,
-    adapter: Annotated[
-        str | None,
-        typer.Option(help="Name of a LoRA adapter that generation has loaded (--adapters)."),
-    ] = None,
-    n: Annotated[int | None, typer.Option("--n", help="Number of completions.", rich_help_panel=_OUTPUT)] = None,
+    n: Annotated[int | None, typer.Option("--n", help="Number of completions.", rich_help_panel=OUTPUT)] = None,
     as_json: JsonOption = False,
     top_logprobs: Annotated[
         int | None,
         typer.Option(
-            help="With --json: each token's log-probability, and this many of the most likely tokens in its place.",
-            rich_help_panel=_OUTPUT,
+            help="Requires --json: each token's log-probability, and this many of the most likely tokens in its place.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
+    server: ServerOption = DEFAULT_ADDRESS,
+    timeout_s: TimeoutOption = None,
     tls_ca: TlsCaOption = None,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
@@ -117,18 +130,19 @@ def ask(
 
     Example: framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75
 
-    Example: framesieve ask https://example.org/clip.mp4 "What moves?"
+    Example: framesieve ask clip.mp4 -q "What moves?" -q "Which colour is it?"
 
-    Example: framesieve ask clip.mp4 "What moves?" --server gpu-1:50053 --tls-ca ca.pem --token-file token
+    Example: framesieve ask film.mkv "What happens?" --start-s 60 --end-s 90 --fps 1
 
-    Example: framesieve ask clip.mp4 "What moves?" --adapter traffic
-
-    Example: framesieve ask clip.mp4 "Describe it." --n 3 --temperature 0.8 --top-p 0.9 --seed 1
+    Example: framesieve ask https://example.org/clip.mp4 "What moves?" --json
     """
     if top_logprobs is not None and not as_json:
-        raise typer.BadParameter("--top-logprobs needs --json")
+        raise typer.BadParameter("--top-logprobs requires --json")
     pruning = pruning_of(pruning_rate, method)
-    parts = [media_part(each, fps, max_frames, on_server) for each in media or []]
+    locations, questions = _media_and_questions(inputs, question or [])
+    sampling = {"fps": fps, "max_frames": max_frames, "start_s": start_s, "end_s": end_s}
+    parts = [media_part(each, on_server, max_pixels, **sampling) for each in locations]
+    history = system_message(system)
     options = Options(
         pruning_rate=pruning.rate,
         pruning_method=pruning.method,
@@ -148,43 +162,77 @@ def ask(
         n=n,
         timeout_s=timeout_s,
     )
-    with reported_errors(server):
-        access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
+
+    async def ask_all() -> None:
+        answers = []
+        async with FramesieveClient(server, **access) as client:
+            for each in questions:
+                if as_json:
+                    answers.append(_answer_json(await client.ask(parts, each, history=history, **options)))
+                    continue
+                if len(questions) > 1:
+                    stderr.print(f"[bold]{escape(each)}[/]", soft_wrap=True)
+                finished, _ = await stream(client, parts, each, history, options)
+                print_cost(*cost_of(finished))
         if as_json:
-            print_json(_answer_json(asyncio.run(_ask(server, access, parts, question, options))))
-        else:
-            print_cost(*cost_of(asyncio.run(_stream(server, access, parts, question, options))))
+            several = [{"question": each, **answer} for each, answer in zip(questions, answers, strict=True)]
+            print_json({"answers": several} if len(questions) > 1 else answers[0])
+
+    with reported_errors(server, as_json=as_json):
+        access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
+        asyncio.run(ask_all())
 
 
-async def _ask(server: str, access: Access, parts: list[Image | Video], question: str, options: Options) -> Answer:
-    async with FramesieveClient(server, **access) as client:
-        return await client.ask(parts, question, **options)
+def system_message(text: str | None) -> tuple[Message, ...]:
+    """The history that a conversation starts with."""
+    return (Message("system", (Text(text),)),) if text else ()
 
 
-async def _stream(
-    server: str, access: Access, parts: list[Image | Video], question: str, options: Options
-) -> list[Finished]:
-    """Prints the completions, after progress bars on stderr until the first token."""
+def _media_and_questions(inputs: Sequence[str], questions: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Raises BadParameter for a question that is empty or forgotten."""
+    media = inputs
+    if not questions:
+        *media, last = inputs
+        if is_url(last) or Path(last).is_file() or _looks_like_media(last):
+            raise typer.BadParameter(f'{last} is a media file, add a question: framesieve ask {last} "What moves?"')
+        questions = [last]
+    if any(not each.strip() for each in questions):
+        raise typer.BadParameter("the question is empty")
+    return media, questions
+
+
+def _looks_like_media(argument: str) -> bool:
+    kind = mimetypes.guess_type(argument)[0] or ""
+    return not any(map(str.isspace, argument)) and kind.startswith(("video/", "image/"))
+
+
+async def stream(
+    client: FramesieveClient,
+    parts: Sequence[Image | Video],
+    question: str,
+    history: Sequence[Message],
+    options: Options,
+) -> tuple[list[Finished], str]:
+    """Prints the completions, after progress bars on stderr. Returns how they ended, and the first one's text."""
     printer = Printer(options.get("n") or 1)
     try:
-        async with FramesieveClient(server, **access) as client:
-            with MediaBars() as bars:
-                async for event in client.stream(parts, question, **options):
-                    match event:
-                        case Accepted():
-                            bars.accepted(event)
-                        case Progress():
-                            bars.advanced(event)
-                        case Delta():
-                            bars.stop()
-                            printer.add(event)
-                        case Finished():
-                            printer.finish(event)
+        with MediaBars() as bars:
+            async for event in client.stream(parts, question, history=history, **options):
+                match event:
+                    case Accepted():
+                        bars.accepted(event)
+                    case Progress():
+                        bars.advanced(event)
+                    case Delta():
+                        bars.stop()
+                        printer.add(event)
+                    case Finished():
+                        printer.finish(event)
     finally:
         printer.close()
     if not printer.complete:
-        raise PeerContract(f"the stream from {server} ended before all completions were finished")
-    return printer.finished
+        raise PeerContract(f"the stream from {client.address} ended before all completions were finished")
+    return printer.finished, printer.first
 
 
 class Printer:
@@ -195,6 +243,7 @@ class Printer:
 
     def __init__(self, completions: int) -> None:
         self.finished: list[Finished] = []
+        self.first = ""  # the text of the first completion
         self._completions = completions
         self._current = 0
         self._buffered: dict[int, str] = {}
@@ -205,6 +254,7 @@ class Printer:
         return self._current == self._completions
 
     def add(self, delta: Delta) -> None:
+        self.first += delta.text if delta.choice_index == 0 else ""
         if delta.choice_index == self._current:
             self._print(delta.text)
         else:
@@ -250,10 +300,13 @@ def _choice_json(choice: Choice) -> dict[str, Any]:
         tops = choice.top_logprobs or ((),) * len(choice.token_ids)
         result["tokens"] = [
             {
-                "token_id": token_id,
-                "logprob": logprob,
-                "top_logprobs": [{"token_id": one, "logprob": value} for one, value in top],
+                **_token_json(token_id, logprob, choice),
+                "top_logprobs": [_token_json(one, value, choice) for one, value in top],
             }
             for token_id, logprob, top in zip(choice.token_ids, choice.logprobs, tops, strict=True)
         ]
     return result
+
+
+def _token_json(token_id: int, logprob: float, choice: Choice) -> dict[str, Any]:
+    return {"token_id": token_id, "text": choice.token_texts.get(token_id), "logprob": logprob}

@@ -29,6 +29,7 @@ from framesieve.cli.options import (
     FpsOption,
     JsonOption,
     MaxFramesOption,
+    MaxPixelsOption,
     MethodOption,
     OnServerOption,
     PlaintextTokenOption,
@@ -46,7 +47,7 @@ from framesieve.cli.signals import unwind_on_signals
 from framesieve.cli.terminal import reported_errors, stderr
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.encoding import SELECT_ALL, encode, responses
-from framesieve.client.messages import prompt_message
+from framesieve.client.messages import media_named, prompt_message
 from framesieve.client.prompt import Image, Message, Video, file_name
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 
@@ -60,6 +61,7 @@ def inspect(
     output: Annotated[Path, typer.Option("--output", "-o", help="The PNG file to write.")] = Path("kept.png"),
     fps: FpsOption = None,
     max_frames: MaxFramesOption = None,
+    max_pixels: MaxPixelsOption = None,
     preprocessing: Annotated[str | None, typer.Option(help="Address of preprocessing.")] = None,
     encoder: Annotated[str | None, typer.Option(help="Address of the encoder.")] = None,
     model: Annotated[
@@ -80,7 +82,7 @@ def inspect(
     Example: framesieve inspect clip.mp4 --pruning-rate 0.75 -o kept.png
     """
     pruning = pruning_of(pruning_rate, method)
-    part = media_part(media, fps, max_frames, on_server)
+    part = media_part(media, on_server, max_pixels, fps=fps, max_frames=max_frames)
     if (preprocessing is None) != (encoder is None):
         raise typer.BadParameter("--preprocessing and --encoder must be given together")
     with reported_errors():
@@ -121,9 +123,10 @@ async def inspect_media(
     """
     if media.embeds is not None:
         raise InvalidRequest(f"{type(media).__name__}.embeds cannot be drawn: embeddings have no frames")
-    (plan, frames, repaired), (encoded,) = await asyncio.gather(
-        _frames(preprocessing, media, credentials_of(access)), encode(encoder, media, pruning, **access)
-    )
+    with media_named([Message("user", (media,))]):
+        (plan, frames, repaired), (encoded,) = await asyncio.gather(
+            _frames(preprocessing, media, credentials_of(access)), encode(encoder, media, pruning, **access)
+        )
     if (plan.fingerprint, plan.media[0]) != (encoded.fingerprint, encoded.plan):
         raise PeerContract("preprocessing and the encoder planned the prompt differently: do both run the same model?")
     return Inspection(encoded.plan, frames, encoded.kept, repaired)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,10 +17,22 @@ from common.security.tokens import read_token
 from framesieve.client.credentials import Access
 from framesieve.client.prompt import Image, Video, is_url, names_image
 
-_ACCESS = "TLS and authentication"
+_MEDIA = "Media"
+SAMPLING = "Sampling (default: the model's)"
+OUTPUT = "Output"
+_CONNECTION = "Connection"
+
+_FIELD = re.compile(r"\b(?:frame_sampling|FrameSampling|sampling|Sampling)\.(\w+)")
+# "a frame_sampling of max_pixels=50176, or fps=0.5 and max_pixels=100352, would fit"
+_ADVISED, _ADVICE = "a frame_sampling of ", re.compile(r"\b(max_pixels|fps)=([\d.]+)")
 
 RateOption = Annotated[
-    float, typer.Option("--pruning-rate", help="Fraction of each video's tokens to drop, at least 0 and below 1.")
+    float,
+    typer.Option(
+        "--pruning-rate",
+        help="Fraction of each video's tokens to drop, at least 0 and below 1.",
+        rich_help_panel=_MEDIA,
+    ),
 ]
 MethodOption = Annotated[
     str,
@@ -27,39 +40,95 @@ MethodOption = Annotated[
         "--method",
         help=f"Which tokens are kept. {EVS}: those that changed most since the previous slice. {VIDCOM2}: those least "
         f"similar to the rest of their slice and video, some in every slice. {RANDOM}: a random choice. {NONE}: all.",
+        rich_help_panel=_MEDIA,
     ),
 ]
-FpsOption = Annotated[float | None, typer.Option(help="Frames to sample per second. Default: the model's.")]
-MaxFramesOption = Annotated[int | None, typer.Option(help="Maximum number of frames to sample. Default: the model's.")]
+FpsOption = Annotated[
+    float | None,
+    typer.Option(help="Frames to sample per second. Default: the model's.", rich_help_panel=_MEDIA),
+]
+MaxFramesOption = Annotated[
+    int | None,
+    typer.Option(help="Maximum number of frames to sample. Default: the model's.", rich_help_panel=_MEDIA),
+]
+MaxPixelsOption = Annotated[
+    int | None,
+    typer.Option(help="Resize frames and images to at most this many pixels.", rich_help_panel=_MEDIA),
+]
+StartOption = Annotated[
+    float | None, typer.Option(help="Second of each video at which to start.", rich_help_panel=_MEDIA)
+]
+EndOption = Annotated[float | None, typer.Option(help="Second of each video at which to end.", rich_help_panel=_MEDIA)]
 OnServerOption = Annotated[
     bool,
-    typer.Option("--on-server", help="Media are paths below preprocessing's --media-root, not files on this machine."),
+    typer.Option(
+        "--on-server",
+        help="Media are paths below preprocessing's --media-root, not files on this machine.",
+        rich_help_panel=_MEDIA,
+    ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+SystemOption = Annotated[
+    str | None, typer.Option(help="Instructions for the model, as its system message.", rich_help_panel=SAMPLING)
+]
+TemperatureOption = Annotated[float | None, typer.Option(help="0: greedy decoding.", rich_help_panel=SAMPLING)]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(help="Sample from the most likely tokens with this total probability.", rich_help_panel=SAMPLING),
+]
+SeedOption = Annotated[int | None, typer.Option(help="Makes sampling reproducible.", rich_help_panel=SAMPLING)]
+MaxNewTokensOption = Annotated[
+    int | None,
+    typer.Option(help="Maximum tokens of a completion. Default: what fits, at most 1024.", rich_help_panel=OUTPUT),
+]
+AdapterOption = Annotated[
+    str | None,
+    typer.Option(help="Name of a LoRA adapter that generation has loaded (--adapters).", rich_help_panel=SAMPLING),
+]
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print the result, or the error, as one JSON object on stdout.", rich_help_panel=OUTPUT
+    ),
+]
 
+ServerOption = Annotated[
+    str,
+    typer.Option(
+        envvar="FRAMESIEVE_SERVER",
+        help="Address of generation; several replicas separated by commas.",
+        rich_help_panel=_CONNECTION,
+    ),
+]
+TimeoutOption = Annotated[
+    float | None, typer.Option(help="Deadline of each request, in seconds.", rich_help_panel=_CONNECTION)
+]
 TlsCaOption = Annotated[
     Path | None,
     typer.Option(
         "--tls-ca",
         envvar=["FRAMESIEVE_TLS_CA", "FRAMESIEVE_UPSTREAM_TLS_CA"],
         help="Use TLS; verify the service's certificate against the authorities in this PEM file.",
-        rich_help_panel=_ACCESS,
+        rich_help_panel=_CONNECTION,
     ),
 ]
 TlsCertOption = Annotated[
     Path | None,
-    typer.Option("--tls-cert", envvar="FRAMESIEVE_TLS_CERT", help="Client certificate (PEM).", rich_help_panel=_ACCESS),
+    typer.Option(
+        "--tls-cert", envvar="FRAMESIEVE_TLS_CERT", help="Client certificate (PEM).", rich_help_panel=_CONNECTION
+    ),
 ]
 TlsKeyOption = Annotated[
     Path | None,
     typer.Option(
-        "--tls-key", envvar="FRAMESIEVE_TLS_KEY", help="Private key of --tls-cert (PEM).", rich_help_panel=_ACCESS
+        "--tls-key", envvar="FRAMESIEVE_TLS_KEY", help="Private key of --tls-cert (PEM).", rich_help_panel=_CONNECTION
     ),
 ]
 TokenFileOption = Annotated[
     Path | None,
     typer.Option(
-        "--token-file", help="File with the bearer token to send. Default: $FRAMESIEVE_TOKEN.", rich_help_panel=_ACCESS
+        "--token-file",
+        help="File with the bearer token to send. Default: $FRAMESIEVE_TOKEN.",
+        rich_help_panel=_CONNECTION,
     ),
 ]
 PlaintextTokenOption = Annotated[
@@ -68,7 +137,7 @@ PlaintextTokenOption = Annotated[
         "--allow-plaintext-token",
         envvar="FRAMESIEVE_ALLOW_PLAINTEXT_TOKEN",
         help="Send the token to other machines even without TLS.",
-        rich_help_panel=_ACCESS,
+        rich_help_panel=_CONNECTION,
     ),
 ]
 
@@ -89,12 +158,18 @@ def pruning_of(rate: float, method: str) -> Pruning:
         raise typer.BadParameter(str(error)) from error
 
 
-def media_part(location: str, fps: float | None, max_frames: int | None, on_server: bool) -> Image | Video:
+def media_part(location: str, on_server: bool, max_pixels: int | None, **of_videos: Any) -> Image | Video:
     """The Image or Video (by suffix) that an argument names: a URL, a path on the server or a local file."""
     source: dict[str, Any] = {"url" if is_url(location) else "server_path" if on_server else "path": location}
     if names_image(location):
-        return Image(**source)
-    return Video(**source, fps=fps, max_frames=max_frames)
+        return Image(**source, max_pixels=max_pixels)
+    return Video(**source, max_pixels=max_pixels, **of_videos)
+
+
+def in_flags(text: str) -> str:
+    """An error's text with flags in place of the fields of requests, as far as flags set them."""
+    text = _FIELD.sub(lambda found: f"--{found[1].replace('_', '-')}", text)
+    return _ADVICE.sub(lambda found: f"--{found[1].replace('_', '-')} {found[2]}", text.replace(_ADVISED, ""))
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.progress import Progress as Bars
 
 from common.contract.errors import FramesieveError, StartupError, Unavailable
 from common.process import ExitStatus
+from framesieve.cli.options import in_flags
 from framesieve.client.answer import Accepted, Progress, Timings, Usage
 
 _TLS_S = 2.0
@@ -76,32 +77,55 @@ _NO_LISTENER = ("No such file or directory", "Connection refused")
 
 
 @contextmanager
-def reported_errors(server: str | None = None, cannot_start: ExitStatus = ExitStatus.FAILED) -> Iterator[None]:
-    """Reports an error as one line on stderr and exits; cannot_start: the exit status for a StartupError."""
+def reported_errors(
+    server: str | None = None, cannot_start: ExitStatus = ExitStatus.FAILED, as_json: bool = False
+) -> Iterator[None]:
+    """Reports an error and exits.
+
+    server, as_json: see `report`. cannot_start: the exit status for a StartupError.
+    """
     try:
         yield
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    except StartupError as error:
-        _fail("STARTUP", str(error), cannot_start)
-    except Unavailable as error:
-        message = ": ".join([str(error), *getattr(error, "__notes__", ())])
-        if server and any(words in message for words in _NO_LISTENER):
-            _fail(
-                error.reason, f"no service listens at {server}; `framesieve serve` starts the services on this machine"
-            )
-        if server and "Socket closed" in message and speaks_tls(server):  # which it closes without a reason
-            message = f"{server} requires TLS: pass --tls-ca, and --tls-cert and --tls-key if it asks for them"
-        _fail(error.reason, message)
-    except FramesieveError as error:
-        _fail(error.reason, str(error))
     except BrokenPipeError:
         raise
-    except OSError as error:
-        _fail("FILE", f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (StartupError, FramesieveError, OSError) as error:
+        report(error, server, as_json)
+        raise typer.Exit(cannot_start if isinstance(error, StartupError) else ExitStatus.FAILED) from None
 
 
-def speaks_tls(address: str) -> bool:
+def report(error: Exception, server: str | None = None, as_json: bool = False) -> None:
+    """Prints an error: one line on stderr that begins with its reason, or one JSON object on stdout.
+
+    server: the address that was called.
+    """
+    reason, message = _described(error, server)
+    if as_json:
+        typer.echo(json.dumps({"error": {"reason": reason, "message": message}}))
+    else:
+        stderr.print(f"[red]{reason}[/]: {escape(message)}", soft_wrap=True)
+
+
+def _described(error: Exception, server: str | None) -> tuple[str, str]:
+    match error:
+        case StartupError():
+            return "STARTUP", str(error)
+        case Unavailable():
+            message = ": ".join([str(error), *getattr(error, "__notes__", ())])
+            if server and any(words in message for words in _NO_LISTENER):
+                message = f"no service listens at {server}; `framesieve serve` starts the services on this machine"
+            if server and "Socket closed" in message and _speaks_tls(server):  # which it closes without a reason
+                message = f"{server} requires TLS: pass --tls-ca, and --tls-cert and --tls-key if it asks for them"
+            return error.reason, message
+        case FramesieveError():
+            return error.reason, in_flags(str(error))
+        case OSError() if error.filename:
+            return "FILE", f"{error.filename}: {error.strerror}"
+    return "FILE", str(error)
+
+
+def _speaks_tls(address: str) -> bool:
     """Whether the first of these addresses answers a TLS handshake; its certificate is not checked."""
     host, _, port = address.partition(",")[0].rpartition(":")
     context = ssl.create_default_context()
@@ -115,8 +139,3 @@ def speaks_tls(address: str) -> bool:
 
 def _warn(message: str) -> None:
     stderr.print(f"[yellow]{escape(message)}[/]", soft_wrap=True)
-
-
-def _fail(reason: str, message: str, status: ExitStatus = ExitStatus.FAILED) -> NoReturn:
-    stderr.print(f"[red]{reason}[/]: {escape(message)}", soft_wrap=True)
-    raise typer.Exit(status)

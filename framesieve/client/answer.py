@@ -8,8 +8,8 @@ It knows nothing of protobuf (see `messages`). Token counts are exact; times are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias
 
@@ -125,6 +125,7 @@ class Delta:
     """The next piece of a completion: text that ends at a whole character, and its tokens.
 
     logprobs and top_logprobs have one entry a token, or are empty if not requested.
+    token_texts: with logprobs, the text of each token id in token_ids and top_logprobs, decoded alone.
     """
 
     choice_index: int
@@ -132,6 +133,7 @@ class Delta:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    token_texts: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ Event: TypeAlias = Accepted | Progress | Delta | Finished
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One completion. logprobs and top_logprobs have one entry a token, or are empty if not requested."""
+    """One completion. logprobs, top_logprobs and token_texts are those of its deltas."""
 
     index: int
     text: str
@@ -160,6 +162,7 @@ class Choice:
     logprobs: tuple[float, ...]
     top_logprobs: tuple[TopLogprobs, ...]
     reason: FinishReason
+    token_texts: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +213,7 @@ def choice_of(finished: Finished, deltas: Sequence[Delta]) -> Choice:
         logprobs=tuple(value for delta in own for value in delta.logprobs),
         top_logprobs=tuple(top for delta in own for top in delta.top_logprobs),
         reason=finished.reason,
+        token_texts={token_id: text for delta in own for token_id, text in delta.token_texts.items()},
     )
 
 

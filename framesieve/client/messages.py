@@ -6,8 +6,10 @@ Files are read here, so `generate_request` and `prompt_message` block on the dis
 from __future__ import annotations
 
 import os
+import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +18,7 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as ProtobufMessage
 
-from common.contract.errors import InvalidRequest, PeerContract
+from common.contract.errors import FramesieveError, InvalidRequest, PeerContract
 from common.contract.plan import Grid
 from common.contract.requests import MAX_INLINE_BYTES
 from common.contract.retention import Pruning
@@ -56,6 +58,8 @@ _FIELD_TYPES = {
     FieldDescriptor.CPPTYPE_FLOAT: "a 32-bit float",
     FieldDescriptor.CPPTYPE_STRING: "text in Unicode",
 }
+
+_NAME_CHARACTERS = 200  # of a URL, in an error
 
 M = TypeVar("M", bound=ProtobufMessage)
 
@@ -110,6 +114,36 @@ def prompt_message(messages: Sequence[Message]) -> prompt_pb2.Prompt:
             for message in messages
         ]
     )
+
+
+_FIELD_OF_MEDIA = re.compile(r"prompt\.messages\[(\d+)\]\.parts\[(\d+)\]\.(?:image|video)((?:\.\w+)*)")
+
+
+@contextmanager
+def media_named(messages: Sequence[Message]) -> Iterator[None]:
+    """Puts the file or URL of a media item into errors of the services, which know its field in the prompt only.
+
+    "prompt.messages[0].parts[0].video.frame_sampling.fps must be …" becomes "frame_sampling.fps of clip.mp4 must be …".
+    """
+
+    def named(found: re.Match[str]) -> str:
+        message, place, field = int(found[1]), int(found[2]), found[3].removeprefix(".")
+        parts = messages[message].parts if message < len(messages) else ()
+        part = parts[place] if place < len(parts) else None
+        if not isinstance(part, Image | Video):
+            return found[0]
+        name = part.path or part.server_path or (part.url and part.url[:_NAME_CHARACTERS])
+        if not name or field.startswith("embeds"):
+            return found[0]
+        if field in ("", "data", "url"):
+            return os.fspath(name)
+        return f"{field} of {os.fspath(name)}" if "." in field else field
+
+    try:
+        yield
+    except FramesieveError as error:
+        error.args = (_FIELD_OF_MEDIA.sub(named, str(error)),)
+        raise
 
 
 class _InlineBudget:
@@ -252,6 +286,7 @@ def _delta(delta: generation_pb2.Delta) -> Delta:
         tuple(delta.token_ids),
         tuple(delta.logprobs),
         tuple(tuple(zip(top.token_ids, top.logprobs, strict=True)) for top in delta.top_logprobs),
+        dict(delta.token_texts),
     )
 
 

@@ -11,6 +11,7 @@ from framesieve.v1 import encoder_pb2, generation_pb2
 from services.generation.request.request import FinishReason, Tokens
 from services.generation.rpc.arriving_item import Progress
 from services.generation.rpc.timing import Stage, StageClock
+from services.generation.sampling.detokenizer import Tokenizer
 from services.generation.sampling.params import SamplingRequest, check_stops
 
 _REASONS = {
@@ -75,7 +76,8 @@ def progress_response(progress: Progress) -> generation_pb2.GenerateResponse:
     )
 
 
-def delta_response(tokens: Tokens, choice_index: int) -> generation_pb2.GenerateResponse:
+def delta_response(tokens: Tokens, choice_index: int, tokenizer: Tokenizer) -> generation_pb2.GenerateResponse:
+    named = {one for top in tokens.top_logprobs for one, _ in top}.union(tokens.token_ids) if tokens.logprobs else ()
     return generation_pb2.GenerateResponse(
         delta=generation_pb2.Delta(
             choice_index=choice_index,
@@ -86,6 +88,7 @@ def delta_response(tokens: Tokens, choice_index: int) -> generation_pb2.Generate
                 generation_pb2.TopLogprobs(token_ids=[one for one, _ in top], logprobs=[value for _, value in top])
                 for top in tokens.top_logprobs
             ],
+            token_texts={one: tokenizer.decode([one], skip_special_tokens=False) for one in named},
         )
     )
 

@@ -113,7 +113,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     prompt_tokens=usage.prompt_tokens,
                 )
                 yield accepted_response(request_id, usage)
-                responses = Responses(question, len(answers), usage, clock)
+                responses = Responses(question, len(answers), usage, clock, self._tokenizer)
                 while not responses.complete:
                     if response := responses.next(*await events.get()):
                         yield response
@@ -161,8 +161,11 @@ class Responses:
     answers: their number. It is not read from `question`, whose list of siblings the engine empties when they start.
     """
 
-    def __init__(self, question: Request, answers: int, usage: generation_pb2.Usage, clock: StageClock) -> None:
+    def __init__(
+        self, question: Request, answers: int, usage: generation_pb2.Usage, clock: StageClock, tokenizer: Tokenizer
+    ) -> None:
         self._question = question
+        self._tokenizer = tokenizer
         self._usage = usage
         self._clock = clock
         self._unfinished = answers
@@ -182,7 +185,7 @@ class Responses:
                 return None
             case Tokens():
                 self._count(event, at_ns, index)
-                return delta_response(event, index)
+                return delta_response(event, index, self._tokenizer)
             case Finished():
                 self._unfinished -= 1
                 count_answer(event.reason)

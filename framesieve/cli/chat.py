@@ -1,0 +1,135 @@
+"""The command `framesieve chat`: a conversation about media, in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import readline  # noqa: F401  (gives `input` line editing and a history)
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import typer
+
+from common.contract.errors import FramesieveError
+from common.contract.retention import EVS
+from framesieve.cli.ask import stream, system_message
+from framesieve.cli.options import (
+    AdapterOption,
+    EndOption,
+    FpsOption,
+    MaxFramesOption,
+    MaxNewTokensOption,
+    MaxPixelsOption,
+    MethodOption,
+    OnServerOption,
+    PlaintextTokenOption,
+    RateOption,
+    SeedOption,
+    ServerOption,
+    StartOption,
+    SystemOption,
+    TemperatureOption,
+    TimeoutOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+    TokenFileOption,
+    TopPOption,
+    access_of,
+    media_part,
+    pruning_of,
+)
+from framesieve.cli.terminal import print_cost, report, reported_errors
+from framesieve.client.answer import cost_of
+from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
+from framesieve.client.credentials import Access
+from framesieve.client.prompt import Image, Message, Options, Text, Video
+
+
+def chat(
+    *,
+    media: Annotated[list[str] | None, typer.Argument(help="Videos and images (by suffix), as files or URLs.")] = None,
+    pruning_rate: RateOption = 0.0,
+    method: MethodOption = EVS,
+    fps: FpsOption = None,
+    max_frames: MaxFramesOption = None,
+    max_pixels: MaxPixelsOption = None,
+    start_s: StartOption = None,
+    end_s: EndOption = None,
+    on_server: OnServerOption = False,
+    system: SystemOption = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    seed: SeedOption = None,
+    adapter: AdapterOption = None,
+    max_new_tokens: MaxNewTokensOption = None,
+    server: ServerOption = DEFAULT_ADDRESS,
+    timeout_s: TimeoutOption = None,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    token_file: TokenFileOption = None,
+    allow_plaintext_token: PlaintextTokenOption = False,
+) -> None:
+    """Talk about videos and images: each question sees the ones before it and their answers.
+
+    One question a line; Ctrl-D ends the conversation. The services reuse what they have computed of it.
+
+    Example: framesieve chat clip.mp4 --pruning-rate 0.75
+    """
+    pruning = pruning_of(pruning_rate, method)
+    sampling = {"fps": fps, "max_frames": max_frames, "start_s": start_s, "end_s": end_s}
+    parts = [media_part(each, on_server, max_pixels, **sampling) for each in media or []]
+    options = Options(
+        pruning_rate=pruning.rate,
+        pruning_method=pruning.method,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        adapter=adapter,
+        timeout_s=timeout_s,
+    )
+
+    with reported_errors(server):
+        access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
+        _converse(server, access, parts, system_message(system), options)
+
+
+def _converse(
+    server: str, access: Access, media: Sequence[Image | Video], history: tuple[Message, ...], options: Options
+) -> None:
+    """Ctrl-C ends the answer that is being printed, and at the prompt the conversation."""
+    with asyncio.Runner() as runner:
+        client = runner.run(_connected(server, access))
+        try:
+            for question in _questions():
+                try:
+                    finished, answer = runner.run(stream(client, media, question, history, options))
+                except (FramesieveError, OSError) as error:
+                    report(error, server)
+                    continue
+                except KeyboardInterrupt:
+                    continue
+                print_cost(*cost_of(finished))
+                asked = Message("user", (*media, Text(question)))
+                history = (*history, asked, Message("assistant", (Text(answer),)))
+                media = ()  # from now on in the history
+        finally:
+            runner.run(client.close())
+
+
+async def _connected(server: str, access: Access) -> FramesieveClient:
+    return FramesieveClient(server, **access)  # its channel belongs to the loop that runs now
+
+
+def _questions() -> Iterator[str]:
+    """The lines of stdin that are not blank."""
+    prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
+    while True:
+        try:
+            line = input(prompt)
+        except EOFError:
+            return
+        if line.strip():
+            yield line.strip()
