@@ -221,6 +221,7 @@ def _media_message(item: MediaPlan) -> prompt_pb2.MediaPlan:
         else prompt_pb2.Rational(numerator=base.numerator, denominator=base.denominator),
         timestamps_s=item.timestamps_s,
         content_hash=item.content_hash,
+        missing_frames=item.missing_frames,
     )
 
 
@@ -247,6 +248,7 @@ def _media_plan(message: prompt_pb2.MediaPlan) -> MediaPlan:
         seconds_per_grid=Fraction(base.numerator, base.denominator) if message.HasField("seconds_per_grid") else None,
         timestamps_s=tuple(message.timestamps_s),
         content_hash=message.content_hash,
+        missing_frames=message.missing_frames,
     )
 
 

@@ -39,6 +39,7 @@ from framesieve.cli.options import (
     TlsKeyOption,
     TokenFileOption,
     TopPOption,
+    TruncatedOption,
     access_of,
     media_part,
     print_json,
@@ -70,6 +71,7 @@ def ask(
     max_pixels: MaxPixelsOption = None,
     start_s: StartOption = None,
     end_s: EndOption = None,
+    allow_truncated: TruncatedOption = False,
     on_server: OnServerOption = False,
     system: SystemOption = None,
     temperature: TemperatureOption = None,
@@ -141,6 +143,7 @@ def ask(
     pruning = pruning_of(pruning_rate, method)
     locations, questions = _media_and_questions(inputs, question or [])
     sampling = {"fps": fps, "max_frames": max_frames, "start_s": start_s, "end_s": end_s}
+    sampling |= {"allow_truncated": allow_truncated}
     parts = [media_part(each, on_server, max_pixels, **sampling) for each in locations]
     history = system_message(system)
     options = Options(

@@ -35,6 +35,7 @@ from framesieve.cli.options import (
     TlsKeyOption,
     TokenFileOption,
     TopPOption,
+    TruncatedOption,
     access_of,
     media_part,
     pruning_of,
@@ -56,6 +57,7 @@ def chat(
     max_pixels: MaxPixelsOption = None,
     start_s: StartOption = None,
     end_s: EndOption = None,
+    allow_truncated: TruncatedOption = False,
     on_server: OnServerOption = False,
     system: SystemOption = None,
     temperature: TemperatureOption = None,
@@ -79,6 +81,7 @@ def chat(
     """
     pruning = pruning_of(pruning_rate, method)
     sampling = {"fps": fps, "max_frames": max_frames, "start_s": start_s, "end_s": end_s}
+    sampling |= {"allow_truncated": allow_truncated}
     parts = [media_part(each, on_server, max_pixels, **sampling) for each in media or []]
     options = Options(
         pruning_rate=pruning.rate,

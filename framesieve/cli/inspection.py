@@ -38,6 +38,7 @@ from framesieve.cli.options import (
     TlsCertOption,
     TlsKeyOption,
     TokenFileOption,
+    TruncatedOption,
     access_of,
     media_part,
     print_json,
@@ -67,6 +68,7 @@ def inspect(
     model: Annotated[
         Path | None, typer.Option(help="Checkpoint folder, if no addresses are given. Default: the demo model.")
     ] = None,
+    allow_truncated: TruncatedOption = False,
     on_server: OnServerOption = False,
     as_json: JsonOption = False,
     tls_ca: TlsCaOption = None,
@@ -82,7 +84,7 @@ def inspect(
     Example: framesieve inspect clip.mp4 --pruning-rate 0.75 -o kept.png
     """
     pruning = pruning_of(pruning_rate, method)
-    part = media_part(media, on_server, max_pixels, fps=fps, max_frames=max_frames)
+    part = media_part(media, on_server, max_pixels, fps=fps, max_frames=max_frames, allow_truncated=allow_truncated)
     if (preprocessing is None) != (encoder is None):
         raise typer.BadParameter("--preprocessing and --encoder must be given together")
     with reported_errors():

@@ -59,6 +59,14 @@ StartOption = Annotated[
     float | None, typer.Option(help="Second of each video at which to start.", rich_help_panel=_MEDIA)
 ]
 EndOption = Annotated[float | None, typer.Option(help="Second of each video at which to end.", rich_help_panel=_MEDIA)]
+TruncatedOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-truncated",
+        help="Take videos that were cut off, even if more than a tenth of the frames is missing.",
+        rich_help_panel=_MEDIA,
+    ),
+]
 OnServerOption = Annotated[
     bool,
     typer.Option(

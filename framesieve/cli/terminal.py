@@ -68,6 +68,8 @@ def print_cost(usage: Usage, timings: Timings) -> None:
     for number, item in enumerate(usage.media, start=1):
         if item.repaired_frames:
             _warn(f"media {number}: {item.repaired_frames} damaged frames were replaced by the previous frame")
+        if item.missing_frames:
+            _warn(f"media {number}: the file was cut off, {item.missing_frames} frames are missing")
         if item.first_slice_only:
             _warn(f"media {number}: this pruning rate keeps only the first slice, so the model sees no motion")
 

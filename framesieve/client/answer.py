@@ -33,6 +33,7 @@ class MediaUsage:
 
     grid: its tokens before pruning.
     repaired_frames: frames that could not be decoded and were replaced by the previous frame.
+    missing_frames: frames that the file's container promises and the file does not hold, because it was cut off.
     first_slice_only: at this rate only the first temporal slice is kept, so the model sees no motion.
     """
 
@@ -41,6 +42,7 @@ class MediaUsage:
     kept_tokens: int
     repaired_frames: int
     first_slice_only: bool
+    missing_frames: int = 0
 
 
 @dataclass(frozen=True, slots=True)

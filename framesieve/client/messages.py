@@ -185,6 +185,7 @@ def _part(part: Part, budget: _InlineBudget) -> prompt_pb2.Part:
                 max_pixels=part.max_pixels,
                 start_s=part.start_s,
                 end_s=part.end_s,
+                allow_truncated=bool(part.allow_truncated),
             )
             media = _media(part, sampling, budget)
             if part.pruning is not None:
@@ -310,6 +311,7 @@ def _usage(usage: generation_pb2.Usage) -> Usage:
                 kept_tokens=item.kept_tokens,
                 repaired_frames=item.repaired_frames,
                 first_slice_only=item.first_slice_only,
+                missing_frames=item.missing_frames,
             )
             for item in usage.media
         ),

@@ -33,7 +33,7 @@ IMAGE_SUFFIXES = frozenset(
 _EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
 _SOURCES = ("path", "data", "server_path", "url", "embeds")
 _URL = re.compile(r"https?://[^/?#]*(?P<path>[^?#]*)|data:(?P<type>[^;,]*)", re.IGNORECASE)
-_SAMPLING = ("fps", "min_frames", "max_frames", "max_pixels", "start_s", "end_s")
+_SAMPLING = ("fps", "min_frames", "max_frames", "max_pixels", "start_s", "end_s", "allow_truncated")
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
 StrPath: TypeAlias = str | os.PathLike[str]
@@ -129,6 +129,7 @@ class Video:
     path, data, server_path, url, embeds: as for Image.
     fps, min_frames, max_frames, max_pixels (per frame): None: the checkpoint's default.
     start_s, end_s: the part to sample, in seconds; None: from the start, to the end.
+    allow_truncated: take a file that was cut off, even if more than a tenth of its frames is missing.
         None of these is allowed with embeds, which have no frames.
     pruning: overrides the request's pruning for this video.
     Raises InvalidRequest unless exactly one source is given.
@@ -146,6 +147,7 @@ class Video:
     max_pixels: int | None = None
     start_s: float | None = None
     end_s: float | None = None
+    allow_truncated: bool | None = None
     pruning: Pruning | None = None
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from common.checkpoint import Checkpoint
-from common.contract.errors import InvalidRequest, MediaRejected, PromptTooLong
+from common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PromptTooLong
 from common.contract.plan import MAX_FRAME_SIDE_PX, MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan
 from services.preprocessing.families import Family, load_family
 from services.preprocessing.prompt.embeds import Embeds
@@ -96,6 +96,7 @@ class _Item:
     base: TimeBase | None
     timestamps_s: tuple[float, ...]
     content: tuple[bytes, ...]
+    missing_frames: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,7 @@ class Planner:
         size = self._family.video_size(index.height_px, index.width_px, sampled.frames, request.sampling)
         height, width = self._within(size, request.sampling.max_pixels)
         frames = len(sampled.places)
+        missing = _missing(index, request.sampling)
         base = TimeBase.of_frames(sampled.seconds_per_grid, sampled.timestamps_s, bounds.temporal_patch)
         places = struct.pack(f"<{frames}q", *sampled.places)
         return _Item(
@@ -200,6 +202,7 @@ class Planner:
             base=base,
             timestamps_s=sampled.timestamps_s,
             content=(b"video", source.digest, struct.pack("<2q", height, width), places, _packed(base)),
+            missing_frames=missing,
         )
 
     def _check_max_pixels(self, request: MediaRequest) -> None:
@@ -242,6 +245,7 @@ class Planner:
                 seconds_per_grid=item.base.seconds_per_grid if item.base else None,
                 timestamps_s=item.timestamps_s,
                 content_hash=self._content_hash(item),
+                missing_frames=item.missing_frames,
             )
             for item, runs in zip(items, layout.runs, strict=True)
         )
@@ -253,6 +257,19 @@ class Planner:
         for part in (*item.content, self._fingerprint):
             digest.update(struct.pack("<q", len(part)) + part)
         return digest.digest()
+
+
+def _missing(index: PacketIndex, sampling: FrameSampling) -> int:
+    """Promised frames that the file lacks in the wanted part. Raises MediaDamaged if they are more than a tenth."""
+    found, missing = len(index.times.ticks), index.missing_frames
+    if sampling.end_s is not None and sampling.end_s <= index.times.length_s:
+        return 0
+    if missing * 10 > found + missing and not sampling.allow_truncated:
+        raise MediaDamaged(
+            f"is cut off: {missing} of its {found + missing} frames are missing, at most a tenth may be; "
+            f"frame_sampling.allow_truncated takes the {found} that are there"
+        )
+    return missing
 
 
 def _packed(base: TimeBase | None) -> bytes:

@@ -33,7 +33,7 @@ _ROLES = {
     prompt_pb2.ROLE_ASSISTANT: "assistant",
 }
 _MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO}
-_TIME_FIELDS = ("fps", "min_frames", "max_frames", "start_s", "end_s")
+_TIME_FIELDS = ("fps", "min_frames", "max_frames", "start_s", "end_s", "allow_truncated")
 
 
 def conversation_of(prompt: prompt_pb2.Prompt) -> Conversation:

@@ -21,6 +21,7 @@ from av.video.stream import VideoStream
 
 from common.contract.errors import MediaRejected
 from services.preprocessing.sources.source import Source
+from services.preprocessing.video.completeness import missing_frames
 from services.preprocessing.video.orientation import ON_ITS_SIDE, UPRIGHT, may_be_turned, orientation_of
 from services.preprocessing.video.sampling import FrameTimes
 from services.preprocessing.video.timing import MAX_LENGTH_S
@@ -45,6 +46,7 @@ class PacketIndex:
     keyframes: 0                     2048            pts from which decoding may start
 
     times: the same times, relative to the first frame.
+    missing_frames: how many more the container promises, see `completeness`.
     pts, keyframes: int64 arrays; tuples would take ten times the memory for a long video.
     pts: None where the container stores no usable ones: frames are then identified by their order.
     height_px, width_px: of an upright frame. orientation: EXIF number of the turn that makes a decoded frame upright.
@@ -56,6 +58,7 @@ class PacketIndex:
     height_px: int
     width_px: int
     orientation: int
+    missing_frames: int = 0
 
 
 @contextmanager
@@ -118,11 +121,14 @@ def read_packets(source: Source) -> PacketIndex:
         # AVI stores no presentation times, and those that FFmpeg makes up are out of order where there are B-frames.
         if len(known) < len(pts) or container.format.name == "avi" or stream.time_base is None:
             times, shown = _by_order(len(pts), rates), None
+            last_s = times.length_s
         else:
             furthest = max(known, key=abs)
             if abs(furthest) >= MAX_PTS:
                 raise MediaRejected(f"{source.name} has a frame at {furthest} ticks, all must be within ±{MAX_PTS}")
             times, shown = _by_time(known, tail, stream.time_base, rates)
+            last_s = (shown[-1] + times.tail_ticks) * stream.time_base
+        missing = missing_frames(container, stream, times, last_s)
     if times.length_s > MAX_LENGTH_S:
         raise MediaRejected(
             f"{source.name} claims to last {float(times.length_s):.0f} s, at most {MAX_LENGTH_S} are allowed"
@@ -130,7 +136,9 @@ def read_packets(source: Source) -> PacketIndex:
     orientation = _orientation(source)
     if orientation in ON_ITS_SIDE:
         height, width = width, height
-    return PacketIndex(times, shown, array("q", sorted(keyframes) if shown else ()), height, width, orientation)
+    return PacketIndex(
+        times, shown, array("q", sorted(keyframes) if shown else ()), height, width, orientation, missing
+    )
 
 
 def _by_time(

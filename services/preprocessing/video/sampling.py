@@ -24,6 +24,7 @@ class FrameSampling:
 
     fps: frames a second. min_frames, max_frames: bounds on their number. max_pixels: of one frame after resizing.
     start_s, end_s: seconds from the video's start.
+    allow_truncated: take a video of which more than a tenth of the frames is missing.
     Raises InvalidRequest for a value outside its range.
     """
 
@@ -33,6 +34,7 @@ class FrameSampling:
     max_pixels: int | None = None
     start_s: float | None = None
     end_s: float | None = None
+    allow_truncated: bool = False
 
     def __post_init__(self) -> None:
         if self.fps is not None and not 0 < self.fps <= MAX_FPS:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from common.contract.errors import PeerContract
 from services.preprocessing.sources.source import Source
+from services.preprocessing.video.completeness import MAX_MISSING
 from services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, MAX_PTS, PacketIndex
 from services.preprocessing.video.pictures import Picture
 from services.preprocessing.video.resize import UInt8Array
@@ -194,6 +195,7 @@ def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
         "height_px": index.height_px,
         "width_px": index.width_px,
         "orientation": index.orientation,
+        "missing_frames": index.missing_frames,
     }
     return facts, np.concatenate([np.asarray(each, np.int64) for each in (pts, index.keyframes)])
 
@@ -226,6 +228,7 @@ def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
         height_px=height,
         width_px=width,
         orientation=facts.integer("orientation", 1, 8),
+        missing_frames=facts.integer("missing_frames", 0, MAX_MISSING),
     )
 
 

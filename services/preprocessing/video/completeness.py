@@ -1,0 +1,77 @@
+"""How many frames a video's container promises that the file does not hold: a download or a recording was cut off.
+
+    MP4, MOV        samples of the index that end beyond the file
+    AVI             the header's number of frames, minus those in the file
+    Matroska, FLV   frames that fit between the last one and the header's duration
+
+Other containers promise nothing. A hostile file can promise anything: the number only decides whether it is refused.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from fractions import Fraction
+
+import av
+from av.container import InputContainer
+from av.video.stream import VideoStream
+
+from services.preprocessing.video.sampling import FrameTimes
+
+MAX_MISSING = 2**31 - 1
+# Durations in headers are rounded, and may include the tail of the sound.
+_TOLERANCE_S = Fraction(1, 2)
+_MICROSECONDS = 1_000_000
+
+
+def missing_frames(container: InputContainer, stream: VideoStream, times: FrameTimes, last_s: Fraction) -> int:
+    """Frames that are promised and missing, at most MAX_MISSING. All packets of the stream have been read.
+
+    times: of the frames that were found. last_s: the end of the last one, in the container's time.
+    """
+    match container.format.name.split(","):
+        case ["mov", *_]:
+            missing = sum(each.pos + each.size > container.size for each in stream.index_entries)
+        case ["avi"]:
+            missing = stream.frames - len(stream.index_entries)
+        case ["matroska", *_] | ["flv"]:
+            missing = _within(_promised_s(container, stream, last_s) - last_s, times)
+        case _:
+            missing = 0
+    return min(max(0, missing), MAX_MISSING)
+
+
+def _within(gap_s: Fraction, times: FrameTimes) -> int:
+    """How many frames fit into a gap."""
+    return int(gap_s * len(times.ticks) / times.length_s) if gap_s > _TOLERANCE_S else 0
+
+
+def _promised_s(container: InputContainer, stream: VideoStream, last_s: Fraction) -> Fraction:
+    """When the stream should end. A container's duration counts only if none of its other streams lasts that long."""
+    own_s = _parsed_s(stream.metadata.get("DURATION", ""))
+    if own_s is not None:
+        return own_s
+    promised_s = Fraction(container.duration or 0, _MICROSECONDS)
+    if promised_s - last_s > _TOLERANCE_S and _ends_s(container) >= promised_s - _TOLERANCE_S:
+        return last_s
+    return promised_s
+
+
+def _parsed_s(text: str) -> Fraction | None:
+    """Seconds of "00:01:02.500000000"; None for other text."""
+    parts = text.split(":")
+    if len(parts) != 3 or not all(part.replace(".", "", 1).isdecimal() for part in parts):
+        return None
+    hours, minutes, seconds = map(Fraction, parts)
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def _ends_s(container: InputContainer) -> Fraction:
+    """The end of the last packet of any stream. Reads the container once more."""
+    last_s = Fraction(0)
+    with suppress(av.FFmpegError, IndexError):
+        container.seek(0)
+        for packet in container.demux():
+            if packet.pts is not None and packet.time_base is not None:
+                last_s = max(last_s, (packet.pts + (packet.duration or 0)) * packet.time_base)
+    return last_s
