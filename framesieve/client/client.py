@@ -11,7 +11,7 @@ It owns the gRPC call and the mapping of its errors; `framesieve.client.messages
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -95,7 +95,7 @@ class FramesieveClient:
         *,
         history: Sequence[Message] = (),
         **options: Unpack[Options],
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event]:
         """Yields the events of a request as they arrive; leaving the loop early cancels the request.
 
         media: the path or URL of a file, a Video, an Image, a sequence of these (which may contain Text), or None.

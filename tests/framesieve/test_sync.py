@@ -1,0 +1,38 @@
+"""The synchronous client against a hand-written server."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from common.contract import errors
+from framesieve.client.answer import Accepted, Delta
+from framesieve.sync import FramesieveClient
+from tests.framesieve.fake_services import FakeServices
+
+
+def test_it_asks_streams_and_raises_as_the_asyncio_client(address: str, services: FakeServices, clip: str) -> None:
+    with FramesieveClient(address) as client:
+        assert client.ask(clip, "What moves?").text == "A red ball ⚽"
+        events = list(client.stream(clip, "What moves?"))
+        assert isinstance(events[0], Accepted)
+        assert "".join(event.text for event in events if isinstance(event, Delta)) == "A red ball ⚽"
+        services.refusal = errors.MediaDamaged("12 of 40 frames cannot be decoded")
+        with pytest.raises(errors.MediaDamaged, match="12 of 40"):
+            client.ask(clip, "What moves?")
+
+
+def test_leaving_a_stream_cancels_its_request(address: str, services: FakeServices, clip: str) -> None:
+    services.hang.set()
+    with FramesieveClient(address) as client:
+        for event in client.stream(clip, "What moves?"):
+            if isinstance(event, Delta):
+                break
+        assert services.cancelled.wait(20)
+
+
+def test_an_unusable_address_is_refused_and_leaves_no_thread() -> None:
+    with pytest.raises(errors.StartupError, match="must end with a port"):
+        FramesieveClient("127.0.0.1")
+    assert "framesieve client" not in [thread.name for thread in threading.enumerate()]
