@@ -53,6 +53,9 @@ class ServiceSettings(BaseSettings):
         description="checkpoint folder in transformers' format, or a Hugging Face repository, which is downloaded into "
         "Hugging Face's cache unless it is there",
     )
+    served_model_name: str | None = Field(
+        None, min_length=1, description="name of the model in metrics; unset: the name of its folder"
+    )
     listen: str = Field(description="address to serve on, host:port or unix:/path")
     metrics_port: int = Field(ge=0, le=65535, description="port of Prometheus' /metrics; 0: no metrics")
     drain_s: float = Field(

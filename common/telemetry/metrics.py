@@ -48,11 +48,16 @@ STAGE_BUSY_SECONDS = Histogram(
 _CODES_WITHOUT_ERROR = ("OK", "CANCELLED", "DEADLINE_EXCEEDED")
 
 
-def begin(service: str, method: str, checkpoint: Checkpoint, dtype: str = "", device: str = "") -> None:
-    """Sets the info metrics of this process and creates the series of its method."""
+def begin(
+    service: str, method: str, checkpoint: Checkpoint, model: str | None, dtype: str = "", device: str = ""
+) -> None:
+    """Sets the info metrics of this process and creates the series of its method.
+
+    model: the label of the model; None for the name of the checkpoint's folder.
+    """
     BUILD_INFO.labels(service, version("framesieve")).set(1)
-    fingerprint = checkpoint.fingerprint.hex()[:12]
-    MODEL_INFO.labels(checkpoint.folder.resolve().name, checkpoint.model_type, fingerprint, dtype, device).set(1)
+    name, fingerprint = model or checkpoint.folder.resolve().name, checkpoint.fingerprint.hex()[:12]
+    MODEL_INFO.labels(name, checkpoint.model_type, fingerprint, dtype, device).set(1)
     for error in _errors(FramesieveError):
         REQUESTS.labels(method, error.status)
         REFUSALS.labels(method, error.reason)

@@ -54,12 +54,14 @@ from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 
 _METHOD_NAMES = {EVS: "EVS", VIDCOM2: "VidCom2", RANDOM: "a random choice", NONE: "no pruning"}
 
+_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
+
 
 def inspect(
     media: Annotated[str, typer.Argument(help="A video or an image: a file or a URL.")],
     pruning_rate: RateOption = 0.75,
     method: MethodOption = EVS,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The PNG file to write.")] = Path("kept.png"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The PNG or JPEG file to write.")] = Path("kept.png"),
     fps: FpsOption = None,
     max_frames: MaxFramesOption = None,
     max_pixels: MaxPixelsOption = None,
@@ -85,6 +87,8 @@ def inspect(
     """
     pruning = pruning_of(pruning_rate, method)
     part = media_part(media, on_server, max_pixels, fps=fps, max_frames=max_frames, allow_truncated=allow_truncated)
+    if output.suffix.lower() not in _FORMATS:
+        raise typer.BadParameter(f"--output must end with {', '.join(_FORMATS)}, got {output}")
     if (preprocessing is None) != (encoder is None):
         raise typer.BadParameter("--preprocessing and --encoder must be given together")
     with reported_errors():
@@ -97,7 +101,7 @@ def inspect(
             with stderr.status("starting preprocessing and the encoder for this command …"), stack:
                 addresses = stack.addresses["preprocessing"], stack.addresses["encoder"]
                 inspected = asyncio.run(inspect_media(*addresses, part, pruning, **access))
-        _draw(inspected, pruning, file_name(media)).save(output, format="PNG")
+        _draw(inspected, pruning, file_name(media)).save(output, _FORMATS[output.suffix.lower()])
     _print_counts(inspected, pruning, output, as_json)
 
 

@@ -15,7 +15,7 @@ from common.contract.errors import InvalidRequest
 from common.contract.retention import EVS, NONE, RANDOM, VIDCOM2, Pruning
 from common.security.tokens import read_token
 from framesieve.client.credentials import Access
-from framesieve.client.prompt import Image, Video, is_url, names_image
+from framesieve.client.prompt import Image, Video, check_scheme, is_url, names_image
 
 _MEDIA = "Media"
 SAMPLING = "Sampling (default: the model's)"
@@ -168,6 +168,10 @@ def pruning_of(rate: float, method: str) -> Pruning:
 
 def media_part(location: str, on_server: bool, max_pixels: int | None, **of_videos: Any) -> Image | Video:
     """The Image or Video (by suffix) that an argument names: a URL, a path on the server or a local file."""
+    try:
+        check_scheme(location)
+    except InvalidRequest as error:
+        raise typer.BadParameter(str(error)) from error
     source: dict[str, Any] = {"url" if is_url(location) else "server_path" if on_server else "path": location}
     if names_image(location):
         return Image(**source, max_pixels=max_pixels)

@@ -33,6 +33,7 @@ IMAGE_SUFFIXES = frozenset(
 _EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
 _SOURCES = ("path", "data", "server_path", "url", "embeds")
 _URL = re.compile(r"https?://[^/?#]*(?P<path>[^?#]*)|data:(?P<type>[^;,]*)", re.IGNORECASE)
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SAMPLING = ("fps", "min_frames", "max_frames", "max_pixels", "start_s", "end_s", "allow_truncated")
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
@@ -207,7 +208,11 @@ class Options(TypedDict, total=False):
 
 
 def media_of(location: StrPath) -> Image | Video:
-    """The Image or Video of a path or URL: an image if `names_image`, else a video."""
+    """The Image or Video of a path or URL: an image if `names_image`, else a video.
+
+    Raises InvalidRequest for another scheme than those of `is_url`.
+    """
+    check_scheme(location)
     kind = Image if names_image(location) else Video
     return kind(url=str(location)) if is_url(location) else kind(location)
 
@@ -217,12 +222,28 @@ def is_url(location: StrPath) -> bool:
     return _URL.match(str(location)) is not None
 
 
+def check_scheme(location: StrPath) -> None:
+    """Raises InvalidRequest for a URL that preprocessing cannot fetch, such as s3://bucket/clip.mp4."""
+    scheme = _SCHEME.match(str(location))
+    if scheme and scheme[1].lower() not in ("http", "https"):
+        raise InvalidRequest(f"{location} has the scheme {scheme[1]}; supported are http, https and data")
+
+
 def names_image(location: StrPath) -> bool:
-    """Whether the suffix of a path or URL, or the media type of a data: URI, is an image's."""
+    """Whether the suffix of a path or URL, or the media type of a data: URI, is an image's.
+
+    A file with several pictures (an animated GIF) is a video.
+    """
     url = _URL.match(str(location))
     if url is not None and url["type"] is not None:
         return url["type"].lower().startswith("image/")
-    return Path(file_name(location)).suffix.lower() in IMAGE_SUFFIXES
+    suffix = Path(file_name(location)).suffix.lower()
+    return suffix in IMAGE_SUFFIXES and not (suffix == ".gif" and url is None and _is_animated(Path(location)))
+
+
+def _is_animated(path: Path) -> bool:
+    """Whether a GIF has several pictures: each has a graphic control extension, behind the end of another block."""
+    return path.is_file() and path.read_bytes().count(b"\x00\x21\xf9\x04") > 1
 
 
 def file_name(location: StrPath) -> str:

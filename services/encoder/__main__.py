@@ -47,7 +47,8 @@ async def _serve(
     towers.rank_failure.watch(partial(_abort, towers, batcher, failed, asyncio.get_running_loop()))
     cache = EmbedsCache(tower, batcher, ByteSemaphore(settings.output_buffer_bytes), settings.cache_bytes)
     output_bytes = ByteSemaphore(settings.output_buffer_bytes)
-    begin("encoder", "Encode", checkpoint, str(tower.dtype).removeprefix("torch."), str(tower.device))
+    dtype = str(tower.dtype).removeprefix("torch.")
+    begin("encoder", "Encode", checkpoint, settings.served_model_name, dtype, str(tower.device))
     watch(batcher, cache, output_bytes)
     try:
         async with open_channel(settings.preprocessing, credentials) as channel:

@@ -61,7 +61,8 @@ async def main() -> ExitStatus:
             break_off if workers else lambda: None,
         )
         media_buffer = ByteSemaphore(settings.media_buffer_bytes)
-        begin("generation", "Generate", checkpoint, str(model.dtype).removeprefix("torch."), str(model.device))
+        dtype = str(model.dtype).removeprefix("torch.")
+        begin("generation", "Generate", checkpoint, settings.served_model_name, dtype, str(model.device))
         watch(engine, media_buffer, settings.max_num_seqs, settings.max_waiting_requests)
         engine.start()
         ends.callback(engine.stop)

@@ -35,7 +35,7 @@ async def main() -> ExitStatus:
     decoding = JobQueue(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced)
     checkpoint = Checkpoint.find(settings.model)
     planner = Planner(checkpoint, settings.media_root, settings.media_max_bytes)
-    begin("preprocessing", "Preprocess", checkpoint)
+    begin("preprocessing", "Preprocess", checkpoint, settings.served_model_name)
     quick, slow = PlanningThreads(_QUICK_THREADS), PlanningThreads(_SLOW_THREADS)
     watch(reading, decoding, quick, slow)
     # Exited from the right: the queues end first, so plans that wait for a worker fail before the threads are joined.

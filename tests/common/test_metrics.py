@@ -49,7 +49,7 @@ async def asked(tmp_path: Path) -> AsyncIterator[tuple[Service, Any]]:
 
 
 def test_all_series_of_a_method_exist_from_the_start(tiny_checkpoint: Path) -> None:
-    begin("encoder", "Unheard", Checkpoint(tiny_checkpoint), "float32", "cpu")
+    begin("encoder", "Unheard", Checkpoint(tiny_checkpoint), None, "float32", "cpu")
     codes = {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL"}
     assert {value("requests_total", method="Unheard", code=code) for code in codes} == {0}
     assert len(OURS) > 8

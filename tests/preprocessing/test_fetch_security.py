@@ -155,10 +155,12 @@ async def test_a_disguised_address_is_not_even_looked_up(host: str) -> None:
     assert not resolver.asked
 
 
-async def test_unknown_and_internal_names_give_the_same_error() -> None:
+async def test_internal_names_give_the_same_error_and_unknown_ones_are_not_forbidden() -> None:
     resolver = Resolver(inside_test=[["10.1.2.3"]], mixed_test=[["8.8.8.8", "10.1.2.3"]], empty_test=[[]])
     told = set()
-    for host in ("inside.test", "mixed.test", "unknown.test", "empty.test"):
+    with pytest.raises(MediaRejected, match=r"video\.url names a host that cannot be resolved: 'unknown.test'"):
+        await Fetcher(FetchPolicy(), resolver).fetch("video", "http://unknown.test/")
+    for host in ("inside.test", "mixed.test", "empty.test"):
         with pytest.raises(FramesieveError) as refused:
             await Fetcher(FetchPolicy(), resolver).fetch("video", f"http://{host}/")
         told.add((type(refused.value), str(refused.value).replace(host, "HOST")))

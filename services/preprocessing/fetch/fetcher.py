@@ -42,6 +42,10 @@ MAX_CONCURRENT_FETCHES = 128
 _HEADERS = {"User-Agent": "framesieve", "Accept": "*/*", "Accept-Encoding": "identity"}
 
 
+class _UnknownHost(MediaRejected):
+    """A host name without any address."""
+
+
 class Fetcher:
     """Fetches URLs under one policy.
 
@@ -112,18 +116,17 @@ class Fetcher:
             try:
                 url = parse_url(urljoin(str(url), answer))
                 addresses = await self._addresses(url)
+            except (_UnknownHost, MediaForbidden) as error:  # the same for both: servers must not explore our names
+                raise MediaForbidden("redirects to what may not be reached") from error
             except MediaRejected as error:
                 raise MediaRejected(f"redirects to a host whose name lookup took {self._too_long}") from error
-            except MediaForbidden as error:
-                raise MediaForbidden("redirects to what may not be reached") from error
             except (InvalidRequest, ValueError) as error:
                 raise MediaRejected("redirects to a malformed URL") from error
         raise MediaRejected(f"redirects more than {self._policy.max_redirects} times")
 
     async def _addresses(self, url: Url) -> list[IPAddress]:
-        """The host's addresses: at least one, all allowed. Raises MediaForbidden, MediaRejected for a slow lookup."""
+        """The host's addresses: at least one, all allowed. Raises MediaForbidden, MediaRejected if none is found."""
         self._policy.check_url(url)
-        failed: OSError | None = None
         if url.host.address is not None:
             addresses = [url.host.address]
         else:
@@ -134,10 +137,10 @@ class Fetcher:
                 log.warning("name not looked up in time", host=url.host.name)
                 raise MediaRejected(f"has a host whose name lookup took {self._too_long}: {url.host.name!r}") from error
             except OSError as error:
-                addresses, failed = [], error
+                raise _UnknownHost(f"names a host that cannot be resolved: {url.host.name!r}") from error
         if not self._policy.admits(url.host, addresses):
             log.warning("host refused", host=url.host.name, addresses=[str(address) for address in addresses])
-            raise MediaForbidden(f"has no address that may be reached: {url.host.name!r}") from failed
+            raise MediaForbidden(f"has no address that may be reached: {url.host.name!r}")
         return addresses
 
     @property
