@@ -1,4 +1,4 @@
-"""The `framesieve` command: serve, ask, chat, inspect, bench, capacity.
+"""The `framesieve` command: serve, settings, ask, chat, inspect, bench, capacity.
 
 Completions and JSON are printed to stdout, everything else to stderr. Exit status: 0; 1 for an error, reported as one
 line that begins with its reason; 2 for wrong usage; 130 after Ctrl-C. `serve` has statuses of its own.
@@ -21,7 +21,7 @@ from framesieve.bench.command import bench
 from framesieve.cli.ask import ask
 from framesieve.cli.chat import chat
 from framesieve.cli.inspection import inspect
-from framesieve.cli.serve import serve
+from framesieve.cli.serve import serve, settings
 from framesieve.cli.signals import raise_on_interrupt
 
 app = typer.Typer(
@@ -51,7 +51,10 @@ def _prepare(
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-for _command in (serve, ask, chat, inspect, bench, capacity):
+_FLAGS_OF_SERVICES = {"allow_extra_args": True, "ignore_unknown_options": True}
+for _command in (serve, settings):
+    app.command(context_settings=_FLAGS_OF_SERVICES)(_command)
+for _command in (ask, chat, inspect, bench, capacity):
     app.command()(_command)
 
 if __name__ == "__main__":

@@ -1,14 +1,22 @@
-"""Prints every setting of the three services as Markdown: `python -m services.settings > docs/settings.md`."""
+"""Prints every setting of the three services.
+
+As Markdown: `python -m services.settings > docs/settings.md`. With their values, for `framesieve settings`: with --values
+as a table, with --json as one object; --generation='["--dtype", "bfloat16"]' gives flags of a service.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from common.contract.errors import StartupError
 from common.serving.settings import ServiceSettings, UpstreamSettings, flag_of, old_names_of, variable_of
 from services.encoder.settings import EncoderSettings
 from services.generation.settings import GenerationSettings
@@ -73,5 +81,69 @@ def _default(field: FieldInfo) -> str:
     return f"`{default}`"
 
 
+def values(settings: type[ServiceSettings], flags: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Each setting of a service, its value, and whether that is a flag's, a variable's or the default.
+
+    Raises StartupError for a value that the service would refuse.
+    """
+    loaded = settings.load(flags)
+    given = {flag.partition("=")[0].removeprefix("--no-").removeprefix("--") for flag in flags}
+    variables = {name.upper() for name in os.environ}
+    for name, field in settings.model_fields.items():
+        names = [name, *old_names_of(name, field)]
+        source = "default"
+        if any(variable_of(each) in variables for each in names):
+            source = "variable"
+        if any(flag_of(each).removeprefix("--") in given for each in names):
+            source = "flag"
+        yield {
+            "flag": flag_of(name),
+            "variable": variable_of(name),
+            "value": _plain(getattr(loaded, name)),
+            "source": source,
+            "default": None if field.default_factory is not None else _plain(field.default),
+        }
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return [_plain(each) for each in value] if isinstance(value, tuple | list | frozenset) else str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--values", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    for title in _SERVICES:
+        parser.add_argument(f"--{title.lower()}", type=json.loads, default=[])
+    arguments = parser.parse_args()
+    if not (arguments.values or arguments.json):
+        sys.stdout.write(page())
+        return
+    try:
+        found = {
+            title.lower(): list(values(settings, getattr(arguments, title.lower())))
+            for title, settings in _SERVICES.items()
+        }
+    except StartupError as error:
+        sys.exit(f"STARTUP: {error}")
+    if arguments.json:
+        print(json.dumps(found))
+        return
+    for service, rows in found.items():
+        print(service)
+        for row in rows:
+            default = "" if row["source"] == "default" else f"   default: {_shown(row['default'])}"
+            print(f"  {row['flag']:28} {_shown(row['value']):28} {row['source']}{default}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        value = ",".join(map(str, value))
+    return "unset" if value in (None, "") else str(value)
+
+
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    main()

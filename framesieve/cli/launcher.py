@@ -179,7 +179,7 @@ class LocalStack:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=_environment(),
+                env=environment(),
                 start_new_session=True,
             )
 
@@ -333,7 +333,7 @@ def _own_endpoints(folder: Path) -> dict[str, Endpoint]:
     return {name: Endpoint(f"unix:{folder}/{name}.sock", free_port()) for name in SERVICES}
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """This process's environment, with the folder of this checkout or installation on PYTHONPATH."""
     path = filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

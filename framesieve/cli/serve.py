@@ -1,7 +1,10 @@
-"""The command `framesieve serve`: runs the three services on this machine until a signal."""
+"""The commands `framesieve serve`, which runs the three services until a signal, and `framesieve settings`."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,19 +12,34 @@ import typer
 
 from common.contract.errors import StartupError
 from common.process import ExitStatus, at_once
-from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
+from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack, environment
+from framesieve.cli.options import JsonOption
 from framesieve.cli.signals import DrainOnSignals
+from framesieve.cli.stack_flags import service_flags
 from framesieve.cli.terminal import reported_errors, stderr
 from framesieve.client.client import DEFAULT_ADDRESS
 
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(help="TOML file with a table of flags for each service; deploy/stack.toml is an example."),
+]
+
 
 def serve(
+    context: typer.Context,
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder in transformers' format. Default: the embedded demo model.")
+        Path | None,
+        typer.Option(
+            envvar="FRAMESIEVE_MODEL",
+            help="Checkpoint folder in transformers' format, or a Hugging Face repository. Default: the embedded demo "
+            "model.",
+        ),
     ] = None,
     media_root: Annotated[
-        Path | None, typer.Option(help="Folder that requests may read files from. Default: none.")
+        Path | None,
+        typer.Option(envvar="FRAMESIEVE_MEDIA_ROOT", help="Folder that requests may read files from. Default: none."),
     ] = None,
+    config: ConfigOption = None,
     listen: Annotated[
         str, typer.Option(help="Address of generation, which clients call: host:port or unix:/path.")
     ] = DEFAULT_ADDRESS,
@@ -39,17 +57,20 @@ def serve(
     The first Ctrl-C (or SIGTERM, or a closed terminal) lets running requests finish, for at most 30 seconds a service;
     the second ends everything at once. Under nohup, closing the terminal has no effect.
 
-    Other settings of the services are read from their FRAMESIEVE_… environment variables, except FRAMESIEVE_DRAIN_S.
+    Every flag of a service can be given with the service's name before it, or in the file of --config. Other settings
+    are read from the FRAMESIEVE_… environment variables, except FRAMESIEVE_DRAIN_S. `framesieve settings` lists them.
 
     Exit status: 0 if all requests finished; 3 if some were cut off; 2 if a service could not start; 1 if a service
     ended by itself; 130 (Ctrl-C), 143 (SIGTERM) or 129 (closed terminal) if ended at once or before all were ready.
 
-    Example: framesieve serve --model ~/models/Qwen2.5-VL-3B-Instruct --media-root ~/videos
+    Example: framesieve serve --model Qwen/Qwen2.5-VL-3B-Instruct --media-root ~/videos --generation-dtype bfloat16
     """
     addresses = (preprocessing_listen, encoder_listen, listen)
     ports = (metrics_port, metrics_port + 1, metrics_port + 2) if metrics_port else (0, 0, 0)
     endpoints = dict(zip(SERVICES, map(Endpoint, addresses, ports), strict=True))
-    stack = LocalStack(model, media_root=media_root, endpoints=endpoints, show_logs=True)
+    with reported_errors(cannot_start=ExitStatus.CANNOT_START):
+        flags = service_flags(config, context.args)
+    stack = LocalStack(model, media_root=media_root, endpoints=endpoints, flags=flags, show_logs=True)
     signals = DrainOnSignals(stack)
     with reported_errors(cannot_start=ExitStatus.CANNOT_START):
         try:
@@ -69,3 +90,22 @@ def serve(
         finally:
             stack.stop()
     raise typer.Exit(stack.exit_status)
+
+
+def settings(
+    context: typer.Context,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print every setting of the three services: its value, where the value comes from, and its default.
+
+    Takes the flags of the services as `framesieve serve` does.
+
+    Example: framesieve settings --config deploy/stack.toml --generation-dtype bfloat16
+    """
+    with reported_errors(cannot_start=ExitStatus.CANNOT_START, as_json=as_json):
+        flags = service_flags(config, context.args)
+    given = [f"--{service}={json.dumps(each)}" for service, each in flags.items()]
+    how = "--json" if as_json else "--values"
+    command = [sys.executable, "-P", "-m", "services.settings", how, *given]
+    raise typer.Exit(subprocess.run(command, env=environment(), check=False).returncode)  # noqa: S603  (not a shell)
