@@ -52,10 +52,8 @@ def _prepare(
 
 
 _FLAGS_OF_SERVICES = {"allow_extra_args": True, "ignore_unknown_options": True}
-for _command in (serve, settings):
-    app.command(context_settings=_FLAGS_OF_SERVICES)(_command)
-for _command in (ask, chat, inspect, bench, capacity):
-    app.command()(_command)
+for _command in (serve, settings, ask, chat, inspect, bench, capacity):
+    app.command(context_settings=_FLAGS_OF_SERVICES if _command in (serve, settings) else None)(_command)
 
 if __name__ == "__main__":
     app()

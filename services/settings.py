@@ -1,7 +1,7 @@
 """Prints every setting of the three services.
 
-As Markdown: `python -m services.settings > docs/settings.md`. With their values, for `framesieve settings`: with --values
-as a table, with --json as one object; --generation='["--dtype", "bfloat16"]' gives flags of a service.
+As Markdown: `python -m services.settings > docs/settings.md`. With values, for `framesieve settings`: --values prints a
+table, --json one object; --generation='["--dtype", "bfloat16"]' gives flags of a service.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from common.contract.errors import StartupError
+from common.process import ExitStatus
 from common.serving.settings import ServiceSettings, UpstreamSettings, flag_of, old_names_of, variable_of
 from services.encoder.settings import EncoderSettings
 from services.generation.settings import GenerationSettings
@@ -128,7 +129,8 @@ def main() -> None:
             for title, settings in _SERVICES.items()
         }
     except StartupError as error:
-        sys.exit(f"STARTUP: {error}")
+        print(f"STARTUP: {error}", file=sys.stderr)
+        sys.exit(ExitStatus.CANNOT_START)
     if arguments.json:
         print(json.dumps(found))
         return
