@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from common.address import check_address
 from common.contract.errors import (
     DeadlinePassed,
     FramesieveError,
@@ -31,7 +32,7 @@ from common.contract.errors import (
     Unauthenticated,
     Unavailable,
 )
-from common.security.credentials import NO_CREDENTIALS, Credentials, check_address
+from common.security.credentials import NO_CREDENTIALS, Credentials
 
 REQUEST_ID_KEY = "x-request-id"
 

@@ -7,7 +7,6 @@ in `common.security.certificates` and `common.security.tokens`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 
 import grpc
 
@@ -59,36 +58,3 @@ class Credentials:
 
 
 NO_CREDENTIALS = Credentials()
-
-
-def is_unix(address: str) -> bool:
-    """Whether the address names unix sockets."""
-    return address.startswith(("unix:", "unix-abstract:"))
-
-
-def check_address(name: str, address: str) -> None:
-    """Raises StartupError, which begins with `name`, unless the address is host:port or unix:/path."""
-    if is_unix(address):
-        return
-    host, _, port = address.rpartition(":")
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
-        raise StartupError(f"{name} {address}: must end with a port from 1 to 65535, such as 127.0.0.1:50053")
-    if not host:
-        raise StartupError(
-            f"{name} {address}: must begin with a host, such as 127.0.0.1, or 0.0.0.0 for all interfaces"
-        )
-
-
-def is_local(address: str) -> bool:
-    """Whether traffic to the address stays on this machine."""
-    if is_unix(address):
-        return True
-    hosts = [each.removeprefix("dns:///").rpartition(":")[0].strip("[]") for each in address.split(",")]
-    return all(host == "localhost" or _is_loopback(host) for host in hosts)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -10,10 +10,11 @@ import grpc
 import structlog
 from prometheus_client import disable_created_metrics, start_http_server
 
+from common.address import is_local, is_unix
 from common.channels import MAX_RECEIVE_BYTES
 from common.contract.errors import StartupError
 from common.security.certificates import ServedCertificate, read_authorities, read_pair
-from common.security.credentials import Credentials, is_local, is_unix
+from common.security.credentials import Credentials
 from common.security.tokens import Tokens, read_token
 from common.serving.authentication import AuthenticationInterceptor
 from common.serving.interceptors import RequestInterceptor

@@ -18,10 +18,11 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common.address import is_unix
 from common.channels import NO_PROXY
 from common.contract.errors import StartupError
 from common.security.certificates import read_authorities, read_pair
-from common.security.credentials import NO_CREDENTIALS, Credentials, is_unix
+from common.security.credentials import NO_CREDENTIALS, Credentials
 
 TIMEOUT_S = 3.0
 

@@ -15,9 +15,9 @@ from pydantic import AliasChoices, Field, PrivateAttr, ValidationError, model_va
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
+from common.address import check_address
 from common.checkpoint import DEMO_MODEL
 from common.contract.errors import StartupError
-from common.security.credentials import check_address
 
 _PREFIX = "FRAMESIEVE_"
 

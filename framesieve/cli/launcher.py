@@ -27,10 +27,11 @@ from typing import Self
 
 import grpc
 
+from common.address import check_address, is_unix
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from common.process import ExitStatus, free_port
-from common.security.credentials import Credentials, check_address, is_unix
+from common.security.credentials import Credentials
 from common.serving.probe import is_serving, own_credentials
 
 SERVICES = ("preprocessing", "encoder", "generation")
