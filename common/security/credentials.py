@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from common.address import is_local, is_unix
 from common.contract.errors import StartupError
 from common.security.certificates import KeyPair
 from common.security.tokens import AUTHORIZATION_KEY
