@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,12 +33,16 @@ from common.contract.errors import (
     Unauthenticated,
     Unavailable,
 )
+from common.contract.limits import LARGER_FILES, MAX_INLINE_BYTES, REQUEST_OVERHEAD_BYTES
 from common.security.credentials import NO_CREDENTIALS, Credentials
 
 REQUEST_ID_KEY = "x-request-id"
 
-# Requests: a prompt has at most 16 MiB of inline media and 4 MiB of text.
-MAX_RECEIVE_BYTES = 20 * 2**20
+# The default of services, see --max-inline-bytes.
+MAX_RECEIVE_BYTES = MAX_INLINE_BYTES + REQUEST_OVERHEAD_BYTES
+# gRPC's words: "Received message larger than max (73400332 vs. 71303168)"
+_SIZES = re.compile(r"\((\d+) vs\. (\d+)\)")
+
 # Responses: a piece of an array has at most 2 MiB; the first message of a plan has 1 MiB and 512 media of 11 KiB each.
 MAX_ANSWER_BYTES = 8 * 2**20
 
@@ -71,7 +76,7 @@ _SERVICE_CONFIG = {
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
-    ("grpc.max_send_message_length", MAX_RECEIVE_BYTES),
+    ("grpc.max_send_message_length", -1),  # the service checks
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ("grpc.per_rpc_retry_buffer_size", MAX_RECEIVE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -139,13 +144,6 @@ def _target(address: str) -> str:
     return f"ipv{version}:{address}"
 
 
-def check_size(request: Message) -> None:
-    """Raises InvalidRequest for a request above MAX_RECEIVE_BYTES, which every listener would reject."""
-    size_bytes = request.ByteSize()
-    if size_bytes > MAX_RECEIVE_BYTES:
-        raise InvalidRequest(f"the request has {size_bytes} bytes, at most {MAX_RECEIVE_BYTES} are allowed")
-
-
 async def write_to(call: Any, request: Message) -> None:
     """Writes one request to a call. Does nothing if the call has ended; reading from it tells how.
 
@@ -204,7 +202,10 @@ def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveErro
         if details.reason != Overloaded.reason and "larger than max" in message:
             if "CLIENT: Received" in message:
                 return PeerContract(f"{stage} sent a message above {MAX_ANSWER_BYTES} bytes: {message}")
-            return InvalidRequest(f"a request may have at most {MAX_RECEIVE_BYTES} bytes: {message}")
+            sizes = "{} bytes, it takes {}".format(*found.groups()) if (found := _SIZES.search(message)) else message
+            return InvalidRequest(
+                f"the request is too large for {stage} ({sizes}; --max-inline-bytes): send {LARGER_FILES}"
+            )
         return Overloaded(message, min(max(0, details.retry_after_s), 60) or 1.0)
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         if details.reason == Unavailable.reason:

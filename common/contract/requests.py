@@ -6,22 +6,26 @@ are read.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import TypeAlias
 
 from common.contract.errors import InvalidRequest
+from common.contract.limits import LARGER_FILES, MAX_INLINE_BYTES
+from common.contract.tensors import MAX_PIECE_BYTES, PIECE_BYTES, pieces
 from common.contract.wire import MAX_MEDIA, named_media
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeRequest
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 
+Requests: TypeAlias = AsyncIterator[PreprocessRequest] | AsyncIterator[EncodeRequest]
+
 # Messages and parts together. Loops over them block the event loop and thereby all other requests.
 MAX_PARTS = 2**14
 # A tokenizer needs about a second per MiB.
 MAX_TEXT_BYTES = 4 * 2**20
-MAX_INLINE_BYTES = 16 * 2**20
 
 
-def check_prompt(prompt: prompt_pb2.Prompt) -> None:
+def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_BYTES) -> None:
     """Raises InvalidRequest for a prompt with too many parts, media, bytes of inline media or bytes of text."""
     parts = len(prompt.messages)
     for message in prompt.messages[: MAX_PARTS + 1]:
@@ -29,34 +33,93 @@ def check_prompt(prompt: prompt_pb2.Prompt) -> None:
     _check("messages and parts", parts, MAX_PARTS)
     media = [item for _, _, item in named_media(prompt)]
     _check("media", len(media), MAX_MEDIA)
-    check_inline_bytes(sum(len(item.data) + len(item.embeds.tensor.data) for item in media))
+    if any(item.data_bytes < 0 for item in media):
+        raise InvalidRequest("data_bytes must be at least 1")
+    check_inline_bytes(
+        sum(len(item.data) + item.data_bytes + len(item.embeds.tensor.data) for item in media), max_inline_bytes
+    )
     text = sum(len(part.text.encode()) for message in prompt.messages for part in message.parts)
     _check("bytes of text", text, MAX_TEXT_BYTES)
 
 
-def check_inline_bytes(size_bytes: int) -> None:
+def check_inline_bytes(size_bytes: int, max_inline_bytes: int) -> None:
     """Raises InvalidRequest for too many bytes of inline media, files and embeddings together."""
-    _check("bytes of inline media", size_bytes, MAX_INLINE_BYTES, "; send larger files by path or URL")
+    if size_bytes > max_inline_bytes:
+        raise InvalidRequest(
+            f"prompt.messages hold {size_bytes} bytes of inline media, --max-inline-bytes is {max_inline_bytes}; send "
+            f"{LARGER_FILES}"
+        )
 
 
-def _check(what: str, count: int, limit: int, remedy: str = "") -> None:
+def _check(what: str, count: int, limit: int) -> None:
     if count > limit:
-        raise InvalidRequest(f"prompt.messages hold {count} {what}, at most {limit} are allowed in sum{remedy}")
+        raise InvalidRequest(f"prompt.messages hold {count} {what}, at most {limit} are allowed in sum")
 
 
-async def selections(
-    requests: AsyncIterator[PreprocessRequest] | AsyncIterator[EncodeRequest], media: int
-) -> AsyncIterator[int]:
+def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[bytes]]:
+    """A copy of the prompt that announces its larger files by their sizes, and these files, in order."""
+    files = []
+    without = prompt_pb2.Prompt()
+    for message in prompt.messages:
+        copy = without.messages.add(role=message.role)
+        for part in message.parts:
+            kind = part.WhichOneof("content")
+            if kind not in ("image", "video") or len(getattr(part, kind).data) <= PIECE_BYTES:
+                copy.parts.add().CopyFrom(part)
+                continue
+            media = getattr(part, kind)
+            files.append(media.data)
+            detached = getattr(copy.parts.add(), kind)
+            detached.data_bytes = len(media.data)
+            for field in ("frame_sampling", "pruning"):
+                if media.HasField(field):
+                    getattr(detached, field).CopyFrom(getattr(media, field))
+    return without, files
+
+
+def file_pieces(files: Iterable[bytes]) -> Iterator[prompt_pb2.FilePiece]:
+    """The messages that bring detached files."""
+    for file in files:
+        for _, piece in pieces(memoryview(file)):
+            yield prompt_pb2.FilePiece(data=bytes(piece))
+
+
+async def received_pieces(requests: Requests, prompt: prompt_pb2.Prompt) -> AsyncIterator[tuple[str, bytes]]:
+    """Pieces of the files that a prompt announces, each with the name of its media item, in order.
+
+    requests: those after the prompt.
+    Raises InvalidRequest for a file of no bytes, and for a request that is not the next piece.
+    """
+    for name, _, media in named_media(prompt):
+        if media.WhichOneof("source") != "data_bytes":
+            continue
+        if media.data_bytes < 1:
+            raise InvalidRequest(f"{name}.data_bytes must be at least 1, got {media.data_bytes}")
+        left = media.data_bytes
+        while left:
+            request: EncodeRequest | PreprocessRequest | None = await anext(requests, None)
+            piece = b"" if request is None else request.file.data
+            if not 0 < len(piece) <= min(left, MAX_PIECE_BYTES):
+                raise InvalidRequest(
+                    f"{name}: expected a file piece of 1 to {min(left, MAX_PIECE_BYTES)} bytes, got {len(piece)}"
+                )
+            left -= len(piece)
+            yield name, piece
+
+
+async def selections(requests: Requests, media: int) -> AsyncIterator[int]:
     """Indices of the selected media items, in the order of selection, until the caller half-closes.
 
-    requests: those after the prompt. media: how many items the plan has.
+    requests: those after the prompt and its files. media: how many items the plan has.
     Only a select message selects. Half-closing must not, because a cancelled call looks half-closed for a moment.
     Raises InvalidRequest for an index outside the plan, one that was selected before, and a second prompt.
     """
     selected: set[int] = set()
     async for request in requests:
         if not request.HasField("select"):
-            raise InvalidRequest("after the prompt, every request of a stream must be a select")
+            raise InvalidRequest(
+                "after the prompt, every request of a stream must be a select, after the files that it announces"
+            )
         if request.select.all:
             indices = [index for index in range(media) if index not in selected]
         else:

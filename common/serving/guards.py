@@ -11,8 +11,8 @@ import structlog
 from prometheus_client import disable_created_metrics, start_http_server
 
 from common.address import is_local, is_unix
-from common.channels import MAX_RECEIVE_BYTES
 from common.contract.errors import StartupError
+from common.contract.limits import REQUEST_OVERHEAD_BYTES
 from common.security.certificates import ServedCertificate, read_authorities, read_pair
 from common.security.credentials import Credentials
 from common.security.tokens import Tokens, read_token
@@ -21,8 +21,6 @@ from common.serving.interceptors import RequestInterceptor
 from common.serving.settings import ServiceSettings, UpstreamSettings
 
 _OPTIONS = (
-    # gRPC refuses a larger request before it has read it.
-    ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
     # A second process on the same address fails, instead of getting half of the connections.
     ("grpc.so_reuseport", 0),
     # Per connection. Generation has one upstream call for each request that runs or waits; calls above this limit
@@ -54,7 +52,9 @@ def guarded_server(settings: ServiceSettings, requests: RequestInterceptor) -> g
         interceptors.insert(0, AuthenticationInterceptor(Tokens.read(settings.auth_tokens_file)))
         if settings.tls_cert is None and not is_local(settings.listen):
             log.warning("tokens come in plain text, unless something else encrypts them", listen=settings.listen)
-    return grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
+    # gRPC refuses a larger request before it has read it.
+    limit = ("grpc.max_receive_message_length", settings.max_inline_bytes + REQUEST_OVERHEAD_BYTES)
+    return grpc.aio.server(interceptors=interceptors, options=(*_OPTIONS, limit))
 
 
 def listen(server: grpc.aio.Server, settings: ServiceSettings) -> str:

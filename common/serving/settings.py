@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 from common.address import check_address
 from common.checkpoint import DEMO_MODEL
 from common.contract.errors import StartupError
+from common.contract.limits import GREATEST_INLINE_BYTES, MAX_INLINE_BYTES
 
 _PREFIX = "FRAMESIEVE_"
 
@@ -84,6 +85,12 @@ class ServiceSettings(BaseSettings):
     metrics_tls: bool = Field(False, description="serve /metrics with the same TLS as --listen")
     auth_tokens_file: Path | None = Field(
         None, description="file with a name and a bearer token per line: callers must send one of these tokens"
+    )
+    max_inline_bytes: int = Field(
+        MAX_INLINE_BYTES,
+        ge=0,
+        le=GREATEST_INLINE_BYTES,
+        description="bytes of files and embeddings that a request may carry; the same for all three services",
     )
     max_requests_per_client: int | None = Field(
         None,

@@ -15,6 +15,7 @@ from common.contract.errors import InvalidRequest
 from common.contract.retention import EVS, NONE, RANDOM, VIDCOM2, Pruning
 from common.security.tokens import read_token
 from framesieve.client.credentials import Access
+from framesieve.client.messages import IN_PYTHON
 from framesieve.client.prompt import Image, Video, check_scheme, is_url, names_image
 
 _MEDIA = "Media"
@@ -180,6 +181,7 @@ def media_part(location: str, on_server: bool, max_pixels: int | None, **of_vide
 
 def in_flags(text: str) -> str:
     """An error's text with flags in place of the fields of requests, as far as flags set them."""
+    text = text.replace(IN_PYTHON, "a larger file by --on-server with its path below --media-root, or as a URL")
     text = _FIELD.sub(lambda found: f"--{found[1].replace('_', '-')}", text)
     return _ADVICE.sub(lambda found: f"--{found[1].replace('_', '-')} {found[2]}", text.replace(_ADVISED, ""))
 

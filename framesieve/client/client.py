@@ -111,8 +111,8 @@ class FramesieveClient:
                 await client.ask("photo.jpg", "And here?", history=earlier, pruning_rate=0.75)
 
         options: see `Options`.
-        Raises a subclass of FramesieveError with the service's message, InvalidRequest for more than 16 MiB of files
-        and embeddings, OSError for a file that cannot be read.
+        Raises a subclass of FramesieveError with the service's message, InvalidRequest for more files and
+        embeddings than the service takes (64 MiB by default), OSError for a file that cannot be read.
         """
         messages = [*history, user_turn(media, question)]
         request = await asyncio.to_thread(generate_request, messages, options)

@@ -19,7 +19,7 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from common.channels import check_size, end_writing, open_channel, upstream_errors, write_to
+from common.channels import end_writing, open_channel, upstream_errors, write_to
 from common.contract.errors import InvalidRequest, PeerContract
 from common.contract.plan import Int32Array, MediaPlan, Modality, PromptPlan
 from common.contract.retention import Pruning, retained_count
@@ -97,8 +97,8 @@ async def encode(
     media: as for `FramesieveClient.ask`.
     pruning: for every video without a pruning of its own. Default: keep all tokens.
     access: as for `FramesieveClient`.
-    Raises a subclass of FramesieveError with the service's message, InvalidRequest for more than 16 MiB of files,
-    OSError for a file that cannot be read.
+    Raises a subclass of FramesieveError with the service's message, InvalidRequest for more files than the
+    service takes (64 MiB by default), OSError for a file that cannot be read.
     """
     credentials = credentials_of(access)
     prompt = await asyncio.to_thread(prompt_message, [user_turn(media, "")])
@@ -126,9 +126,7 @@ async def responses(call: Any, prompt: Any, select: Any) -> AsyncIterator[Any]:
     """Yields the responses of a Preprocess or Encode call, selecting all media once the plan starts to arrive.
 
     call: the stream-stream call. prompt, select: its two request messages.
-    Raises InvalidRequest, before writing anything, for a prompt larger than the services accept.
     """
-    check_size(prompt)
     await write_to(call, prompt)
     selected = False
     async for response in call:

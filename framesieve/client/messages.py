@@ -19,8 +19,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as ProtobufMessage
 
 from common.contract.errors import FramesieveError, InvalidRequest, PeerContract
+from common.contract.limits import GREATEST_INLINE_BYTES, LARGER_FILES
 from common.contract.plan import Grid
-from common.contract.requests import MAX_INLINE_BYTES
 from common.contract.retention import Pruning
 from common.contract.wire import grid_message, modality_of
 from framesieve.client.answer import (
@@ -59,6 +59,9 @@ _FIELD_TYPES = {
     FieldDescriptor.CPPTYPE_STRING: "text in Unicode",
 }
 
+# What a caller of this package does with files that are too large to send. The command has words of its own.
+IN_PYTHON = "larger files as Video(server_path=…), a path below preprocessing's --media-root, or as Video(url=…)"
+
 _NAME_CHARACTERS = 200  # of a URL, in an error
 
 M = TypeVar("M", bound=ProtobufMessage)
@@ -67,8 +70,8 @@ M = TypeVar("M", bound=ProtobufMessage)
 def generate_request(messages: Sequence[Message], options: Options) -> generation_pb2.GenerateRequest:
     """The request, with the contents of local files.
 
-    Raises InvalidRequest for more than 16 MiB of inline media (files, bytes, data: URIs, embeddings) and for a
-    value that its protobuf field cannot hold; OSError for a file that cannot be read.
+    Raises InvalidRequest for more inline media (files, bytes, data: URIs, embeddings) than any service takes and for
+    a value that its protobuf field cannot hold; OSError for a file that cannot be read.
     """
     stop = options.get("stop") or ()
     if isinstance(stop, str):
@@ -142,15 +145,15 @@ def media_named(messages: Sequence[Message]) -> Iterator[None]:
     try:
         yield
     except FramesieveError as error:
-        error.args = (_FIELD_OF_MEDIA.sub(named, str(error)),)
+        error.args = (_FIELD_OF_MEDIA.sub(named, str(error)).replace(LARGER_FILES, IN_PYTHON),)
         raise
 
 
 class _InlineBudget:
-    """The bytes of inline media that a prompt may still carry."""
+    """The bytes of inline media that a prompt may still carry. The service checks its own --max-inline-bytes."""
 
     def __init__(self) -> None:
-        self._left_bytes = MAX_INLINE_BYTES
+        self._left_bytes = GREATEST_INLINE_BYTES
 
     def read(self, path: StrPath) -> bytes:
         # stat first: a file that is too large is rejected without reading it into memory.
@@ -158,13 +161,13 @@ class _InlineBudget:
         return Path(path).read_bytes()
 
     def take_file(self, size_bytes: int, name: str) -> None:
-        self.take(size_bytes, name, "put the file below preprocessing's --media-root and pass server_path=")
+        self.take(size_bytes, name, f"send {LARGER_FILES}")
 
     def take(self, size_bytes: int, name: str, remedy: str) -> None:
         if size_bytes > self._left_bytes:
             raise InvalidRequest(
-                f"{name} has {size_bytes / 2**20:.1f} MiB, a prompt carries at most {MAX_INLINE_BYTES // 2**20} MiB of "
-                f"media ({self._left_bytes / 2**20:.1f} MiB are left): {remedy}"
+                f"{name} has {size_bytes / 2**20:.1f} MiB, a request carries at most "
+                f"{GREATEST_INLINE_BYTES // 2**20} MiB of media ({self._left_bytes / 2**20:.1f} MiB are left): {remedy}"
             )
         self._left_bytes -= size_bytes
 

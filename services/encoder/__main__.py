@@ -52,7 +52,9 @@ async def _serve(
     watch(batcher, cache, output_bytes)
     try:
         async with open_channel(settings.preprocessing, credentials) as channel:
-            servicer = EncoderServicer(checkpoint.fingerprint, cache, output_bytes, channel, credentials)
+            servicer = EncoderServicer(
+                checkpoint.fingerprint, cache, output_bytes, channel, credentials, settings.max_inline_bytes
+            )
             register = partial(add_EncoderServiceServicer_to_server, servicer)
             return await serve(SERVICE, settings, register, lambda: batcher.alive, failed)
     finally:

@@ -72,7 +72,9 @@ async def main() -> ExitStatus:
             open_channel(settings.preprocessing, credentials) as preprocessing,
             open_channel(settings.encoder, credentials) as encoder,
         ):
-            media = MediaClient(preprocessing, encoder, _model_input(checkpoint, model), media_buffer)
+            media = MediaClient(
+                preprocessing, encoder, _model_input(checkpoint, model), media_buffer, settings.max_inline_bytes
+            )
             limit = PromptLimit(built.limit_tokens)
             servicer = GenerationServicer(engine, media, tokenizer, defaults, limit, credentials, model.adapters)
             register = partial(add_GenerationServiceServicer_to_server, servicer)

@@ -41,7 +41,7 @@ async def main() -> ExitStatus:
     # Exited from the right: the queues end first, so plans that wait for a worker fail before the threads are joined.
     async with quick, slow, started(reading, decoding):
         fetcher = Fetcher(settings.fetch_policy)
-        servicer = PreprocessingServicer(planner, fetcher, quick, slow, reading, decoding)
+        servicer = PreprocessingServicer(planner, fetcher, quick, slow, reading, decoding, settings.max_inline_bytes)
         register = partial(add_PreprocessingServiceServicer_to_server, servicer)
         return await serve(SERVICE, settings, register, lambda: reading.workers.healthy and decoding.workers.healthy)
 

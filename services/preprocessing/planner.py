@@ -39,15 +39,23 @@ class MediaUrl:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaFile:
+    """A file that follows the prompt, which the caller receives before planning."""
+
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class MediaRequest:
     """One media item of a prompt.
 
-    location: its bytes, its path below the media root, its embeddings, its URL, or the fetched source of its URL.
+    location: its bytes, its path below the media root, its embeddings, its URL, the file that follows the prompt, or
+        the source of a fetched or received file.
     """
 
     name: str
     modality: Modality
-    location: bytes | str | Embeds | MediaUrl | Source = field(repr=False)
+    location: bytes | str | Embeds | MediaUrl | MediaFile | Source = field(repr=False)
     sampling: FrameSampling
 
 
@@ -69,8 +77,8 @@ class Conversation:
         text = sum(len(part) for turn in self.turns for part in turn.parts if not isinstance(part, Modality))
         return not self.media and text <= LARGE_TEXT_CHARS
 
-    def with_fetched(self, sources: Mapping[str, Source]) -> Conversation:
-        """The conversation with fetched sources, by the name of the media item, in place of their URLs."""
+    def with_sources(self, sources: Mapping[str, Source]) -> Conversation:
+        """The conversation with the sources of fetched and received files, by the name of the media item."""
         media = (replace(item, location=sources[item.name]) if item.name in sources else item for item in self.media)
         return replace(self, media=tuple(media))
 
@@ -125,7 +133,7 @@ class Planner:
     def plan(self, conversation: Conversation, readers: Readers = Readers()) -> PlannedPrompt:
         """Opens the media and lays the prompt out. The caller closes the result's files.
 
-        Takes ownership of the conversation's fetched sources, and closes them if it raises.
+        Takes ownership of the conversation's sources, and closes them if it raises.
         Raises InvalidRequest, MediaRejected, MediaForbidden, PromptTooLong and Overloaded, and what the readers raise.
         """
         start = time.perf_counter()
@@ -163,7 +171,7 @@ class Planner:
             case str() as path:
                 source = path_source(request.name, path, self._media_root, check_cancelled, self._media_max_bytes)
             case _:
-                raise AssertionError(f"{request.name}.url was not fetched")
+                raise AssertionError(f"{request.name} was neither fetched nor received")
         files.callback(source.close)
         return source
 

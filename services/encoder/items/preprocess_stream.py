@@ -13,7 +13,7 @@ Anything that the plan did not announce raises PeerContract.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from time import monotonic_ns
@@ -98,10 +98,32 @@ class PreprocessStream:
         self._writing = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
 
-    async def plan(self, prompt: prompt_pb2.Prompt, brought: Mapping[int, Grid]) -> PromptPlan:
-        """Sends the prompt, returns its plan, checked, and starts reading frames. brought: see `PlanCheck.check`."""
-        modalities = modalities_of(prompt)
+    async def plan(
+        self, prompt: prompt_pb2.Prompt, files: AsyncIterator[tuple[str, bytes]], brought: Mapping[int, Grid]
+    ) -> PromptPlan:
+        """Sends the prompt and its files, returns its plan, checked, and starts reading frames.
+
+        files: from `received_pieces`, passed on piece by piece. brought: see `PlanCheck.check`.
+        Raises what `files` raises.
+        """
+        writing = asyncio.create_task(self._write_prompt(prompt, files))
+        reading = asyncio.create_task(self._read_plan(modalities_of(prompt), brought))
+        try:
+            await asyncio.wait([writing, reading], return_when=asyncio.FIRST_EXCEPTION)
+            if writing.done():
+                writing.result()
+            return await reading
+        finally:
+            for each in (writing, reading):
+                each.cancel()
+            await asyncio.wait([writing, reading])
+
+    async def _write_prompt(self, prompt: prompt_pb2.Prompt, files: AsyncIterator[tuple[str, bytes]]) -> None:
         await write_to(self._call, PreprocessRequest(prompt=prompt))
+        async for _, piece in files:
+            await write_to(self._call, PreprocessRequest(file=prompt_pb2.FilePiece(data=piece)))
+
+    async def _read_plan(self, modalities: Sequence[Modality], brought: Mapping[int, Grid]) -> PromptPlan:
         receiver = PlanReceiver()
         while (message := await self._read_message()) is not None:
             if not message.HasField("plan"):

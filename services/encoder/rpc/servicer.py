@@ -20,8 +20,9 @@ import torch
 
 from common.byte_semaphore import ByteSemaphore
 from common.contract.errors import InvalidRequest, Overloaded
+from common.contract.limits import MAX_INLINE_BYTES
 from common.contract.plan import PromptPlan
-from common.contract.requests import check_prompt, selections
+from common.contract.requests import check_prompt, received_pieces, selections
 from common.contract.retention import Pruning
 from common.security.credentials import NO_CREDENTIALS, Credentials
 from common.serving.interceptors import passed_on
@@ -55,6 +56,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         output_bytes: ByteSemaphore,
         preprocessing: grpc.aio.Channel,
         credentials: Credentials = NO_CREDENTIALS,
+        max_inline_bytes: int = MAX_INLINE_BYTES,
     ) -> None:
         assert output_bytes.size_bytes >= cache.encoding_bytes.size_bytes
         self._tower = cache.tower
@@ -62,6 +64,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         self._output_bytes = output_bytes
         self._preprocessing = preprocessing
         self._credentials = credentials
+        self._max_inline_bytes = max_inline_bytes
         self._plan_check = PlanCheck(self._tower.patches, self._tower.embed_levels, fingerprint)
 
     async def Encode(self, request_iterator: Requests, context: Context) -> AsyncIterator[EncodeResponse]:
@@ -85,13 +88,13 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         first = await anext(requests, None)
         if first is None or not first.HasField("prompt"):
             raise InvalidRequest("the first request of a stream must be a prompt")
-        check_prompt(first.prompt.prompt)
+        check_prompt(first.prompt.prompt, self._max_inline_bytes)
         prunings = checked_prunings(first.prompt, self._tower.pruning_methods)
         brought = await asyncio.to_thread(take_embeds, first.prompt.prompt, self._tower)
         stream = PreprocessStream(self._preprocessing, options, self._plan_check)
         try:
             grids = {index: embeds.grid for index, embeds in brought.items()}
-            plan = await stream.plan(first.prompt.prompt, grids)
+            plan = await stream.plan(first.prompt.prompt, received_pieces(requests, first.prompt.prompt), grids)
             del first  # its media may be large
             await responses.put_plan(plan, stream.fetched_ns)
             await self._encode(selections(requests, len(plan.media)), plan, prunings, brought, stream, responses)

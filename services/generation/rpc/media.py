@@ -19,8 +19,9 @@ import grpc
 
 from common.byte_semaphore import ByteSemaphore
 from common.contract.errors import PeerContract, PromptTooLong, Unavailable
+from common.contract.limits import MAX_INLINE_BYTES
 from common.contract.plan import PromptPlan
-from common.contract.requests import check_prompt
+from common.contract.requests import check_prompt, detach_files, file_pieces
 from common.contract.retention import Pruning, retained_count
 from common.contract.wire import grid_message, modalities_of, named_media, prunings_of
 from common.serving.retries import Retries
@@ -41,12 +42,18 @@ class MediaClient:
     """Opens a session for each request. All sessions reserve bytes from the same semaphore."""
 
     def __init__(
-        self, preprocessing: grpc.aio.Channel, encoder: grpc.aio.Channel, model: ModelInput, media_buffer: ByteSemaphore
+        self,
+        preprocessing: grpc.aio.Channel,
+        encoder: grpc.aio.Channel,
+        model: ModelInput,
+        media_buffer: ByteSemaphore,
+        max_inline_bytes: int = MAX_INLINE_BYTES,
     ) -> None:
         self._preprocessing = PreprocessingServiceStub(preprocessing)
         self._encoder = EncoderServiceStub(encoder)
         self._model = model
         self._media_buffer = media_buffer
+        self._max_inline_bytes = max_inline_bytes
         self._preprocessing_retries = Retries("preprocessing")
         self._encoder_retries = Retries("encoder")
 
@@ -59,14 +66,16 @@ class MediaClient:
         call: timeout and metadata of the upstream call.
         Raises InvalidRequest, PromptTooLong if the media exceed the whole buffer, PeerContract, and upstream errors.
         """
-        check_prompt(prompt)
+        check_prompt(prompt, self._max_inline_bytes)
         prunings = prunings_of(prompt, pruning)
         modalities = modalities_of(prompt)
-        upstream = self._encode(prompt, pruning, call) if modalities else self._preprocess(prompt, call)
+        # Inline media may be large: only `upstream` keeps them, for as long as it may have to retry.
+        prompt, files = detach_files(prompt)
+        upstream = self._encode(prompt, files, pruning, call) if modalities else self._preprocess(prompt, call)
+        del files
         try:
             plan = await upstream.plan()
             _check_plan(plan, prompt, self._model)
-            # Inline media may be large: only `upstream` keeps the messages, for as long as it may have to retry.
             del prompt, pruning
             if upstream.fetched_ns is None:
                 clock.skip(Stage.FETCH)
@@ -78,8 +87,14 @@ class MediaClient:
         finally:
             upstream.cancel()
 
-    def _encode(self, prompt: prompt_pb2.Prompt, pruning: prompt_pb2.Pruning, call: Mapping[str, Any]) -> RetriedCall:
-        requests = partial(_encode_requests, prompt, pruning)
+    def _encode(
+        self,
+        prompt: prompt_pb2.Prompt,
+        files: Sequence[bytes],
+        pruning: prompt_pb2.Pruning,
+        call: Mapping[str, Any],
+    ) -> RetriedCall:
+        requests = partial(_encode_requests, prompt, files, pruning)
         return RetriedCall(self._encoder.Encode, requests, "encoder", self._encoder_retries, **call)
 
     def _preprocess(self, prompt: prompt_pb2.Prompt, call: Mapping[str, Any]) -> RetriedCall:
@@ -186,10 +201,12 @@ class MediaSession:
 
 
 async def _encode_requests(
-    prompt: prompt_pb2.Prompt, pruning: prompt_pb2.Pruning, selected: Selected
+    prompt: prompt_pb2.Prompt, files: Sequence[bytes], pruning: prompt_pb2.Pruning, selected: Selected
 ) -> AsyncIterator[encoder_pb2.EncodeRequest]:
-    """The prompt; then, once bytes are reserved, the selected items."""
+    """The prompt and its files; then, once bytes are reserved, the selected items."""
     yield encoder_pb2.EncodeRequest(prompt=encoder_pb2.EncodePrompt(prompt=prompt, pruning=pruning))
+    for piece in file_pieces(files):
+        yield encoder_pb2.EncodeRequest(file=piece)
     for index in await selected:
         yield encoder_pb2.EncodeRequest(select=prompt_pb2.Select(media_index=index))
 

@@ -10,13 +10,14 @@ from fractions import Fraction
 from typing import Any
 
 from common.contract.errors import InvalidRequest, MediaRejected
+from common.contract.limits import MAX_INLINE_BYTES
 from common.contract.plan import Grid, Modality, PromptPlan
 from common.contract.requests import check_inline_bytes, check_prompt
 from common.contract.tensors import DType, pieces
 from common.contract.wire import ago_s, fill_chunk, plan_messages, tensor_digest
 from framesieve.v1 import preprocessing_pb2, prompt_pb2
 from services.preprocessing.fetch.urls import decode_data_uri
-from services.preprocessing.planner import Conversation, MediaRequest, MediaUrl
+from services.preprocessing.planner import Conversation, MediaFile, MediaRequest, MediaUrl
 from services.preprocessing.prompt.embeds import Embeds
 from services.preprocessing.prompt.tokens import Turn
 from services.preprocessing.video.sampling import FrameSampling
@@ -36,12 +37,12 @@ _MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO}
 _TIME_FIELDS = ("fps", "min_frames", "max_frames", "start_s", "end_s", "allow_truncated")
 
 
-def conversation_of(prompt: prompt_pb2.Prompt) -> Conversation:
+def conversation_of(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_BYTES) -> Conversation:
     """Checks a prompt. Decodes data URIs, so call it outside the event loop's thread.
 
     Raises InvalidRequest with the field that is missing, empty or too large; MediaRejected for an empty data URI.
     """
-    check_prompt(prompt)
+    check_prompt(prompt, max_inline_bytes)
     if not prompt.messages:
         raise InvalidRequest("prompt.messages must hold at least one message, it is empty")
     turns: list[Turn] = []
@@ -63,7 +64,7 @@ def conversation_of(prompt: prompt_pb2.Prompt) -> Conversation:
         turns.append(Turn(_ROLES[message.role], tuple(parts)))
     if not any(part for turn in turns for part in turn.parts):
         raise InvalidRequest("prompt.messages hold no media and only empty text")
-    _check_sums(media)
+    _check_sums(media, max_inline_bytes)
     return Conversation(tuple(turns), tuple(media))
 
 
@@ -76,11 +77,12 @@ def _part(part: prompt_pb2.Part, name: str) -> str | MediaRequest:
     return _media(getattr(part, kind), _MODALITIES[kind], f"{name}.{kind}")
 
 
-def _check_sums(media: Sequence[MediaRequest]) -> None:
+def _check_sums(media: Sequence[MediaRequest], max_inline_bytes: int) -> None:
     """Raises InvalidRequest for too many inline bytes, URLs or slices of embeddings in the whole prompt."""
     embeds = [item.location for item in media if isinstance(item.location, Embeds)]
-    files = [item.location for item in media if isinstance(item.location, bytes)]
-    check_inline_bytes(sum(map(len, files)) + sum(each.size_bytes for each in embeds))
+    files = [len(item.location) for item in media if isinstance(item.location, bytes)]
+    files += [item.location.size_bytes for item in media if isinstance(item.location, Embeds | MediaFile)]
+    check_inline_bytes(sum(files), max_inline_bytes)
     urls = sum(isinstance(item.location, MediaUrl) for item in media)
     if urls > MAX_URLS:
         raise InvalidRequest(f"prompt.messages hold {urls} media by URL, at most {MAX_URLS} are allowed")
@@ -94,9 +96,13 @@ def _check_sums(media: Sequence[MediaRequest]) -> None:
 def _media(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaRequest:
     source = media.WhichOneof("source")
     if source is None:
-        raise InvalidRequest(f"{name} must hold data, url, path or embeds, it holds none")
+        raise InvalidRequest(f"{name} must hold data, data_bytes, url, path or embeds, it holds none")
     if source != "embeds":
-        location = _location(media.url, name) if source == "url" else getattr(media, source)
+        location = getattr(media, source)
+        if source == "url":
+            location = _location(media.url, name)
+        elif source == "data_bytes":
+            location = MediaFile(media.data_bytes)
         return MediaRequest(name, modality, location, _sampling(media.frame_sampling, modality, name))
     if media.HasField("frame_sampling"):
         raise InvalidRequest(f"{name}.frame_sampling must not be set beside embeds: no frame is looked at")

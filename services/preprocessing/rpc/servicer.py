@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from functools import partial
 from time import monotonic_ns
 from typing import TypeAlias
@@ -15,7 +15,8 @@ from typing import TypeAlias
 import grpc
 
 from common.contract.errors import InvalidRequest
-from common.contract.requests import selections
+from common.contract.limits import MAX_INLINE_BYTES
+from common.contract.requests import received_pieces, selections
 from common.telemetry.logs import add_request_stats
 from common.telemetry.metrics import STAGE_BUSY_SECONDS, busy
 from common.telemetry.tracing import span
@@ -27,6 +28,7 @@ from services.preprocessing.rpc.decode_stats import recording_decode
 from services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
 from services.preprocessing.rpc.metrics import count_fetched, count_frames
 from services.preprocessing.rpc.planning_threads import PlanningThreads
+from services.preprocessing.sources.source import ReceivedFile
 from services.preprocessing.video.slices import PlannedMedia
 from services.preprocessing.workers.job_queue import JobQueue
 from services.preprocessing.workers.jobs import slices_job
@@ -51,6 +53,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         slow: PlanningThreads,
         reading_queue: JobQueue,
         decoding_queue: JobQueue,
+        max_inline_bytes: int = MAX_INLINE_BYTES,
     ) -> None:
         self._planner = planner
         self._fetcher = fetcher
@@ -58,10 +61,15 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         self._slow = slow
         self._reading_queue = reading_queue
         self._decoding_queue = decoding_queue
+        self._max_inline_bytes = max_inline_bytes
 
     async def Preprocess(self, request_iterator: Requests, context: Context) -> AsyncIterator[PreprocessResponse]:
         requests = aiter(request_iterator)
-        conversation, fetched_ns = await self._fetch(await self._parse(await anext(requests, None)))
+        first = await anext(requests, None)
+        parsed = await self._parse(first)
+        with ExitStack() as received:
+            conversation, fetched_ns = await self._fetch(await _receive(requests, first, parsed, received))
+            received.pop_all()  # from here on the plan owns the files
         with span("plan"):
             planned = await self._plan(conversation)
         add_request_stats(prompt_tokens_full=planned.plan.tokens, media=len(planned.media))
@@ -77,7 +85,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
     async def _parse(self, request: PreprocessRequest | None) -> Conversation:
         if request is None or not request.HasField("prompt"):
             raise InvalidRequest("the first request of a stream must be a prompt")
-        return await self._quick.call(partial(conversation_of, request.prompt))
+        return await self._quick.call(partial(conversation_of, request.prompt, self._max_inline_bytes))
 
     async def _fetch(self, conversation: Conversation) -> tuple[Conversation, int | None]:
         """The conversation with its URLs fetched, and the monotonic time at which the last was, if there are any.
@@ -89,7 +97,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         with busy("fetch"), span("fetch", media=len(conversation.urls)):
             sources = await self._fetcher.fetch_all(conversation.urls)
         count_fetched(sources.values())
-        return conversation.with_fetched(sources), monotonic_ns()
+        return conversation.with_sources(sources), monotonic_ns()
 
     async def _plan(self, conversation: Conversation) -> PlannedPrompt:
         reader = MediaReader(self._reading_queue)
@@ -117,6 +125,20 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     add_request_stats(frames=len(each.pixels))
                     for response in frames_responses(media_index, each):
                         yield response
+
+
+async def _receive(
+    requests: Requests, first: PreprocessRequest | None, conversation: Conversation, received: ExitStack
+) -> Conversation:
+    """The conversation with the files that follow the prompt. `received` closes them."""
+    assert first is not None
+    files: dict[str, ReceivedFile] = {}
+    async for name, piece in received_pieces(requests, first.prompt):
+        if name not in files:
+            files[name] = ReceivedFile(name)
+            received.callback(files[name].close)
+        files[name].write(piece)
+    return conversation.with_sources({name: file.source() for name, file in files.items()})
 
 
 def _close_files(job: asyncio.Future[PlannedPrompt]) -> None:

@@ -22,14 +22,31 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class SealedMemory:
-    """Owns sealed memory until it is closed or garbage collected. Raises OSError without descriptors or memory."""
+    """Owns memory that is written in pieces and then sealed, until it is closed or garbage collected.
 
-    def __init__(self, data: memoryview) -> None:
-        self.descriptor = sealed(data)
+    Raises OSError without descriptors or memory.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("framesieve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+    def write(self, data: memoryview) -> None:
+        rest = data.cast("B") if data.nbytes else memoryview(b"")
+        while rest:
+            rest = rest[os.write(self.descriptor, rest) :]
+
+    def seal(self) -> None:
+        """The content cannot change from now on."""
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+
+    def release(self) -> int:
+        """The descriptor, which the caller closes."""
+        descriptor, self.descriptor = self.descriptor, -1
+        return descriptor
 
     def close(self) -> None:
         """May be called twice."""
-        descriptor, self.descriptor = self.descriptor, -1
+        descriptor = self.release()
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -38,16 +55,10 @@ class SealedMemory:
 
 def sealed(data: memoryview) -> int:
     """A descriptor of sealed memory that holds the bytes. The caller closes it."""
-    descriptor = os.memfd_create("framesieve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        rest = data.cast("B") if data.nbytes else memoryview(b"")
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    memory = SealedMemory()
+    memory.write(data)
+    memory.seal()
+    return memory.release()
 
 
 def mapped(descriptor: int, max_bytes: int) -> UInt8Array:

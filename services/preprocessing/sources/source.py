@@ -99,9 +99,35 @@ def bytes_source(name: str, data: bytes) -> Source:
     """
     if not data:
         raise MediaRejected(f"{name}.data is empty")
-    with resource_errors_as_overloaded(f"{name}.data"):
-        memory = SealedMemory(memoryview(data))
-    return Source(name, hashlib.sha256(data).digest(), memory.descriptor, memory.close)
+    received = ReceivedFile(name)
+    received.write(data)
+    return received.source()
+
+
+class ReceivedFile:
+    """A media file that arrives with the request, collected in memory that workers can map.
+
+    It must be closed unless `source` was called. Raises Overloaded where the machine is out of descriptors or memory.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._digest = hashlib.sha256()
+        with resource_errors_as_overloaded(f"{name}.data"):
+            self._memory = SealedMemory()
+
+    def write(self, piece: bytes) -> None:
+        self._digest.update(piece)
+        with resource_errors_as_overloaded(f"{self._name}.data"):
+            self._memory.write(memoryview(piece))
+
+    def source(self) -> Source:
+        """The whole file. Closing the source frees the memory."""
+        self._memory.seal()
+        return Source(self._name, self._digest.digest(), self._memory.descriptor, self._memory.close)
+
+    def close(self) -> None:
+        self._memory.close()
 
 
 def path_source(

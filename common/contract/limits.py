@@ -1,0 +1,12 @@
+"""Limits of a request's size, which services and clients share."""
+
+from __future__ import annotations
+
+MAX_INLINE_BYTES = 64 * 2**20
+"""The default of --max-inline-bytes: files and embeddings that a request may carry."""
+GREATEST_INLINE_BYTES = 2**30
+"""The greatest value of --max-inline-bytes."""
+REQUEST_OVERHEAD_BYTES = 4 * 2**20
+"""A request message beyond its inline media: 4 MiB of text and their encoding."""
+LARGER_FILES = "larger files by path or URL"
+"""What to do with files that are too large to send. Clients replace it by the words of their own interface."""
