@@ -31,23 +31,6 @@ def clip(frames: int = 16, *, fps: int = 4, width: int = 112, height: int = 112,
         return Path(file.name).read_bytes()
 
 
-def long_clip() -> bytes:
-    """120 s of 1280 × 720 with one keyframe: to show its last frame, all of them must be decoded."""
-    file, rate = io.BytesIO(), Fraction(25, 2)
-    noise = np.random.default_rng(0).integers(0, 255, (90, 160, 3), np.uint8).repeat(8, 0).repeat(8, 1)
-    rolled = [av.VideoFrame.from_ndarray(np.roll(noise, shift, 1), format="rgb24") for shift in range(8)]
-    pictures = [each.reformat(format="yuv420p") for each in rolled]
-    with av.open(file, "w", format="mp4") as output:
-        stream = output.add_stream("libx264", rate=rate, options={"g": "100000", "preset": "ultrafast"})
-        stream.width, stream.height, stream.pix_fmt = 1280, 720, "yuv420p"
-        for number in range(1500):
-            picture = pictures[number % len(pictures)]
-            picture.pts, picture.time_base = number, 1 / rate
-            output.mux(stream.encode(picture))
-        output.mux(stream.encode())
-    return file.getvalue()
-
-
 def picture(width: int, height: int, seed: int = 0) -> bytes:
     """A PNG of random 8-pixel squares."""
     squares = _squares(np.random.default_rng(seed), 0, 255, width, height)

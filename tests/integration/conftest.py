@@ -33,10 +33,9 @@ LONG_ITEM_BYTES = 128 * 16 * 64 * 4
 
 @pytest.fixture(scope="session")
 def media_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a short clip, clip.mp4, and one that takes seconds to decode, long.mp4."""
+    """A folder with a clip, clip.mp4."""
     folder = tmp_path_factory.mktemp("media")
     (folder / "clip.mp4").write_bytes(media.clip())
-    (folder / "long.mp4").write_bytes(media.long_clip())
     return folder
 
 

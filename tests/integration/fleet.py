@@ -94,7 +94,8 @@ class Service:
         """Returns once the service answers SERVING. Fails with its log if it ends or takes too long."""
         deadline = time.monotonic() + START_S
         while not self.serving():
-            assert self.running and time.monotonic() < deadline, self.log()
+            assert self.running, self.log()
+            assert time.monotonic() < deadline, self.log()
             time.sleep(0.05)
 
     def serving(self) -> bool:

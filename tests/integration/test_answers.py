@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from common.contract import errors
 from common.contract.plan import Modality
 from framesieve.cli.launcher import LocalStack
-from framesieve.client.answer import Accepted, Answer, Delta, Finished, Progress
+from framesieve.client.answer import Accepted, Answer, Delta, Finished, FinishReason, Progress
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, Message, Text, Video
 from tests import media
@@ -51,15 +52,33 @@ async def test_the_same_request_gives_the_same_answer_alone_and_among_others(cli
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-async def test_n_answers_encode_the_clip_once_and_each_equals_that_of_its_seed(
-    stack: LocalStack, client: FramesieveClient
+async def test_penalties_follow_their_formula_from_raw_log_probabilities(client: FramesieveClient) -> None:
+    presence, frequency = 0.5, 0.75
+    penalties = {"presence_penalty": presence, "frequency_penalty": frequency}
+    answer = await ask(client, 0, max_new_tokens=16, logprobs=True, top_logprobs=20, **penalties)
+    counts: Counter[int] = Counter()
+    for token_id, logprob, top in zip(answer.token_ids, answer.logprobs, answer.top_logprobs, strict=True):
+        # The answer has fewer than 20 tokens, so the best token that is not in it yet is among the 20 likeliest.
+        scores = {one: value - presence * (counts[one] > 0) - frequency * counts[one] for one, value in top}
+        assert token_id == max(scores, key=scores.__getitem__)
+        assert dict(top)[token_id] == logprob
+        counts[token_id] += 1
+    assert answer.token_ids != (await ask(client, 0, max_new_tokens=16)).token_ids
+
+
+async def test_a_stop_token_ends_an_answer_and_the_end_token_of_the_model_can_be_ignored(
+    client: FramesieveClient,
 ) -> None:
-    items = (await work_done(stack))["items"]
-    together = await ask(client, 43, temperature=1.0, seed=21, n=3)
-    assert (await work_done(stack))["items"] == items + 1
-    alone = [await ask(client, 43, temperature=1.0, seed=21 + index) for index in range(3)]
-    assert [choice.token_ids for choice in together.choices] == [answer.token_ids for answer in alone]
-    assert len({choice.token_ids for choice in together.choices}) == 3
+    # At this temperature all tokens are about equally likely, so one of the answers meets the model's end token.
+    wild = {"temperature": 100.0, "max_new_tokens": 100}
+    several = await ask(client, 0, **wild, seed=1, n=8)
+    ended = next(choice for choice in several.choices if choice.reason is FinishReason.STOP)
+    again = {**wild, "seed": 1 + ended.index, "ignore_eos": True}
+    onward = await ask(client, 0, **again)
+    assert (len(onward.token_ids), onward.reason) == (100, FinishReason.LENGTH)
+    assert onward.token_ids[: len(ended.token_ids)] == ended.token_ids
+    stopped = await ask(client, 0, **again, stop_token_ids=[ended.token_ids[-1]])
+    assert (stopped.token_ids, stopped.text, stopped.reason) == (ended.token_ids, ended.text, ended.reason)
 
 
 async def test_a_picture_of_several_pieces_is_answered(client: FramesieveClient) -> None:

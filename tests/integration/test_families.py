@@ -105,6 +105,7 @@ MIXES: dict[str, tuple[tuple[Message, ...], tuple[Part, ...]]] = {
         (Video(data=SHORT, fps=1), Video(data=WIDE, fps=4), Video(data=SHORT, fps=2, max_frames=6)),
     ),
     "twenty images": ((), tuple(Image(data=media.picture(64, 96, seed=seed)) for seed in range(20))),
+    "an image of one pixel": ((), (Image(data=media.picture(1, 1)),)),
     "media in earlier turns": (EARLIER, (Image(data=TALL), Video(data=SHORT))),
 }
 
