@@ -17,8 +17,8 @@ from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from tests import media
 from tests.adapters import write_adapter
-from tests.collector import Collector, collecting
 from tests.families import load_reference
+from tests.integration.collector import Collector, collecting
 from tests.integration.fleet import Fleet, Service, exported, metric_in, until
 from tests.integration.load import is_answered_soon
 

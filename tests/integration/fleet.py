@@ -181,7 +181,7 @@ def exported(metrics_port: int) -> str:
 
 def metric_in(text: str, name: str, **labels: str) -> float:
     """The sum over the samples of a metric that have these labels, 0 without samples. The metric must exist."""
-    assert f"# HELP {name.removesuffix('_count')} " in text, f"there is no metric {name}"
+    assert f"# HELP {re.sub('_(count|sum)$', '', name)} " in text, f"there is no metric {name}"
     total = 0.0
     for line in text.splitlines():
         match = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)
