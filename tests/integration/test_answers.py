@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from common.contract import errors
 from common.contract.plan import Modality
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Accepted, Answer, Delta, Finished, FinishReason, Progress
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, Message, Text, Video
 from tests import media
-from tests.integration.conftest import KV_CACHE_TOKENS, idle, metric
+from tests.integration.conftest import idle, metric
 
 QUESTION = "What moves?"
 
@@ -86,16 +85,6 @@ async def test_a_picture_of_several_pieces_is_answered(client: FramesieveClient)
     picture = Image(data=media.picture(1204, 1204), max_pixels=1204 * 1204)
     answer = await client.ask(picture, QUESTION, max_new_tokens=1, timeout_s=60)
     assert str(answer.usage.media[0].grid) == "1×43×43"
-
-
-async def test_a_prompt_longer_than_the_cache_is_refused_before_anything_is_decoded(
-    stack: LocalStack, client: FramesieveClient
-) -> None:
-    before = await work_done(stack)
-    many = [Video(data=media.clip(256, fps=4, seed=seed)) for seed in range(5)]
-    with pytest.raises(errors.PromptTooLong, match=str(KV_CACHE_TOKENS)):
-        await client.ask(many, QUESTION, max_new_tokens=1)
-    assert await work_done(stack) == before
 
 
 # --- caches -------------------------------------------------------------------------------------------------------

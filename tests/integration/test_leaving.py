@@ -12,20 +12,19 @@ from common.contract.errors import DeadlinePassed
 from framesieve.client.client import FramesieveClient
 from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, at_rest, until
-from tests.integration.load import Asked, Load, asked_about, endless, long_clip, quick
+from tests.integration.load import Asked, endless, long_clip, one_in_each_stage, quick
 from tests.integration.pruning import held_in_pruning
 
 
 async def test_callers_that_disconnect_in_every_stage_free_everything(
     fleet: Fleet, fleet_client: FramesieveClient
 ) -> None:
-    async with Load(fleet, fleet_client, seed=40) as load:
-        await load.held()
+    async with one_in_each_stage(fleet, fleet_client, seed=40) as load:
         assert fleet.generation.metric("framesieve_generation_media_buffer_used_bytes") > 0
-        assert not [stage for stage, asked in load.asked.items() if asked.task.done()]
         await load.leave()
         await at_rest(fleet.first, within_s=SOON_S)
         await until(lambda: not load.halfway.calls and all(task.done() for task in load.server.serving), SOON_S)
+        assert not [each.name for each in fleet.first if each.metric("framesieve_requests_total", code="INTERNAL")]
 
 
 async def test_a_deadline_that_passes_while_media_is_encoded_frees_everything(
@@ -54,18 +53,6 @@ async def leave(fleet: Fleet, *asked: Asked) -> None:
         assert not each.task.done()
         await each.leave()
     await at_rest(fleet.first, within_s=SOON_S)
-
-
-@pytest.mark.deep
-async def test_a_caller_that_disconnects_while_the_last_slices_are_encoded_frees_everything(
-    fleet: Fleet, fleet_client: FramesieveClient
-) -> None:
-    asked = asked_about(fleet_client, long_clip(1003))
-    encoder, preprocessing = fleet.encoder[0], fleet.preprocessing[0]
-    await until(lambda: encoder.metric("framesieve_encoder_queue_slices"))
-    await until(lambda: not preprocessing.in_use())
-    await until(lambda: encoder.metric("framesieve_encoder_queue_slices"))
-    await leave(fleet, asked)
 
 
 @pytest.mark.deep

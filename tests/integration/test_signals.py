@@ -31,7 +31,7 @@ from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from tests.awake import SOON_S, within
 from tests.integration.conftest import DRAIN_S, SHORT_DRAIN_S
 from tests.integration.fleet import Fleet, Service, at_rest, children, runs, stopped_workers, until
-from tests.integration.load import Load, asked_about, short_clip
+from tests.integration.load import asked_about, one_in_each_stage, short_clip
 
 # Stages that a request cannot finish while generation drains.
 ENDLESS = ("in transfer", "fetching", "generating")
@@ -184,8 +184,7 @@ async def test_new_requests_avoid_a_draining_replica_and_fail_once_the_last_one_
 async def test_a_draining_generation_finishes_what_it_can_and_fails_the_rest(
     fleet: Fleet, fleet_client: FramesieveClient
 ) -> None:
-    async with Load(fleet, fleet_client, seed=30) as load:
-        await load.held()
+    async with one_in_each_stage(fleet, fleet_client, seed=30) as load:
         load.resume()
         signalled_s = time.monotonic()
         fleet.generation.tell(signal.SIGTERM)
