@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -64,42 +63,3 @@ async def test_every_series_of_an_autoscaler_is_served_by_a_rule_and_exported_by
         assert [name for name in queried if name not in samples] == []
         assert metric.get("selector", {}).get("matchLabels", {}).items() <= samples[queried[0]]
         assert set(re.findall(r'(stage)="(\w+)"', queries)) <= samples[queried[0]]
-
-
-def test_queries_compute_what_their_names_say(promtool: str, rules: list[Any], tmp_path: Path) -> None:
-    """Pod a: 30 of 40 blocks used, its tower busy half of the time, media waiting for workers. Pod b is idle."""
-    oldest, blocks = "framesieve_preprocessing_queue_oldest_seconds", "framesieve_generation_kv_blocks"
-    spent = "framesieve_stage_busy_seconds_sum"
-    series = {
-        f'{oldest}{{pod="a",pool="decode"}}': "2+0x10",
-        f'{oldest}{{pod="a",pool="read"}}': "9+0x10",
-        f'{oldest}{{pod="b",pool="decode"}}': "0+0x10",
-        f'{spent}{{pod="a",stage="encode"}}': "0+30x10",
-        f'{spent}{{pod="a",stage="prune"}}': "0+60x10",
-        f'{spent}{{pod="b",stage="encode"}}': "5+0x10",
-        f'{blocks}_used{{pod="a"}}': "30+0x10",
-        f'{blocks}_used{{pod="b"}}': "0+0x10",
-        f'{blocks}{{pod="a"}}': "40+0x10",
-        f'{blocks}{{pod="b"}}': "40+0x10",
-    }
-
-    def check(metric: str, series: str, a: float, selector: str = "") -> dict[str, Any]:
-        """That the query of the adapter for two pods gives `a` for pod a and 0 for pod b."""
-        query: str = served_by(rules, metric)["metricsQuery"]
-        query = query.replace("<<.Series>>", series).replace("<<.LabelMatchers>>", f'pod=~"a|b"{selector}')
-        values = [{"labels": f'{{pod="{pod}"}}', "value": value} for pod, value in (("a", a), ("b", 0))]
-        return {"expr": query.replace("<<.GroupBy>>", "pod"), "eval_time": "8m", "exp_samples": values}
-
-    test = {
-        "interval": "1m",
-        "input_series": [{"series": name, "values": values} for name, values in series.items()],
-        "promql_expr_test": [
-            check(oldest, oldest, 2, ',pool="decode"'),
-            check("framesieve_encoder_busy_ratio", spent, 0.5),
-            check("framesieve_generation_kv_used_ratio", f"{blocks}_used", 0.75),
-        ],
-    }
-    (tmp_path / "test.yml").write_text(yaml.safe_dump({"tests": [test]}))
-    command = [promtool, "test", "rules", "test.yml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr

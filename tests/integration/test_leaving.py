@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from common.contract.errors import DeadlinePassed
 from framesieve.client.client import FramesieveClient
 from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, at_rest, until
-from tests.integration.load import Asked, endless, long_clip, one_in_each_stage, quick
+from tests.integration.load import Asked, long_clip, one_in_each_stage, quick
 from tests.integration.pruning import held_in_pruning
 
 
@@ -34,17 +33,6 @@ async def test_a_deadline_that_passes_while_media_is_encoded_frees_everything(
     await within(1.2 + SOON_S, asked.task)
     assert isinstance(asked.failed, DeadlinePassed)
     await at_rest(fleet.first, within_s=SOON_S)
-
-
-async def test_callers_that_disconnect_free_their_places_and_those_they_wait_for(
-    fleet: Fleet, fleet_client: FramesieveClient
-) -> None:
-    """More requests than run at once: four generate, the fifth waits."""
-    asked = [endless(fleet_client) for _ in range(5)]
-    waiting = partial(fleet.generation.metric, "framesieve_generation_engine_requests", state="waiting")
-    await until(lambda: sum(each.tokens > 0 for each in asked) == 4)
-    await until(lambda: waiting() == 1)
-    await leave(fleet, *asked)
 
 
 async def leave(fleet: Fleet, *asked: Asked) -> None:
