@@ -1,110 +1,33 @@
 """Readback copies on a stream of its own: after the work that it reads, without waiting for later work.
 
-Without CUDA: a fake stream is a list of work, which runs when its event is waited for.
+Without CUDA: the calls of torch are recorded. `tests/gpu/test_pruning_on_cuda.py` runs it on a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from unittest.mock import MagicMock, call, patch
 
-import pytest
 import torch
-from torch import Tensor
 
 from services.encoder.tower.transfers import Readback
 
 
-class Stream:
-    """Runs its work in order, as late as possible."""
-
-    def __init__(self, *_: object) -> None:
-        self.due: list[Callable[[], object]] = []
-        self.done = 0
-
-    def give(self, work: Callable[[], object]) -> Event:
-        self.due.append(work)
-        return Event(self)
-
-    def wait_stream(self, other: Stream) -> None:
-        self.give(Event(other).synchronize)
-
-    def run(self, until: int) -> None:
-        while self.done < until:
-            self.done += 1
-            self.due[self.done - 1]()
-
-
-class Event:
-    """The work of a stream so far."""
-
-    def __init__(self, stream: Stream | None = None, blocking: bool = False) -> None:
-        if stream is not None:
-            self.record(stream)
-
-    def record(self, stream: Stream) -> None:
-        self.stream, self.until = stream, len(stream.due)
-
-    def synchronize(self) -> None:
-        self.stream.run(self.until)
-
-
-class DeviceTensor:
-    """NaN until its stream has computed its values."""
-
-    device = torch.device("cuda")
-    dtype = torch.float32
-
-    def __init__(self, values: Tensor) -> None:
-        self.shape, self.values = values.shape, torch.full_like(values, torch.nan)
-
-
-@pytest.fixture
-def tower_stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    current = [tower := Stream()]
-
-    @contextmanager
-    def on(stream: Stream) -> Iterator[None]:
-        current.append(stream)
-        yield
-        current.pop()
-
-    class HostTensor:
-        def __init__(self, *_: object, pin_memory: bool, **__: object) -> None:
-            assert pin_memory
-            self.values: Tensor | None = None
-
-        def copy_(self, source: DeviceTensor, non_blocking: bool) -> None:
-            assert non_blocking
-
-            def copy() -> None:
-                self.values = source.values.clone()
-
-            current[-1].give(copy)
-
-    fakes = {"Stream": Stream, "Event": Event, "stream": on, "current_stream": lambda *_: current[-1]}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch, "empty", HostTensor)
-    return tower
-
-
-def test_readback_waits_for_earlier_work_and_not_for_later_work(tower_stream: Stream) -> None:
-    wanted = [torch.arange(6.0), torch.ones(2)]
-    found: list[Any] = [DeviceTensor(each) for each in wanted]
-    for tensor, values in zip(found, wanted, strict=True):
-        tower_stream.give(partial(tensor.values.copy_, values))
-    reading = Readback(*found)
-    assert tower_stream.done == 0  # the constructor does not wait
-    tower_stream.give(lambda: pytest.fail("the host waited for the next forward"))
-    read: list[Any] = reading.wait()
-    assert all(torch.equal(each.values, values) for each, values in zip(read, wanted, strict=True))
-    assert tower_stream.done == 2
-    assert len(tower_stream.due) == 3  # the copies are on another stream
-
-
-def test_on_the_cpu_nothing_is_copied() -> None:
-    tensors = [torch.arange(6).view(2, 3), torch.ones(2)]
-    assert all(one is other for one, other in zip(Readback(*tensors).wait(), tensors, strict=True))
+def test_readback_waits_for_earlier_work_and_not_for_later_work() -> None:
+    cuda, (source, copied) = MagicMock(), (MagicMock(device=torch.device("cuda")), MagicMock())
+    cuda.attach_mock(copied.copy_, "copy")
+    with patch.object(torch, "cuda", cuda), patch.object(torch, "empty", return_value=copied) as empty:
+        reading = Readback(source)
+        assert empty.call_args.kwargs["pin_memory"]
+        stream, done = cuda.Stream(), cuda.Event()
+        entered, left = (
+            cuda.mock_calls.index(call.stream().__enter__()),
+            cuda.mock_calls.index(call.stream().__exit__(None, None, None)),
+        )
+        cuda.stream.assert_called_once_with(stream)
+        assert call.Stream().wait_stream(cuda.current_stream()) in cuda.mock_calls[:entered]
+        inside = cuda.mock_calls[entered + 1 : left]
+        assert inside == [call.copy(source, non_blocking=True), call.Event(blocking=True), call.Event().record(stream)]
+        done.synchronize.assert_not_called()  # the constructor does not wait
+        assert reading.wait() == [copied]
+        done.synchronize.assert_called_once_with()
+        cuda.synchronize.assert_not_called()
