@@ -1,4 +1,4 @@
-"""EVS against float64 NumPy and transformers; random; and, for every method, counts, cached scores and no device waits."""
+"""EVS against float64 NumPy and transformers; random; for every method, counts, cached scores and no device waits."""
 
 from __future__ import annotations
 
