@@ -147,15 +147,6 @@ def test_services_are_headless_target_their_pods_and_generation_also_has_a_clust
     assert addresses == {**headless, "generation": None}
 
 
-def test_volumes_and_mounts_match(manifests: list[Manifest]) -> None:
-    for _, pod, container in containers(manifests):
-        assert {each["name"] for each in pod["volumes"]} == {each["name"] for each in container["volumeMounts"]}
-        claims = {
-            each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"] if "persistentVolumeClaim" in each
-        }
-        assert claims <= of_kind(manifests, "PersistentVolumeClaim").keys()
-
-
 # --- what the services say ----------------------------------------------------------------------------------------
 
 

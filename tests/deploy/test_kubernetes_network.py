@@ -99,7 +99,9 @@ def allowed(policies: list[Any], direction: str, own: Place, peer: Place, port: 
 
 def is_peer(told: Any, peer: Place) -> bool:
     if block := told.get("ipBlock"):
-        address = ip_address(peer.address or "127.0.0.1")  # pods are not in blocks
+        if peer.address is None:
+            return False
+        address = ip_address(peer.address)
         return address in ip_network(block["cidr"]) and not any(address in ip_network(each) for each in block["except"])
     namespace = told.get("namespaceSelector")
     near = peer.namespace == "framesieve" if namespace is None else matches(namespace, peer.namespace_labels)

@@ -12,7 +12,7 @@ from framesieve.v1.encoder_pb2 import EncodeResponse, StageAges
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from tests.common.loopback import TIMEOUT_S
 from tests.encoder.encoder_peers import GRID, VIDEO, brought, video
-from tests.encoder.encoder_service import SELECT_ALL, Stack, check_served, encode, first_request
+from tests.encoder.encoder_service import SELECT_ALL, Stack, first_request
 
 
 def ages_in(responses: Sequence[EncodeResponse]) -> StageAges:
@@ -37,18 +37,18 @@ def aged(decoded_s: float, resized_s: float) -> Callable[[list[PreprocessRespons
 
 async def test_ages_are_those_of_the_last_slice_in_the_order_of_stages(stack: Stack) -> None:
     stack.preprocessing.bend_frames = aged(decoded_s=50, resized_s=40)
-    made = ages_in(await encode(stack, first_request([video(3)], 0.5), SELECT_ALL))
+    made = ages_in(await stack.encode(first_request([video(3)], 0.5), SELECT_ALL))
     assert 50 <= made.decoded_s < 50 + TIMEOUT_S
     assert 40 <= made.resized_s < 40 + TIMEOUT_S
     assert TIMEOUT_S > made.begun_s > made.encoded_s > made.pruned_s > 0
-    cached = ages_in(await encode(stack, first_request([video(3)], 0.25), SELECT_ALL))
+    cached = ages_in(await stack.encode(first_request([video(3)], 0.25), SELECT_ALL))
     assert cached.decoded_s > made.decoded_s
     assert cached.encoded_s > cached.begun_s > cached.pruned_s > 0  # encoded before this request joined
 
 
 async def test_brought_embeddings_have_no_ages_of_decoding_and_resizing(stack: Stack) -> None:
     embeds = torch.zeros(1 + stack.tower.embed_levels, GRID.tokens, stack.tower.embed_dim)
-    ages = ages_in(await encode(stack, first_request([brought(embeds)], 0.5), SELECT_ALL))
+    ages = ages_in(await stack.encode(first_request([brought(embeds)], 0.5), SELECT_ALL))
     assert not ages.HasField("decoded_s")
     assert not ages.HasField("resized_s")
     assert TIMEOUT_S > ages.begun_s > ages.encoded_s > ages.pruned_s > 0
@@ -56,7 +56,7 @@ async def test_brought_embeddings_have_no_ages_of_decoding_and_resizing(stack: S
 
 async def test_the_age_of_fetching_is_passed_on_with_the_plan(stack: Stack) -> None:
     stack.preprocessing.fetched_ago_s = 7.0
-    plan, *_ = await encode(stack, first_request([VIDEO]))
+    plan, *_ = await stack.encode(first_request([VIDEO]))
     assert 7 < plan.fetched_ago_s < 7 + TIMEOUT_S
 
 
@@ -65,9 +65,9 @@ async def test_impossible_ages_of_preprocessing_break_the_contract(stack: Stack,
     for bend in (aged(wrong_s, 0), aged(0, wrong_s)):
         stack.preprocessing.bend_frames = bend
         with pytest.raises(errors.PeerContract):
-            await encode(stack, first_request([VIDEO]), SELECT_ALL)
+            await stack.encode(first_request([VIDEO]), SELECT_ALL)
     stack.preprocessing.fetched_ago_s = wrong_s
     with pytest.raises(errors.PeerContract):
-        await encode(stack, first_request([VIDEO]))
+        await stack.encode(first_request([VIDEO]))
     stack.preprocessing.fetched_ago_s = None
-    await check_served(stack)
+    await stack.check_served()

@@ -18,19 +18,7 @@ from services.encoder.items.batcher import Batcher
 from services.encoder.tower.tower import Tower
 from tests.common.loopback import TIMEOUT_S, eventually
 from tests.encoder.encoder_peers import VIDEO, Media, brought, video
-from tests.encoder.encoder_service import (
-    SELECT_ALL,
-    Stack,
-    check_idle,
-    check_served,
-    encode,
-    first_request,
-    in_use,
-    item_bytes,
-    opened,
-    running,
-    stalled,
-)
+from tests.encoder.encoder_service import SELECT_ALL, Stack, first_request, item_bytes, running
 
 
 @pytest.mark.parametrize(
@@ -52,8 +40,8 @@ async def test_an_item_that_can_never_fit_is_refused_with_the_limit_and_a_remedy
     media = Media(modality, grid) if modality else brought(torch.zeros(shape), grid)
     async with running(tmp_path, tower, room_bytes=item_bytes(tower)) as stack:
         with pytest.raises(errors.MediaRejected, match=f"media 0 becomes 30 tokens, .* 24 tokens: {remedy}"):
-            await encode(stack, first_request([media], 0.75), SELECT_ALL)
-        await check_served(stack)
+            await stack.encode(first_request([media], 0.75), SELECT_ALL)
+        await stack.check_served()
 
 
 @pytest.mark.parametrize(("owner", "name"), [(torch, "empty"), (Batcher, "_forward"), (items, "keep_tokens")])
@@ -66,13 +54,13 @@ async def test_a_full_device_is_answered_with_overloaded(
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, lack_memory)
         with pytest.raises(errors.Overloaded, match="no memory left"):
-            await encode(stack, first_request([VIDEO], 0.5), SELECT_ALL)
-    await check_served(stack)
+            await stack.encode(first_request([VIDEO], 0.5), SELECT_ALL)
+    await stack.check_served()
 
 
 async def test_items_are_encoded_concurrently_if_their_bytes_fit(tmp_path: Path, tower: Tower) -> None:
     async with running(tmp_path, tower, room_bytes=2 * item_bytes(tower)) as stack:
-        call = await stalled(stack, *[VIDEO] * 3)
+        call = await stack.stalled(*[VIDEO] * 3)
         await eventually(lambda: stack.encoding_bytes.held_bytes == stack.encoding_bytes.size_bytes)
         call.cancel()
 
@@ -84,14 +72,14 @@ async def leave(
     stack: Stack, reached: Callable[[], bool], go: Callable[[], None] = lambda: None, media: Media = VIDEO
 ) -> None:
     """Two callers request the same video, one of them twice; both disconnect once `reached`."""
-    calls = [opened(stack, media, rate=0.5), opened(stack, media, media, rate=0.5)]
+    calls = [stack.opened(media, rate=0.5), stack.opened(media, media, rate=0.5)]
     await eventually(reached)
     for call in calls:
         call.cancel()
     await eventually(lambda: not REGISTRY.get_sample_value("framesieve_requests_running", {"method": "Encode"}))
     go()
-    await check_idle(stack)
-    await check_served(stack)
+    await stack.check_idle()
+    await stack.check_served()
 
 
 async def test_callers_leave_while_waiting_for_output_bytes(stack: Stack) -> None:
@@ -103,7 +91,7 @@ async def test_callers_leave_while_waiting_for_output_bytes(stack: Stack) -> Non
 async def test_callers_leave_while_waiting_for_encoding_bytes(stack: Stack) -> None:
     await stack.encoding_bytes.reserve(stack.encoding_bytes.size_bytes)
     # Two or three: the first caller waits for bytes with its first item, and may not have started its second.
-    await leave(stack, lambda: in_use(stack)["cache_waiters"] >= 2, lambda: stack.encoding_bytes.release(2**24))
+    await leave(stack, lambda: stack.in_use()["cache_waiters"] >= 2, lambda: stack.encoding_bytes.release(2**24))
     assert stack.preprocessing.selected == [0]
 
 
@@ -121,4 +109,4 @@ async def test_callers_leave_while_a_thread_works(
 
     monkeypatch.setattr(owner, name, held_up)
     more_than_a_forward = video(1, Grid(16, 2, 3))
-    await leave(stack, lambda: begun.is_set() and in_use(stack)["queue_slices"] >= queued, go.set, more_than_a_forward)
+    await leave(stack, lambda: begun.is_set() and stack.in_use()["queue_slices"] >= queued, go.set, more_than_a_forward)

@@ -26,7 +26,7 @@ from services.encoder.pruning.methods import keep_tokens
 from services.encoder.tower.patches import PatchShape
 from services.encoder.tower.tower import Tower, TowerSizes
 from tests.encoder.encoder_peers import GRID, IMAGE, Media, video
-from tests.encoder.encoder_service import SELECT_ALL, Stack, embeds_in, encode, first_request, metric
+from tests.encoder.encoder_service import SELECT_ALL, Stack, embeds_in, first_request, metric
 from tests.encoder.gated_tower import TIMEOUT_S, GatedTower
 
 TOWER = Tower(
@@ -232,10 +232,10 @@ async def test_a_slow_tower_holds_the_decoder_back_until_the_entry_is_closed(
 @pytest.mark.parametrize(("rate", "method"), [(0.75, "evs"), (0.5, "random")])
 async def test_a_second_request_gathers_from_the_cached_embeddings(stack: Stack, rate: float, method: str) -> None:
     """Wherever in the prompt the video is, and by whatever rate and method."""
-    unpruned = embeds_in(await encode(stack, first_request([video(7), IMAGE]), SELECT_ALL))[0].embeds
+    unpruned = embeds_in(await stack.encode(first_request([video(7), IMAGE]), SELECT_ALL))[0].embeds
     hits, forwards = metric("cache_lookups_total", outcome="hit"), metric("batch_tokens_count")
     media = [Media(Modality.IMAGE, IMAGE.grid, content=1), video(7), video(7)]
-    responses = await encode(stack, first_request(media, rate, method), SELECT_ALL)
+    responses = await stack.encode(first_request(media, rate, method), SELECT_ALL)
     kept = keep_tokens(torch.from_numpy(unpruned[0].copy()), GRID, Pruning(rate, method)).tolist()
     for pruned in list(embeds_in(responses).values())[1:]:
         assert pruned.kept == kept
@@ -255,6 +255,6 @@ async def test_repaired_frames_are_cached(stack: Stack) -> None:
 
     stack.preprocessing.bend_frames = repair
     for _ in range(2):
-        responses = await encode(stack, first_request([video(7)]), SELECT_ALL)
+        responses = await stack.encode(first_request([video(7)]), SELECT_ALL)
         assert [each.embeds.repaired_frames for each in responses if each.HasField("embeds")] == [2]
     assert stack.preprocessing.selected == [0]

@@ -179,22 +179,13 @@ def test_slices_are_shared_by_cost_and_a_rank_without_a_share_is_told_nothing(to
     assert forwards_of(towers, others) == [[[first], [first]], [rest]]
 
 
-def test_each_rank_keeps_to_the_budget_of_one_forward(tower: Tower, make: MakeRanks) -> None:
-    towers, others = make(2, rank_tokens=40)
-    assert towers.budget_tokens == towers.packing.largest.tokens == 80
-    slices = slices_of(tower, *[(2, 4, 4)] * 8, (2, 7, 7), *[(2, 2, 3)] * 3)
-    check_equal(towers.encode(slices), tower.encode(slices))
-    forwards = [forward for of_rank in forwards_of(towers, others) for forward in of_rank]
-    assert len(forwards) < len(slices)
-    for forward in forwards:
-        tokens = [tower.patches.tokens(shape) for shape in forward]
-        assert sum(tokens) <= 40 or tokens == [49]
-
-
-def test_the_packing_limit_of_a_tower_holds_on_each_rank(tower: Tower, make: MakeRanks) -> None:
-    packing = PackingLimit(Size(100, 2, 5), lambda frames: Size(tower.patches.tokens(frames), 1, 2))
-    towers, others = make(3, replace(tower, packing=packing))
-    assert towers.packing == PackingLimit(Size(300, 6, 15), packing.size_of)
+@pytest.mark.parametrize("largest", [Size(100, 2, 500), None])
+def test_each_rank_keeps_to_the_limit_of_one_forward(tower: Tower, make: MakeRanks, largest: Size | None) -> None:
+    """Of two slices, or of their eight tokens."""
+    packing = largest and PackingLimit(largest, lambda frames: Size(tower.patches.tokens(frames), 1, 2))
+    towers, others = make(3, replace(tower, packing=packing), rank_tokens=8)
+    assert towers.budget_tokens == 24
+    assert towers.packing.largest == (Size(300, 6, 1500) if largest else Size(24, 24, 24))
     towers.encode(slices_of(tower, *[(2, 2, 2)] * 9))
     assert [[len(forward) for forward in of_rank] for of_rank in forwards_of(towers, others)] == [[2, 1]] * 3
 

@@ -23,12 +23,9 @@ from tests.encoder.encoder_peers import GRID, IMAGE, VIDEO, WIRE_DTYPES, brought
 from tests.encoder.encoder_service import (
     SELECT_ALL,
     Stack,
-    check_served,
     embeds_in,
-    encode,
     first_request,
     kept_bytes,
-    opened,
     read_all,
     running,
     select,
@@ -56,18 +53,18 @@ def random_embeds(tower: Tower, seed: int, grid: Grid = GRID) -> Tensor:
 @pytest.mark.parametrize(("rate", "method"), [(0.0, ""), (0.5, "evs")])
 async def test_embeddings_brought_back_are_answered_like_their_media(stack: Stack, rate: float, method: str) -> None:
     media = [VIDEO, IMAGE]
-    unpruned = embeds_in(await encode(stack, first_request(media), SELECT_ALL))
+    unpruned = embeds_in(await stack.encode(first_request(media), SELECT_ALL))
     tensors = [tensor_message(torch.from_numpy(each.embeds.copy())) for each in unpruned.values()]
     again = [media_with(tensor, each.grid, each.modality) for tensor, each in zip(tensors, media, strict=True)]
-    from_pixels = embeds_in(await encode(stack, first_request(media, rate, method), SELECT_ALL))
-    assert embeds_in(await encode(stack, first_request(again, rate, method), SELECT_ALL)) == from_pixels
+    from_pixels = embeds_in(await stack.encode(first_request(media, rate, method), SELECT_ALL))
+    assert embeds_in(await stack.encode(first_request(again, rate, method), SELECT_ALL)) == from_pixels
 
 
 async def test_preprocessing_gets_a_digest_in_place_of_the_tensor(stack: Stack) -> None:
     media = brought(random_embeds(stack.tower, 1))
     assert media.embeds is not None
     media.embeds.digest = b"a digest of the caller is ignored"
-    await encode(stack, first_request([IMAGE, media], 0.5), SELECT_ALL)
+    await stack.encode(first_request([IMAGE, media], 0.5), SELECT_ALL)
     (prompt,) = stack.preprocessing.prompts
     passed_on = prompt.messages[0].parts[1].video.embeds
     assert not passed_on.HasField("tensor")
@@ -78,7 +75,7 @@ async def test_preprocessing_gets_a_digest_in_place_of_the_tensor(stack: Stack) 
 async def test_embeddings_and_pixels_are_answered_in_the_order_of_selection(stack: Stack) -> None:
     first, last = random_embeds(stack.tower, 1), random_embeds(stack.tower, 2, Grid(3, 1, 2))
     media = [brought(first), VIDEO, brought(last, Grid(3, 1, 2))]
-    responses = await encode(stack, first_request(media), select(1), select(2), select(0))
+    responses = await stack.encode(first_request(media), select(1), select(2), select(0))
     progress = [each.progress for each in responses if each.HasField("progress") and each.progress.media_index != 1]
     assert {(each.media_index, each.decoded_slices, each.encoded_slices) for each in progress} == {(0, 4, 4), (2, 3, 3)}
     received = embeds_in(responses)
@@ -92,16 +89,16 @@ async def test_embeddings_and_pixels_are_answered_in_the_order_of_selection(stac
 @pytest.mark.parametrize("dtype", list(WIRE_DTYPES), ids=str)
 async def test_every_float_dtype_is_converted_to_the_towers(stack: Stack, dtype: torch.dtype) -> None:
     embeds = random_embeds(stack.tower, 1).to(dtype)
-    received = embeds_in(await encode(stack, first_request([brought(embeds)]), SELECT_ALL))
+    received = embeds_in(await stack.encode(first_request([brought(embeds)]), SELECT_ALL))
     np.testing.assert_array_equal(received[0].embeds, embeds.float().numpy())
 
 
 async def test_brought_embeddings_wait_for_bytes_like_encoded_ones(tmp_path: Path, tower: Tower) -> None:
     embeds = random_embeds(tower, 1)
     async with running(tmp_path, tower, room_bytes=embeds.nbytes) as stack:
-        calls = [opened(stack, brought(embeds), VIDEO, brought(embeds), rate=0.5) for _ in range(6)]
+        calls = [stack.opened(brought(embeds), VIDEO, brought(embeds), rate=0.5) for _ in range(6)]
         assert [list(embeds_in(await read_all(call))) for call in calls] == [[0, 1, 2]] * 6
-        assert stack.held_bytes == 0
+        await stack.check_idle()
 
 
 # --- what is refused --------------------------------------------------------------------------------------------
@@ -135,9 +132,9 @@ async def test_embeddings_that_the_tower_could_not_produce_are_refused_by_field(
 ) -> None:
     media = media_with(bend(random_embeds(stack.tower, 1)))
     with pytest.raises(errors.InvalidRequest, match=FIELD + complaint):
-        await encode(stack, first_request([IMAGE, media]), SELECT_ALL)
+        await stack.encode(first_request([IMAGE, media]), SELECT_ALL)
     assert stack.preprocessing.prompts == []
-    await check_served(stack)
+    await stack.check_served()
 
 
 def test_values_that_overflow_in_the_towers_dtype_are_refused(tower: Tower) -> None:
@@ -153,7 +150,7 @@ async def test_a_grid_out_of_range_is_refused(stack: Stack) -> None:
     assert media.embeds is not None
     media.embeds.grid.t = media.embeds.grid.h = 2**30
     with pytest.raises(errors.InvalidRequest, match=FIELD + r"grid is out of range: .*1073741824"):
-        await encode(stack, first_request([IMAGE, media]), SELECT_ALL)
+        await stack.encode(first_request([IMAGE, media]), SELECT_ALL)
 
 
 async def test_files_and_embeddings_count_together_against_the_inline_limit(stack: Stack) -> None:
@@ -163,5 +160,5 @@ async def test_files_and_embeddings_count_together_against_the_inline_limit(stac
     picture = request.prompt.prompt.messages[0].parts[0].image
     picture.data = bytes(MAX_INLINE_BYTES - len(media.embeds.tensor.data) + 1)
     with pytest.raises(errors.InvalidRequest, match=rf"hold {MAX_INLINE_BYTES + 1} bytes .* at most"):
-        await encode(stack, request)
+        await stack.encode(request)
     assert stack.preprocessing.prompts == []

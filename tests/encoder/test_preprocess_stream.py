@@ -16,7 +16,7 @@ from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from services.encoder.tower.patches import PatchShape
 from tests.common.loopback import TIMEOUT_S
 from tests.encoder.encoder_peers import GRID, IMAGE, VIDEO, brought, frames_of, other_item, plan_of, slice_messages
-from tests.encoder.encoder_service import SELECT_ALL, Stack, check_served, encode, first_request, read_all, select
+from tests.encoder.encoder_service import SELECT_ALL, Stack, first_request, read_all, select
 from tests.families import FAMILIES
 
 QWEN3_VL = FAMILIES["qwen3_vl"]
@@ -44,9 +44,9 @@ async def test_a_plan_that_does_not_fit_the_prompt_breaks_the_contract(stack: St
     stack.preprocessing.bend_plan = {**BENT_PLANS, **BENT_PLANS_OF_EMBEDS}[name]
     embeds = torch.zeros(1 + stack.tower.embed_levels, GRID.tokens, stack.tower.embed_dim)
     with pytest.raises(errors.PeerContract):
-        await encode(stack, first_request([VIDEO if name in BENT_PLANS else brought(embeds)]), SELECT_ALL)
+        await stack.encode(first_request([VIDEO if name in BENT_PLANS else brought(embeds)]), SELECT_ALL)
     assert stack.preprocessing.selected == []
-    await check_served(stack)
+    await stack.check_served()
 
 
 FRAMES = frames_of(0, VIDEO, PATCHES)[:2]
@@ -80,8 +80,8 @@ def repaired(message: PreprocessResponse, frames: int) -> PreprocessResponse:
 async def test_frames_that_the_plan_did_not_announce_break_the_contract(stack: Stack, bend: BentFrames) -> None:
     stack.preprocessing.bend_frames = bend
     with pytest.raises(errors.PeerContract, match=r"^a peer of Encode broke the contract, request id \w+$"):
-        await encode(stack, first_request([VIDEO, VIDEO]), select(0))
-    await check_served(stack)
+        await stack.encode(first_request([VIDEO, VIDEO]), select(0))
+    await stack.check_served()
 
 
 async def test_a_caller_that_has_not_finished_selecting_gets_the_error(stack: Stack) -> None:
@@ -91,4 +91,4 @@ async def test_a_caller_that_has_not_finished_selecting_gets_the_error(stack: St
     await call.write(select(0))
     with pytest.raises(errors.MediaDamaged, match="9 of 10"):
         await read_all(call)
-    await check_served(stack)
+    await stack.check_served()

@@ -20,9 +20,7 @@ from tests.encoder.encoder_peers import GRID, IMAGE, VIDEO, WIRE_DTYPES, Media
 from tests.encoder.encoder_service import (
     SELECT_ALL,
     Stack,
-    check_served,
     embeds_in,
-    encode,
     first_request,
     running,
     select,
@@ -35,7 +33,7 @@ from tests.encoder.encoder_service import (
 
 async def test_the_plan_is_followed_by_the_embeddings_of_every_item(stack: Stack) -> None:
     media = [VIDEO, IMAGE, Media(Modality.VIDEO, Grid(2, 3, 3))]
-    responses = await encode(stack, first_request(media), SELECT_ALL)
+    responses = await stack.encode(first_request(media), SELECT_ALL)
     assert responses[0].HasField("plan")
     received = embeds_in(responses)
     assert list(received) == [0, 1, 2]
@@ -46,7 +44,7 @@ async def test_the_plan_is_followed_by_the_embeddings_of_every_item(stack: Stack
 
 
 async def test_all_levels_are_pruned_by_the_tokens_that_level_0_keeps(stack: Stack) -> None:
-    received = embeds_in(await encode(stack, first_request([VIDEO, IMAGE], 0.5, "vidcom2"), SELECT_ALL))
+    received = embeds_in(await stack.encode(first_request([VIDEO, IMAGE], 0.5, "vidcom2"), SELECT_ALL))
     expected = tower_embeds(stack.tower, 0, VIDEO)
     kept = keep_tokens(expected[0], GRID, Pruning(0.5, "vidcom2"))
     assert received[0].kept == kept.tolist()
@@ -61,7 +59,7 @@ async def test_embeddings_are_sent_in_the_towers_dtype(
 ) -> None:
     tower = tower_of(levels_checkpoint, str(dtype).removeprefix("torch."))
     async with running(tmp_path, tower) as stack:
-        responses = await encode(stack, first_request([VIDEO], rate=0.5), SELECT_ALL)
+        responses = await stack.encode(first_request([VIDEO], rate=0.5), SELECT_ALL)
     assert {each.embeds.chunk.dtype for each in responses if each.HasField("embeds")} == {WIRE_DTYPES[dtype]}
     (received,) = embeds_in(responses).values()
     expected = tower_embeds(tower, 0, VIDEO)[:, received.kept]
@@ -72,7 +70,7 @@ async def test_embeddings_are_sent_in_the_towers_dtype(
 async def test_an_items_own_pruning_overrides_the_requests(stack: Stack) -> None:
     own = {1: prompt_pb2.Pruning(rate=0.25), 2: prompt_pb2.Pruning(rate=0.5, method="random", seed=3)}
     own[3] = prompt_pb2.Pruning(rate=0.5, method="none")
-    received = embeds_in(await encode(stack, first_request([VIDEO] * 4, 0.75, own=own), SELECT_ALL))
+    received = embeds_in(await stack.encode(first_request([VIDEO] * 4, 0.75, own=own), SELECT_ALL))
     assert [item.shape[1] for item in received.values()] == [6, 18, 12, 24]
     assert received[2].kept == keep_tokens(torch.empty(24, 1), GRID, Pruning(0.5, "random", 3)).tolist()
     assert received[3].kept is None
@@ -89,14 +87,14 @@ async def test_an_items_own_pruning_overrides_the_requests(stack: Stack) -> None
 async def test_items_are_decoded_and_sent_in_the_order_of_selection(
     stack: Stack, media: int, selected: list[EncodeRequest], sent: list[int]
 ) -> None:
-    responses = await encode(stack, first_request([VIDEO] * media), *selected)
+    responses = await stack.encode(first_request([VIDEO] * media), *selected)
     assert responses[0].HasField("plan")
     assert list(embeds_in(responses)) == stack.preprocessing.selected == sent
 
 
 async def test_large_embeddings_are_sent_in_pieces_of_1_mib(stack: Stack) -> None:
     large = Media(Modality.VIDEO, Grid(6, 16, 16))
-    responses = await encode(stack, first_request([large]), SELECT_ALL)
+    responses = await stack.encode(first_request([large]), SELECT_ALL)
     *sizes, last = [len(each.embeds.chunk.data) for each in responses if each.HasField("embeds")]
     assert set(sizes) == {2**20}
     assert last <= 2**20
@@ -121,8 +119,8 @@ async def test_large_embeddings_are_sent_in_pieces_of_1_mib(stack: Stack) -> Non
 )
 async def test_a_wrong_request_is_refused_by_field(stack: Stack, requests: list[EncodeRequest], complaint: str) -> None:
     with pytest.raises(errors.InvalidRequest, match=complaint):
-        await encode(stack, *requests)
-    await check_served(stack)
+        await stack.encode(*requests)
+    await stack.check_served()
 
 
 @pytest.mark.parametrize(
@@ -140,5 +138,5 @@ async def test_a_method_that_the_model_does_not_support_is_refused_before_prepro
 ) -> None:
     async with running(tmp_path, replace(tower, pruning_methods=("evs", "none"))) as stack:
         with pytest.raises(errors.InvalidRequest, match=f"^{field} 'random' .* evs, none$"):
-            await encode(stack, request_, SELECT_ALL)
+            await stack.encode(request_, SELECT_ALL)
         assert stack.preprocessing.prompts == []
