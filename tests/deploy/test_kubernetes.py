@@ -78,9 +78,6 @@ def loaded(name: str, container: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return SETTINGS[name].load(container["args"])
 
 
-# --- what Kubernetes says -----------------------------------------------------------------------------------------
-
-
 # Both overlays include the base. 1.30 is the oldest version with all features (preStop sleep).
 @pytest.mark.parametrize(("folder", "version"), [(OWN, "1.30"), ("overlays/gpu", "1.34")])
 def test_every_manifest_is_valid_by_its_schema(deployed: Path, folder: str, version: str) -> None:
@@ -110,9 +107,6 @@ def test_the_namespace_enforces_the_restricted_pod_security_standard(manifests: 
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     others = {each["metadata"].get("namespace") for each in manifests if each is not namespace}
     assert others == {namespace["metadata"]["name"]}
-
-
-# --- what selects what --------------------------------------------------------------------------------------------
 
 
 def test_every_selector_matches_the_pods_of_its_name(manifests: list[Manifest]) -> None:
@@ -145,9 +139,6 @@ def test_services_are_headless_target_their_pods_and_generation_also_has_a_clust
         addresses[name] = service["spec"].get("clusterIP")
     headless = dict.fromkeys(("preprocessing", "encoder", "generation-headless"), "None")
     assert addresses == {**headless, "generation": None}
-
-
-# --- what the services say ----------------------------------------------------------------------------------------
 
 
 def test_variables_are_settings_and_ports_are_the_services(

@@ -113,9 +113,6 @@ async def running(
         batcher.close()
 
 
-# --- client -----------------------------------------------------------------------------------------------------
-
-
 def first_request(
     media: Sequence[Media], rate: float = 0.0, method: str = "", own: Mapping[int, prompt_pb2.Pruning] | None = None
 ) -> EncodeRequest:
@@ -166,9 +163,6 @@ def tower_embeds(tower: Tower, media_index: int, media: Media) -> torch.Tensor:
     """Of an item's frames, unpruned: (1 + embed_levels, tokens, D)."""
     frames = torch.from_numpy(frames_of(media_index, media, tower.patches))
     return torch.cat([tower.encode([each])[0] for each in frames.split(tower.patches.temporal_patch)], dim=1)
-
-
-# --- bytes and metrics -----------------------------------------------------------------------------------------
 
 
 def item_bytes(tower: Tower, tokens: int = GRID.tokens) -> int:

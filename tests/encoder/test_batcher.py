@@ -16,7 +16,6 @@ from torch import Tensor
 
 from common.contract.errors import Unavailable
 from services.encoder.items.batcher import Batcher, ForwardTimes
-from services.encoder.tower.graph_buckets import PackingLimit, Size
 from tests.encoder.gated_tower import BUG, TIMEOUT_S, TOO_LARGE, TOO_LARGE_WITH_OTHERS, GatedTower
 
 Submitted = tuple[Future[ForwardTimes], Tensor]
@@ -49,9 +48,6 @@ def submit(tower: GatedTower, batcher: Batcher) -> Submit:
     return lambda name, tokens: submitted(batcher, name, tokens)
 
 
-# --- batches ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("slices", "forwards"),
     [
@@ -69,21 +65,6 @@ def test_slices_are_packed_in_order_up_to_the_budget(
         encoded.result(TIMEOUT_S)
         assert (target == name).all()
     assert tower.forwards == [[0], *forwards]
-
-
-def test_windows_limit_a_batch_too(tower: GatedTower) -> None:
-    """A slice has as many windows as numbers after its name."""
-    packing = PackingLimit(Size(100, 100, 7), lambda shape: Size(1, 1, shape[0] - 1))
-    batcher = Batcher(tower.encode, budget_tokens=100, packing=packing)
-    frames = [torch.tensor([name, 1, *[0] * (windows - 1)]) for name, windows in enumerate((1, 3, 4, 3, 9))]
-    first = batcher.submit(frames[0], torch.zeros(1, 1, 2))
-    assert tower.begun()
-    others = [batcher.submit(each, torch.zeros(1, 1, 2)) for each in frames[1:]]
-    tower.open()
-    for encoded in (first, *others):
-        encoded.result(TIMEOUT_S)
-    batcher.close()
-    assert tower.forwards == [[0], [1, 2], [3], [4]]
 
 
 def test_a_queued_slice_can_be_cancelled_and_a_running_one_cannot(tower: GatedTower, submit: Submit) -> None:
@@ -158,9 +139,6 @@ def test_an_idle_batcher_holds_no_target(tower: GatedTower, submit: Submit) -> N
     while held() is not None:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-
-
-# --- failures ---------------------------------------------------------------------------------------------------
 
 
 def test_a_failing_forward_fails_only_its_own_slices(tower: GatedTower, submit: Submit) -> None:

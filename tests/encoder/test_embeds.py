@@ -47,9 +47,6 @@ def random_embeds(tower: Tower, seed: int, grid: Grid = GRID) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# --- what is answered -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("rate", "method"), [(0.0, ""), (0.5, "evs")])
 async def test_embeddings_brought_back_are_answered_like_their_media(stack: Stack, rate: float, method: str) -> None:
     media = [VIDEO, IMAGE]
@@ -99,9 +96,6 @@ async def test_brought_embeddings_wait_for_bytes_like_encoded_ones(tmp_path: Pat
         calls = [stack.opened(brought(embeds), VIDEO, brought(embeds), rate=0.5) for _ in range(6)]
         assert [list(embeds_in(await read_all(call))) for call in calls] == [[0, 1, 2]] * 6
         await stack.check_idle()
-
-
-# --- what is refused --------------------------------------------------------------------------------------------
 
 
 def relabelled(message: tensor_pb2.Tensor, dtype: tensor_pb2.DType) -> tensor_pb2.Tensor:

@@ -80,9 +80,6 @@ def counted(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(f"framesieve_encoder_{name}_total", labels) or 0.0
 
 
-# --- replays ----------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=8, deadline=None)
 @given(sides=st.lists(st.tuples(st.integers(1, 7), st.integers(1, 7)), min_size=1, max_size=7))
 def test_replays_equal_transformers_tower(
@@ -113,9 +110,6 @@ def test_replays_and_their_padding_are_counted(graphed: Graphed, shape: FamilyUn
     graphed.tower.encode(slices_of([(7, 7), (7, 7)], shape))
     assert graphed.recorder.replayed == [64 * shape.merge**2, 128 * shape.merge**2]
     assert [counted(name) - was for name, was in zip(names, before, strict=True)] == [2, 3 * 49, 15 + 30]
-
-
-# --- without a graph---------------------------------------------------------------------------------------------
 
 
 def encode_without(graphed: Graphed, slices: Sequence[Tensor], reason: Eager) -> list[Tensor]:

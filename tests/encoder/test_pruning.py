@@ -78,8 +78,6 @@ def test_evs_equals_transformers_unless_counts_or_rounding_differ() -> None:
     assert compared > 20
 
 
-# --- every method -----------------------------------------------------------------------------------------------
-
 # The fewest tokens that each method keeps of a video.
 FLOORS = {"evs": lambda grid: grid.h * grid.w, "random": lambda grid: grid.h * grid.w, "vidcom2": lambda grid: grid.t}
 

@@ -28,8 +28,6 @@ from tests.encoder.encoder_service import (
     tower_of,
 )
 
-# --- what is answered -------------------------------------------------------------------------------------------
-
 
 async def test_the_plan_is_followed_by_the_embeddings_of_every_item(stack: Stack) -> None:
     media = [VIDEO, IMAGE, Media(Modality.VIDEO, Grid(2, 3, 3))]
@@ -100,9 +98,6 @@ async def test_large_embeddings_are_sent_in_pieces_of_1_mib(stack: Stack) -> Non
     assert last <= 2**20
     expected = tower_embeds(stack.tower, 0, large).numpy()
     np.testing.assert_allclose(embeds_in(responses)[0].embeds, expected, atol=2e-6)
-
-
-# --- what is refused --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,6 @@ MEAN_ERROR = 3e-6
 Doubles: TypeAlias = NDArray[np.float64]
 
 
-# --- the definition ---------------------------------------------------------------------------------------------
-
-
 def unit_tokens(embeds: NDArray[np.float32], grid: Grid) -> tuple[Doubles, NDArray[np.bool_]]:
     """Unit tokens (t, h·w, D/2) of the channels with the least variance, and which are finite; others are zeros."""
     tokens = embeds.astype(np.float64)
@@ -97,9 +94,6 @@ def keep(embeds: NDArray[np.float32] | torch.Tensor, grid: Grid, rate: float) ->
 def kept_by_slice(kept: NDArray[np.int32], grid: Grid) -> list[NDArray[np.int32]]:
     """Places within each slice."""
     return [kept[kept // grid.slice_tokens == i] - i * grid.slice_tokens for i in range(grid.t)]
-
-
-# --- kept tokens ------------------------------------------------------------------------------------------------
 
 
 def check_video(embeds: NDArray[np.float32], grid: Grid, rate: float) -> bool:
