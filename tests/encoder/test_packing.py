@@ -1,10 +1,9 @@
-"""The layout of packed slices equals what transformers computes on the device, and padding does not change it."""
+"""The layout of packed slices equals what transformers computes on the device. Padding: see test_graphs.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,8 +16,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from services.encoder.tower.graph_buckets import Size
-from services.encoder.tower.packing import Side, TowerShape, lay_out, pad, size_of
+from services.encoder.tower.packing import Side, TowerShape, lay_out
 
 PATCH_PX = 14
 
@@ -57,38 +55,3 @@ def test_layouts_equal_transformers_to_the_last_bit(
     )
     assert_same(found.interpolation_indices, taps)
     assert_same(found.interpolation_weights, weights)
-
-
-@settings(max_examples=40)
-@given(packing=packings(), window_side=st.integers(0, 5), more=st.tuples(*[st.integers(0, 40)] * 3))
-def test_padding_is_in_no_sequence_and_keeps_the_layout(
-    packing: tuple[list[Side], int], window_side: int, more: tuple[int, int, int]
-) -> None:
-    sides, merge = packing
-    shape = TowerShape(merge, window_side=window_side, table_side=6)
-    bare = lay_out(sides, shape)
-    taken = sum((size_of(side, shape) for side in sides), Size(0, 0, 0))
-    windows = 0 if bare.window_ends is None else len(bare.window_ends) - 1
-    assert taken == Size(len(bare.positions) // merge**2, len(bare.ends) - 1, windows)
-    bucket = taken + Size(*more)
-    padded = pad(bare, bucket, shape)
-    for before, after in zip(bare.arrays, padded.arrays, strict=True):
-        assert after.dtype == before.dtype
-        assert np.array_equal(after[: len(before)], before)
-    patches = bucket.tokens * merge**2
-    lengths = {len(padded.positions), len(padded.interpolation_indices), len(padded.interpolation_weights)}  # type: ignore[arg-type]
-    assert lengths == {patches}
-    _assert_empty_behind(padded.ends, bare.ends, bucket.slices)
-    assert padded.longest == patches
-    if window_side:
-        _assert_empty_behind(padded.window_ends, bare.window_ends, bucket.windows)
-        assert padded.order is not None
-        assert np.array_equal(padded.order[taken.tokens :], range(taken.tokens, bucket.tokens))
-        assert bare.longest_window <= padded.longest_window <= (window_side * merge) ** 2
-
-
-def _assert_empty_behind(padded: NDArray[Any] | None, bare: NDArray[Any] | None, sequences: int) -> None:
-    assert padded is not None
-    assert bare is not None
-    assert len(padded) == sequences + 1
-    assert (padded[len(bare) :] == bare[-1]).all()
