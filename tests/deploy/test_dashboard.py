@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.metadata import version
 from typing import Any
 
 import yaml
@@ -60,8 +59,3 @@ def test_visitors_of_grafana_only_view() -> None:
     environment = compose()["grafana"]["environment"]
     assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
     assert environment["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
-
-
-def test_the_library_writes_for_the_version_of_grafana_in_compose() -> None:
-    written_for = version("grafana-foundation-sdk").partition("!")[2].rpartition(".")[0]
-    assert compose()["grafana"]["image"].partition(":")[2].rpartition(".")[0] == written_for
