@@ -19,8 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from services.encoder.families import load_tower
+from services.encoder.families.vision_model import PREFIXES
 from services.encoder.tower.patches import read_normalisation
 from services.encoder.tower.tower import Tower
+from services.encoder.tower.weights import find_weights, read_weights
 from tests.families import FAMILIES as ALL_FAMILIES
 from tests.families import FamilyUnderTest, load_reference
 
@@ -146,6 +148,12 @@ def test_weights_stored_in_bfloat16_run_so_and_are_found_under_either_prefix(cop
     rewrite(copy, lambda weights: {name.removeprefix("model."): each.bfloat16() for name, each in weights.items()})
     assert load_tower(Checkpoint(copy), "auto", CPU).dtype == torch.bfloat16
     assert load_tower(Checkpoint(copy), "float32", CPU).dtype == torch.float32
+
+
+def test_the_patch_embedding_keeps_its_dtype_until_normalisation_is_folded_into_it(levels_checkpoint: Path) -> None:
+    weights = read_weights(find_weights(Checkpoint(levels_checkpoint), PREFIXES), torch.bfloat16, CPU)
+    unrounded = {name for name, each in weights.items() if each.dtype == torch.float32}
+    assert unrounded == {"patch_embed.proj.weight", "patch_embed.proj.bias"}
 
 
 BLOCK = "model.visual.blocks.0."
