@@ -65,7 +65,7 @@ def _refuses(*_: Any) -> Tensor:
     ],
 )
 def test_a_missing_or_wrong_kernel_is_not_used(module: Any, complaint: str) -> None:
-    with patch.object(attention.importlib, "import_module", side_effect=[module]):
+    with patch("importlib.import_module", side_effect=[module]):
         kernel, obstacle = attention._try_kernel(CPU, torch.bfloat16, 2, 16)
     assert kernel is None
     assert complaint in str(obstacle)
@@ -76,21 +76,21 @@ def test_a_kernel_that_follows_the_formula_passes() -> None:
         check_kernel(attend_by_formula, CPU, dtype, 3, head_dim)
 
 
-def _crosses_sequences(query: Any, key: Any, value: Any, ends: Any, _: Any, most: int, __: int) -> Tensor:
+def _crosses_sequences(query: Any, key: Any, value: Any, ends: Any, _: Any, most: int, __: int) -> Any:
     return attend_by_formula(query, key, value, both := ends[[0, -1]], both, most, most)
 
 
-def _multiplies_padding_by_0(query: Any, key: Any, value: Any, ends: Any, _: Any, most: int, __: int) -> Tensor:
+def _multiplies_padding_by_0(query: Any, key: Any, value: Any, ends: Any, _: Any, most: int, __: int) -> Any:
     return attend_by_formula(query, key, value, ends, ends, most, most) + 0 * value[ends[-1] :].sum()
 
 
-def _assumes_contiguous_rows(query: Any, key: Any, value: Any, ends: Any, _: Any, most: int, __: int) -> Tensor:
+def _assumes_contiguous_rows(query: Any, key: Any, value: Any, ends: Any, _: Any, most: int, __: int) -> Any:
     heads, head_dim = value.shape[1:]
     value = value.as_strided(value.shape, (heads * head_dim, head_dim, 1))
     return attend_by_formula(query, key, value, ends, ends, most, most)
 
 
-def _assumes_the_bound_is_reached(query: Any, key: Any, value: Any, ends: Any, _: Any, most: int, __: int) -> Tensor:
+def _assumes_the_bound_is_reached(query: Any, key: Any, value: Any, ends: Any, _: Any, most: int, __: int) -> Any:
     return attend_by_formula(query, key, value, ends, ends, most, most) * (int(ends.diff().max()) / most)
 
 

@@ -48,7 +48,7 @@ def encoded(folder: Path, shape: FamilyUnderTest) -> Tensor:
 
 def overflows_in_transformers(folder: Path, shape: FamilyUnderTest) -> bool:
     half = shape.model.from_pretrained(folder, dtype=torch.float16).model.visual
-    return not reference_embeds(half, folder, frames_of(2, 4, 3, shape), shape).isfinite().all()
+    return not bool(reference_embeds(half, folder, frames_of(2, 4, 3, shape), shape).isfinite().all())
 
 
 def check_saturates(folder: Path, family: str, shape: FamilyUnderTest) -> None:
