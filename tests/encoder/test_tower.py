@@ -106,9 +106,7 @@ def test_a_slice_is_encoded_equally_alone_and_packed(tower: Tower, shape: Family
         torch.testing.assert_close(among, tower.encode([alone])[0], atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(4, 4), (12, 8), (1, 1)]
-)  # whole windows of 2 by 2 tokens, or less than one
+@pytest.mark.parametrize(("rows", "columns"), [(4, 4), (12, 8), (1, 1)])  # whole windows, and part of one
 def test_a_slice_costs_what_torch_counts(tower: Tower, shape: FamilyUnderTest, rows: int, columns: int) -> None:
     # As matrix products: fused attention on the CPU is not counted.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
