@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.generation.request.batch import Window, decodes_first, pack
-from services.generation.request.request import Adapter
+from services.generation.request.request import Adapter, Request
 from services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text, expected_sequence
-from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, make_request
+from tests.tiny import BLOCK_TOKENS, PAD_ID, make_request
 
 ANSWER = [91, 92, 93, 94, 95]
 
@@ -34,34 +34,29 @@ PARTS = [
 ]
 KEPT = [[0, 3, 4, 7, 9, 11], [0, 2, 5], [0, 1, 2, 3], [0, 1, 5]]
 EXPECTED = expected_sequence(PARTS, KEPT, PAD_ID)
+CUTS = st.tuples(st.integers(0, len(EXPECTED.ids) + 4), st.just(1) | st.integers(1, 30))
 
 
-def gathered(name: str, blocks: list[int]) -> Asked:
-    asked = make_request(name, PARTS, SamplingParams(8))
+def gathered(name: str, blocks: list[int]) -> Request:
+    request = make_request(name, PARTS, SamplingParams(8)).request
     for index, kept in enumerate(KEPT):
-        asked.request.rope.deliver(index, np.array(kept, np.int32), 1 + index)
-    asked.request.output_ids = list(ANSWER)
-    asked.request.blocks = blocks
-    return asked
+        request.rope.deliver(index, np.array(kept, np.int32), 1 + index)
+    request.output_ids, request.blocks = list(ANSWER), blocks
+    return request
 
 
 @settings(max_examples=50)
 @given(
-    cuts=st.lists(
-        st.tuples(st.integers(0, len(EXPECTED.ids) + 4), st.just(1) | st.integers(1, 30)).map(
-            lambda cut: (cut[0], min(cut[0] + cut[1], len(EXPECTED.ids) + len(ANSWER)))
-        ),
-        min_size=1,
-        max_size=4,
-    )
+    st.lists(st.tuples(st.integers(0, len(EXPECTED.ids) + 4), st.just(1) | st.integers(1, 30)), min_size=1, max_size=4)
 )
 def test_packed_windows_are_those_of_the_formulas(cuts: list[tuple[int, int]]) -> None:
-    requests = [gathered(str(n), list(range(40 * n, 40 * n + 10))[::-1]).request for n in range(len(cuts))]
-    windows = [
-        Window(request, start, end, samples=end % 2 == 0) for request, (start, end) in zip(requests, cuts, strict=True)
-    ]
-    packed, media = pack(decodes_first(windows), BLOCK_TOKENS)
     ids = [*EXPECTED.ids, *ANSWER]
+    windows = []
+    for number, (start, tokens) in enumerate(cuts):
+        end = min(start + tokens, len(ids))
+        request = gathered(str(number), list(range(40 * number, 40 * number + 10))[::-1])
+        windows.append(Window(request, start, end, samples=end % 2 == 0))
+    packed, media = pack(decodes_first(windows), BLOCK_TOKENS)
     prompt = len(EXPECTED.ids)
     answer_positions = [(prompt + i + EXPECTED.delta,) * 3 for i in range(len(ANSWER))]
     positions = [*EXPECTED.positions, *answer_positions]
@@ -69,13 +64,12 @@ def test_packed_windows_are_those_of_the_formulas(cuts: list[tuple[int, int]]) -
     rows: dict[int, tuple[str, int, int]] = {}
     last_rows: list[int] = []
     ordered = [window for window in windows if window.tokens == 1] + [w for w in windows if w.tokens > 1]
-    assert decodes_first(windows) == ordered
-    contexts = [(window.start, window.end, window.request.blocks) for window in ordered]
-    for context, (start, end, blocks) in zip(packed.contexts, contexts, strict=True):
-        assert (context.start, context.end) == (start, end)
-        assert context.blocks == [block for n, block in enumerate(blocks) if n * BLOCK_TOKENS < end]
     assert packed.num_decodes == sum(window.tokens == 1 for window in windows)
-    for window in ordered:
+    for window, context in zip(ordered, packed.contexts, strict=True):
+        assert (context.start, context.end) == (window.start, window.end)
+        assert context.blocks == [
+            block for n, block in enumerate(window.request.blocks) if n * BLOCK_TOKENS < window.end
+        ]
         for token in range(window.start, window.end):
             assert packed.ids[at] == ids[token]
             assert tuple(packed.positions[:, at]) == positions[token]
