@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.contract.errors import PeerContract
-from common.contract.plan import MAX_POSITION, Grid, MediaPlan, Modality, PromptPlan, Run
-from services.generation.request.rope import RopeState, Span
+from common.contract.plan import MAX_POSITION
+from services.generation.request.rope import RopeState
 from services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text, expected_sequence
 from tests.tiny import PAD_ID, make_plan, make_request
@@ -56,37 +56,24 @@ def test_gathering_in_any_order_gives_the_sequence_of_the_formulas(data: st.Data
     assert state.positions.T.tolist() == [list(place) for place in expected.positions]
 
 
-def test_text_between_the_slices_of_an_item_keeps_its_place() -> None:
-    """Three slices of two tokens with a token of text before each; the middle slice loses both tokens."""
-    item = MediaPlan(
-        Modality.VIDEO, Grid(3, 1, 2), (Run(1, 2), Run(4, 2), Run(7, 2)), 3, 28, 56, Fraction(1), (), bytes(32)
-    )
-    places = np.tile(np.arange(10, dtype=np.int32), (3, 1))
-    ids = np.array([50, 0, 0, 51, 0, 0, 52, 0, 0, 53], np.int32)
-    state = RopeState(PromptPlan(ids, places, (item,), 0, bytes(32)), [3])
-    assert state.ready == 1
-    state.deliver(0, np.array([0, 1, 5], np.int32), 9)
-    assert state.ids.tolist() == [50, 0, 0, 51, 52, 0, 53]
-    assert state.positions[0].tolist() == [0, 1, 2, 3, 6, 8, 9]
-    assert state.spans == [Span(1, 2, 0, 0), Span(5, 1, 0, 2)]
-    assert state.delta == 10 - 7
-
-
-@pytest.mark.parametrize("kept", [[0, 1, 2], [0, 1, 2, 2], [1, 0, 2, 3], [-1, 0, 1, 2], [0, 1, 2, 8], [[0, 1], [2, 3]]])
-def test_kept_tokens_that_contradict_the_plan_are_refused(kept: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("index", "kept", "message"),
+    [
+        (0, [0, 1, 2], "must keep 4 tokens"),
+        (0, [1, 0, 2, 3], "must keep 4 tokens"),
+        (0, [-1, 0, 1, 2], "must keep 4 tokens"),
+        (0, [0, 1, 2, 8], "must keep 4 tokens"),
+        (1, [0, 1, 2, 3], "does not exist"),
+    ],
+)
+def test_an_item_that_contradicts_the_plan_or_comes_twice_is_refused(index: int, kept: list[int], message: str) -> None:
     state = RopeState(make_plan([video(2, 2, 2)]), [4])
-    with pytest.raises(PeerContract, match="must keep 4 tokens"):
-        state.deliver(0, np.array(kept, np.int32), 9)
+    with pytest.raises(PeerContract, match=message):
+        state.deliver(index, np.array(kept, np.int32), 9)
     state.deliver(0, np.array([0, 1, 2, 7], np.int32), 9)
     assert state.complete
-
-
-def test_an_item_that_does_not_exist_or_was_delivered_is_refused() -> None:
-    state = RopeState(make_plan([video(1, 1, 2), Text((5,))]), [2])
-    state.deliver(0, None, 9)
-    for index in (0, 1, -1):
-        with pytest.raises(PeerContract, match="does not exist or was delivered twice"):
-            state.deliver(index, None, 9)
+    with pytest.raises(PeerContract, match="delivered twice"):
+        state.deliver(0, np.array([0, 1, 2, 7], np.int32), 9)
 
 
 def test_positions_of_an_answer_behind_the_last_position_do_not_wrap() -> None:
