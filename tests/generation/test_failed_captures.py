@@ -5,8 +5,8 @@ Runs without CUDA: streams and the device are fakes, `torch.cuda.graph` is torch
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 from unittest.mock import Mock
@@ -57,18 +57,13 @@ class Card:
             raise RuntimeError("no graph can hold this")
         return INPUTS
 
-
-class On:
-    """A fake `torch.cuda.stream`."""
-
-    def __init__(self, card: Card, stream: Any) -> None:
-        self._card, self._stream = card, stream
-
-    def __enter__(self) -> None:
-        self._before, self._card.stream = self._card.stream, self._stream
-
-    def __exit__(self, *_: object) -> None:
-        self._card.stream = self._before
+    @contextmanager
+    def use(self, stream: Any) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
 
 
 @pytest.fixture
@@ -77,7 +72,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     fakes = {
         "device": lambda _: nullcontext(),
         "Stream": lambda device: Mock(device=device),
-        "stream": partial(On, card),
+        "stream": card.use,
         "current_stream": lambda _=None: card.stream,
         "graph_pool_handle": Mock,
         "CUDAGraph": lambda: card,
@@ -104,25 +99,26 @@ def test_captures_run_on_one_stream_of_their_device_after_a_run_that_may_not_syn
     card: Card, capture: Capture
 ) -> None:
     stream = card.stream
-    assert capture(card.compute).output is INPUTS
-    assert card.computed == [(0, False), (FORBIDDEN, False), (0, True)]
+    for _ in range(2):
+        assert capture(card.compute).output is INPUTS
+    assert card.computed == [(0, False), (FORBIDDEN, False), (0, True)] * 2
     assert (card.stream, card.mode) == (stream, 0)
-    capture(card.compute)
-    assert len({id(stream) for stream in card.streams}) == 1
+    assert card.streams[0] is card.streams[1]
     assert card.streams[0].device == INPUTS.device
 
 
-def test_a_computation_that_synchronises_fails_before_it_is_captured(card: Card, capture: Capture) -> None:
+@pytest.mark.parametrize(
+    ("fault", "computed", "error"),
+    [
+        ("waits", [(0, False), (FORBIDDEN, False)], "no graph can hold this"),
+        ("fails", [(0, False), (FORBIDDEN, False), (0, True)], "previous error"),
+    ],
+)
+def test_a_failed_capture_restores_the_stream(
+    card: Card, capture: Capture, fault: str, computed: list[tuple[int, bool]], error: str
+) -> None:
     stream = card.stream
-    with pytest.raises(RuntimeError, match="no graph can hold this"):
-        capture(partial(card.compute, waits=True))
-    assert card.computed == [(0, False), (FORBIDDEN, False)]
-    assert (card.stream, card.mode) == (stream, 0)
-
-
-def test_a_capture_that_cannot_be_ended_restores_the_stream_and_keeps_the_cause(card: Card, capture: Capture) -> None:
-    stream = card.stream
-    with pytest.raises(RuntimeError, match="previous error") as error:
-        capture(partial(card.compute, fails=True))
-    assert str(error.value.__context__) == "no graph can hold this"
+    with pytest.raises(RuntimeError, match=error):
+        capture(partial(card.compute, **{fault: True}))
+    assert card.computed == computed
     assert (card.stream, card.mode) == (stream, 0)
