@@ -40,12 +40,11 @@ TO_THE_VIDEO, TO_THE_IMAGE = 3, 6  # messages of `items`: one of three pieces, a
 class Losing(Encoder):
     """Sends the selected items, except that the Nth call is lost after `losses[N]` messages of items.
 
-    answers: whether lost calls send their plan first. plans: of each call, if not always the same. idle: if given, a
+    plans: of each call, if not always the same. idle: if given, a
     call to be lost is lost when this is set, before anything is selected.
     """
 
     losses: list[int] = field(default_factory=list)
-    answers: bool = True
     plans: Sequence[PromptPlan] = ()
     idle: asyncio.Event | None = None
     calls: int = 0
@@ -54,8 +53,6 @@ class Losing(Encoder):
         loss = self.losses.pop(0) if self.losses else None
         self.calls += 1
         assert (await anext(requests)).HasField("prompt")
-        if loss is not None and not self.answers:
-            raise LOST
         for message in plan_messages(self.plans[self.calls - 1] if self.plans else self.plan):
             yield EncodeResponse(plan=message)
         if loss is not None and self.idle:
@@ -113,14 +110,6 @@ async def test_a_call_is_attempted_at_most_three_times_within_a_second(tmp_path:
         with pytest.raises(errors.Unavailable, match="the encoder is draining"):
             await within(SOON_S, ask(client))
         assert encoder.calls == 3
-
-
-async def test_a_call_lost_before_its_first_message_is_retried_by_grpc_only(tmp_path: Path) -> None:
-    before = retries()
-    encoder = Losing(PLAN, items(), losses=[0, 0], answers=False)
-    async with client_of(tmp_path, encoder) as client:
-        check_whole(await ask(client))
-    assert (encoder.calls, retries()) == (3, before)
 
 
 async def test_a_retry_with_a_different_plan_is_given_up(tmp_path: Path) -> None:

@@ -240,14 +240,3 @@ def test_siblings_end_with_the_request_that_they_wait_for() -> None:
     desk.run()
     desk.ask([OPENING, VIDEO, Text((1,))], 5, siblings=63)  # needs all places of the engine
     assert desk.asked[-1].request.siblings
-
-
-def test_cancelling_a_sibling_before_it_starts_does_not_affect_the_others() -> None:
-    desk = Desk(24)
-    desk.ask([Text((1, 2, 1))], 5, siblings=2)
-    asked = desk.asked[-1]
-    desk.engine.cancel(asked.others[0].request)
-    desk.run()
-    assert asked.finished
-    assert asked.others[1].finished
-    assert not asked.others[0].events

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from services.generation.families import load_language_model
+from services.generation.families.text_model import PackedLinear, pack_linears
 from services.generation.model.language_model import LanguageModel
 from services.generation.sampling.sampler import SamplingParams
 from tests.families import FAMILIES, load_reference, write_qwen3_vl_moe
@@ -109,3 +110,35 @@ def test_bfloat16_runs_with_float32_logits(family_checkpoint: Path) -> None:
     engine.ask("a", [PROMPT], SamplingParams(2))
     engine.drain()
     assert engine.runner.logits["a"][0].dtype == torch.float32
+
+
+class Other(torch.Tensor):
+    pass
+
+
+def other_forward(linear: nn.Linear) -> None:
+    linear.forward = lambda states: states  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        other_forward,
+        lambda linear: linear.to(torch.float64),
+        lambda linear: linear.__delattr__("weight"),
+        lambda linear: setattr(linear, "weight", nn.Parameter(linear.weight.detach().as_subclass(Other))),
+    ],
+)
+def test_quantised_and_unsupported_layers_are_not_packed(change: Callable[[nn.Linear], None]) -> None:
+    linear = nn.Linear(8, 8).requires_grad_(False)
+    change(linear)
+    model = nn.Sequential(linear)
+    pack_linears(model)
+    assert model[0] is linear
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_linear_layers_are_packed_on_the_cpu(tiny_checkpoint: Path) -> None:
+    model = load(tiny_checkpoint)
+    linear = [each for each in (*model.text.modules(), model.lm_head) if hasattr(each, "in_features")]
+    assert {type(each) for each in linear} == {PackedLinear}

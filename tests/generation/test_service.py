@@ -31,7 +31,6 @@ from tests.generation.generation_service import (
     HIDDEN,
     KEPT,
     LIMIT,
-    ROOM_BYTES,
     TEXT_AFTER,
     TEXT_BEFORE,
     VIDEO,
@@ -157,20 +156,6 @@ async def test_a_client_that_disconnects_or_times_out_during_encoding_leaves_not
         with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
             await answers(late)
         await eventually(lambda: service.idle() and service.encoder.cancelled == 2)
-
-
-async def test_a_client_that_disconnects_while_waiting_for_bytes_reserves_none(
-    tmp_path: Path, tiny_checkpoint: Path
-) -> None:
-    async with service_of(tmp_path, tiny_checkpoint) as service:
-        async with service.room.reserved(ROOM_BYTES):
-            call = service.ask()
-            await eventually(lambda: service.engine.stats().awaiting_media == 1)
-            call.cancel()
-            await eventually(lambda: service.engine.stats().awaiting_media == 0)
-        await eventually(service.idle)
-        assert len(token_ids(await answers(service.ask()))) == 5
-        assert service.encoder.selections == [[], [0]]
 
 
 async def test_a_client_that_disconnects_while_tokens_stream_leaves_nothing(

@@ -66,7 +66,6 @@ async def seconds(folder: Path, sent: list[EncodeResponse]) -> Mapping[Stage, in
     clock.token(60 * SECOND)
     stages_ns = clock.stages_ns()
     assert sum(stages_ns.values()) == clock.first_token_ns == 60 * SECOND
-    assert all(took_ns % SECOND == 0 for took_ns in stages_ns.values())
     return {stage: took_ns // SECOND for stage, took_ns in stages_ns.items() if took_ns}
 
 
@@ -84,11 +83,13 @@ async def test_a_stage_ends_when_the_last_item_has_left_it(tmp_path: Path) -> No
 
 
 async def test_work_of_an_earlier_request_takes_no_time(tmp_path: Path) -> None:
-    """The media come from the encoder's cache: they only wait for room and are pruned."""
+    """Both come from the encoder's cache, where they are pruned. The prompt had brought the embeddings of the image."""
     sent = messages()
-    for stage in ("decoded_s", "resized_s", "encoded_s"):
-        for message in (sent[0], sent[3]):
-            setattr(message.embeds.ages, stage, 1e6)
+    for message in (sent[0], sent[3]):
+        ages = message.embeds.ages
+        ages.decoded_s = ages.resized_s = ages.encoded_s = 1e6
+    ages.ClearField("decoded_s")
+    ages.ClearField("resized_s")
     assert await seconds(tmp_path, sent) == {
         Stage.WAIT_FOR_ENCODER: 10,
         Stage.PRUNE: 25,
@@ -96,15 +97,6 @@ async def test_work_of_an_earlier_request_takes_no_time(tmp_path: Path) -> None:
         Stage.WAIT_FOR_PREFILL: 5,
         Stage.PREFILL: 5,
     }
-
-
-async def test_embeddings_in_the_prompt_skip_decode_and_resize(tmp_path: Path) -> None:
-    sent = messages()
-    for message in (sent[0], sent[3]):
-        message.embeds.ages.ClearField("decoded_s")
-        message.embeds.ages.ClearField("resized_s")
-    took = await seconds(tmp_path, sent)
-    assert (took.get(Stage.DECODE), took.get(Stage.RESIZE), took[Stage.WAIT_FOR_ENCODER]) == (None, None, 10)
 
 
 async def test_ages_in_an_impossible_order_keep_the_sum(tmp_path: Path) -> None:
