@@ -83,23 +83,6 @@ def test_every_row_sees_its_own_sequence_and_nothing_else(
         check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
 
 
-@settings(max_examples=15)
-@given(batch=batches(), seed=st.integers(0, 2**16))
-def test_kv_heads_are_repeated_on_devices_without_grouped_kernels(
-    batch: list[tuple[list[int], int, int]], seed: int
-) -> None:
-    def attend(*arrays: Tensor, **named: Any) -> Tensor:
-        assert named.get("attn_mask") is None or not named.get("enable_gqa")
-        return plain(*arrays, **named)
-
-    plain = sdpa.F.scaled_dot_product_attention
-    with (
-        patch.object(sdpa, "REPEATING_DEVICES", ("cpu",)),
-        patch.object(sdpa.F, "scaled_dot_product_attention", attend),
-    ):
-        check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
-
-
 @settings(max_examples=20)
 @given(batch=batches(), seed=st.integers(0, 2**16))
 def test_a_kernel_that_reads_paged_blocks_gets_each_sequences_blocks(

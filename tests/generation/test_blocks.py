@@ -5,29 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.request.request import ROOT
-
-
-@settings(max_examples=50)
-@given(total=st.integers(1, 30), actions=st.lists(st.tuples(st.booleans(), st.integers(0, 8)), max_size=60))
-def test_every_block_is_free_or_has_one_owner(total: int, actions: list[tuple[bool, int]]) -> None:
-    allocator = BlockAllocator(total, block_tokens=16)
-    owned: list[list[int]] = []
-    for take, number in actions:
-        if take and number <= allocator.free:
-            owned.append(allocator.allocate(number))
-            assert len(owned[-1]) == number
-        elif owned:
-            allocator.decref(owned.pop(number % len(owned)))
-        blocks = [block for blocks in owned for block in blocks]
-        assert len(set(blocks)) == len(blocks) == allocator.used
-        assert set(blocks) <= set(range(total))
-        assert allocator.free + allocator.used == total
-        allocator.check_integrity(owned)
 
 
 def test_a_single_request_gets_neighbouring_blocks() -> None:

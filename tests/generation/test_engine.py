@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from unittest.mock import Mock
 
 import numpy as np
@@ -18,9 +19,21 @@ from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Finished, FinishReason, PrefillStarted, Tokens
 from services.generation.sampling.sampler import SampledToken, SamplingParams
-from tests.generation.engine_questions import ABOUT_VIDEO, KEPT, PROMPT, VIDEO, greedy_answer
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine
+
+PROMPT = [Text((10, 11, 12, 13, 14))]
+VIDEO = Item(2, 2, 2, Fraction(1), np.random.default_rng(1).normal(0, 0.3, (8, 64)).astype(np.float32), rate=0.25)
+KEPT = [0, 1, 2, 3, 5, 7]
+ABOUT_VIDEO = [Text((10, 11, 12)), VIDEO, Text((13, 14))]
+
+
+def greedy_answer(models: Models, parts: Sequence[Text | Item], new_tokens: int) -> list[int]:
+    """The answer of an engine that runs nothing else."""
+    engine = TinyEngine(models.engine)
+    asked = engine.ask("alone", parts, SamplingParams(new_tokens))
+    engine.drain()
+    return asked.answer
 
 
 @pytest.fixture

@@ -51,20 +51,6 @@ def test_the_defaults_of_transformers_are_neutral(tmp_path: Path) -> None:
     assert defaults_of(tmp_path, **unsupported) == SamplingDefaults(VOCABULARY)
 
 
-def test_the_file_of_qwen_is_read(tmp_path: Path) -> None:
-    # generation_config.json of Qwen/Qwen2.5-VL-7B-Instruct
-    given = {
-        "bos_token_id": 151643,
-        "do_sample": True,
-        "eos_token_id": [151645, 151643],
-        "repetition_penalty": 1.05,
-        "temperature": 0.000001,
-        "transformers_version": "4.49.0",
-    }
-    expected = SamplingDefaults(VOCABULARY, temperature=1e-6, repetition_penalty=1.05, eos_ids=(151645, 151643))
-    assert defaults_of(tmp_path, **given) == expected
-
-
 def test_without_do_sample_answers_are_greedy_whatever_the_temperature(tmp_path: Path) -> None:
     given = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1}
     assert defaults_of(tmp_path, **given).temperature == 0
