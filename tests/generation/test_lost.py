@@ -33,15 +33,14 @@ from tests.generation.media_client import (
 )
 
 LOST = errors.Unavailable("the encoder is draining", "encoder")
-TO_THE_VIDEO, TO_THE_IMAGE = 3, 6  # messages of `items`: one of three pieces, and all but the image's
+TO_THE_VIDEO = 3  # messages of `items` that hold the video
 
 
 @dataclass
 class Losing(Encoder):
     """Sends the selected items, except that the Nth call is lost after `losses[N]` messages of items.
 
-    plans: of each call, if not always the same. idle: if given, a
-    call to be lost is lost when this is set, before anything is selected.
+    plans: of each call, if not always the same. idle: if given, a call is lost when it is set, before any selection.
     """
 
     losses: list[int] = field(default_factory=list)

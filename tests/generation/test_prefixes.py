@@ -204,7 +204,7 @@ def test_draft_tokens_do_not_keep_a_prompt_from_being_prefilled() -> None:
 
 def test_blocks_that_running_requests_share_do_not_count_as_room_for_a_new_request() -> None:
     """Many questions that begin alike: none is admitted only to preempt another."""
-    desk = Desk(40, max_num_batched_tokens=32)
+    desk = Desk(40, max_num_batched_tokens=32, max_num_seqs=12)
     alike = Text(tuple(range(100, 164)))
     desk.ask([alike, Text((5,))], 1)
     desk.run()
