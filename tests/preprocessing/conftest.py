@@ -1,9 +1,8 @@
-"""Fixtures of preprocessing's tests: worker processes, the whole service, and a guard against real name lookups."""
+"""Fixtures of preprocessing's tests: worker processes, and the whole service."""
 
 from __future__ import annotations
 
 import gc
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -58,17 +57,6 @@ async def queue(
 def replaced(running_queue: tuple[JobQueue, list[Fault]]) -> list[Fault]:
     """Why workers of `queue` were replaced."""
     return running_queue[1]
-
-
-@pytest.fixture
-def no_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes real name lookups fail."""
-    resolve = socket.getaddrinfo
-
-    def numeric_only(host: str | None, *arguments: object, **options: object) -> object:
-        return resolve(host, *arguments, **{**options, "flags": socket.AI_NUMERICHOST})  # type: ignore[arg-type]
-
-    monkeypatch.setattr(socket, "getaddrinfo", numeric_only)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -74,10 +74,10 @@ def open_memories() -> int:
     return sum(path.name.startswith("memfd:framesieve") for path in open_paths())
 
 
-def open_paths() -> list[Path]:
-    """Paths that this process has open, while other threads open and close files."""
+def open_paths(process: int | str = "self") -> list[Path]:
+    """Paths that a process has open, while its threads open and close files."""
     found = []
-    for each in Path("/proc/self/fd").iterdir():
+    for each in Path(f"/proc/{process}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed since it was listed
             found.append(each.readlink())
     return found
