@@ -29,6 +29,8 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 BLOCK_PX = 16
 BITS = 12
 HEIGHT_PX, WIDTH_PX = 48, 64
+# Three B-frames in a row, a keyframe every 12 frames.
+B_FRAMES = {"g": "12", "bf": "3", "x264-params": "b-adapt=0:scenecut=0"}
 
 
 def picture_of(number: int) -> NDArray[np.uint8]:

@@ -71,18 +71,6 @@ def test_an_animation_yields_its_first_picture() -> None:
     assert pixels[4, 4].tolist() == [255, 0, 0]
 
 
-def test_reading_the_size_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    exif = Image.Exif()
-    exif[ORIENTATION] = 6
-    sources = [source_of(scene(), "PNG"), source_of(scene(), "PNG", exif=exif), source_of(scene(), "JPEG", exif=exif)]
-
-    def load(self: Any) -> None:
-        raise AssertionError("decoded")
-
-    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
-    assert [read_picture(source).orientation for source in sources] == [1, 6, 6]
-
-
 @pytest.mark.parametrize(
     "data", [b"no picture", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", b"\x89PNG\r\n\x1a\n" + bytes(64)]
 )
