@@ -16,9 +16,8 @@ from unittest import mock
 import grpc
 import numpy as np
 import pytest
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
+from common.channels import error_from_status
 from common.checkpoint import Checkpoint
 from common.contract.plan import Modality, PromptPlan
 from common.contract.tensors import DType, TensorBuffer
@@ -147,12 +146,7 @@ async def refused(call: Any) -> tuple[grpc.StatusCode, str, str]:
     """Status, reason and message of a refused stream."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await read_to_the_end(call)
-    error = caught.value
-    details = error_details_pb2.ErrorInfo()
-    status = rpc_status.from_call(error)
-    assert status is not None
-    status.details[0].Unpack(details)
-    return error.code(), details.reason, error.details() or ""
+    return caught.value.code(), error_from_status(caught.value, "").reason, caught.value.details() or ""
 
 
 async def read_to_the_end(call: Any) -> None:

@@ -50,16 +50,6 @@ async def serves_the_next_request(stub: Any) -> None:
     assert (await frames_of(call, await plan_of(call)))[0] == [0]
 
 
-async def test_cancelling_after_the_plan_decodes_nothing(stub: Any, decoded: list[int]) -> None:
-    for _ in range(3):
-        call = stub.Preprocess()
-        await call.write(prompt_of(video(CLIP)))
-        await plan_of(call)
-        call.cancel()
-    await asyncio.sleep(0.2)
-    assert decoded == []
-
-
 async def test_cancelling_while_a_file_is_hashed_frees_its_thread_within_a_second(
     tiny_checkpoint: Path, tmp_path: Path, queues: Queues
 ) -> None:
@@ -79,27 +69,23 @@ async def test_cancelling_while_a_file_is_hashed_frees_its_thread_within_a_secon
         await serves_the_next_request(stub)  # on the only thread
 
 
-@pytest.mark.parametrize("ends", ["by cancelling", "by its deadline"])
 async def test_a_caller_that_disconnects_ends_its_fetches(
-    tiny_checkpoint: Path, tmp_path: Path, queues: Queues, ends: str
+    tiny_checkpoint: Path, tmp_path: Path, queues: Queues
 ) -> None:
     async def drip(writer: asyncio.StreamWriter) -> None:
         writer.write(head(200))
         await forever(writer, b"a", every_s=0.01)
 
     async with web_server(drip) as server, fetching_from(server, tiny_checkpoint, tmp_path, queues) as stub:
-        call = stub.Preprocess(timeout=1 if ends == "by its deadline" else 30)
+        call = stub.Preprocess()
         await call.write(prompt_of(by_url(server), by_url(server)))
         assert await settled(lambda: server.connections == 2 and fetched_files(tmp_path) == 2)
-        if ends == "by cancelling":
-            call.cancel()
+        call.cancel()
         assert await settled(lambda: all(task.done() for task in server.serving))
-    assert len(server.serving) == 2
 
 
-@pytest.mark.parametrize("body", [CLIP, b"garbage"])
 async def test_fetched_files_are_closed_once_a_cancelled_plan_ends(
-    tiny_checkpoint: Path, tmp_path: Path, queues: Queues, monkeypatch: pytest.MonkeyPatch, body: bytes
+    tiny_checkpoint: Path, tmp_path: Path, queues: Queues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planning, cancelled = threading.Event(), threading.Event()
     plan = Planner.plan
@@ -110,7 +96,7 @@ async def test_fetched_files_are_closed_once_a_cancelled_plan_ends(
         return plan(*arguments)
 
     monkeypatch.setattr(Planner, "plan", late)
-    async with web_server(ok(body)) as server, fetching_from(server, tiny_checkpoint, tmp_path, queues) as stub:
+    async with web_server(ok(CLIP)) as server, fetching_from(server, tiny_checkpoint, tmp_path, queues) as stub:
         call = stub.Preprocess()
         await call.write(prompt_of(by_url(server)))
         assert await settled(planning.is_set)

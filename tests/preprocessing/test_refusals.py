@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,19 @@ import pytest
 
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
-from tests.preprocessing.media_server import fetched_files, head, ok
+from tests.preprocessing.media_server import ok
 from tests.preprocessing.media_server import serving as web_server
 from tests.preprocessing.preprocessing_media import clip, sound, without_packets
 from tests.preprocessing.service import (
     EVERYTHING,
     Queues,
-    asked,
     by_url,
     fetching_from,
-    frames_of,
     plan_of,
     prompt_of,
-    read_to_the_end,
     refused,
     select,
     sent,
-    settled,
     text,
     video,
 )
@@ -119,12 +114,6 @@ async def test_bad_media_are_refused_with_status_and_reason(
     assert (await refused(call))[:2] == (grpc.StatusCode[code], reason)
 
 
-async def test_a_request_after_a_refused_one_is_served(stub: Any) -> None:
-    await refused(await sent(stub, prompt_of(video(b"garbage" * 99))))
-    call = await asked(stub, prompt_of(video(CLIP)))
-    assert (await frames_of(call, await plan_of(call)))[0] == [0]
-
-
 async def test_a_fetched_file_that_is_no_media_is_refused_with_its_field(
     tiny_checkpoint: Path, tmp_path: Path, queues: Queues
 ) -> None:
@@ -135,42 +124,3 @@ async def test_a_fetched_file_that_is_no_media_is_refused_with_its_field(
         code, reason, message = await refused(await sent(stub, prompt_of(video(CLIP), by_url(server))))
     assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MEDIA_REJECTED")
     assert message.startswith("prompt.messages[0].parts[1].video")
-
-
-async def test_a_full_disk_is_refused_with_resource_exhausted(
-    tiny_checkpoint: Path, tmp_path: Path, queues: Queues
-) -> None:
-    limits = {"max_bytes": len(CLIP), "disk_bytes": 2 * len(CLIP) - 1}
-    async with (
-        web_server(ok(CLIP)) as server,
-        fetching_from(server, tiny_checkpoint, tmp_path, queues, **limits) as stub,
-    ):
-        first = await sent(stub, prompt_of(by_url(server)))
-        await plan_of(first)
-        code, reason, _ = await refused(await sent(stub, prompt_of(by_url(server))))
-        assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
-        await first.write(EVERYTHING)
-        await first.done_writing()
-        await read_to_the_end(first)
-        assert await settled(lambda: fetched_files(tmp_path) == 0)
-        again = await asked(stub, prompt_of(by_url(server)))
-        await read_to_the_end(again)
-
-
-async def test_one_url_that_fails_closes_the_sources_of_the_others(
-    tiny_checkpoint: Path, tmp_path: Path, queues: Queues
-) -> None:
-    async def gone_once_the_clip_is_there(writer: asyncio.StreamWriter) -> None:
-        if "clip.mp4" in server.requests[-1]:
-            return writer.write(ok(CLIP))
-        assert await settled(lambda: fetched_files(tmp_path) == 2 and server.connections == 2)
-        await asyncio.sleep(0.1)
-        return writer.write(head(404, "Content-Length: 0"))
-
-    async with (
-        web_server(gone_once_the_clip_is_there) as server,
-        fetching_from(server, tiny_checkpoint, tmp_path, queues) as stub,
-    ):
-        code, _, message = await refused(await sent(stub, prompt_of(by_url(server), by_url(server, "/gone"))))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert message.startswith("prompt.messages[0].parts[1].video.url was answered with status 404")

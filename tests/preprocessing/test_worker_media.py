@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import socket
-import tracemalloc
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, Pack
 from services.preprocessing.video.pictures import decode_picture, read_picture
 from services.preprocessing.video.resize import UInt8Array, resize
 from services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
-from services.preprocessing.workers import process, protocol
 from services.preprocessing.workers.job_queue import JobQueue
 from services.preprocessing.workers.jobs import (
     IndexPicture,
@@ -57,17 +53,7 @@ def assert_equal(ours: list[Slice], theirs: list[Slice]) -> None:
         assert np.array_equal(mine.pixels, other.pixels)
 
 
-@pytest.mark.parametrize(
-    ("container", "codec"),
-    [
-        ("mp4", "libx264"),
-        ("matroska", "libx265"),
-        ("h264", "libx264"),
-        ("webm", "libvpx-vp9"),
-        ("mp4", "libsvtav1"),
-        ("avi", "mjpeg"),
-    ],
-)
+@pytest.mark.parametrize(("container", "codec"), [("mp4", "libx264"), ("h264", "libx264"), ("webm", "libvpx-vp9")])
 async def test_a_video_comes_out_as_in_this_process(
     queue: JobQueue, container: str, codec: str, replaced: list[Fault]
 ) -> None:
@@ -108,28 +94,6 @@ async def test_a_file_may_be_closed_as_soon_as_its_job_is_left(queue: JobQueue, 
     source.close()
     other = bytes_source("video", clip(10))
     assert len((await queue.call(IndexVideo(other))).times.ticks) == 10
-
-
-async def test_media_bytes_are_copied_into_shared_memory_only_once(
-    queue: JobQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files: list[int] = []
-    send = protocol.send
-
-    def noted(connection: socket.socket, message: protocol.Message) -> None:
-        if message.kind is protocol.Kind.JOB:
-            files.append(os.fstat(message.descriptors[0]).st_ino)
-        send(connection, message)
-
-    monkeypatch.setattr(process, "send", noted)
-    source = bytes_source("video", clip(10))
-    for _ in range(2):
-        await queue.call(IndexVideo(source))
-    assert len(files) == 2
-    assert len(set(files)) == 1
-
-
-# --- jobs that change workers -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +149,6 @@ async def test_repairs_and_their_limit_count_over_the_whole_interrupted_video(
         assert sum(each.repaired_frames for each in whole) == len(damaged)
         assert_equal(await interrupted_at(queue, slices_before, video), whole)
     assert replaced == []
-
-
-# --- bad media and limits -----------------------------------------------------------------------------------------
 
 
 async def test_bad_media_are_refused_as_in_this_process(queue: JobQueue, replaced: list[Fault]) -> None:
@@ -253,34 +214,19 @@ async def test_media_beyond_a_limit_are_rejected_with_the_limit(replaced: list[F
     assert faults == []
 
 
-# The H.264 decoder does not report failed allocations. It holds up to a dozen frames of 5.5 MB here: 80 MiB have room
-# for some of them, 180 MiB for all.
-@pytest.mark.parametrize("memory_mib", [80, *(pytest.param(each, marks=pytest.mark.deep) for each in (100, 116, 180))])
-async def test_a_lack_of_memory_is_not_reported_as_damage(memory_mib: int) -> None:
+async def test_a_lack_of_memory_is_not_reported_as_damage() -> None:
+    """The H.264 decoder does not report failed allocations. It holds up to a dozen frames of 5.5 MB here."""
     reference = {"preset": "ultrafast", "g": "12", "x264-params": "ref=8:bframes=3:b-pyramid=normal"}
     source = bytes_source("video", clip(12, size=(1920, 1920), options=reference))
-    video = planned(source, read_packets(source), tuple(range(12)))
-    file = io.BytesIO()
-    Image.new("RGB", (8000, 8000)).save(file, "PNG")
-    picture = bytes_source("image", file.getvalue())
     faults: list[Fault] = []
-    text: str | None = None
-    async with JobQueue(1, replace(LIMITS, memory_bytes=memory_mib * MIB), MIB, faults.append) as queue:
-        try:
-            async with queue.stream(VideoSlices(video)) as slices:
-                _ = [each async for each in slices]
-        except InvalidRequest as error:
-            text = str(error)
-        refused = f"video cannot be decoded: it needed more than {memory_mib} MiB"
-        assert text in {80: (refused,), 180: (None,)}.get(memory_mib, (refused, None))
-        header = await queue.call(IndexPicture(picture))
-        async with queue.stream(PictureSlices(PlannedPicture(picture, header, 28, 28))) as slices:
-            with pytest.raises(MediaRejected, match=f"image cannot be decoded: it needed more than {memory_mib} MiB"):
-                await anext(slices)
-    assert set(faults) == {Fault.MEMORY}
+    async with (
+        JobQueue(1, replace(LIMITS, memory_bytes=80 * MIB), MIB, faults.append) as queue,
+        queue.stream(VideoSlices(planned(source, read_packets(source), tuple(range(12))))) as slices,
+    ):
+        with pytest.raises(MediaRejected, match="video cannot be decoded: it needed more than 80 MiB"):
+            _ = [each async for each in slices]
+    assert faults == [Fault.MEMORY]
 
-
-# --- answers of a worker that cannot be true ----------------------------------------------------------------------
 
 IMPOSSIBLE: list[dict[str, Any]] = [
     {"frames": 0}, {"frames": MAX_PACKETS + 1}, {"frames": 59}, {"frames": True}, {"frames": 60.0},
@@ -305,22 +251,6 @@ async def test_an_impossible_index_breaks_the_contract() -> None:
             changed[place] = value
             with pytest.raises(PeerContract):
                 index_of(Facts(facts), changed)
-
-
-async def test_the_index_of_a_long_video_takes_no_python_object_for_each_frame() -> None:
-    frames = 2**17
-    facts, few = index_facts(read_packets(bytes_source("video", clip(60))))
-    facts |= {"frames": frames, "stored_pts": frames, "time_base": [1, 1000]}
-    numbers = np.concatenate([np.arange(frames, dtype=np.int64), few[60:]])
-    tracemalloc.start()
-    try:
-        again = index_facts(index_of(Facts(facts), numbers))
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert again[0] == facts
-    assert (again[1] == numbers).all()
-    assert peak_bytes < 6 * numbers.nbytes
 
 
 async def test_an_impossible_slice_breaks_the_contract() -> None:
