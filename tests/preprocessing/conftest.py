@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.preprocessing.rpc import servicer
-from services.preprocessing.video.slices import PlannedMedia, PlannedVideo
+from services.preprocessing.video.slices import Slice
 from services.preprocessing.workers import worker_pool
 from services.preprocessing.workers.job_queue import JobQueue
-from services.preprocessing.workers.jobs import Job, VideoSlices, slices_job
+from services.preprocessing.workers.jobs import VideoSlices
 from services.preprocessing.workers.process import Fault
-from tests.preprocessing.service import Queues, running_queues, serving
-from tests.preprocessing.worker_jobs import ENTRY, LIMITS, MIB, children, open_descriptors, until
+from tests.preprocessing.media_server import fetched_files
+from tests.preprocessing.service import Queues, Service, running_queues
+from tests.preprocessing.worker_jobs import ENTRY, LIMITS, MIB, children, open_descriptors, open_memories, until
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -61,34 +61,37 @@ def replaced(running_queue: tuple[JobQueue, list[Fault]]) -> list[Fault]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def queues() -> AsyncIterator[Queues]:
-    """A reading and a decoding queue of one worker each, of which no worker may be replaced."""
+    """A reading and a decoding queue of one worker each."""
     async with running_queues() as made:
         yield made
-        assert made.replaced == []
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def stub(tiny_checkpoint: Path, tmp_path: Path, queues: Queues) -> AsyncIterator[Any]:
-    """A stub to a service whose media root is `media` below tmp_path."""
+async def service(tiny_checkpoint: Path, tmp_path: Path, queues: Queues) -> AsyncIterator[Service]:
+    """At the end it must hold no job, bytes, memory and file, and no worker may have been replaced."""
     (tmp_path / "media").mkdir()
-    async with serving(tiny_checkpoint, tmp_path / "media", tmp_path, queues) as made:
+    memories = open_memories()
+    yield Service(tiny_checkpoint, tmp_path, queues)
+    await until(lambda: queues.counters == (0, 0, 0) and open_memories() <= memories and not fetched_files(tmp_path))
+    assert queues.replaced == []
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stub(service: Service) -> AsyncIterator[Any]:
+    async with service.serving() as made:
         yield made
-    assert queues.counters == (0, 0, 0)
 
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with every frame that arrives from a worker."""
     frames: list[int] = []
+    piece = VideoSlices.piece
 
-    class Watched(VideoSlices):
-        def piece(self, *arguments: Any) -> Any:
-            made = VideoSlices.piece(self, *arguments)
-            frames.extend(range(made.first_frame, made.first_frame + len(made.pixels)))
-            return made
+    def watched(*arguments: Any) -> Slice:
+        made = piece(*arguments)
+        frames.extend(range(made.first_frame, made.first_frame + len(made.pixels)))
+        return made
 
-    def watched(media: PlannedMedia) -> Job[Any] | None:
-        return Watched(media) if isinstance(media, PlannedVideo) else slices_job(media)
-
-    monkeypatch.setattr(servicer, "slices_job", watched)
+    monkeypatch.setattr(VideoSlices, "piece", watched)
     return frames

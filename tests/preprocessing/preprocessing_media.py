@@ -102,19 +102,6 @@ def shifted(data: bytes, container: str, by_s: Fraction) -> bytes:
         return Path(file.name).read_bytes()
 
 
-def sound(container: str = "mp4") -> bytes:
-    """A file with sound and no picture."""
-    file = io.BytesIO()
-    with av.open(file, "w", format=container) as output:
-        stream = output.add_stream("aac", rate=16000)
-        for start in range(0, 16000, 1024):
-            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-            frame.sample_rate, frame.pts = 16000, start
-            output.mux(stream.encode(frame))
-        output.mux(stream.encode())
-    return file.getvalue()
-
-
 def without_packets(data: bytes, numbers: Sequence[int]) -> bytes:
     """The same clip with the contents of some packets, counted in the order of the file, overwritten by zeros."""
     damaged = bytearray(data)

@@ -14,7 +14,8 @@ from services.preprocessing.sources.source import bytes_source
 from services.preprocessing.video import packets
 from services.preprocessing.video.packets import PacketIndex, read_packets
 from services.preprocessing.video.sampling import FrameRate
-from tests.preprocessing.preprocessing_media import B_FRAMES, clip, shifted, sound
+from tests.media import sound
+from tests.preprocessing.preprocessing_media import B_FRAMES, clip, shifted
 
 
 def index_of(data: bytes) -> PacketIndex:
