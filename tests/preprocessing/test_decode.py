@@ -1,4 +1,7 @@
-"""The decoder yields the selected frames, and repairs or refuses damage. How little it decodes: test_long_videos."""
+"""The packet index has the times of all frames, the decoder yields the selected ones, and both refuse bad files.
+
+How little is read and decoded: test_long_videos.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,19 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import av
 import pytest
 
-from common.contract.errors import MediaDamaged
+from common.contract.errors import MediaDamaged, MediaRejected
 from services.preprocessing.sources.source import Source, bytes_source
-from services.preprocessing.video import decode
+from services.preprocessing.video import decode, packets
 from services.preprocessing.video.decode import DecodedFrame, decode_frames
 from services.preprocessing.video.packets import PacketIndex, read_packets
 from services.preprocessing.video.slices import PlannedVideo
+from tests.media import sound
 from tests.preprocessing.preprocessing_media import B_FRAMES, clip, number_of, shifted, without_packets
 
 
@@ -31,14 +36,6 @@ def frames_at(data: bytes, places: list[int]) -> list[DecodedFrame]:
 
 def numbers(frames: list[DecodedFrame]) -> list[int]:
     return [number_of(frame.pixels) for frame in frames]
-
-
-def test_frames_of_a_variable_rate_keep_their_times() -> None:
-    pts = [0, 40, 80, 500, 540, 1000, 1033, 1066]
-    source, index = opened(clip(8, container="matroska", pts=pts, time_base=Fraction(1, 1000)))
-    assert list(index.times.ticks) == pts
-    assert not index.times.rate().constant
-    assert numbers(list(decode_frames(source, index, [0, 3, 5, 7]))) == [0, 3, 5, 7]
 
 
 @pytest.mark.parametrize(
@@ -143,3 +140,67 @@ def test_a_truncated_file_has_the_frames_that_are_left_whatever_its_header_says(
     assert 20 < frames < 45
     places = list(range(0, frames - 1, 2))
     assert numbers(list(decode_frames(source, index, places))) == places
+
+
+def test_times_out_of_range_are_refused() -> None:
+    data = clip(8, 25)
+    tick_s = opened(data)[1].times.time_base
+    assert opened(shifted(data, "mp4", tick_s * 2**61))[1].times == opened(data)[1].times
+    with pytest.raises(MediaRejected, match=rf"^video has a frame at \d+ ticks, all must be within ±{2**62}$"):
+        opened(shifted(data, "mp4", tick_s * 2**62))
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"this is no media at all" * 100, "not a readable video"),
+        (sound(), "nothing but sound: it has no video stream"),
+        (clip(4, container="matroska").replace(b"V_MPEG4/ISO/AVC", b"V_XXXX4/ISO/AVC"), "unsupported codec"),
+        (
+            clip(3, container="matroska", pts=[0, 40, 10**11], time_base=Fraction(1, 1000)),
+            r"claims to last 1000000\d\d s, at most 604800 are allowed",
+        ),
+    ],
+)
+def test_a_file_without_usable_video_is_rejected(data: bytes, why: str) -> None:
+    with pytest.raises(MediaRejected, match=why):
+        opened(data)
+
+
+def test_a_playlist_reaches_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret.ts").write_bytes(clip(30, container="mpegts"))
+    playlists = [
+        f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\nfile://{tmp_path}/secret.ts\n#EXT-X-ENDLIST\n",
+        f"ffconcat version 1.0\nfile {tmp_path}/secret.ts\n",
+        "ffconcat version 1.0\nfile secret.ts\n",
+    ]
+    for playlist in playlists:
+        with pytest.raises(MediaRejected):
+            opened(playlist.encode())
+
+
+def test_frames_above_the_limit_are_rejected_before_any_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packets, "MAX_FRAME_PX", 48 * 64 - 1)
+    with pytest.raises(MediaRejected, match=r"64×48 pixels, at most 3071 are allowed"):
+        opened(clip(4))
+
+
+class Surprised:
+    """Raises IndexError once, as PyAV does at a packet of a stream that the header did not announce."""
+
+    def __init__(self, container: Any) -> None:
+        self._container, self._stumbled = container, False
+
+    def demux(self, stream: Any) -> Iterator[Any]:
+        for number, packet in enumerate(self._container.demux(stream)):
+            yield packet
+            if number == 9 and not self._stumbled:
+                self._stumbled = True
+                raise IndexError("list index out of range")
+
+
+def test_a_stream_that_begins_in_mid_file_does_not_end_reading() -> None:
+    with packets.open_video(bytes_source("video", clip(30))) as (container, stream):
+        surprised: Any = Surprised(container)
+        assert len(list(packets.packets_of(surprised, stream))) == 30

@@ -101,33 +101,21 @@ def test_a_step_alone_implies_evenly_spaced_frames(
     assert plan.input_ids.tolist() == AutoTokenizer.from_pretrained(family_checkpoint)(text)["input_ids"]
 
 
-@pytest.mark.parametrize(
-    ("times_s", "seconds"),
-    [
-        ([0.1, 0.4, 1.3], Fraction(6, 10)),
-        ([0.3, 0.4], Fraction(1, 10)),
-        ([7.0], Fraction(1)),
-        ([0.0, 1e-7], Fraction(1, 10**7)),
-    ],
-)
-def test_timestamps_alone_give_the_exact_mean_step(tiny: Planner, times_s: list[float], seconds: Fraction) -> None:
-    item = item_of(tiny, video=embeds(len(times_s), 1, 1, timestamps_s=times_s))
-    assert item.seconds_per_grid == seconds
-
-
 @given(times_s=st.lists(st.floats(0, WEEK), min_size=2, max_size=40).map(sorted))
 @example(times_s=[0.5, 0.5, 0.5])  # a screen recording in which nothing changes
-def test_any_timestamps_give_a_mean_step_that_fits_the_wire(times_s: list[float]) -> None:
+@example(times_s=[0.1, 0.4, 1.3])  # 0.6 s apart, which floats are not
+def test_timestamps_give_their_mean_step_as_exactly_as_the_wire_allows(times_s: list[float]) -> None:
     base = TimeBase.of_slices(times_s)
     mean = (Fraction(str(times_s[-1])) - Fraction(str(times_s[0]))) / (len(times_s) - 1)
     assert base.seconds_per_grid > 0
     assert max(base.seconds_per_grid.numerator, base.seconds_per_grid.denominator) < 2**63
-    assert abs(base.seconds_per_grid - mean) <= Fraction(1, 10**12)
+    assert abs(base.seconds_per_grid - mean) <= (Fraction(1, 10**12) if mean.denominator > 2**30 or not mean else 0)
     assert base.slices_s == tuple(times_s)
 
 
-def test_negative_zero_is_shown_as_zero() -> None:
-    assert [str(time) for time in TimeBase.of_slices([-0.0, 1.0]).slices_s] == ["0.0", "1.0"]
+def test_a_single_slice_takes_a_second_and_negative_zero_is_shown_as_zero() -> None:
+    base = TimeBase.of_slices([-0.0])
+    assert (base.seconds_per_grid, str(base.slices_s)) == (Fraction(1), "(0.0,)")
 
 
 def test_different_embeddings_grids_and_time_bases_have_different_hashes(tiny: Planner) -> None:

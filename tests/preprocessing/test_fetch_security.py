@@ -19,7 +19,7 @@ import trustme
 
 from common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden, MediaRejected, Overloaded
 from services.preprocessing.fetch.addresses import SystemResolver
-from services.preprocessing.fetch.fetcher import MAX_CONCURRENT_FETCHES, Fetcher
+from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from tests.preprocessing.media_server import (
     BODY,
@@ -27,7 +27,6 @@ from tests.preprocessing.media_server import (
     Resolver,
     Server,
     fetched,
-    fetcher_of,
     head,
     ok,
     policy,
@@ -35,6 +34,7 @@ from tests.preprocessing.media_server import (
     serving,
     url_of,
 )
+from tests.preprocessing.worker_jobs import until
 
 
 @pytest.mark.parametrize(
@@ -225,12 +225,6 @@ async def test_tls_that_breaks_in_mid_stream_is_rejected() -> None:
             await fetcher.fetch("video", f"https://clip.test:{server.port}/")
 
 
-async def test_an_unanswered_handshake_ends_with_the_connect_timeout() -> None:
-    async with serving(b"") as server:  # waits for a request in plain text
-        with pytest.raises(MediaRejected, match="cannot be connected to"):
-            await fetcher_of(server, connect_s=0.2).fetch("video", f"https://clip.test:{server.port}/")
-
-
 # --- name lookups ---------------------------------------------------------------------------------------------------
 
 V6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("2606::1", 0, 0, 0))
@@ -262,32 +256,14 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[NameServers]:
     servers.answers.set()
 
 
-async def hanging(servers: NameServers, lookups: Sequence[asyncio.Task[object]]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while servers.waiting < len(lookups):
-            await asyncio.sleep(0.01)
-
-
 async def test_a_lookup_returns_all_addresses_of_a_name_once(servers: NameServers) -> None:
     assert await SystemResolver(1).look_up("example.org") == ["2606::1", "127.0.0.1"]
-
-
-async def test_hanging_lookups_do_not_delay_others(servers: NameServers) -> None:
-    async with serving(ok()) as server:
-        fetcher = Fetcher(policy(server.port, look_up_s=TIMEOUT_S))
-        dead = [asyncio.create_task(fetcher.fetch("x", "http://dead.test/")) for _ in range(MAX_CONCURRENT_FETCHES - 1)]
-        await hanging(servers, dead)
-        (await asyncio.wait_for(fetcher.fetch("video", url_of(server)), TIMEOUT_S)).close()
-    assert not any(each.done() for each in dead)
-    for each in dead:
-        each.cancel()
-    await asyncio.gather(*dead, return_exceptions=True)
 
 
 async def test_abandoned_lookups_count_against_the_limit_until_they_end(servers: NameServers) -> None:
     names = SystemResolver(3)
     left = [asyncio.create_task(names.look_up("dead.test")) for _ in range(3)]
-    await hanging(servers, left)
+    await until(lambda: servers.waiting == 3)
     for each in left:
         each.cancel()
     await asyncio.wait(left)

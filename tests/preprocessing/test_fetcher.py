@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
-import resource
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import pytest
 
@@ -25,7 +23,7 @@ from tests.preprocessing.media_server import (
     serving,
     url_of,
 )
-from tests.preprocessing.worker_jobs import open_descriptors, until
+from tests.preprocessing.worker_jobs import no_descriptor_left, open_descriptors, until
 
 CHUNKED = head(200, "Transfer-Encoding: chunked")
 
@@ -128,28 +126,6 @@ async def test_the_time_limit_includes_redirects() -> None:
             await fetched(server, total_s=0.5, max_redirects=100)
 
 
-# --- fetches side by side -------------------------------------------------------------------------------------------
-
-
-async def test_urls_are_fetched_side_by_side_and_named() -> None:
-    together = asyncio.Event()
-
-    async def when_all_have_asked(writer: asyncio.StreamWriter) -> None:
-        path = server.requests[-1].split(" ")[1]
-        if len(server.requests) == 3:
-            together.set()
-        await together.wait()
-        writer.write(ok(path.encode()))
-
-    async with serving(when_all_have_asked) as server:
-        fetched = await fetcher_of(server).fetch_all({name: url_of(server, f"/{name}") for name in "abc"})
-    assert list(fetched) == list("abc")
-    for name, source in fetched.items():
-        with source.open() as file:
-            assert (source.name, file.read()) == (name, f"/{name}".encode())
-        source.close()
-
-
 async def test_a_failed_fetch_cancels_the_others_and_closes_everything() -> None:
     brought = asyncio.Event()
 
@@ -196,9 +172,8 @@ async def test_files_share_the_disk_budget_until_they_are_closed() -> None:
     async with serving(ok()) as server:
         fetcher = fetcher_of(server, max_bytes=len(BODY), disk_bytes=2 * len(BODY) - 1)
         first = await fetcher.fetch("first", url_of(server))
-        for _ in range(3):
-            with pytest.raises(Overloaded, match=rf"^second\.url finds no room: .* {2 * len(BODY) - 1} bytes together"):
-                await fetcher.fetch("second", url_of(server))
+        with pytest.raises(Overloaded, match=rf"^second\.url finds no room: .* {2 * len(BODY) - 1} bytes together"):
+            await fetcher.fetch("second", url_of(server))
         first.close()
         (await fetcher.fetch("second", url_of(server))).close()
 
@@ -226,35 +201,15 @@ async def test_a_cancelled_fetch_releases_its_connection_its_file_and_its_disk_b
     await until(lambda: open_descriptors() <= before)
 
 
-async def test_a_full_disk_is_overloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    class FullDisk:
-        def write(self, piece: bytes) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+async def test_a_fetch_without_free_descriptors_is_overloaded() -> None:
+    with ExitStack() as shortage:
 
-        def close(self) -> None:
-            pass
+        class Exhausting(Resolver):
+            async def __call__(self, host: str) -> Sequence[str]:
+                shortage.enter_context(no_descriptor_left())
+                return await super().__call__(host)
 
-    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: FullDisk())
-    async with serving(ok()) as server:
-        with pytest.raises(Overloaded, match=r"^video\.url cannot be opened now: No space left on device$"):
-            await fetched(server)
-
-
-@pytest.mark.parametrize("at", ["its lookup", "its connection"])
-async def test_a_fetch_without_free_descriptors_is_overloaded(at: str) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    class Exhausting(Resolver):
-        async def __call__(self, host: str) -> Sequence[str]:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-            if at == "its lookup":
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            return await super().__call__(host)
-
-    async with serving(ok()) as server:
-        try:
+        async with serving(ok()) as server:
             with pytest.raises(Overloaded, match=r"^video\.url cannot be opened now: Too many open files"):
-                await fetcher_of(server, Exhausting(clip_test=[["127.0.0.1"]])).fetch("video", url_of(server))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                await fetched(server, Exhausting(clip_test=[["127.0.0.1"]]))
     assert server.connections == 0

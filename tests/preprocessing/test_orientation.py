@@ -70,14 +70,6 @@ def test_a_rotation_is_counter_clockwise_as_ffmpeg_counts() -> None:
     assert np.array_equal(frame, np.rot90(decoded_in_order(data)[2]))
 
 
-def test_a_rotation_is_rounded_to_quarter_turns() -> None:
-    turned, hardly = (
-        opened(clip(1, prepare=lambda stream, by=degrees: stream.set_display_rotation(by)), [0])[0]
-        for degrees in (80, 10)
-    )
-    assert (turned.orientation, hardly.orientation) == (8, 1)
-
-
 def test_the_matrix_is_found_wherever_the_container_keeps_it() -> None:
     behind = turned_clip(6)
     assert behind.index(b"mdat") < behind.index(b"moov")

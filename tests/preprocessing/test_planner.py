@@ -18,7 +18,6 @@ from common.contract.plan import Modality
 from services.preprocessing import planner
 from services.preprocessing.planner import Conversation, MediaRequest, PlannedPrompt, Planner
 from services.preprocessing.prompt.tokens import Turn
-from services.preprocessing.sources.source import path_source
 from services.preprocessing.video import decode
 from services.preprocessing.video.sampling import FrameSampling
 from tests.families import FAMILIES
@@ -152,25 +151,3 @@ def test_files_are_closed_with_the_plan_or_if_planning_fails(held: Planner, tmp_
     assert open_descriptors() == before + 1
     made.files.close()
     assert open_descriptors() == before
-
-
-def test_fetched_sources_are_closed_with_the_plan_or_if_planning_fails(held: Planner, tmp_path: Path) -> None:
-    closed: list[str] = []
-
-    def fetched(name: str) -> MediaRequest:
-        source = path_source(name, "clip.mp4", tmp_path)
-
-        def close() -> None:
-            source.close()
-            closed.append(name)
-
-        return video(replace(source, on_close=close))
-
-    made = planned(held, fetched("first"), fetched("second"))
-    assert closed == []
-    assert made.plan.media == planned(held, video(clip(4)), video(clip(4))).plan.media
-    made.files.close()
-    assert sorted(closed) == ["first", "second"]
-    with pytest.raises(MediaRejected):
-        planned(held, video(b"bad"), fetched("behind one that is bad"))
-    assert closed[2:] == ["behind one that is bad"]

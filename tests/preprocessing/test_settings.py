@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from common.contract.errors import StartupError
@@ -56,3 +59,16 @@ def test_domains_come_in_several_flags_or_separated_by_commas(monkeypatch: pytes
 def test_a_wrong_value_is_refused_with_its_flag(flags: list[str], named: str) -> None:
     with pytest.raises(StartupError, match=named):
         PreprocessingSettings.load(flags)
+
+
+STARTING = """
+import sys
+for name in ("torch", "torchvision", "transformers"):
+    sys.modules[name] = None
+import services.preprocessing.__main__, services.preprocessing.workers.worker
+"""
+
+
+def test_the_service_starts_without_torch_and_transformers_which_its_image_lacks() -> None:
+    ended = subprocess.run([sys.executable, "-c", STARTING], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -38,14 +36,6 @@ def theirs(tiny_checkpoint: Path) -> Any:
 @pytest.fixture(scope="session")
 def ours(tiny_checkpoint: Path) -> ChatTokens:
     return ChatTokens(Checkpoint(tiny_checkpoint), PLACEHOLDERS)
-
-
-@pytest.fixture(scope="session")
-def bare(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> ChatTokens:
-    """A chat template that puts nothing around media."""
-    parts = "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<|video_pad|>{% endif %}"
-    loops = "{% for message in messages %}{% for part in message['content'] %}" + parts + "{% endfor %}{% endfor %}"
-    return template(tmp_path_factory.mktemp("bare"), tiny_checkpoint, loops)
 
 
 def ids_of(tokens: ChatTokens, turns: list[Turn], expansion: Expansion = (ONE,)) -> list[int]:
@@ -145,16 +135,6 @@ def test_grids_come_in_order_with_their_items(ours: ChatTokens) -> None:
     assert grids == [(0, ONE), (0, THREE), (1, THREE), (2, ONE)]
 
 
-@given(before=texts, after=texts)
-@example(before="in ", after="\u0338")  # combines with the last character of the expansion
-def test_text_beside_a_bare_placeholder_joins_its_expansion_as_in_transformers(
-    theirs: Any, bare: ChatTokens, before: str, after: str
-) -> None:
-    opening, closing = "<0.3 seconds><|vision_start|>", "<|vision_end|><1.3 seconds>"
-    found = ids_of(bare, [Turn("user", (before, Modality.VIDEO, after))], (opening, ONE, closing))
-    assert found == theirs(f"{before}{opening}<|video_pad|>{closing}{after}")["input_ids"]
-
-
 @given(before=texts, after=texts, control=st.sampled_from(CONTROL))
 def test_text_that_spells_control_tokens_or_an_expansion_stays_text(
     theirs: Any, ours: ChatTokens, before: str, control: str, after: str
@@ -251,25 +231,3 @@ def test_an_unsafe_tokenizer_refuses_to_start(tmp_path: Path, tiny_checkpoint: P
     (tmp_path / "tokenizer.json").write_text(json.dumps(contents))
     with pytest.raises(StartupError, match=why):
         ChatTokens(Checkpoint(tmp_path), PLACEHOLDERS)
-
-
-# In a process of its own, because memory that other tests freed would hide a leak.
-_GROWN_MIB = """
-import sys
-from pathlib import Path
-from common.checkpoint import Checkpoint
-from common.process import keep_freed_memory
-from services.preprocessing.families.qwen_vl import QwenVL
-from services.preprocessing.prompt.tokens import ChatTokens, Turn
-keep_freed_memory()
-tokens = ChatTokens(Checkpoint(Path(sys.argv[1])), QwenVL.placeholders)
-for words in (100, 300_000):
-    tokens.conversation([Turn("user", ("word " * words,))], [])
-    print(int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20)
-"""
-
-
-def test_a_large_text_leaves_no_memory_behind(tiny_checkpoint: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", _GROWN_MIB, str(tiny_checkpoint)], capture_output=True, check=True)
-    before, after = map(int, done.stdout.split())
-    assert after - before < 160  # 310 where all that was freed is kept; the tokenizer's own cache stays
