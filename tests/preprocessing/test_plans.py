@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -128,20 +127,15 @@ def expected_ids(family: str, checkpoint: Path, messages: Sequence[Message], ite
         for kind in (Picture, Video)
     )
     tokenizer = tokenizer_of(checkpoint)
-    rendered = tokenizer.apply_chat_template(
-        [{"role": role, "content": [content_of(part) for part in parts]} for role, parts in messages],
-        add_generation_prompt=True,
-        tokenize=False,
-    )
+    kinds = {Picture: "image", Video: "video", str: "text"}
+    conversation = [
+        {"role": role, "content": [{"type": kinds[type(part)], "text": part} for part in parts]}
+        for role, parts in messages
+    ]
+    rendered = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
     (text,), _ = transformers_processor(family, 0, 0).get_text_with_replacements([rendered], images, videos)
     ids: list[int] = tokenizer(text)["input_ids"]
     return ids
-
-
-def content_of(part: Part) -> dict[str, str]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    return {"type": "image" if isinstance(part, Picture) else "video"}
 
 
 def planned_of(checkpoint: Path, messages: Sequence[Message]) -> PromptPlan:
@@ -256,32 +250,3 @@ MIXES: dict[str, Sequence[Message]] = {
 @pytest.mark.parametrize("mix", MIXES)
 def test_every_mix_of_media_is_planned_as_by_transformers(family: str, family_checkpoint: Path, mix: str) -> None:
     assert_planned_as_by_transformers(family, family_checkpoint, *MIXES[mix])
-
-
-# Videos of Qwen2.5-VL that are longer than a frame is wide, whose text transformers would resume inside the video.
-@pytest.mark.parametrize(
-    ("frames", "rate", "fps", "sampled"),
-    [
-        (120, FILM, 2.0, 10),  # 5.005 s
-        (120, FILM, 23.976, 118),  # 5.005 · 23.976 = 119.99988, floored to whole pairs
-        (1100, Fraction(1), 1.0, 768),  # 1100 s: the last slices are beyond position 2,048
-    ],
-)
-def test_slices_of_a_long_clip_are_placed_by_their_sampled_times(
-    tiny_checkpoint: Path, frames: int, rate: Fraction, fps: float, sampled: int
-) -> None:
-    plan = planned_of(tiny_checkpoint, [("user", ("so " * 300, Video(frames, rate, fps), "what?"))])
-    (item,) = plan.media
-    (run,) = item.runs
-    assert item.frames == sampled
-    step = 2 * frames / (sampled * rate) * TOKENS_PER_SECOND
-    start = run.offset
-    expected = [
-        [start + math.floor(i * step), start + j, start + k]
-        for i in range(sampled // 2)
-        for j in range(item.grid.h)
-        for k in range(item.grid.w)
-    ]
-    assert plan.positions[:, run.offset : run.end].T.tolist() == expected
-    after = max(map(max, expected)) + 1
-    assert plan.positions[:, run.end :].tolist() == [list(range(after, after + plan.tokens - run.end))] * 3
