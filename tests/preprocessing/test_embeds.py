@@ -7,15 +7,11 @@ import math
 import struct
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest
@@ -24,8 +20,7 @@ from framesieve.v1 import prompt_pb2, tensor_pb2
 from services.preprocessing.planner import Planner
 from services.preprocessing.rpc.messages import MAX_EMBEDS_SLICES, conversation_of
 from services.preprocessing.video.timing import MAX_LENGTH_S, TimeBase
-from tests.families import FAMILIES
-from tests.preprocessing.preprocessing_media import clip, transformers_processor
+from tests.preprocessing.preprocessing_media import clip
 
 WEEK = MAX_LENGTH_S
 
@@ -74,31 +69,18 @@ def test_embeddings_have_a_plan_without_frames(tiny: Planner) -> None:
 
 
 def test_embeddings_of_a_video_are_laid_out_like_the_video(tiny: Planner) -> None:
-    by_pixels = planned(tiny, video=prompt_pb2.Media(data=clip(60, rate=Fraction(24000, 1001))))
+    sampling = prompt_pb2.FrameSampling(fps=24000 / 1001)  # all of its frames, which are evenly spaced
+    video = prompt_pb2.Media(data=clip(20, rate=Fraction(24000, 1001)), frame_sampling=sampling)
+    by_pixels = planned(tiny, video=video)
     (item,) = by_pixels.media
     assert item.seconds_per_grid
     slices_s = [(a + b) / 2 for a, b in zip(item.timestamps_s[::2], item.timestamps_s[1::2], strict=True)]
-    by_times = planned(tiny, video=embeds(item.grid.t, item.grid.h, item.grid.w, timestamps_s=slices_s))
-    assert by_times.input_ids.tolist() == by_pixels.input_ids.tolist()
-    assert by_times.media[0].runs == item.runs
-    by_step = planned(tiny, video=embeds(item.grid.t, item.grid.h, item.grid.w, **step(item.seconds_per_grid)))
-    assert by_step.positions.tolist() == by_pixels.positions.tolist()
-    assert by_step.media[0].seconds_per_grid == item.seconds_per_grid
-
-
-@pytest.mark.parametrize("seconds", [Fraction(1001, 12000), Fraction(40)])
-def test_a_step_alone_implies_evenly_spaced_frames(
-    family: str, tiny: Planner, family_checkpoint: Path, seconds: Fraction
-) -> None:
-    known = FAMILIES[family]
-    plan = planned(tiny, video=embeds(5, 2, 3, **step(seconds)))
-    processor = transformers_processor(family, known.merge, known.temporal_patch)
-    # Frames 0 to 9 of a video of so many frames a second.
-    metadata = SimpleNamespace(fps=float(known.temporal_patch / seconds), frames_indices=np.arange(10))
-    grids = torch.tensor([[5, 2 * known.merge, 3 * known.merge]])
-    expansion = processor.replace_video_token({"video_grid_thw": grids, "video_metadata": [metadata]}, 0)
-    text = f"<|im_start|>user\n<|vision_start|>{expansion}<|vision_end|>so?<|im_end|>\n<|im_start|>assistant\n"
-    assert plan.input_ids.tolist() == AutoTokenizer.from_pretrained(family_checkpoint)(text)["input_ids"]
+    for base in ({"timestamps_s": slices_s}, step(item.seconds_per_grid)):
+        given = planned(tiny, video=embeds(item.grid.t, item.grid.h, item.grid.w, **base))
+        assert given.input_ids.tolist() == by_pixels.input_ids.tolist()
+        assert given.positions.tolist() == by_pixels.positions.tolist()
+        assert given.media[0].runs == item.runs
+        assert given.media[0].seconds_per_grid == pytest.approx(item.seconds_per_grid)
 
 
 @given(times_s=st.lists(st.floats(0, WEEK), min_size=2, max_size=40).map(sorted))

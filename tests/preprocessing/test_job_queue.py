@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from time import monotonic_ns
 
 import pytest
 
 from common.contract.errors import MediaRejected, StartupError, Unavailable
+from services.preprocessing.rpc.planning_threads import PlanningThreads
 from services.preprocessing.workers.job_queue import InFlightBudget, JobQueue, Share, started
 from services.preprocessing.workers.process import Fault
 from tests.preprocessing.worker_jobs import (
@@ -172,3 +174,17 @@ async def test_a_job_with_more_than_its_share_makes_nothing_until_others_have_th
     await asyncio.wait_for(waiting, 1)
     late.close()
     assert (budget.held_bytes, budget.shares) == (0, 0)
+
+
+async def test_planning_threads_end_without_deadlock_while_a_plan_uses_the_event_loop() -> None:
+    loop = asyncio.get_running_loop()
+    started = threading.Event()
+
+    def ask() -> int:
+        started.set()
+        return asyncio.run_coroutine_threadsafe(asyncio.sleep(0.1, 42), loop).result(5)
+
+    async with PlanningThreads(1) as threads:
+        asked = asyncio.create_task(threads.call(ask))
+        await asyncio.to_thread(started.wait, 5)
+    assert await asked == 42

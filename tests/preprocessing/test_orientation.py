@@ -64,12 +64,6 @@ def test_frames_are_turned_as_the_container_says(container: str, orientation: in
         assert np.array_equal(frame, shown(whole[place], orientation))
 
 
-def test_a_rotation_is_counter_clockwise_as_ffmpeg_counts() -> None:
-    data = clip(3, prepare=lambda stream: stream.set_display_rotation(90))
-    _, (frame,) = opened(data, [2])
-    assert np.array_equal(frame, np.rot90(decoded_in_order(data)[2]))
-
-
 def test_the_matrix_is_found_wherever_the_container_keeps_it() -> None:
     behind = turned_clip(6)
     assert behind.index(b"mdat") < behind.index(b"moov")

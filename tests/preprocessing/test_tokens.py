@@ -128,13 +128,6 @@ def test_large_texts_take_turns_until_cancelled_and_small_ones_run_beside_them(o
             waiting.result(20)
 
 
-def test_grids_come_in_order_with_their_items(ours: ChatTokens) -> None:
-    turns = [Turn("user", (Modality.VIDEO, "and", Modality.IMAGE)), Turn("user", (Modality.VIDEO,))]
-    pieces = ours.conversation(turns, [("a", ONE, "b", THREE), (THREE,), (ONE, "c")])
-    grids = [(piece.item, piece.span) for piece in pieces if isinstance(piece, GridTokens)]
-    assert grids == [(0, ONE), (0, THREE), (1, THREE), (2, ONE)]
-
-
 @given(before=texts, after=texts, control=st.sampled_from(CONTROL))
 def test_text_that_spells_control_tokens_or_an_expansion_stays_text(
     theirs: Any, ours: ChatTokens, before: str, control: str, after: str

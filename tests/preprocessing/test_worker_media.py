@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract
-from services.preprocessing.sources.source import Source, bytes_source, path_source
+from services.preprocessing.sources.source import Source, bytes_source
 from services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex, read_packets
 from services.preprocessing.video.pictures import decode_picture, read_picture
 from services.preprocessing.video.resize import UInt8Array, resize
@@ -78,17 +78,6 @@ async def test_a_picture_comes_out_as_in_this_process(queue: JobQueue, format: s
     assert (header.height_px, header.width_px) == ((45, 31) if turned else (31, 45))
     (ours,) = await read(queue, PictureSlices(PlannedPicture(source, header, 56, 28)))
     assert np.array_equal(ours.pixels[0], resize(decode_picture(source, header), 56, 28))
-
-
-async def test_a_file_may_be_closed_as_soon_as_its_job_is_left(queue: JobQueue, tmp_path: Path) -> None:
-    (tmp_path / "clip.mp4").write_bytes(clip(60))
-    source = path_source("video", "clip.mp4", tmp_path)
-    video = planned(source, await queue.call(IndexVideo(source)), tuple(range(60)))
-    async with queue.stream(VideoSlices(video)) as slices:
-        assert numbers_of([await anext(slices)]) == [0, 1]
-    source.close()
-    other = bytes_source("video", clip(10))
-    assert len((await queue.call(IndexVideo(other))).times.ticks) == 10
 
 
 @dataclass(frozen=True, slots=True)
