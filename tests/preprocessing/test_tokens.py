@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -175,24 +176,18 @@ def test_the_published_template_gives_the_ids_of_transformers(tmp_path: Path, ti
     assert ids_of(tokens, turns) == ids_by_transformers(AutoTokenizer.from_pretrained(tmp_path), turns)
 
 
-VIDEO, IMAGE = Modality.VIDEO, Modality.IMAGE
+FIRST_TEXT = "{{ messages[0]['content'][0]['text'] }}"
+TWO_TURNS = [Turn("user", ("hello",)), Turn("system", ("secret",))]
+IN_ORDER, SWAPPED = (Turn("user", parts) for parts in permutations((Modality.VIDEO, Modality.IMAGE)))
 
 
 @pytest.mark.parametrize(
     ("text", "turns", "why"),
     [
-        ("{{ raise_exception('roles must alternate') }}", [Turn("user", ("hello",))], "roles must alternate"),
-        (
-            "{{ messages[0]['content'][0]['text'] }}",
-            [Turn("user", ("hello",)), Turn("system", ("secret",))],
-            r"^prompt\.messages\[1\] holds text that .* leaves out",
-        ),
-        ("<|video_pad|><|image_pad|>", [Turn("user", (IMAGE, VIDEO))], "chat template places"),
-        (
-            "{% for message in messages %}{{ message['role'] }}{% endfor %}",
-            [Turn("system", (VIDEO,))],
-            "hold 1 media, the checkpoint's chat template places 0",
-        ),
+        ("{{ raise_exception('roles must alternate') }}", TWO_TURNS, "roles must alternate"),
+        (FIRST_TEXT, TWO_TURNS, r"^prompt\.messages\[1\] holds text that .* leaves out"),
+        ("<|video_pad|><|image_pad|>", [SWAPPED], "hold 2 media, .* chat template places 2"),
+        ("<|video_pad|>", [IN_ORDER], "hold 2 media, .* chat template places 1"),
     ],
 )
 def test_turns_that_the_template_refuses_or_leaves_out_are_refused(

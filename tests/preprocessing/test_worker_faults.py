@@ -7,8 +7,6 @@ import ctypes
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -79,27 +77,6 @@ async def test_children_of_a_worker_die_with_it(queue: JobQueue, replaced: list[
             await anext(pieces)
     await until(lambda: not runs(child))
     replaced.clear()
-
-
-async def test_workers_die_with_their_service() -> None:
-    program = """
-import asyncio, os
-from services.preprocessing.workers.job_queue import JobQueue
-from tests.preprocessing.worker_jobs import ENTRY, LIMITS, Ask
-async def main():
-    async with JobQueue(1, LIMITS, 1, print, ENTRY) as queue:
-        asked = asyncio.create_task(queue.call(Ask("hang")))
-        await asyncio.sleep(0.2)
-        print(open(f"/proc/self/task/{os.getpid()}/children").read(), flush=True)
-        os.kill(os.getpid(), 9)
-asyncio.run(main())
-"""
-    ended = await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    workers = [int(each) for each in ended.stdout.split()]
-    assert len(workers) == 1, ended.stderr
-    await until(lambda: not any(runs(each) for each in workers))
 
 
 async def test_a_bug_of_a_worker_is_not_blamed_on_the_media(queue: JobQueue, replaced: list[Fault]) -> None:
