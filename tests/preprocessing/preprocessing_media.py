@@ -10,6 +10,7 @@ import ast
 import io
 import math
 import tempfile
+import wave
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
@@ -102,6 +103,15 @@ def shifted(data: bytes, container: str, by_s: Fraction) -> bytes:
         return Path(file.name).read_bytes()
 
 
+def sound() -> bytes:
+    """A file with sound and no picture."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as made:
+        made.setparams((1, 2, 16_000, 0, "NONE", ""))
+        made.writeframes(bytes(32_000))
+    return file.getvalue()
+
+
 def without_packets(data: bytes, numbers: Sequence[int]) -> bytes:
     """The same clip with the contents of some packets, counted in the order of the file, overwritten by zeros."""
     damaged = bytearray(data)
@@ -192,20 +202,12 @@ def transformers_indices(
 
 
 def transformers_video_size(
-    frames: int,
-    height: int,
-    width: int,
-    factor: int,
-    min_pixels: int,
-    max_pixels: int,
-    cap: bool | None,
-    max_tokens: int,
-    family: str = "qwen2_5_vl",
+    frames: int, height: int, width: int, factor: int, low: int, high: int, max_tokens: int | None, family: str
 ) -> tuple[int, int]:
-    """The size of the family's `resize`. Raises ValueError for sizes that it refuses."""
+    """The size of the family's `resize`, with cap_pixels_per_frame if max_tokens is set. Raises ValueError."""
     processor = transformers_video_processor(family)
     processor.max_video_tokens = max_tokens
     video = torch.empty(1, frames, 3, height, width, device="meta")
-    size = _Size(shortest_edge=min_pixels, longest_edge=max_pixels)
-    resized: tuple[int, int] = processor.resize(video, size, None, factor, 2, cap)
+    size = _Size(shortest_edge=low, longest_edge=high)
+    resized: tuple[int, int] = processor.resize(video, size, None, factor, 2, max_tokens is not None)
     return resized

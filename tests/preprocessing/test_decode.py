@@ -21,8 +21,7 @@ from services.preprocessing.video import decode, packets
 from services.preprocessing.video.decode import DecodedFrame, decode_frames
 from services.preprocessing.video.packets import PacketIndex, read_packets
 from services.preprocessing.video.slices import PlannedVideo
-from tests.media import sound
-from tests.preprocessing.preprocessing_media import B_FRAMES, clip, number_of, shifted, without_packets
+from tests.preprocessing.preprocessing_media import B_FRAMES, clip, number_of, shifted, sound, without_packets
 
 
 def opened(data: bytes) -> tuple[Source, PacketIndex]:

@@ -77,9 +77,7 @@ def test_video_sizes_equal_those_of_transformers(
     # A single frame is sent as two, because transformers fails for one frame of Qwen3-VL.
     counted = max(frames, 2) if FAMILIES[family].slices_stand_alone else frames
     try:
-        expected = transformers_video_size(
-            counted, height, width, token_px, low, high, max_tokens is not None, max_tokens or 0, family
-        )
+        expected = transformers_video_size(counted, height, width, token_px, low, high, max_tokens, family)
     except ValueError:
         with pytest.raises(MediaRejected, match="at most 200"):
             capped.video_size(height, width, frames, FrameSampling())

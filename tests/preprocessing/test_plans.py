@@ -110,9 +110,7 @@ def expected_item(family: str, checkpoint: Path, part: Picture | Video) -> Expec
         return Expected(1, height, width, processor.replace_image_token({"image_grid_thw": grids}, 0))
     metadata = part.metadata(family)
     frames = len(metadata.frames_indices)
-    height, width = transformers_video_size(
-        frames, HEIGHT_PX, WIDTH_PX, known.token_px, *edges, cap=None, max_tokens=0, family=family
-    )
+    height, width = transformers_video_size(frames, HEIGHT_PX, WIDTH_PX, known.token_px, *edges, None, family)
     slices = -(-frames // known.temporal_patch)
     grids = torch.tensor([[slices, height // known.patch_px, width // known.patch_px]])
     text = processor.replace_video_token({"video_grid_thw": grids, "video_metadata": [metadata]}, 0)

@@ -25,10 +25,9 @@ from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS
 from services.preprocessing.rpc.messages import frames_responses, plan_responses
 from services.preprocessing.video.slices import Slice
-from tests.media import sound
 from tests.preprocessing.media_server import fetched_files, ok, url_of
 from tests.preprocessing.media_server import serving as web_server
-from tests.preprocessing.preprocessing_media import clip, transformers_indices, without_packets
+from tests.preprocessing.preprocessing_media import clip, sound, transformers_indices, without_packets
 from tests.preprocessing.service import (
     EVERYTHING,
     INFLIGHT_SLICES,
