@@ -1,9 +1,8 @@
-"""Frames are selected at the indices that a family picks, by time where the rate varies."""
+"""Frames are selected at the indices that a family picks. Videos whose rate varies: test_plans."""
 
 from __future__ import annotations
 
 import math
-import random
 from fractions import Fraction
 
 import pytest
@@ -39,23 +38,6 @@ def test_rounded_times_of_a_constant_rate_do_not_shift_indices(rate: Fraction) -
     assert list(sampled.places) == expected
     assert times.rate() == FrameRate(rate, constant=True)
     assert sampled.timestamps_s == tuple(index / float(rate) for index in expected)
-
-
-def test_a_variable_rate_shows_the_last_frame_at_or_before_each_time() -> None:
-    generator = random.Random(3)
-    ticks = [0]
-    for _ in range(199):
-        ticks.append(ticks[-1] + generator.choice([10, 33, 40, 400]))
-    average = Fraction(200 * 1000, ticks[-1] + 33)
-    times = FrameTimes(tuple(ticks), 33, Fraction(1, 1000), (average,))
-    expected = []
-    for index in transformers_indices(200, float(average), 2.0, 4, 768):
-        shown = [place for place, tick in enumerate(ticks) if Fraction(tick, 1000) <= index / average]
-        expected.append(shown[-1])
-    sampled = sampled_of(times)
-    assert list(sampled.places)[: len(expected)] == expected
-    assert expected != transformers_indices(200, float(average), 2.0, 4, 768)
-    assert sampled.timestamps_s == tuple(ticks[place] / 1000 for place in sampled.places)
 
 
 def test_a_declared_rate_that_the_frames_contradict_is_ignored() -> None:
