@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 from services.preprocessing.planner import Planner
 from services.preprocessing.workers.process import Fault
 from tests.awake import SOON_S, awake
-from tests.preprocessing.media_server import fetched_files, forever, head, ok, url_of
+from tests.preprocessing.media_server import fetched_files, forever, head, url_of
 from tests.preprocessing.media_server import serving as web_server
 from tests.preprocessing.preprocessing_media import clip
 from tests.preprocessing.service import EVERYTHING, Service, prompt_of, sent, serves, stopped, video
@@ -59,26 +59,27 @@ async def test_a_caller_that_disconnects_ends_its_fetches(service: Service) -> N
         await until(lambda: all(task.done() for task in web.serving))
 
 
-async def test_fetched_files_are_closed_once_a_cancelled_plan_ends(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planning, cancelled = threading.Event(), threading.Event()
+async def test_files_are_closed_once_a_cancelled_plan_ends(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, cancelled = threading.Event(), threading.Event()
     plan = Planner.plan
 
-    def late(*arguments: Any) -> Any:
-        planning.set()
+    def slowly(*arguments: Any) -> Any:
+        made = plan(*arguments)
+        planned.set()
         cancelled.wait(10)
-        return plan(*arguments)
+        return made
 
-    monkeypatch.setattr(Planner, "plan", late)
-    async with web_server(ok(clip(30))) as web, service.serving(web) as stub:
-        call = await sent(stub, prompt_of(video(url=url_of(web))))
-        await until(planning.is_set)
+    monkeypatch.setattr(Planner, "plan", slowly)
+    path = service.media_root / "clip.mp4"
+    path.write_bytes(clip(30))
+    async with service.serving() as stub:
+        call = await sent(stub, prompt_of(video(path="clip.mp4")))
+        await until(planned.is_set)
         call.cancel()
         await asyncio.sleep(0.1)
-        assert fetched_files(service.folder) == 1
+        assert path in open_paths()
         cancelled.set()
-        await until(lambda: fetched_files(service.folder) == 0)
+        await until(lambda: path not in open_paths())
 
 
 @pytest.mark.parametrize("stage", ["reading", "decoding"])

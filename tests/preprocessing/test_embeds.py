@@ -37,7 +37,7 @@ def embeds(t: int, h: int, w: int, data: bytes = b"tower", **fields: Any) -> pro
     return prompt_pb2.Media(embeds=prompt_pb2.MediaEmbeds(tensor=tensor, grid=grid, **fields))
 
 
-def step(seconds: Fraction | int) -> dict[str, prompt_pb2.Rational]:
+def step(seconds: Fraction | int) -> dict[str, Any]:
     return {"seconds_per_grid": prompt_pb2.Rational(numerator=seconds.numerator, denominator=seconds.denominator)}
 
 

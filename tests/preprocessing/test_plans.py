@@ -213,7 +213,7 @@ def assert_planned_as_by_transformers(family: str, checkpoint: Path, *messages: 
         assert plan.positions.tolist() == rope_index(family, checkpoint, plan)
 
 
-RATES = [Video(*made, fps) for made in ((90, 2), (150, FILM), (181, NTSC)) for fps in (1.0, 2.0, 29.97)]
+RATES = [Video(frames, rate, fps) for frames, rate in ((90, 2), (150, FILM), (181, NTSC)) for fps in (1.0, 2.0, 29.97)]
 SLICES = [Video(frames, rate, float(rate)) for frames in (4, 5, 65, 128) for rate in (1, FILM)]
 
 
