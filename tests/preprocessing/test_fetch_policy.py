@@ -53,20 +53,16 @@ def test_schemes_and_ports_are_those_of_the_policy() -> None:
         FetchPolicy(schemes=frozenset()).check_url(parse_url("https://example.org/"))
 
 
-def test_a_name_alone_opens_no_private_network() -> None:
-    assert admits(policy("example.org"), "example.org", "8.8.8.8")
-    assert not admits(policy("example.org"), "example.org", "10.0.0.1")
-    assert not admits(policy("10.0.0.1"), "10.0.0.1", "10.0.0.1")
-
-
-def test_a_network_is_opened_only_to_its_domain() -> None:
-    opened = policy("minio=10.20.0.0/16", "*.corp.example=fd00::7", "*")
+def test_a_private_network_is_opened_only_to_the_domain_that_names_it() -> None:
+    opened = policy("minio=10.20.0.0/16", "*.corp.example=fd00::7", "plain.example", "10.0.0.1", "*")
     assert admits(opened, "minio", "10.20.255.255", "8.8.8.8")
     assert admits(opened, "a.corp.example", "fd00::7")
     for host, address in (
         ("minio", "10.21.0.0"),
         ("minio", "::ffff:10.20.0.1"),
         ("example.org", "10.20.0.1"),
+        ("plain.example", "10.20.0.1"),
+        ("10.0.0.1", "10.0.0.1"),
         ("corp.example", "fd00::7"),
     ):
         assert not admits(opened, host, address), (host, address)
