@@ -12,11 +12,13 @@ import pytest
 from common.contract.errors import MediaRejected, StartupError, Unavailable
 from services.preprocessing.rpc.planning_threads import PlanningThreads
 from services.preprocessing.workers.job_queue import InFlightBudget, JobQueue, Share, started
+from services.preprocessing.workers.media_reader import MediaReader
 from services.preprocessing.workers.process import Fault
 from tests.preprocessing.worker_jobs import (
     ENTRY,
     LIMITS,
     MIB,
+    SOURCE,
     Ask,
     children,
     counting,
@@ -130,6 +132,13 @@ async def test_stopping_kills_the_workers_and_fails_all_jobs() -> None:
         for waiting in (hanging, unstarted, queue.call(counting(1))):
             with pytest.raises(Unavailable, match="stopping"):
                 await waiting
+
+
+async def test_a_cancelled_request_reads_nothing(queue: JobQueue) -> None:
+    reader = MediaReader(queue)
+    reader.cancel()
+    with pytest.raises(Unavailable, match="was cancelled"):
+        await asyncio.to_thread(reader.packets, SOURCE)
 
 
 def acquired(share: Share) -> int:
