@@ -20,7 +20,7 @@ from framesieve.bench.workload import Question
 from framesieve.client.answer import Accepted, Delta, Event, Finished, FinishReason, Timings, Usage
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Options
-from tests.preprocessing.instant_loop import run
+from tests.framesieve.instant_loop import run
 
 
 @settings(max_examples=20)
