@@ -110,27 +110,19 @@ async def test_a_caller_that_is_refused_while_it_writes_gets_the_status(
             assert refused.value.retry_after_s == REFUSAL.retry_after_s
 
 
-async def test_half_closing_an_ended_call_does_nothing() -> None:
+async def test_without_the_private_name_of_grpc_the_public_write_is_used() -> None:
     class Ended:
+        """An ended call of a grpcio release without `_cython_call`."""
+
+        async def write(self, request: EncodeRequest) -> None:
+            written.append(request)
+            raise grpc.aio.InternalError("the call has ended")
+
         async def done_writing(self) -> None:
             raise grpc.aio.InternalError("a write has failed")
 
+    written: list[EncodeRequest] = []
+    request = EncodeRequest(select=SELECT_ALL)
+    await write_to(Ended(), request)
     await end_writing(Ended())
-
-
-async def test_without_the_private_name_of_grpc_the_public_write_is_used() -> None:
-    class Call:
-        """A call of a grpcio release without `_cython_call`."""
-
-        def __init__(self) -> None:
-            self.written: list[EncodeRequest] = []
-
-        async def write(self, request: EncodeRequest) -> None:
-            if self.written:
-                raise grpc.aio.InternalError("the call has ended")
-            self.written.append(request)
-
-    call, request = Call(), EncodeRequest(select=SELECT_ALL)
-    await write_to(call, request)
-    await write_to(call, request)
-    assert call.written == [request]
+    assert written == [request]
