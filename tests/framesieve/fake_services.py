@@ -25,50 +25,27 @@ from framesieve.v1 import (
     prompt_pb2,
 )
 
-FRAME_PX = 56
-GRID = Grid(t=2, h=2, w=2)
-PLAN = PromptPlan(
-    input_ids=np.arange(10, dtype=np.int32),
-    positions=np.zeros((3, 10), dtype=np.int32),
-    media=(
-        MediaPlan(
-            modality=Modality.VIDEO,
-            grid=GRID,
-            runs=(Run(1, 8),),
-            frames=4,
-            frame_height_px=FRAME_PX,
-            frame_width_px=FRAME_PX,
-            seconds_per_grid=Fraction(1),
-            timestamps_s=(0.0, 0.5, 1.0, 1.5),
-            content_hash=bytes(32),
-        ),
-    ),
-    embed_levels=0,
-    fingerprint=bytes(32),
-)
 
+def plan_of(grid: Grid, runs: tuple[Run, ...], tokens: int, token_px: int, embed_levels: int) -> PromptPlan:
+    """The plan of a prompt with one video of four frames."""
+    video = MediaPlan(
+        modality=Modality.VIDEO,
+        grid=grid,
+        runs=runs,
+        frames=4,
+        frame_height_px=grid.h * token_px,
+        frame_width_px=grid.w * token_px,
+        seconds_per_grid=Fraction(1),
+        timestamps_s=(0.0, 0.5, 1.0, 1.5),
+        content_hash=bytes(32),
+    )
+    ids, positions = np.arange(tokens, dtype=np.int32), np.zeros((3, tokens), dtype=np.int32)
+    return PromptPlan(ids, positions, (video,), embed_levels, fingerprint=bytes(32))
+
+
+PLAN = plan_of(Grid(t=2, h=2, w=2), (Run(1, 8),), tokens=10, token_px=28, embed_levels=0)
 # As a family with 32-pixel tokens, text between the slices and deepstack would be planned.
-SLICES_APART = PromptPlan(
-    input_ids=np.arange(24, dtype=np.int32),
-    positions=np.zeros((3, 24), dtype=np.int32),
-    media=(
-        MediaPlan(
-            modality=Modality.VIDEO,
-            grid=Grid(t=2, h=2, w=3),
-            runs=(Run(6, 6), Run(17, 6)),
-            frames=4,
-            frame_height_px=64,
-            frame_width_px=96,
-            seconds_per_grid=Fraction(1),
-            timestamps_s=(0.0, 0.5, 1.0, 1.5),
-            content_hash=bytes(32),
-        ),
-    ),
-    embed_levels=3,
-    fingerprint=bytes(32),
-)
-
-
+SLICES_APART = plan_of(Grid(t=2, h=2, w=3), (Run(6, 6), Run(17, 6)), tokens=24, token_px=32, embed_levels=3)
 COMPLETIONS = (("A red ", "ball ⚽"), ("Some", "thing"), ("", ""))
 
 

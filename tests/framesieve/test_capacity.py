@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from framesieve.__main__ import app
-from framesieve.bench.capacity_plan import HOPS, Cost, Load, Plan, Request, plan
+from framesieve.bench.capacity_plan import HOPS, Cost, Load, Request, plan
 
 COSTS = {
     "preprocessing": Cost({"fetch": 9.0, "plan": 0.1, "decode": 0.6, "resize": 0.1}, 4, 1.0, 3e6),
@@ -28,7 +25,6 @@ LOAD = Load(10.0, 0.5, kv_cache_tokens=6000, media_buffer_bytes=10**9)
 def test_replicas_are_busy_seconds_per_second_over_what_one_replica_works_off() -> None:
     needed = plan(REQUEST, LOAD)
     # fetch, transfer and prefill do not count: see capacity_plan.
-    assert [cost.work_s for cost in COSTS.values()] == pytest.approx([0.8, 0.3, 0.2])
     assert {name: need.used for name, need in needed.working.items()} == pytest.approx(
         {"preprocessing": 8.0, "encoder": 3.0, "generation": 2.0}
     )
@@ -38,14 +34,9 @@ def test_replicas_are_busy_seconds_per_second_over_what_one_replica_works_off() 
         "generation": 4,  # 2 / 0.5
     }
     assert needed.cores == pytest.approx({"preprocessing": 20.0, "encoder": 8.0, "generation": 4.0})
-
-
-def test_tokens_in_the_cache_follow_littles_law() -> None:
-    needed = plan(REQUEST, LOAD)
-    assert needed.kv_cache.used == 10 * 500
-    assert needed.kv_cache.replicas == 2  # 5000 / (0.5 · 6000)
-    assert needed.media_buffer.used == pytest.approx(10 * 1.8e6)
-    assert needed.media_buffer.replicas == 1
+    # Little's law.
+    assert (needed.kv_cache.used, needed.kv_cache.replicas) == (10 * 500, 2)  # 5000 / (0.5 · 6000)
+    assert (needed.media_buffer.used, needed.media_buffer.replicas) == (10 * 1.8e6, 1)
     assert needed.network_bytes_per_s == {"preprocessing": 3e7, "encoder": 1e7, "generation": 1e6}
 
 
@@ -64,25 +55,6 @@ def test_an_idle_service_has_one_replica() -> None:
 )
 def test_generation_has_enough_replicas_for_work_cache_and_buffer(load: Load, replicas: int) -> None:
     assert plan(REQUEST, load).replicas == {"preprocessing": 4, "encoder": 6, "generation": replicas}
-
-
-@settings(max_examples=30)
-@given(
-    st.floats(0.01, 1e4),
-    st.floats(0.05, 1),
-    st.dictionaries(st.sampled_from(["plan", "decode", "encode", "step"]), st.floats(0, 10)),
-    st.integers(1, 64),
-)
-def test_the_number_of_replicas_is_the_smallest_that_suffices(
-    rate: float, utilisation: float, busy_s: dict[str, float], at_once: int
-) -> None:
-    cost = Cost(busy_s, at_once, 0.0, 0.0)
-    needed: Plan = plan(Request(dict.fromkeys(HOPS, cost), 0.0, 0.0), Load(rate, utilisation, 1, 1))
-    for need in needed.working.values():
-        of_each = need.used / at_once / utilisation
-        assert need.replicas >= of_each * (1 - 1e-9)
-        assert need.replicas == 1 or (need.replicas - 1) <= of_each * (1 + 1e-9)
-        assert need.used == pytest.approx(rate * math.fsum(busy_s.values()))
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -139,67 +111,39 @@ def test_costs_are_read_from_a_bench_result(capacity: Callable[..., Result]) -> 
 
 
 def test_the_table_has_the_same_numbers(capacity: Callable[..., Result]) -> None:
-    result = capacity(bench_result(), *LOADED)
-    assert result.exit_code == 0, result.stderr
-    lines = result.stdout.splitlines()
+    lines = capacity(bench_result(), *LOADED).stdout.splitlines()
     assert lines[0] == "measured:  100 requests, 2026-11-21T12:00:00+00:00, framesieve bench --start --json"
-    assert lines[1] == "load:      10 requests/s, 50% of time and room used"
     words = [line.split() for line in lines]
     assert ["preprocessing", "0.800", "1.000", "4", "8.00", "4", "20.0"] in words
     assert ["KV", "cache,", "tokens", "500", "5000", "6000", "2"] in words
     assert ["media", "buffer,", "MB", "1.8", "18.0", "1073.7", "1"] in words
     assert ["generation", "to", "encoder", "1.100", "11.000"] in words
-    assert lines[-1] == "replicas:  preprocessing 4, encoder 6, generation 4"
-
-
-def without(*path: str) -> dict[str, Any]:
-    result = bench_result()
-    inner = result
-    for key in path[:-1]:
-        inner = inner[key]
-    del inner[path[-1]]
-    return result
 
 
 @pytest.mark.parametrize(
     ("result", "told"),
     [
         ("{", "Invalid JSON"),
-        (without("services"), "services: Field required"),
-        (without("all", "kv_token_s"), "all.kv_token_s: Field required"),
         ({**bench_result(), "all": {"answered": 0, "held_s": 1, "kv_token_s": 1}}, "all.answered: Input should be gr"),
-        ({**bench_result(), "services": []}, "no metrics of encoder, generation, preprocessing: run bench"),
         ({**bench_result(), "services": bench_result()["services"][:2]}, "no metrics of generation"),
         ({**bench_result(), "services": [{"service": "encoder"}]}, "services.0.busy_s: Field required"),
-        ({**bench_result(), "services": [service("encoder", encode=-1.0)]}, "services.0.busy_s.encode: Input should"),
     ],
 )
 def test_an_incomplete_result_is_rejected_by_its_field(capacity: Callable[..., Result], result: Any, told: str) -> None:
     refused = capacity(result, *LOADED)
     assert refused.exit_code == 1
     assert refused.stderr.startswith("INVALID_REQUEST: ")
-    assert "bench.json: " in refused.stderr
-    assert told in refused.stderr
-    assert "Traceback" not in refused.output
+    assert f"bench.json: {told}" in refused.stderr
 
 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--requests-per-s", "0"], "--requests-per-s must be above 0"),
         (["--requests-per-s", "nan"], "--requests-per-s must be above 0"),
         (["--requests-per-s", "1", "--utilisation", "1.5"], "--utilisation must be above 0 and at most 1, got 1.5"),
-        (["--requests-per-s", "1", "--kv-cache-tokens", "0"], "--kv-cache-tokens"),
-        ([], "--requests-per-s"),
     ],
 )
 def test_invalid_flags_are_wrong_usage(capacity: Callable[..., Result], flags: list[str], told: str) -> None:
     wrong = capacity(bench_result(), *flags)
     assert wrong.exit_code == 2
     assert told in wrong.stderr.replace("\n", " ")
-
-
-def test_a_missing_file_is_named() -> None:
-    result = CliRunner().invoke(app, ["capacity", "/nowhere/bench.json", *LOADED])
-    assert result.exit_code == 1
-    assert "/nowhere/bench.json" in result.stderr
