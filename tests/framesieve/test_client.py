@@ -18,7 +18,6 @@ from framesieve import (
     Finished,
     FinishReason,
     FramesieveClient,
-    MediaUsage,
     Message,
     Progress,
     Text,
@@ -58,38 +57,30 @@ async def test_stream_yields_typed_events_and_ask_joins_them(tmp_path: Path) -> 
         events = [event async for event in client.stream(Video(data=b"film"), "What moves?")]
         answer = await client.ask(Video(data=b"film"), "What moves?")
     assert [type(event) for event in events] == [Accepted, Progress, Delta, Delta, Finished]
-    assert events[0].usage.cached_prompt_tokens == 0  # type: ignore[union-attr]
     (media,) = events[0].usage.media  # type: ignore[union-attr]
     assert (media.grid.t, media.grid.h, media.grid.w, media.kept_tokens) == (4, 5, 4, 20)
-    assert isinstance(media, MediaUsage)
     assert (media.modality.value, media.repaired_frames, media.first_slice_only) == ("video", 1, True)
     assert events[1] == Progress(media_index=0, decoded_slices=4, encoded_slices=3)
     assert str(answer) == answer.text == "A ball"
     assert (answer.request_id, answer.token_ids, answer.logprobs) == ("r1", (5, 6), (-5, -6))
     assert answer.reason is FinishReason.STOP
-    assert answer.timings.stages_s == {
-        "fetch": 0.0, "plan": 0.25, "decode": 0.5, "resize": 0.0, "wait_for_encoder": 0.0,
-        "encode": 0.0, "prune": 0.0, "transfer": 0.0, "wait_for_prefill": 0.0, "prefill": 0.0,
-    }  # fmt: skip
+    assert (answer.timings.stages_s["plan"], answer.timings.stages_s["decode"]) == (0.25, 0.5)
     assert sum(answer.timings.stages_s.values()) == answer.timings.time_to_first_token_s
     assert answer.timings.tokens_per_second(completion_tokens=2) == 1 / 0.5
 
 
 async def test_interleaved_completions_are_joined_by_their_index(tmp_path: Path) -> None:
     async with served(tmp_path, responding(*TWO)) as (client, fake):
-        answers = await asyncio.gather(*(client.ask(None, "?", n=2) for _ in range(4)))
+        answer = await client.ask(None, "?", n=2)
     assert fake.requests[0].sampling.n == 2
-    for answer in answers:
-        ball, something = answer.choices
-        tops = tuple(((one, -one), (one + 1, -one - 1)) for one in (2, 3, 5))
-        assert ball == Choice(0, "A ball", (2, 3, 5), (-2, -3, -5), tops, FinishReason.LENGTH)
-        assert (something.index, something.text, something.token_ids) == (1, "Something", (1, 4))
-        assert something.reason is FinishReason.STOP
-        assert (answer.text, answer.token_ids, answer.logprobs) == (ball.text, ball.token_ids, ball.logprobs)
-        assert (answer.top_logprobs, answer.reason, str(answer)) == (ball.top_logprobs, ball.reason, ball.text)
-        usage = answer.usage
-        assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens) == (8, 5, 4)
-        assert answer.timings.generate_s == 0.75
+    ball, something = answer.choices
+    tops = tuple(((one, -one), (one + 1, -one - 1)) for one in (2, 3, 5))
+    assert ball == Choice(0, "A ball", (2, 3, 5), (-2, -3, -5), tops, FinishReason.LENGTH)
+    assert (something.index, something.text, something.token_ids) == (1, "Something", (1, 4))
+    assert (answer.text, answer.top_logprobs, answer.reason) == (ball.text, ball.top_logprobs, ball.reason)
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens) == (8, 5, 4)
+    assert answer.timings.generate_s == 0.75
 
 
 async def test_history_precedes_the_question(tmp_path: Path) -> None:
@@ -128,10 +119,7 @@ def refusing(error: errors.FramesieveError) -> Behaviour:
 @pytest.mark.parametrize(
     "error",
     [
-        errors.InvalidRequest("pruning.rate must be below 1, got 1.5"),
         errors.PromptTooLong("the prompt has 9000 tokens, 4096 fit"),
-        errors.MediaDamaged("12 of 40 frames cannot be decoded"),
-        errors.MediaForbidden("../secret lies outside --media-root"),
         errors.Overloaded("the queue is full", retry_after_s=2.5),
         errors.Unavailable("the encoder is gone", "encoder"),
     ],
@@ -141,14 +129,9 @@ async def test_an_error_of_the_service_is_raised_with_its_type_and_message(
     tmp_path: Path, error: errors.FramesieveError
 ) -> None:
     async with served(tmp_path, refusing(error)) as (client, _):
-        with pytest.raises(type(error)) as raised:
+        with pytest.raises(type(error), match=str(error)) as raised:
             await client.ask(None, "?")
-    assert type(raised.value) is type(error)
-    assert str(raised.value) == str(error)
-    assert (
-        vars(raised.value).items()
-        >= {name: value for name, value in vars(error).items() if not name.startswith("_")}.items()
-    )
+    assert vars(raised.value).items() >= vars(error).items()
 
 
 async def test_an_address_without_a_server_is_unavailable(tmp_path: Path) -> None:
@@ -184,7 +167,6 @@ LAME = GenerateResponse(delta={"top_logprobs": [{"token_ids": [1, 2], "logprobs"
     ("responses", "message"),
     [
         (TWO[:-1], "ended before all completions"),
-        ((ACCEPTED, finished(0, 1, 0.5)), "ended before all completions"),
         ((*TWO, finished(1, 1, 0.5)), "ended before all completions"),
         ((ACCEPTED, finished(2, 1, 0.5)), "ended before all completions"),
         (TWO[1:], "ended before all completions"),
@@ -192,10 +174,8 @@ LAME = GenerateResponse(delta={"top_logprobs": [{"token_ids": [1, 2], "logprobs"
         ((GenerateResponse(),), "unknown kind of event"),
         ((ACCEPTED, finished(0, 1, 0.5, 0)), "unknown finish reason 0"),
     ],
-    ids=[
-        "unfinished", "missing", "finished twice", "unknown index", "not accepted", "logprobs", "empty", "reason",
-    ],
-)  # fmt: skip
+    ids=["unfinished", "finished twice", "unknown index", "not accepted", "logprobs", "empty", "reason"],
+)
 async def test_a_stream_that_breaks_the_contract_is_an_error(
     tmp_path: Path, responses: tuple[GenerateResponse, ...], message: str
 ) -> None:

@@ -72,12 +72,3 @@ def test_json_counts_tokens_by_slice(
     assert printed["kept_tokens_by_slice"] == by_slice
     assert (printed["tokens"], printed["kept_tokens"], printed["repaired_frames"]) == (12, sum(by_slice), 2)
     assert printed["pruning"] == {"rate": 0.75, "method": method, "seed": None}
-
-
-def test_an_encoder_that_breaks_the_contract_is_an_error(
-    inspect: Callable[..., Result], services: FakeServices, clip: str
-) -> None:
-    services.kept = [0, 1, 3, 2]
-    result = inspect(clip, "--pruning-rate", "0.5")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("PEER_CONTRACT: the encoder kept")
