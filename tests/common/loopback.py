@@ -16,9 +16,6 @@ from common.serving.interceptors import RequestInterceptor
 from framesieve.v1 import encoder_pb2_grpc, generation_pb2_grpc, preprocessing_pb2_grpc
 
 TIMEOUT_S = 60
-# Of HTTP/2.
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-SETTINGS = 4
 _POLLER = "PollerCompletionQueue._handle_events"
 _REGISTRARS = (
     (encoder_pb2_grpc.EncoderServiceServicer, encoder_pb2_grpc.add_EncoderServiceServicer_to_server),
@@ -79,8 +76,3 @@ async def eventually(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():
             await asyncio.sleep(0.005)
-
-
-def frame(kind: int, payload: bytes = b"", flags: int = 0, stream: int = 0) -> bytes:
-    """A frame of HTTP/2."""
-    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload

@@ -16,9 +16,11 @@ from common.channels import open_channel
 from common.process import ExitStatus
 from common.serving import health
 from tests.common.guarded_service import Echo, ask, guarded, refusal
-from tests.common.loopback import PREFACE, SETTINGS, TIMEOUT_S, eventually, frame, logged
+from tests.common.loopback import TIMEOUT_S, eventually, logged
 
-DATA, HEADERS = 0, 1
+# Of HTTP/2.
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, SETTINGS = 0, 1, 4
 END_STREAM, END_HEADERS = 1, 4
 INITIAL_WINDOW_SIZE = 4
 WATCH = {
@@ -43,6 +45,10 @@ async def main() -> ExitStatus:
 
 run(main)
 """
+
+
+def frame(kind: int, payload: bytes, flags: int = 0, stream: int = 0) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
 async def watch_without_reading(path: Path) -> asyncio.StreamWriter:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import struct
 import sys
 import weakref
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +17,8 @@ from common.contract.errors import InvalidRequest, PeerContract
 from common.serving import guards
 from common.serving.interceptors import RequestInterceptor
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2, tensor_pb2
-from tests.common.guarded_service import METHOD, SERVICE, Echo, ask, guarded, refusal, select, tcp_address
-from tests.common.loopback import PREFACE, SETTINGS, TIMEOUT_S, frame
-
-PING, GOAWAY = 6, 7
-MAX_CONCURRENT_STREAMS = 3
-ENHANCE_YOUR_CALM = 11
+from tests.common.guarded_service import METHOD, SERVICE, Echo, ask, guarded, refusal, select
+from tests.common.loopback import TIMEOUT_S
 
 
 class Flooding(encoder_pb2_grpc.EncoderServiceServicer):
@@ -76,18 +69,6 @@ async def test_a_response_above_the_limit_breaks_the_contract(tmp_path: Path) ->
 class Large: ...
 
 
-@asynccontextmanager
-async def answered_by(folder: Path, handler: Any) -> AsyncIterator[grpc.aio.StreamStreamMultiCallable[Any, Any]]:
-    """A listener whose method has this handler, and a caller of it."""
-    server = grpc.aio.server(interceptors=[RequestInterceptor()])
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Encode": handler}),))
-    server.add_insecure_port(f"unix:{folder}/s")
-    await server.start()
-    async with open_channel(f"unix:{folder}/s") as channel:
-        yield channel.stream_stream(METHOD)
-    await server.stop(None)
-
-
 @pytest.mark.parametrize(
     ("kind", "streamed"),
     [(grpc.unary_stream_rpc_method_handler, False), (grpc.stream_stream_rpc_method_handler, True)],
@@ -115,50 +96,25 @@ async def test_a_request_and_its_bytes_are_released_once_it_is_parsed_and_droppe
         yield b""
 
     handler = kind(answer, request_deserializer=parse, response_serializer=bytes)
-    async with answered_by(tmp_path, handler) as call:
+    server = grpc.aio.server(interceptors=[RequestInterceptor()])
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Encode": handler}),))
+    server.add_insecure_port(f"unix:{tmp_path}/s")
+    await server.start()
+    async with open_channel(f"unix:{tmp_path}/s") as channel:
+        call = channel.stream_stream(METHOD)
         assert await call(iter([b"x" * 2**20]), timeout=TIMEOUT_S).read() == b""
         if not streamed:
             expected = (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", "the call ended without its request")
             assert await refusal(call(iter([]), timeout=TIMEOUT_S).read()) == expected
+    await server.stop(None)
     assert held == [sys.getrefcount(received[0])]  # `received` itself, and the call that counts
     assert left == [None]
 
 
-def test_channels_ping_less_often_than_listeners_allow() -> None:
+def test_listeners_limit_connections_and_pings_and_channels_ping_less_often() -> None:
     listener, channel = dict(guards._OPTIONS), dict(channels._OPTIONS)
     assert channel["grpc.keepalive_time_ms"] >= 2 * listener["grpc.http2.min_ping_interval_without_data_ms"]
     assert channel["grpc.http2.max_pings_without_data"] == 0  # no limit
     assert listener["grpc.keepalive_time_ms"] + listener["grpc.keepalive_timeout_ms"] == 80_000
     assert listener["grpc.max_connection_age_ms"] == 300_000
-
-
-# --- connections, in raw HTTP/2 frames ----------------------------------------------------------------
-
-
-@asynccontextmanager
-async def connected(sent: bytes) -> AsyncIterator[AsyncIterator[tuple[int, bytes]]]:
-    """Kind and payload of each frame that a listener sends in answer, until the connection ends."""
-
-    async def frames() -> AsyncIterator[tuple[int, bytes]]:
-        while head := await reader.read(9):
-            head += await reader.readexactly(9 - len(head))
-            yield head[3], await reader.readexactly(int.from_bytes(head[:3], "big"))
-
-    async with guarded(tcp_address(), Echo()) as service, asyncio.timeout(TIMEOUT_S):
-        reader, writer = await asyncio.open_connection(*service.address.split(":"))
-        writer.write(PREFACE + frame(SETTINGS) + sent)
-        yield frames()
-        writer.close()
-
-
-async def test_a_connection_has_at_most_1024_calls() -> None:
-    async with connected(b"") as frames:
-        kind, payload = await anext(frames)
-    assert kind == SETTINGS
-    assert dict(struct.iter_unpack(">HI", payload))[MAX_CONCURRENT_STREAMS] == 1024
-
-
-async def test_a_client_that_pings_too_often_is_disconnected() -> None:
-    async with connected(frame(PING, bytes(8)) * 10) as frames:
-        came = dict([each async for each in frames])  # until the listener closes it
-    assert int.from_bytes(came[GOAWAY][4:8], "big") == ENHANCE_YOUR_CALM
+    assert (listener["grpc.max_concurrent_streams"], listener["grpc.http2.max_ping_strikes"]) == (1024, 2)

@@ -67,27 +67,16 @@ async def test_a_request_and_its_stages_carry_times_numbers_and_reasons(spans: I
     assert decode.start_time == decode.end_time
 
 
-@pytest.mark.parametrize("wrong", ["a" * 8192, b"\xff"])
-async def test_a_valid_traceparent_is_continued_and_an_invalid_one_ignored(
-    spans: InMemorySpanExporter, wrong: str | bytes
-) -> None:
+async def test_a_valid_traceparent_is_continued_and_an_invalid_one_ignored(spans: InMemorySpanExporter) -> None:
     RequestSpan(METHOD, {"traceparent": f"00-{TRACE}-{CALLER}-01"}).end("OK", None, {})
     ((_, passed_on),) = passed_on_trace()
-    RequestSpan(METHOD, {"traceparent": wrong}).end("OK", None, {})
+    RequestSpan(METHOD, {"traceparent": b"\xff"}).end("OK", None, {})
     continued, new = spans.get_finished_spans()
     assert continued.parent is not None
     assert (f"{continued.context.trace_id:x}", f"{continued.parent.span_id:x}") == (TRACE.lstrip("0"), CALLER)
     assert passed_on == f"00-{TRACE}-{continued.context.span_id:016x}-01"
     assert new.parent is None
     assert new.context.trace_id != continued.context.trace_id
-
-
-async def test_a_request_that_its_caller_does_not_sample_is_not_recorded(spans: InMemorySpanExporter) -> None:
-    request = RequestSpan(METHOD, {"traceparent": f"00-{TRACE}-{CALLER}-00"})
-    with span("plan"):
-        pass
-    request.end("OK", None, {})
-    assert spans.get_finished_spans() == ()
 
 
 async def test_stages_belong_to_the_request_whose_task_they_run_in(spans: InMemorySpanExporter) -> None:

@@ -46,6 +46,7 @@ def plan_of(grid: Grid, runs: tuple[Run, ...], tokens: int, token_px: int, embed
 PLAN = plan_of(Grid(t=2, h=2, w=2), (Run(1, 8),), tokens=10, token_px=28, embed_levels=0)
 # As a family with 32-pixel tokens, text between the slices and deepstack would be planned.
 SLICES_APART = plan_of(Grid(t=2, h=2, w=3), (Run(6, 6), Run(17, 6)), tokens=24, token_px=32, embed_levels=3)
+REFUSAL = MediaDamaged("12 of 40 frames [0.30] cannot be decoded")
 COMPLETIONS = (("A red ", "ball ⚽"), ("Some", "thing"), ("", ""))
 
 
@@ -56,24 +57,30 @@ class FakeServices(
 ):
     """All three services. `kept` is the encoder's result (None: the field is unset).
 
-    Completions arrive interleaved, and the last of them finishes first.
+    Completions arrive interleaved, and the last of them finishes first. The question "refuse" is refused, and "hang"
+    hangs after the first token of each completion.
     """
 
     def __init__(self) -> None:
         self.plan = PLAN
         self.kept: list[int] | None = [0, 1, 2, 3]
-        self.refusal: MediaDamaged | None = None
         self.asked: list[Any] = []
-        self.hang = threading.Event()
+        self.running = self.most_running = 0
+        self.hangs = threading.Event()
         self.cancelled = threading.Event()
 
     def Generate(self, request: Any, context: Any) -> Iterator[Any]:
         self.asked.append(request)
-        context.add_callback(self.cancelled.set)
-        if self.refusal:
-            details = status_details(self.refusal).SerializeToString()
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        ended = threading.Event()
+        context.add_callback(ended.set)
+        question = request.prompt.messages[0].parts[-1].text
+        if question == "refuse":
+            details = status_details(REFUSAL).SerializeToString()
             context.set_trailing_metadata(((DETAILS_KEY, details),))
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(self.refusal))
+            self.running -= 1
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(REFUSAL))
         video = generation_pb2.MediaUsage(
             modality=prompt_pb2.MODALITY_VIDEO,
             grid=prompt_pb2.Grid(t=2, h=2, w=2),
@@ -89,11 +96,14 @@ class FakeServices(
         indices = range(request.sampling.n or 1)
         for index in indices:
             yield self._delta(request.sampling, index, COMPLETIONS[index][0], 1)
-        if self.hang.is_set():
-            self.cancelled.wait(20)
+        if question == "hang":
+            self.hangs.set()
+            ended.wait(20)
+            self.cancelled.set()
         for index in indices:
             yield self._delta(request.sampling, index, COMPLETIONS[index][1], 2)
         usage.completion_tokens = 2
+        self.running -= 1
         for index in reversed(indices):
             yield generation_pb2.GenerateResponse(
                 finished=generation_pb2.Finished(

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from common.contract.errors import MediaDamaged
 from common.contract.retention import METHODS
 from framesieve.v1 import generation_pb2
 from tests.framesieve.conftest import COMMAND, SIGINT_IGNORED
@@ -110,10 +109,9 @@ def test_json_has_log_probabilities_on_request(framesieve: Run, address: str) ->
 
 
 def test_an_error_of_the_service_is_one_line_that_begins_with_its_reason(
-    framesieve: Run, services: FakeServices, address: str, clip: str
+    framesieve: Run, address: str, clip: str
 ) -> None:
-    services.refusal = MediaDamaged("12 of 40 frames [0.30] cannot be decoded")
-    result = framesieve("ask", clip, "?", "--server", address)
+    result = framesieve("ask", clip, "refuse", "--server", address)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "MEDIA_DAMAGED: 12 of 40 frames [0.30] cannot be decoded\n"
 
@@ -168,9 +166,8 @@ def test_help_says_what_each_method_keeps(framesieve: Run) -> None:
 def test_ctrl_c_exits_with_130_and_cancels_the_request_even_if_it_was_inherited_as_ignored(
     services: FakeServices, address: str, clip: str
 ) -> None:
-    services.hang.set()
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*SIGINT_IGNORED, *COMMAND, "ask", clip, "?", "--server", address], **pipes) as process:
+    with subprocess.Popen([*SIGINT_IGNORED, *COMMAND, "ask", clip, "hang", "--server", address], **pipes) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.read(6) == b"A red "

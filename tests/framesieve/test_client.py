@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,61 @@ from framesieve import (
     Text,
     Video,
 )
-from framesieve.v1 import encoder_pb2, generation_pb2, prompt_pb2
-from framesieve.v1.generation_pb2 import FINISH_REASON_LENGTH, GenerateResponse
-from tests.framesieve.fake_generation import MIB, Behaviour, delta, finished, responding, served
+from framesieve.v1 import encoder_pb2, generation_pb2, generation_pb2_grpc, prompt_pb2
+from framesieve.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, GenerateResponse
+from tests.common.loopback import serving
+
+MIB = 2**20
+Behaviour = Callable[[Any, Any], AsyncIterator[GenerateResponse]]
+
+
+class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
+    """Runs a behaviour for every request and records the requests."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self.behaviour = behaviour
+        self.requests: list[Any] = []
+        self.metadata: dict[str, Any] = {}
+        self.cancelled = asyncio.Event()
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[GenerateResponse]:
+        self.requests.append(request)
+        self.metadata = dict(context.invocation_metadata())
+        try:
+            async for response in self.behaviour(request, context):
+                yield response
+        except (asyncio.CancelledError, GeneratorExit):  # the latter if gRPC is still writing the last response
+            self.cancelled.set()
+            raise
+
+
+@asynccontextmanager
+async def served(tmp_path: Path, behaviour: Behaviour) -> AsyncIterator[tuple[FramesieveClient, FakeGeneration]]:
+    fake, address = FakeGeneration(behaviour), f"unix:{tmp_path}/generation.sock"
+    async with serving(address, fake), FramesieveClient(address) as client:
+        yield client, fake
+
+
+def responding(*responses: GenerateResponse) -> Behaviour:
+    async def respond(request: Any, context: Any) -> AsyncIterator[GenerateResponse]:
+        for response in responses:
+            yield response
+
+    return respond
+
+
+def delta(index: int, text: str, *token_ids: int) -> GenerateResponse:
+    """Every token's log-probability is minus its id, also among its top tokens: itself and its successor."""
+    tops = [{"token_ids": [one, one + 1], "logprobs": [-one, -one - 1]} for one in token_ids]
+    sent = {"choice_index": index, "text": text, "token_ids": token_ids, "logprobs": [-one for one in token_ids]}
+    return GenerateResponse(delta={**sent, "top_logprobs": tops})
+
+
+def finished(index: int, tokens: int, generate_s: float, reason: Any = FINISH_REASON_STOP) -> GenerateResponse:
+    usage = {"prompt_tokens_full": 9, "prompt_tokens": 8, "completion_tokens": tokens, "cached_prompt_tokens": 4}
+    timings = {"time_to_first_token_s": 0.75, "plan_s": 0.25, "decode_s": 0.5, "generate_s": generate_s}
+    return GenerateResponse(finished={"choice_index": index, "reason": reason, "usage": usage, "timings": timings})
+
 
 VIDEO = generation_pb2.MediaUsage(
     modality=prompt_pb2.MODALITY_VIDEO,
@@ -35,9 +88,7 @@ VIDEO = generation_pb2.MediaUsage(
     first_slice_only=True,
 )
 ACCEPTED = GenerateResponse(
-    accepted=generation_pb2.Accepted(
-        request_id="r1", usage=generation_pb2.Usage(prompt_tokens_full=9, prompt_tokens=8, media=[VIDEO])
-    )
+    accepted={"request_id": "r1", "usage": {"prompt_tokens_full": 9, "prompt_tokens": 8, "media": [VIDEO]}}
 )
 PROGRESS = GenerateResponse(progress=encoder_pb2.MediaProgress(media_index=0, decoded_slices=4, encoded_slices=3))
 ONE = (ACCEPTED, PROGRESS, delta(0, "A ", 5), delta(0, "ball", 6), finished(0, 2, 0.5))

@@ -9,7 +9,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import torch
@@ -19,10 +18,10 @@ from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
 from common.contract.retention import RANDOM, VIDCOM2
 from common.contract.tensors import DType, TensorBuffer
 from common.contract.wire import int32_tensor, plan_messages, tensor_chunks
-from common.serving.interceptors import RequestInterceptor
 from framesieve import Encoded, Image, Message, Pruning, Text, Video, encode
 from framesieve.client.messages import prompt_message
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
+from tests.common.loopback import serving
 
 MIB = 2**20
 LEVELS, WIDTH = 3, 5
@@ -91,14 +90,8 @@ class FakeEncoder(encoder_pb2_grpc.EncoderServiceServicer):
 @asynccontextmanager
 async def served(tmp_path: Path, pieces: Chunks, plan: PromptPlan = PLAN) -> AsyncIterator[tuple[str, FakeEncoder]]:
     fake, address = FakeEncoder(pieces, plan), f"unix:{tmp_path}/encoder.sock"
-    server = grpc.aio.server(interceptors=[RequestInterceptor()])
-    encoder_pb2_grpc.add_EncoderServiceServicer_to_server(fake, server)
-    server.add_insecure_port(address)
-    await server.start()
-    try:
+    async with serving(address, fake):
         yield address, fake
-    finally:
-        await server.stop(0)
 
 
 async def ask(tmp_path: Path, pieces: Chunks, plan: PromptPlan = PLAN) -> tuple[Encoded, ...]:
@@ -130,9 +123,7 @@ async def test_items_arrive_whole_and_can_replace_their_pixels_in_a_prompt(tmp_p
 
 async def test_a_prompt_larger_than_the_services_accept_is_rejected_before_it_is_sent(tmp_path: Path) -> None:
     async with served(tmp_path, []) as (address, fake):
-        with pytest.raises(
-            errors.InvalidRequest, match=rf"^the request has \d+ bytes, at most {20 * MIB} are allowed$"
-        ):
+        with pytest.raises(errors.InvalidRequest, match=rf"the request has \d+ bytes, at most {20 * MIB} are"):
             await encode(address, Text("x" * (20 * MIB)))
     assert not fake.asked.ListFields()
 
