@@ -16,7 +16,7 @@ from common.channels import open_channel
 from common.process import ExitStatus
 from common.serving import health
 from tests.common.guarded_service import Echo, ask, guarded, refusal
-from tests.common.loopback import TIMEOUT_S, eventually, logged
+from tests.common.loopback import TIMEOUT_S, eventually
 
 # Of HTTP/2.
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -87,19 +87,6 @@ async def test_a_watcher_that_does_not_read_blocks_neither_other_watchers_nor_th
         if process.returncode is None:
             process.kill()
             await process.wait()
-
-
-async def test_a_watcher_that_leaves_unread_responses_causes_no_traceback(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with guarded(f"unix:{tmp_path}/s", Echo()) as service:
-        stranger = await watch_without_reading(tmp_path / "s")
-        await eventually(lambda: service.health.watchers == 1)
-        await asyncio.sleep(0.1)  # until the status is written
-        stranger.close()
-        await eventually(lambda: not service.health.watchers)
-        await asyncio.sleep(0.1)
-    assert logged(caplog) == []
 
 
 async def test_unknown_names_get_their_own_status_and_long_ones_are_refused(tmp_path: Path) -> None:

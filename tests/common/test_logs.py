@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -21,17 +19,22 @@ theirs = logging.getLogger("a.library")
 theirs.addHandler(logging.StreamHandler())
 theirs.propagate = False
 from common.telemetry.logs import configure_logging
-configure_logging("encoder", "auto", sys.argv[1])
+configure_logging("encoder", sys.argv[1], sys.argv[2])
 log = structlog.get_logger()
 """
 
 
-def logged(code: str, log_level: str = "info", status: int = 0) -> list[dict[str, Any]]:
-    """Log lines of a process that runs `code`."""
-    command = [sys.executable, "-c", BEGIN + code, log_level]
+def printed(code: str, log_format: str = "auto", log_level: str = "info", status: int = 0) -> str:
+    """What a process that runs `code` prints."""
+    command = [sys.executable, "-c", BEGIN + code, log_format, log_level]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ran.returncode == status, ran.stderr
-    return [json.loads(line) for line in ran.stderr.splitlines()]
+    return ran.stderr
+
+
+def logged(code: str, log_level: str = "info", status: int = 0) -> list[dict[str, Any]]:
+    """Log lines of a process that runs `code`."""
+    return [json.loads(line) for line in printed(code, log_level=log_level, status=status).splitlines()]
 
 
 def test_an_event_is_a_json_line_with_its_service_and_request_and_those_below_the_level_are_dropped() -> None:
@@ -46,7 +49,7 @@ log.debug("dropped")
     assert line == {**expected, "request_id": "mine"}
 
 
-def test_a_terminal_gets_columns_without_local_variables() -> None:
+def test_the_console_format_has_columns_without_local_variables() -> None:
     code = """
 log.info("serving", listen="here")
 prompt = "xyzzy"
@@ -55,18 +58,7 @@ try:
 except Exception:
     log.exception("bug")
 """
-    ours, theirs = pty.openpty()
-    with subprocess.Popen([sys.executable, "-c", BEGIN + code, "info"], cwd=ROOT, stderr=theirs) as process:
-        os.close(theirs)
-        data = b""
-        try:
-            while piece := os.read(ours, 2**16):
-                data += piece
-        except OSError:  # the other end of the terminal was closed
-            pass
-        os.close(ours)
-        assert process.wait(60) == 0
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", data.decode())
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", printed(code, "console"))
     assert re.search(r"^\S+Z \[info +\] serving +listen=here service=encoder", plain, re.MULTILINE)
     assert "ZeroDivisionError: division by zero" in plain
     assert "xyzzy" not in plain
