@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from framesieve.__main__ import app
-from framesieve.bench.capacity_plan import HOPS, Cost, Load, Request, plan
+from framesieve.bench.capacity_plan import Cost, Load, Request, plan
 
 COSTS = {
     "preprocessing": Cost({"fetch": 9.0, "plan": 0.1, "decode": 0.6, "resize": 0.1}, 4, 1.0, 3e6),
@@ -38,11 +38,6 @@ def test_replicas_are_busy_seconds_per_second_over_what_one_replica_works_off() 
     assert (needed.kv_cache.used, needed.kv_cache.replicas) == (10 * 500, 2)  # 5000 / (0.5 · 6000)
     assert (needed.media_buffer.used, needed.media_buffer.replicas) == (10 * 1.8e6, 1)
     assert needed.network_bytes_per_s == {"preprocessing": 3e7, "encoder": 1e7, "generation": 1e6}
-
-
-def test_an_idle_service_has_one_replica() -> None:
-    idle = dict.fromkeys(HOPS, Cost({"plan": 0.0}, 1, 0.0, 0.0))
-    assert set(plan(Request(idle, 0.0, 0.0), LOAD).replicas.values()) == {1}
 
 
 @pytest.mark.parametrize(

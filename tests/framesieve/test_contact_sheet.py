@@ -51,16 +51,6 @@ def test_a_kept_patch_is_drawn_at_the_place_of_its_token(token_px: int) -> None:
     assert (columns.min() - 1 - left) / cell_width == 2
 
 
-def test_every_frame_of_a_slice_shows_its_kept_tokens() -> None:
-    columns = np.nonzero(pixels_of(draw(Grid(1, 2, 2), [1], frames_per_slice=2), RED).any(axis=0))[0]
-    assert (np.diff(columns) > 1).sum() == 1  # two separate patches, one a frame
-
-
-def test_a_border_surrounds_each_kept_region_but_not_each_patch() -> None:
-    apart, together = (pixels_of(draw(Grid(1, 1, 3), kept, frames_per_slice=1), ACCENT) for kept in ([0, 2], [0, 1]))
-    assert together.sum() < apart.sum()
-
-
 def test_the_bar_below_a_slice_shows_the_fraction_kept() -> None:
     sheet = draw(Grid(1, 2, 2), [0], frames_per_slice=1)
     bar = np.nonzero(pixels_of(sheet, TRACK).any(axis=1))[0].max()

@@ -121,8 +121,6 @@ def test_every_option_is_sent_and_missing_or_none_leaves_its_field_unset() -> No
     [
         ({"stop": "word"}, "stop must be a sequence of strings, got the string 'word'"),
         ({"top_k": 2**40}, "Sampling.top_k must be a 32-bit integer, got 1099511627776"),
-        ({"seed": 2**70}, "Sampling.seed must be a 64-bit integer, got 1180591620717411303424"),
-        ({"stop_token_ids": [1, 2**40]}, "Sampling.stop_token_ids must be a 32-bit integer, got [1, 1099511627776]"),
         ({"temperature": 10**400}, "Sampling.temperature must be a 64-bit float, got 1000"),
         ({"stop": ["\udcff"]}, r"Sampling.stop must be text in Unicode, got ['\udcff']"),
         ({"adapter": "\udcff"}, r"GenerateRequest.adapter must be text in Unicode, got '\udcff'"),
@@ -189,11 +187,9 @@ def test_seconds_per_slice_are_exact_and_floats_are_read_as_their_shortest_decim
 
 
 def test_embeddings_of_a_video_may_have_timestamps_and_a_pruning() -> None:
-    embeds = Embeds(ROWS, Grid(2, 1, 1), timestamps_s=(0.25, 1.75))
-    media = sent(Video(embeds=embeds, pruning=Pruning(0.5, "vidcom2")))
+    media = sent(Video(embeds=Embeds(ROWS, Grid(2, 1, 1), timestamps_s=(0.25, 1.75)), pruning=Pruning(0.5, "vidcom2")))
     grid = media.embeds.grid
     assert (grid.t, grid.h, grid.w, list(media.embeds.timestamps_s)) == (2, 1, 1, [0.25, 1.75])
-    assert not media.embeds.HasField("seconds_per_grid")
     assert (media.pruning.rate, media.pruning.method) == (0.5, "vidcom2")
 
 
