@@ -1,4 +1,4 @@
-"""Capacity plans by hand-made costs, and the command that reads the costs from a bench result."""
+"""`framesieve capacity`: plans by the costs of a bench result."""
 
 from __future__ import annotations
 
@@ -11,48 +11,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from framesieve.__main__ import app
-from framesieve.bench.capacity_plan import Cost, Load, Request, plan
-
-COSTS = {
-    "preprocessing": Cost({"fetch": 9.0, "plan": 0.1, "decode": 0.6, "resize": 0.1}, 4, 1.0, 3e6),
-    "encoder": Cost({"encode": 0.25, "prune": 0.05}, 1, 0.4, 1e6),
-    "generation": Cost({"transfer": 5.0, "prefill": 0.3, "step": 0.2}, 1, 0.2, 1e5),
-}
-REQUEST = Request(COSTS, kv_token_s=500.0, embeds_byte_s=1.8e6)
-LOAD = Load(10.0, 0.5, kv_cache_tokens=6000, media_buffer_bytes=10**9)
-
-
-def test_replicas_are_busy_seconds_per_second_over_what_one_replica_works_off() -> None:
-    needed = plan(REQUEST, LOAD)
-    # fetch, transfer and prefill do not count: see capacity_plan.
-    assert {name: need.used for name, need in needed.working.items()} == pytest.approx(
-        {"preprocessing": 8.0, "encoder": 3.0, "generation": 2.0}
-    )
-    assert {name: need.replicas for name, need in needed.working.items()} == {
-        "preprocessing": 4,  # 8 / (0.5 · 4)
-        "encoder": 6,  # 3 / 0.5
-        "generation": 4,  # 2 / 0.5
-    }
-    assert needed.cores == pytest.approx({"preprocessing": 20.0, "encoder": 8.0, "generation": 4.0})
-    # Little's law.
-    assert (needed.kv_cache.used, needed.kv_cache.replicas) == (10 * 500, 2)  # 5000 / (0.5 · 6000)
-    assert (needed.media_buffer.used, needed.media_buffer.replicas) == (10 * 1.8e6, 1)
-    assert needed.network_bytes_per_s == {"preprocessing": 3e7, "encoder": 1e7, "generation": 1e6}
-
-
-@pytest.mark.parametrize(
-    ("load", "replicas"),
-    [
-        (LOAD, 4),  # its work
-        (Load(10.0, 0.5, kv_cache_tokens=1000, media_buffer_bytes=10**9), 10),  # 5000 / (0.5 · 1000)
-        (Load(10.0, 0.5, kv_cache_tokens=6000, media_buffer_bytes=3 * 10**6), 12),  # 18 MB / (0.5 · 3 MB)
-    ],
-)
-def test_generation_has_enough_replicas_for_work_cache_and_buffer(load: Load, replicas: int) -> None:
-    assert plan(REQUEST, load).replicas == {"preprocessing": 4, "encoder": 6, "generation": replicas}
-
-
-# --- the command --------------------------------------------------------------------------------------------------
 
 
 def service(name: str, workers: int = 0, **busy_s: float) -> dict[str, Any]:
@@ -64,7 +22,7 @@ def service(name: str, workers: int = 0, **busy_s: float) -> dict[str, Any]:
 
 
 def bench_result() -> dict[str, Any]:
-    """100 requests that cost as much as in `COSTS`, except for their bytes."""
+    """Of 100 requests."""
     return {
         "run": {"command": "framesieve bench --start --json", "began": "2026-11-21T12:00:00+00:00", "server": "…"},
         "wall_s": 100.0,
@@ -90,19 +48,34 @@ def capacity(tmp_path: Path) -> Callable[..., Result]:
 LOADED = ("--requests-per-s", "10", "--utilisation", "0.5", "--kv-cache-tokens", "6000")
 
 
-def test_costs_are_read_from_a_bench_result(capacity: Callable[..., Result]) -> None:
+def test_replicas_follow_from_the_costs_of_a_bench_result(capacity: Callable[..., Result]) -> None:
     result = capacity(bench_result(), *LOADED, "--json")
     assert result.exit_code == 0, result.stderr
     told = json.loads(result.stdout)
+    # Busy seconds per second: 8 over 4 workers, 3 and 2, each half used. fetch, transfer and prefill do not count.
     assert told["replicas"] == {"preprocessing": 4, "encoder": 6, "generation": 4}
     assert told["request"]["embeds_byte_s"] == 9e5 * 2.0
     assert told["request"]["costs"]["preprocessing"]["at_once"] == 4
     # The service's processor time, and the busy time of its workers, which it does not include.
     assert told["request"]["costs"]["preprocessing"]["processor_s"] == pytest.approx(0.3 + 0.7)
     assert told["cores"]["encoder"] == pytest.approx(10 * 0.3 / 0.5)
-    assert told["kv_cache"] == {"used": 5000.0, "replicas": 2}
+    assert told["kv_cache"] == {"used": 10 * 500, "replicas": 2}  # Little's law; 5000 / (0.5 · 6000)
     assert told["network_bytes_per_s"] == {"preprocessing": 30e6, "encoder": 11e6, "generation": 2.1e6}
     assert told["measured"]["command"] == "framesieve bench --start --json"
+
+
+@pytest.mark.parametrize(
+    ("flags", "replicas"),
+    [
+        (("--kv-cache-tokens", "1000"), 10),  # 5000 / (0.5 · 1000)
+        (("--media-buffer-bytes", "3000000"), 12),  # 18 MB / (0.5 · 3 MB)
+    ],
+)
+def test_generation_has_enough_replicas_for_cache_and_buffer(
+    capacity: Callable[..., Result], flags: tuple[str, ...], replicas: int
+) -> None:
+    told = json.loads(capacity(bench_result(), *LOADED, *flags, "--json").stdout)
+    assert told["replicas"] == {"preprocessing": 4, "encoder": 6, "generation": replicas}
 
 
 def test_the_table_has_the_same_numbers(capacity: Callable[..., Result]) -> None:

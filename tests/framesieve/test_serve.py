@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -23,9 +22,7 @@ ALL = ["generation", "encoder", "preprocessing"]
 
 
 @contextmanager
-def served(
-    record: Path, more: str = "", before: Sequence[str] = (), stdin: int | None = None, stderr: int = subprocess.PIPE
-) -> Iterator[subprocess.Popen[str]]:
+def served(record: Path, more: str = "", before: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
     """`framesieve serve` over stand-ins. more: flags of all stand-ins; before: the command that starts it."""
     listens = (
         flag
@@ -34,7 +31,7 @@ def served(
     )
     command = [*before, *COMMAND, "serve", "--metrics-port", "0", *listens]
     environment = {**os.environ, "MORE": more}
-    with subprocess.Popen(command, stdin=stdin, stderr=stderr, text=True, env=environment) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             yield process
         finally:
@@ -73,10 +70,13 @@ def test_a_signal_before_serve_is_ready_ends_it_by_that_signal(record: Path, num
     assert stopped(record) == []
 
 
-def test_sigint_drains_serve_even_if_it_was_inherited_as_ignored(record: Path) -> None:
-    with served(record, before=SIGINT_IGNORED) as process:
+@pytest.mark.parametrize(("before", "number"), [(SIGINT_IGNORED, signal.SIGINT), ((), signal.SIGHUP)])
+def test_ctrl_c_even_if_ignored_before_and_a_closed_terminal_drain_all_services(
+    record: Path, before: Sequence[str], number: signal.Signals
+) -> None:
+    with served(record, before=before) as process:
         wait_until_ready(process)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         assert process.wait(30) == ExitStatus.FINISHED
     assert stopped(record) == ALL
 
@@ -100,18 +100,6 @@ def test_a_second_signal_ends_all_at_once_but_hangups_do_not_count(record: Path)
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 128 + signal.SIGINT
     assert stopped(record) == []
-
-
-def test_closing_the_terminal_drains_all_services(record: Path) -> None:
-    terminal, inside = pty.openpty()
-    with served(record, before=("setsid", "--ctty"), stdin=inside, stderr=inside) as process:
-        os.close(inside)
-        output = b""
-        while not (b"framesieve ask" in output and output.endswith(b"\n")):
-            output += os.read(terminal, 4096)
-        os.close(terminal)
-        assert process.wait(30) == ExitStatus.FINISHED
-    assert stopped(record) == ALL
 
 
 def test_a_service_that_ends_by_itself_makes_serve_end_with_1(record: Path) -> None:
