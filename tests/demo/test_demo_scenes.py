@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demo.augment import Change, changed
-from demo.clips import FRAMES, SIDE_PX, clip_of, sample
+from demo.clips import FRAMES, SIDE_PX, sample
 from demo.example import QUESTIONS, SCENE
 from demo.lessons import dense_labels, moving_slices, still_runs
 from demo.questions import questions_about
@@ -37,10 +37,6 @@ def answers_to(scene: Scene, kind: str) -> set[str]:
     return {question.answer for question in questions_about(scene, Random(0)) if question.kind == kind}
 
 
-def test_a_clip_is_determined_by_its_seed() -> None:
-    assert encode(random_scene(5)) == encode(random_scene(5))
-
-
 @settings(max_examples=30)
 @given(st.integers(0, 10_000))
 def test_objects_stay_inside_the_frame_and_apart(seed: int) -> None:
@@ -52,12 +48,6 @@ def test_objects_stay_inside_the_frame_and_apart(seed: int) -> None:
         if len(centres) == 2:
             gap = max(abs(one - other) for one, other in zip(*centres, strict=True))
             assert gap > scene.things[0].half + scene.things[1].half
-
-
-def test_a_clip_is_sampled_to_the_models_input() -> None:
-    clip = clip_of(3)
-    assert clip.shape == (FRAMES, 3, SIDE_PX, SIDE_PX)
-    assert clip.dtype == np.uint8
 
 
 def test_a_clip_changes_only_while_its_object_moves() -> None:
@@ -89,7 +79,6 @@ def test_the_answers_of_the_example_are_correct() -> None:
     ("change", "direction", "when", "colour"),
     [
         (replace(NO_CHANGE, mirror_x=True), "left", "early", "red"),
-        (replace(NO_CHANGE, mirror_y=True), "right", "early", "red"),
         (replace(NO_CHANGE, transpose=True), "down", "early", "red"),
         (replace(NO_CHANGE, backwards=True), "left", "late", "red"),
         (replace(NO_CHANGE, channels=(1, 0, 2)), "right", "early", "green"),
@@ -106,15 +95,6 @@ def test_an_augmented_clip_shows_its_augmented_scene(change: Change, direction: 
         red, green, blue = clip[index, :, y, x].tolist()
         assert {"red": red, "green": green, "blue": blue}[colour] > 150
         assert sorted((red, green, blue))[1] < 90
-
-
-@settings(max_examples=30)
-@given(st.integers(0, 10_000))
-def test_augmented_objects_keep_distinct_known_colours(seed: int) -> None:
-    rng = Random(seed)
-    scene, _ = changed(random_scene(seed), torch.zeros(FRAMES, 3, 2, 2), Change.random(rng))
-    assert len({thing.colour for thing in scene.things}) == len(scene.things)
-    assert all(thing.colour in COLOURS for thing in scene.things)
 
 
 def test_dense_labels_name_the_object_on_each_token() -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from common.contract.errors import (
     DeadlinePassed,
-    FramesieveError,
     InvalidRequest,
     MediaForbidden,
     MediaRejected,
@@ -45,12 +44,9 @@ def test_different_answers_to_the_same_question_are_a_fault() -> None:
         (GOOD, Overloaded("full", 0.0), set()),
         (GOOD, Unavailable("lost", "generation"), {"gone"}),
         (GOOD, DeadlinePassed("late"), {"impatient"}),
-        (GOOD, InvalidRequest("what?"), set()),
-        (GOOD, FramesieveError("a bug"), set()),
         (GOOD, ValueError("a bug"), set()),
         (BAD, MediaRejected("no media"), {"", "gone", "impatient"}),
         (BAD, MediaForbidden("no"), set()),
-        (BAD, FramesieveError("a bug"), set()),
     ],
 )
 def test_an_error_is_a_fault_unless_it_is_expected(question: Question, error: Exception, fine_while: set[str]) -> None:
