@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from common.channels import open_channel
 from common.contract.errors import InvalidRequest, Overloaded
-from common.security.quotas import Charge, ClientQuotas
+from common.security.quotas import ClientQuotas
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 from tests.certificates import Authority
@@ -129,55 +126,20 @@ async def test_clients_without_tokens_are_told_apart_by_certificate_or_address(t
     assert await names_of_two() == ["ipv4:127.0.0.1"] * 2
 
 
-# --- quotas by themselves ----------------------------------------------------------------------------------------
-
-MAX_REQUESTS, MAX_BYTES = 2, 10
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("begin"), st.sampled_from(["alice", "bob"])),
-        st.tuples(st.just("charge"), st.integers(0, 9), st.integers(0, 12)),
-        st.tuples(st.just("end"), st.integers(0, 9)),
-    ),
-    max_size=40,
-)
-
-
-class Running:
-    """A running request of the model, and the bytes counted for it."""
-
-    def __init__(self, client: str, context: ExitStack, charge: Charge) -> None:
-        self.client, self.context, self.charge, self.size_bytes = client, context, charge, 0
-
-
-@given(STEPS)
-def test_a_client_gets_exactly_what_its_quota_leaves(steps: list[tuple[Any, ...]]) -> None:
-    quotas = ClientQuotas(MAX_REQUESTS, MAX_BYTES)
-    running: list[Running] = []
-    for kind, *arguments in steps:
-        requests = Counter(each.client for each in running)
-        assert quotas.clients == len(requests)
-        if kind == "begin":
-            (client,) = arguments
-            context = ExitStack()
-            if requests[client] == MAX_REQUESTS:
-                with pytest.raises(Overloaded, match=f"{client} has 2 requests"):
-                    context.enter_context(quotas.request(client))
-                continue
-            running.append(Running(client, context, context.enter_context(quotas.request(client))))
-        elif running:
-            one = running[arguments[0] % len(running)]
-            if kind == "end":
-                one.context.close()
-                running.remove(one)
-            elif one.size_bytes + arguments[1] > MAX_BYTES:
-                with pytest.raises(InvalidRequest, match=f"has {one.size_bytes + arguments[1]} bytes"):
-                    one.charge(arguments[1])
-            elif sum(each.size_bytes for each in running if each.client == one.client) + arguments[1] > MAX_BYTES:
-                with pytest.raises(Overloaded, match="to add"):
-                    one.charge(arguments[1])
-            else:
-                one.charge(arguments[1])
-                one.size_bytes += arguments[1]
-    for each in running:
-        each.context.close()
+def test_a_client_gets_exactly_what_its_quota_leaves() -> None:
+    quotas = ClientQuotas(max_requests=2, max_bytes=10)
+    with quotas.request("alice") as first, quotas.request("bob") as bob:
+        first(4)
+        bob(10)
+        with quotas.request("alice") as second:
+            second(5)
+            with pytest.raises(Overloaded, match="alice has requests of 4 bytes running and one of 7 to add"):
+                second(2)
+            with pytest.raises(InvalidRequest, match="the request has 11 bytes"):
+                second(6)
+            second(1)
+            with pytest.raises(Overloaded, match="alice has 2 requests"), quotas.request("alice"):
+                pass
+        first(6)
+        assert quotas.clients == 2
     assert quotas.clients == 0

@@ -26,7 +26,6 @@ class Renaming(ServiceSettings):
     [
         ([FLAG, "5"], {}, 5, ()),
         ([f"{OLD_FLAG}=5"], {}, 5, ((OLD_FLAG, FLAG),)),
-        ([], {VARIABLE: "5"}, 5, ()),
         ([], {OLD_VARIABLE: "5"}, 5, ((OLD_VARIABLE, VARIABLE),)),
         ([OLD_FLAG, "4", FLAG, "5"], {}, 5, ((OLD_FLAG, FLAG),)),
         ([OLD_FLAG, "5"], {VARIABLE: "4"}, 5, ((OLD_FLAG, FLAG),)),

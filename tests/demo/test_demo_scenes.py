@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from demo.augment import Change, changed
 from demo.clips import FRAMES, SIDE_PX, sample
 from demo.example import QUESTIONS, SCENE
-from demo.lessons import dense_labels, moving_slices, still_runs
+from demo.lessons import dense_labels
 from demo.questions import questions_about
 from demo.scenes import Motion, Scene, Thing, encode, random_scene
 from demo.wordings import COLOURS, WORDINGS
@@ -103,13 +103,3 @@ def test_dense_labels_name_the_object_on_each_token() -> None:
     assert labels[0, 0, 0].tolist() == red_circle_still
     assert labels[0, 3, 0].tolist() == [0, 0, 0]
     assert (labels[1, :2, :, 2] == 2 + 1).any(), "the circle moves right in slice 3"
-
-
-def test_still_slices_are_represented_by_a_slice_of_their_run() -> None:
-    scene = one_mover()
-    shown = still_runs(scene, Random(0))
-    moving = moving_slices(scene)
-    assert moving == [3, 4]
-    assert [index for index in range(16) if shown[index] == index and index in moving] == moving
-    assert len(set(shown[:3])) == 1
-    assert len(set(shown[5:])) == 1

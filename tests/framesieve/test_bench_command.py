@@ -138,9 +138,3 @@ def test_wrong_usage_exits_with_2(bench: Callable[..., Result], arguments: list[
     result = bench(*arguments)
     assert result.exit_code == 2
     assert words in " ".join(result.stderr.replace("│", " ").split())
-
-
-def test_an_invalid_workload_line_is_wrong_usage(bench: Callable[..., Result], tmp_path: Path) -> None:
-    result = bench("--workload", workload(tmp_path, {"question": "?", "pruning_rate": 2}))
-    assert result.exit_code == 2
-    assert "line 1: pruning_rate" in " ".join(result.stderr.replace("│", " ").split())
