@@ -70,7 +70,10 @@ async def test_waiting_reservations_are_counted_and_the_oldest_is_dated() -> Non
         await asyncio.sleep(0)
         between_ns = monotonic_ns()
         second = asyncio.create_task(hold(semaphore, 1, 0, [], 1))  # it would fit, and waits behind the first
+        leaving = asyncio.create_task(hold(semaphore, 1, 0, [], 2))
         await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait([leaving])
         assert semaphore.waiting == 2
         assert semaphore.oldest_ns is not None
         assert before_ns <= semaphore.oldest_ns <= between_ns

@@ -170,16 +170,6 @@ async def test_retries_are_limited_in_number_and_by_a_budget(sockets: tuple[str,
         assert replica.calls == CALLS
 
 
-async def test_a_replica_that_starts_later_is_found(sockets: tuple[str, str]) -> None:
-    one, other = map(Replica, sockets)
-    async with open_channel(",".join(sockets)) as channel, running(one):
-        await ask(channel)
-        async with running(other):
-            await ask_both(channel, one, other)
-        for _ in range(CALLS):
-            await ask(channel)
-
-
 @pytest.mark.parametrize("missing", ["google.rpc", "grpc_status"])
 def test_without_the_packages_of_details_the_code_decides(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setitem(sys.modules, missing, None)  # type: ignore[arg-type]  # its import fails

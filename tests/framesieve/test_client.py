@@ -133,41 +133,23 @@ async def test_interleaved_completions_are_joined_by_their_index(tmp_path: Path)
     assert answer.timings.generate_s == 0.75
 
 
-async def test_history_precedes_the_question(tmp_path: Path) -> None:
+async def test_history_precedes_the_question_and_a_request_id_is_also_sent_as_metadata_if_it_can_be(
+    tmp_path: Path,
+) -> None:
     history = [Message("system", (Text("Be brief."),)), Message("assistant", (Text("A cat."),))]
     async with served(tmp_path, responding(*ONE)) as (client, fake):
-        await client.ask(None, "What colour?", history=history, request_id="mine")
-    messages = fake.requests[0].prompt.messages
-    assert [(message.role, message.parts[0].text) for message in messages] == [
+        for request_id, in_metadata in (("mine", "mine"), ("naïve\n", None)):
+            await client.ask(None, "What colour?", history=history, request_id=request_id)
+            assert fake.requests[-1].request_id == request_id
+            assert fake.metadata.get(REQUEST_ID_KEY) == in_metadata
+    assert [(message.role, message.parts[0].text) for message in fake.requests[0].prompt.messages] == [
         (prompt_pb2.ROLE_SYSTEM, "Be brief."),
         (prompt_pb2.ROLE_ASSISTANT, "A cat."),
         (prompt_pb2.ROLE_USER, "What colour?"),
     ]
 
 
-@pytest.mark.parametrize(("request_id", "in_metadata"), [("mine", "mine"), ("naïve\n", None)])
-async def test_a_request_id_is_also_sent_as_metadata_if_it_can_be(
-    tmp_path: Path, request_id: str, in_metadata: str | None
-) -> None:
-    async with served(tmp_path, responding(*ONE)) as (client, fake):
-        await client.ask(None, "?", request_id=request_id)
-    assert fake.requests[0].request_id == request_id
-    assert fake.metadata.get(REQUEST_ID_KEY) == in_metadata
-
-
 # --- errors -----------------------------------------------------------------------------------------------------
-
-
-async def overloaded(request: Any, context: Any) -> AsyncIterator[Any]:
-    raise errors.Overloaded("the queue is full", retry_after_s=2.5)
-    yield
-
-
-async def test_an_error_of_the_service_is_raised_with_its_type_and_message(tmp_path: Path) -> None:
-    async with served(tmp_path, overloaded) as (client, _):
-        with pytest.raises(errors.Overloaded, match="the queue is full") as raised:
-            await client.ask(None, "?")
-    assert raised.value.retry_after_s == 2.5
 
 
 async def hanging(request: Any, context: Any) -> AsyncIterator[Any]:

@@ -27,16 +27,6 @@ def draw(grid: Grid, kept: list[int], frames_per_slice: int = 2, token_px: int =
     return contact_sheet(frames, grid, np.array(kept, dtype=np.int32), stamps, "clip.mp4", "a caption")
 
 
-def test_only_kept_patches_are_drawn_in_colour() -> None:
-    grid = Grid(2, 2, 3)
-    every = pixels_of(draw(grid, list(range(12))), RED)
-    half = pixels_of(draw(grid, [0, 1, 2, 3, 4, 5]), RED)
-    none = pixels_of(draw(grid, []), RED)
-    assert not none.any()
-    assert half.sum() == every.sum() // 2
-    assert not (half & ~every).any()
-
-
 @pytest.mark.parametrize("token_px", [28, 32])
 def test_a_kept_patch_is_drawn_at_the_place_of_its_token(token_px: int) -> None:
     grid = Grid(1, 2, 3)

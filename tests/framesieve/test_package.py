@@ -44,11 +44,3 @@ def test_the_client_needs_grpcio_protobuf_and_numpy_alone() -> None:
 
 def test_the_command_does_not_import_torch() -> None:
     run("import sys, framesieve.__main__; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)")
-
-
-def test_the_package_exports_the_names_of_the_client() -> None:
-    run(
-        "import framesieve, framesieve.client as client\n"
-        "assert all(getattr(framesieve, name) is getattr(client, name) for name in client.__all__)\n"
-        "assert set(client.__all__) <= set(dir(framesieve)) and not hasattr(framesieve, 'no_such_name')"
-    )
