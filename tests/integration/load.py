@@ -20,7 +20,7 @@ from tests.integration.fleet import Fleet, stopped_workers, until
 from tests.integration.halfway import Halfway, halfway
 from tests.preprocessing.media_server import Server, head, serving
 
-LONG_SLICES, SHORT_SLICES = 128, 8
+LONG_SLICES = 128
 
 
 def long_clip(seed: int) -> Video:
@@ -29,7 +29,7 @@ def long_clip(seed: int) -> Video:
 
 
 def short_clip(seed: int) -> Video:
-    return Video(data=media.clip(2 * SHORT_SLICES, fps=8, seed=seed), fps=8)
+    return Video(data=media.clip(16, fps=8, seed=seed), fps=8)
 
 
 def long_text(seed: int) -> str:
@@ -54,17 +54,8 @@ class Asked:
     @property
     def half_encoded(self) -> bool:
         """Whether some slices of its long clip are encoded and others not yet decoded."""
-        last = self._last_progress
+        last = next((event for event in reversed(self.events) if isinstance(event, Progress)), None)
         return last is not None and last.encoded_slices > 0 and last.decoded_slices < LONG_SLICES
-
-    @property
-    def short_one_encoded(self) -> bool:
-        """Whether the tower has encoded all of its short clip."""
-        return self._last_progress is not None and self._last_progress.encoded_slices == SHORT_SLICES
-
-    @property
-    def _last_progress(self) -> Progress | None:
-        return next((event for event in reversed(self.events) if isinstance(event, Progress)), None)
 
     async def leave(self) -> None:
         """Cancels the call, as a client does that disconnects."""
@@ -92,9 +83,8 @@ def asked_about(client: FramesieveClient, video: Video) -> Asked:
 
 def quick(client: FramesieveClient, seed: int, timeout_s: float = 60) -> Asked:
     """A pruned question of two tokens about a short clip."""
-    return Asked(
-        client.stream(short_clip(seed), "What moves?", pruning_rate=0.5, max_new_tokens=2, timeout_s=timeout_s)
-    )
+    clip = short_clip(seed)
+    return Asked(client.stream(clip, "What moves?", pruning_rate=0.5, max_new_tokens=2, timeout_s=timeout_s))
 
 
 async def is_answered_soon(client: FramesieveClient) -> None:

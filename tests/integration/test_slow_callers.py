@@ -14,14 +14,13 @@ import pytest
 
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Video
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
+from framesieve.client.messages import generate_request
+from framesieve.client.prompt import Options, Video, user_turn
 from tests import media
-from tests.integration.conftest import idle, metric, settles
+from tests.integration.conftest import idle, metric
+from tests.integration.fleet import until
 
 CALLERS = 8
-PIECE_BYTES = 4
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS = 0, 1, 4
 END_STREAM, ACK, END_HEADERS = 1, 1, 4
@@ -32,24 +31,22 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream_id.to_bytes(4, "big") + payload
 
 
-def plain(text: str) -> bytes:
-    assert len(text) < 127
-    return bytes([len(text)]) + text.encode()
-
-
 def headers(**more: str) -> bytes:
     """The headers of a call of Generate: indices of HPACK's static table and plain literals."""
+
+    def plain(text: str) -> bytes:
+        return bytes([len(text)]) + text.encode()
+
     post, http, path, authority = b"\x83", b"\x86", b"\x04", b"\x01"
     block = post + http + path + plain("/framesieve.v1.GenerationService/Generate") + authority + plain("localhost")
     own = {"content-type": "application/grpc", "te": "trailers", **more}
     return block + b"".join(b"\0" + plain(name.replace("_", "-")) + plain(value) for name, value in own.items())
 
 
-def question(max_new_tokens: int = 1, text: str = "What moves?") -> bytes:
+def question(max_new_tokens: int = 1) -> bytes:
     """A message in gRPC's framing: a zero for uncompressed, its length, its bytes."""
-    asked = prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=[prompt_pb2.Part(text=text)])
-    sampling = Sampling(max_new_tokens=max_new_tokens, ignore_eos=True)
-    data = GenerateRequest(prompt=prompt_pb2.Prompt(messages=[asked]), sampling=sampling).SerializeToString()
+    options: Options = {"max_new_tokens": max_new_tokens, "ignore_eos": True}
+    data = generate_request([user_turn(None, "What moves?")], options).SerializeToString()
     return b"\0" + len(data).to_bytes(4, "big") + data
 
 
@@ -79,12 +76,17 @@ async def ended(reader: asyncio.StreamReader, stream_ids: Iterable[int]) -> None
             left.remove(stream_id)
 
 
-def requests_running(stack: LocalStack) -> float:
+def running(stack: LocalStack) -> float:
     return metric(stack, "generation", "framesieve_requests_running", method="Generate")
 
 
 def outcomes(stack: LocalStack, code: str) -> float:
     return metric(stack, "generation", "framesieve_requests_total", method="Generate", code=code)
+
+
+async def is_answered(client: FramesieveClient) -> None:
+    answer = await client.ask(Video(data=media.clip()), "What moves?", max_new_tokens=4, timeout_s=30)
+    assert answer.usage.completion_tokens
 
 
 async def test_callers_that_send_slowly_delay_no_other_and_are_answered(
@@ -96,23 +98,19 @@ async def test_callers_that_send_slowly_delay_no_other_and_are_answered(
     async with connected(stack) as (reader, writer):
         for caller in callers:
             writer.write(frame(HEADERS, END_HEADERS, caller, headers()))
-        assert await settles(partial(requests_running, stack), CALLERS)
-        for start in range(0, len(asked) - PIECE_BYTES, PIECE_BYTES):
+        for at in range(len(asked) - 1):
             for caller in callers:
-                writer.write(frame(DATA, 0, caller, asked[start : start + PIECE_BYTES]))
-            await writer.drain()
-            if start == 2 * PIECE_BYTES:
-                answer = await client.ask(Video(data=media.clip()), "What moves?", max_new_tokens=4, timeout_s=30)
-                assert answer.usage.completion_tokens
-            await asyncio.sleep(0.01)
-        assert await settles(partial(outcomes, stack, "OK"), before + 1)
-        assert requests_running(stack) == CALLERS
-        last = (len(asked) - 1) // PIECE_BYTES * PIECE_BYTES
+                writer.write(frame(DATA, 0, caller, asked[at : at + 1]))
+        await writer.drain()
+        await until(lambda: running(stack) == CALLERS)
+        await is_answered(client)
+        await until(lambda: outcomes(stack, "OK") == before + 1)
+        assert running(stack) == CALLERS
         for caller in callers:
-            writer.write(frame(DATA, END_STREAM, caller, asked[last:]))
+            writer.write(frame(DATA, END_STREAM, caller, asked[-1:]))
         async with asyncio.timeout(30):
             await ended(reader, callers)
-    assert await settles(partial(outcomes, stack, "OK"), before + 1 + CALLERS)
+    await until(lambda: outcomes(stack, "OK") == before + 1 + CALLERS)
 
 
 @pytest.mark.parametrize("code", ["CANCELLED", "DEADLINE_EXCEEDED"])
@@ -122,12 +120,9 @@ async def test_a_caller_that_never_ends_its_prompt_leaves_nothing_behind(stack: 
     async with connected(stack) as (_, writer):
         deadline = {} if code == "CANCELLED" else {"grpc_timeout": "500m"}
         writer.write(frame(HEADERS, END_HEADERS, 1, headers(**deadline)) + frame(DATA, 0, 1, question()[:-1]))
-        if code == "CANCELLED":
-            assert await settles(partial(requests_running, stack), 1)
-        else:
-            assert await settles(partial(outcomes, stack, code), before + 1)
-    assert await settles(partial(outcomes, stack, code), before + 1)
-    assert await settles(partial(requests_running, stack), 0)
+        await until(lambda: running(stack) == 1 if code == "CANCELLED" else outcomes(stack, code) == before + 1)
+    await until(lambda: outcomes(stack, code) == before + 1)
+    await until(lambda: running(stack) == 0)
 
 
 async def test_callers_that_read_nothing_delay_no_other_and_leave_nothing_behind(
@@ -139,11 +134,11 @@ async def test_callers_that_read_nothing_delay_no_other_and_leave_nothing_behind
         for caller in range(1, 2 * CALLERS, 2):
             writer.write(frame(HEADERS, END_HEADERS, caller, headers()))
             writer.write(frame(DATA, END_STREAM, caller, question(100)))
-        assert await settles(partial(requests_running, stack), CALLERS)
-        answer = await client.ask(Video(data=media.clip()), "What moves?", max_new_tokens=4, timeout_s=30)
-        assert answer.usage.completion_tokens
+        await until(lambda: running(stack) == CALLERS)
+        await is_answered(client)
         # Their answers are generated all the same and then hold neither a place nor a block.
         for held in ("kv_blocks_used", "engine_requests", "media_buffer_used_bytes"):
-            assert await settles(partial(metric, stack, "generation", f"framesieve_generation_{held}"), 0)
-        assert requests_running(stack) == CALLERS
-    assert await settles(partial(requests_running, stack), 0)
+            gauge = partial(metric, stack, "generation", f"framesieve_generation_{held}")
+            await until(lambda gauge=gauge: gauge() == 0)  # type: ignore[misc]
+        assert running(stack) == CALLERS
+    await until(lambda: running(stack) == 0)
