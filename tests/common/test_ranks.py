@@ -60,9 +60,9 @@ def test_every_rank_receives_every_message_in_order_and_ends_with_the_connection
 ) -> None:
     large = b"x" * 3_000_000
     for message in (b"one", b"", large):
-        ranks.tell(message)
-    ranks.tell_one(2, b"answer")
-    assert ranks.hear(2) == b"answeranswer"
+        ranks.broadcast(message)
+    ranks.send(2, b"answer")
+    assert ranks.receive(2) == b"answeranswer"
     ranks.close()
     assert noted(tmp_path, 1) == ["3 one", "0 ", f"3000000 {'x' * 20}", "the end"]
     assert noted(tmp_path, 2) == ["3 one", "0 ", f"3000000 {'x' * 20}", "6 answer", "the end"]
@@ -71,14 +71,14 @@ def test_every_rank_receives_every_message_in_order_and_ends_with_the_connection
 
 
 def test_receiving_from_a_blocked_rank_times_out_and_from_one_that_ends_raises(ranks: Ranks, lost: Queue[str]) -> None:
-    ranks.tell_one(1, b"hang")
+    ranks.send(1, b"hang")
     with pytest.raises(TimeoutError):
-        ranks.hear(1, 0.05)
-    ranks.tell_one(2, b"answer")
-    assert ranks.hear(2, 20) == b"answeranswer"
-    ranks.tell_one(2, b"leave")
+        ranks.receive(1, 0.05)
+    ranks.send(2, b"answer")
+    assert ranks.receive(2, 20) == b"answeranswer"
+    ranks.send(2, b"leave")
     with pytest.raises(ConnectionResetError):
-        ranks.hear(2)
+        ranks.receive(2)
     ranks.kill()
 
 
@@ -87,7 +87,7 @@ def test_busy_ranks_are_killed_after_one_timeout_for_all(
 ) -> None:
     monkeypatch.setattr(rank_processes, "_EXIT_S", 1.0)
     ranks = Ranks(STAND_IN, 4, {"folder": str(tmp_path)}, lost.put)
-    ranks.tell(b"hang")
+    ranks.broadcast(b"hang")
     until(lambda: all((tmp_path / f"rank-{rank}-of-4").exists() for rank in range(1, 4)))
     begun = time.monotonic()
     with awake() as passed_s:
@@ -102,28 +102,28 @@ def test_busy_ranks_are_killed_after_one_timeout_for_all(
     ("end", "how"),
     [
         (lambda ranks: os.kill(ranks.pids[1], signal.SIGKILL), "rank 2 of 3 was ended by signal 9"),
-        (lambda ranks: ranks._ranks[0].tell(b"leave"), "rank 1 of 3 ended with status 7"),
+        (lambda ranks: ranks._ranks[0].send(b"leave"), "rank 1 of 3 ended with status 7"),
     ],
 )
 def test_a_rank_that_ends_unexpectedly_is_reported(
     ranks: Ranks, lost: Queue[str], tmp_path: Path, end: Callable[[Ranks], None], how: str
 ) -> None:
-    ranks.tell(b"begun")
+    ranks.broadcast(b"begun")
     until(lambda: noted(tmp_path, 1) and noted(tmp_path, 2))
     end(ranks)
     assert lost.get(timeout=20) == how
     with pytest.raises(OSError, match="Broken pipe"):
-        ranks.tell(b"more")
+        ranks.broadcast(b"more")
 
 
 def test_ranks_ignore_the_signals_on_which_a_service_drains(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.tell(b"begun")
+    ranks.broadcast(b"begun")
     until(lambda: noted(tmp_path, 1) and noted(tmp_path, 2))
     for pid in ranks.pids:
         assert os.getsid(pid) != os.getsid(0)
         os.kill(pid, signal.SIGTERM)
         os.kill(pid, signal.SIGINT)
-    ranks.tell(b"more")
+    ranks.broadcast(b"more")
     ranks.close()
     assert noted(tmp_path, 1) == noted(tmp_path, 2) == ["5 begun", "4 more", "the end"]
 
@@ -133,7 +133,7 @@ def test_a_busy_rank_ends_with_its_service(tmp_path: Path) -> None:
     program = f"""
 import time
 from common.ranks import Ranks
-Ranks({STAND_IN!r}, 3, {{"folder": {str(tmp_path)!r}}}, print).tell(b"hang")
+Ranks({STAND_IN!r}, 3, {{"folder": {str(tmp_path)!r}}}, print).broadcast(b"hang")
 time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", program]) as service:
@@ -150,7 +150,7 @@ def test_ranks_that_start_while_their_service_ends_end_as_well(tmp_path: Path) -
 import os
 from common.ranks import Ranks
 ranks = Ranks({STAND_IN!r}, 3, {{"folder": {str(tmp_path)!r}}}, print)
-ranks.tell(b"hang")
+ranks.broadcast(b"hang")
 print(*ranks.pids, flush=True)
 os._exit(0)
 """
@@ -165,8 +165,8 @@ def test_ranks_do_not_import_from_the_working_directory_if_their_service_does_no
     program = f"""
 from common.ranks import Ranks
 ranks = Ranks({STAND_IN!r}, 2, {{"folder": {str(tmp_path)!r}}}, print)
-ranks.tell_one(1, b"answer")
-assert ranks.hear(1) == b"answer"
+ranks.send(1, b"answer")
+assert ranks.receive(1) == b"answer"
 ranks.close()
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -70,9 +70,11 @@ class Stack:
 
     def in_use(self) -> dict[str, float]:
         gauges = {name: metric(name) for name in ("cache_waiters", "queue_slices", "queue_oldest_seconds")}
-        for room in ("encoding", "output"):
-            gauges |= {f"{name} {room}": metric(name, room=room) for name in ("room_used_bytes", "room_waiting")}
-        return {**gauges, "room": self.encoding_bytes.held_bytes, "outputs": self.output_bytes.held_bytes}
+        for buffer in ("encoding", "output"):
+            gauges |= {
+                f"{name} {buffer}": metric(name, buffer=buffer) for name in ("buffer_used_bytes", "buffer_waiting")
+            }
+        return {**gauges, "buffer": self.encoding_bytes.held_bytes, "outputs": self.output_bytes.held_bytes}
 
     async def check_idle(self) -> None:
         """Waits until nothing is reserved, queued or waited for: a disconnected caller is noticed late."""
@@ -97,12 +99,12 @@ class Stack:
 
 @asynccontextmanager
 async def running(
-    folder: Path, tower: Tower, room_bytes: int = 2**24, budget_tokens: int = 64, cache_bytes: int = 2**24
+    folder: Path, tower: Tower, buffer_bytes: int = 2**24, budget_tokens: int = 64, cache_bytes: int = 2**24
 ) -> AsyncIterator[Stack]:
     """Serves the encoder and its fake peer on sockets in `folder`."""
-    fake, outputs = FakePreprocessing(tower.patches, tower.embed_levels), ByteSemaphore(room_bytes)
+    fake, outputs = FakePreprocessing(tower.patches, tower.embed_levels), ByteSemaphore(buffer_bytes)
     batcher = Batcher(tower.encode, budget_tokens)
-    cache = EmbedsCache(tower, batcher, ByteSemaphore(room_bytes), cache_bytes)
+    cache = EmbedsCache(tower, batcher, ByteSemaphore(buffer_bytes), cache_bytes)
     watch(batcher, cache, outputs)
     try:
         async with serving(f"unix:{folder}/p", fake) as upstream:

@@ -38,7 +38,7 @@ async def test_an_item_that_can_never_fit_is_refused_with_the_limit_and_a_remedy
 ) -> None:
     shape = (1 + tower.embed_levels, grid.tokens, tower.embed_dim)
     media = Media(modality, grid) if modality else brought(torch.zeros(shape), grid)
-    async with running(tmp_path, tower, room_bytes=item_bytes(tower)) as stack:
+    async with running(tmp_path, tower, buffer_bytes=item_bytes(tower)) as stack:
         with pytest.raises(errors.MediaRejected, match=f"media 0 becomes 30 tokens, .* 24 tokens: {remedy}"):
             await stack.encode(first_request([media], 0.75), SELECT_ALL)
         await stack.check_served()
@@ -59,7 +59,7 @@ async def test_a_full_device_is_answered_with_overloaded(
 
 
 async def test_items_are_encoded_concurrently_if_their_bytes_fit(tmp_path: Path, tower: Tower) -> None:
-    async with running(tmp_path, tower, room_bytes=2 * item_bytes(tower)) as stack:
+    async with running(tmp_path, tower, buffer_bytes=2 * item_bytes(tower)) as stack:
         call = await stack.stalled(*[VIDEO] * 3)
         await eventually(lambda: stack.encoding_bytes.held_bytes == stack.encoding_bytes.size_bytes)
         call.cancel()

@@ -80,11 +80,11 @@ class ThreadRanks:
     def group(self, rank: int) -> Any:
         return dist.ProcessGroupGloo(self._store, rank, self._count, timedelta(seconds=TIMEOUT_S))
 
-    def tell_one(self, rank: int, message: bytes) -> None:
+    def send(self, rank: int, message: bytes) -> None:
         self.told[rank].append(message)
         self._orders[rank].put(message)
 
-    def hear(self, rank: int, within_s: float) -> bytes:
+    def receive(self, rank: int, within_s: float) -> bytes:
         try:
             heard = self._answers[rank].get(timeout=within_s)
         except Empty:

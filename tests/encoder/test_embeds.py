@@ -92,7 +92,7 @@ async def test_every_float_dtype_is_converted_to_the_towers(stack: Stack, dtype:
 
 async def test_brought_embeddings_wait_for_bytes_like_encoded_ones(tmp_path: Path, tower: Tower) -> None:
     embeds = random_embeds(tower, 1)
-    async with running(tmp_path, tower, room_bytes=embeds.nbytes) as stack:
+    async with running(tmp_path, tower, buffer_bytes=embeds.nbytes) as stack:
         calls = [stack.opened(brought(embeds), VIDEO, brought(embeds), rate=0.5) for _ in range(6)]
         assert [list(embeds_in(await read_all(call))) for call in calls] == [[0, 1, 2]] * 6
         await stack.check_idle()

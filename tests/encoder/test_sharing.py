@@ -72,7 +72,7 @@ async def test_a_stream_is_cancelled_with_the_last_waiter(stack: Stack) -> None:
 
 
 async def test_a_waiter_leads_when_the_leader_leaves_while_waiting_for_bytes(tmp_path: Path, tower: Tower) -> None:
-    async with running(tmp_path, tower, room_bytes=2 * item_bytes(tower)) as stack:
+    async with running(tmp_path, tower, buffer_bytes=2 * item_bytes(tower)) as stack:
         wide = video(1, Grid(8, 2, 3))
         holder = await stack.stalled(video(2))
         # Their output bytes fit, their encoding bytes do not.
@@ -89,7 +89,7 @@ async def test_a_waiter_leads_when_the_leader_leaves_while_waiting_for_bytes(tmp
 
 
 async def test_a_caller_that_reads_nothing_does_not_delay_other_waiters(tmp_path: Path, tower: Tower) -> None:
-    async with running(tmp_path, tower, room_bytes=2**28) as stack:
+    async with running(tmp_path, tower, buffer_bytes=2**28) as stack:
         large = video(3, Grid(64, 8, 8))
         silent = stack.opened(*[large] * 16)  # more than gRPC buffers
         assert list(embeds_in(await read_all(stack.opened(large)))) == [0]
@@ -185,7 +185,7 @@ async def test_a_tower_that_ends_fails_all_waiters(stack: Stack) -> None:
 async def test_the_same_videos_in_opposite_orders_complete_with_bytes_for_one(
     tmp_path: Path, tower: Tower, cache_items: int
 ) -> None:
-    limits = {"room_bytes": item_bytes(tower), "cache_bytes": cache_items * kept_bytes(tower)}
+    limits = {"buffer_bytes": item_bytes(tower), "cache_bytes": cache_items * kept_bytes(tower)}
     async with running(tmp_path, tower, **limits) as stack:
         reserved: set[int] = set()
         stack.preprocessing.on_select = lambda: reserved.add(stack.encoding_bytes.held_bytes)

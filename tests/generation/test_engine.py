@@ -277,7 +277,7 @@ def test_stopping_fails_unfinished_requests_and_refuses_new_ones(models: Models)
 def test_an_engine_that_fails_ends_its_thread_and_all_requests(
     models: Models, monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
-    ended, lost = threading.Event(), Mock(tell=Mock(side_effect=BrokenPipeError))
+    ended, lost = threading.Event(), Mock(broadcast=Mock(side_effect=BrokenPipeError))
     tiny = TinyEngine(models.engine, on_end=ended.set, workers=lost if cause == "rank" else None)
     waits = tiny.ask("waits for media", [VIDEO, *PROMPT], SamplingParams(1))
     queued = tiny.ask("queued", PROMPT, SamplingParams(4))

@@ -113,7 +113,7 @@ OWN = SamplingDefaults(
 
 
 def test_unset_fields_take_the_checkpoints_defaults() -> None:
-    [unset] = SamplingRequest().resolve(OWN, room_tokens=5000)
+    [unset] = SamplingRequest().resolve(OWN, limit_tokens=5000)
     assert (unset.temperature, unset.top_p, unset.top_k, unset.min_p) == (0.7, 0.8, 20, 0.1)
     assert (unset.repetition_penalty, unset.presence_penalty, unset.frequency_penalty) == (1.05, 0, 0)
     assert (unset.eos_ids, unset.max_new_tokens, unset.logprobs, unset.top_logprobs) == ((3, 4), 50, False, 0)
@@ -122,7 +122,7 @@ def test_unset_fields_take_the_checkpoints_defaults() -> None:
 def test_set_fields_override_the_checkpoints_defaults() -> None:
     given = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     more = {"presence_penalty": -0.5, "frequency_penalty": 1.5, "seed": 9, "logprobs": True, "top_logprobs": 2}
-    [asked] = SamplingRequest(max_new_tokens=60, stop=("x",), **given, **more).resolve(OWN, room_tokens=5000)
+    [asked] = SamplingRequest(max_new_tokens=60, stop=("x",), **given, **more).resolve(OWN, limit_tokens=5000)
     assert {name: getattr(asked, name) for name in given | more} == given | more
     assert (asked.max_new_tokens, asked.stop) == (60, ("x",))
 
@@ -150,9 +150,9 @@ def test_every_field_of_the_message_is_read() -> None:
     assert sampling_request(Sampling()) == SamplingRequest()
 
 
-@pytest.mark.parametrize(("room_tokens", "expected"), [(5000, 1024), (10, 10)])
-def test_the_default_length_is_what_fits_and_at_most_1024(room_tokens: int, expected: int) -> None:
-    assert SamplingRequest().resolve(SamplingDefaults(VOCABULARY), room_tokens)[0].max_new_tokens == expected
+@pytest.mark.parametrize(("limit_tokens", "expected"), [(5000, 1024), (10, 10)])
+def test_the_default_length_is_what_fits_and_at_most_1024(limit_tokens: int, expected: int) -> None:
+    assert SamplingRequest().resolve(SamplingDefaults(VOCABULARY), limit_tokens)[0].max_new_tokens == expected
 
 
 def test_a_seed_is_drawn_if_none_is_given() -> None:

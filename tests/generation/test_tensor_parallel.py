@@ -76,11 +76,11 @@ def shared(workers: WorkerRanks, family: str, tmp_path_factory: pytest.TempPathF
         for seed, (name, targets) in enumerate(TARGETS.items())
     }
     load_adapters(parallel_rank.adapters_of(whole.folder), whole.engine)
-    workers.ranks.tell(str(whole.folder).encode())
+    workers.ranks.broadcast(str(whole.folder).encode())
     half = half_of(whole.folder, workers)
     load_adapters(parallel_rank.adapters_of(whole.folder), half, workers.group)
     yield Shared(whole, replace(whole, engine=half), text, workers)
-    workers.ranks.tell(b"")
+    workers.ranks.broadcast(b"")
 
 
 def half_of(folder: Path, workers: WorkerRanks) -> LanguageModel:

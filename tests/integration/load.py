@@ -169,7 +169,7 @@ class Load:
         self.asked["decoding and encoding"] = encoding = asked_about(self._client, one)
         await until(lambda: encoding.half_encoded)
         self.asked["waiting for room"] = asked_about(self._client, other)
-        await until(lambda: encoder.metric("framesieve_encoder_room_waiting") >= 1)
+        await until(lambda: encoder.metric("framesieve_encoder_buffer_waiting") >= 1)
         self._standing_still.enter_context(stopped_workers(preprocessing))
         self.asked["reading"] = asked_about(self._client, short_clip(self._seed + 1))
         await until(lambda: preprocessing.metric("framesieve_preprocessing_jobs", pool="read") == 1)
