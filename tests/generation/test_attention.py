@@ -27,9 +27,9 @@ SIZES = CacheSizes(2, BLOCKS, BLOCK_TOKENS, HEADS, KV_HEADS, HEAD_DIM)
 @st.composite
 def batches(draw: st.DrawFn) -> list[tuple[list[int], int, int]]:
     """Blocks, computed tokens and window's end of each sequence, in packed order: single-token windows first."""
-    shift = draw(st.integers(0, BLOCKS - 1))
-    neighbours = [*range(shift, BLOCKS), *range(shift)]
-    free = draw(st.sampled_from([neighbours, draw(st.permutations(range(BLOCKS)))]))
+    shift = draw(st.integers(1, BLOCKS - 1))
+    neighbours = [*range(shift, BLOCKS), *range(1, shift)]  # block 0 is never theirs, so padding must not read it
+    free = draw(st.sampled_from([neighbours, draw(st.permutations(range(1, BLOCKS)))]))
     found = []
     for _ in range(draw(st.integers(1, 5))):
         end = draw(st.integers(1, 4 * BLOCK_TOKENS))
@@ -79,6 +79,23 @@ def test_every_row_sees_its_own_sequence_and_nothing_else(
     with (
         patch.object(sdpa, "IN_PLACE_TOKENS", in_place_tokens),
         patch.object(sdpa, "MOST_GATHERED_TOKENS", gathered),
+    ):
+        check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
+
+
+@settings(max_examples=15)
+@given(batch=batches(), seed=st.integers(0, 2**16))
+def test_kv_heads_are_repeated_on_devices_without_grouped_kernels(
+    batch: list[tuple[list[int], int, int]], seed: int
+) -> None:
+    def attend(*arrays: Tensor, **named: Any) -> Tensor:
+        assert named.get("attn_mask") is None or not named.get("enable_gqa")
+        return plain(*arrays, **named)
+
+    plain = sdpa.F.scaled_dot_product_attention
+    with (
+        patch.object(sdpa, "REPEATING_DEVICES", ("cpu",)),
+        patch.object(sdpa.F, "scaled_dot_product_attention", attend),
     ):
         check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from services.generation.engine.engine import Engine
 from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.request.batch import Window
+from services.generation.request.batch import Window, media_rows
 from services.generation.request.request import Adapter, Event, Failed, Finished, Request
 from services.generation.sampling.sampler import SampledToken, SamplingParams, sample_and_verify
 from tests.oracle import Item, Text
@@ -56,6 +56,11 @@ class SequenceRunner:
                 if token >= window.start:
                     self.slots[slot] = tuple(sequence[: token + 1])
                 assert self.slots[slot] == tuple(sequence[: token + 1]), f"{window} reads another sequence at {token}"
+            for rows in media_rows(window, 0):
+                embeds = window.request.embeds[rows.media_index]
+                assert embeds is not None
+                dropped = window.request.kept_counts[rows.media_index] - embeds.shape[1]
+                assert rows.first_row >= dropped, f"{window} computes rows again that it has not received"
         sampling = [window for window in windows if window.samples]
         # Answers alternate between two tokens, so that answers of different requests are as alike as their prompts.
         ends = [end for window in sampling for end in range(window.end - window.num_draft_tokens, window.end + 1)]
