@@ -5,7 +5,7 @@ Lies of an encoder are in generation/test_media_contract.py, plans that contradi
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def with_unasked_medium(plan: prompt_pb2.PromptPlan) -> None:
     plan.media.extend(sent.media)
 
 
-LIES = {
+LIES: dict[str, Callable[[prompt_pb2.PromptPlan], Any]] = {
     "a token outside the vocabulary": with_token_outside_the_vocabulary,
     "a medium that was not in the prompt": with_unasked_medium,
     "another checkpoint": lambda plan: setattr(plan, "fingerprint", bytes(32)),

@@ -79,7 +79,9 @@ def prompt_of(*parts: Part) -> Prompt:
 
 HALF = Part(image=Media(data=bytes(MAX_INLINE_BYTES // 2 + 1)))
 TOO_MUCH = {
-    f"{MAX_PARTS + 1} messages and parts, at most {MAX_PARTS}": prompt_of(*[Part(text="")] * MAX_PARTS),
+    f"{MAX_PARTS + 1} messages and parts, at most {MAX_PARTS}": Prompt(
+        messages=[*[Message(parts=[Part(text="")])] * (MAX_PARTS // 2), Message()]
+    ),
     f"{10**6} messages and parts, at most {MAX_PARTS}": Prompt(messages=[Message()] * 10**6),
     "513 media, at most 512": prompt_of(*[Part(image=Media(path="x"))] * 513),
     f"{MAX_TEXT_BYTES + 1} bytes of text": prompt_of(Part(text="é" * (MAX_TEXT_BYTES // 2)), Part(text="x")),
