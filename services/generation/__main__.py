@@ -25,7 +25,8 @@ from services.generation.families import check_ranks
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import WorkerRanks
-from services.generation.rpc.media import MediaClient, ModelInput
+from services.generation.rpc.arriving_item import ModelInput
+from services.generation.rpc.media import MediaClient
 from services.generation.rpc.metrics import count_step, watch
 from services.generation.rpc.prompt_limit import PromptLimit
 from services.generation.rpc.servicer import SERVICE, GenerationServicer
@@ -59,9 +60,9 @@ async def main() -> ExitStatus:
             count_step,
             break_off if workers else lambda: None,
         )
-        room = ByteSemaphore(settings.media_buffer_bytes)
+        media_buffer = ByteSemaphore(settings.media_buffer_bytes)
         begin("generation", "Generate", checkpoint, str(model.dtype).removeprefix("torch."), str(model.device))
-        watch(engine, room, settings.max_num_seqs, settings.max_waiting_requests)
+        watch(engine, media_buffer, settings.max_num_seqs, settings.max_waiting_requests)
         engine.start()
         ends.callback(engine.stop)
         if workers:
@@ -70,7 +71,7 @@ async def main() -> ExitStatus:
             open_channel(settings.preprocessing, credentials) as preprocessing,
             open_channel(settings.encoder, credentials) as encoder,
         ):
-            media = MediaClient(preprocessing, encoder, _model_input(checkpoint, model), room)
+            media = MediaClient(preprocessing, encoder, _model_input(checkpoint, model), media_buffer)
             limit = PromptLimit(built.limit_tokens)
             servicer = GenerationServicer(engine, media, tokenizer, defaults, limit, credentials, model.adapters)
             register = partial(add_GenerationServiceServicer_to_server, servicer)

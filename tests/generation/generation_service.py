@@ -28,7 +28,8 @@ from services.generation.families import load_language_model
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.model.language_model import LanguageModel
 from services.generation.model.runner import Runner
-from services.generation.rpc.media import MediaClient, ModelInput
+from services.generation.rpc.arriving_item import ModelInput
+from services.generation.rpc.media import MediaClient
 from services.generation.rpc.prompt_limit import PromptLimit
 from services.generation.rpc.servicer import GenerationServicer
 from services.generation.sampling.defaults import SamplingDefaults
@@ -67,10 +68,8 @@ class Service:
         return held == (0, 0, 0, 0, 0)
 
     def ask(self, plan: PromptPlan | None = None, **fields: Any) -> Any:
-        fields.setdefault("sampling", Sampling(max_new_tokens=5))
-        return self.stub.Generate(
-            GenerateRequest(prompt=prompt_message(plan or self.encoder.plan), pruning=HALF, **fields)
-        )
+        fields = {"sampling": Sampling(max_new_tokens=5), "pruning": HALF} | fields
+        return self.stub.Generate(GenerateRequest(prompt=prompt_message(plan or self.encoder.plan), **fields))
 
     def ask_text(self, **fields: Any) -> Any:
         return self.ask(self.preprocessing.plan, **fields)

@@ -14,7 +14,8 @@ from common.contract.plan import Grid, Modality, PromptPlan
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from services.generation.request.encoded_media import MediaItem
-from services.generation.rpc.media import MediaClient, MediaSession, ModelInput, Progress
+from services.generation.rpc.arriving_item import ModelInput, Progress
+from services.generation.rpc.media import MediaClient, MediaSession
 from services.generation.rpc.timing import StageClock
 from tests.generation.generation_peers import embeds_messages, progress_message, prompt_message, prompt_plan, serving
 

@@ -157,7 +157,7 @@ async def one_in_each_stage(fleet: Fleet, client: FramesieveClient, seed: int) -
                 asked["decoding and encoding"] = encoding = asked_about(client, long_clip(seed))
                 await until(lambda: encoding.half_encoded)
                 asked["waiting for room"] = asked_about(client, long_clip(seed + 1))
-                await until(lambda: encoder.metric("framesieve_encoder_room_waiting") >= 1)
+                await until(lambda: encoder.metric("framesieve_encoder_buffer_waiting") >= 1)
                 standing_still.enter_context(stopped_workers(preprocessing))
                 asked["reading"] = asked_about(client, short_clip(seed + 1))
                 await until(lambda: preprocessing.metric("framesieve_preprocessing_jobs", pool="read") == 1)

@@ -165,7 +165,7 @@ class Scheduler:
         return windows
 
     def _admit(self) -> Request | None:
-        """Moves the oldest waiting request to the running ones, if there is room for it."""
+        """Moves the oldest waiting request to the running ones, if its blocks fit."""
         if not self.waiting or len(self.running) == self._max_num_seqs:
             return None
         request = self.waiting[0]
@@ -174,8 +174,8 @@ class Scheduler:
         not_running = (*self.waiting[1:], *self.awaiting_media)
         reclaimable = sum(self.allocator.exclusive(other.blocks[other.num_pinned_blocks :]) for other in not_running)
         # One block for each running request to grow into: otherwise its next token would preempt the new request.
-        room = self.allocator.free + reclaimable - promised - len(self.running)
-        if self.running and self._missing_blocks(request, request.tokens) > room:
+        available = self.allocator.free + reclaimable - promised - len(self.running)
+        if self.running and self._missing_blocks(request, request.tokens) > available:
             return None
         del self.waiting[0]
         self._enter(request, Status.RUNNING)
@@ -194,8 +194,8 @@ class Scheduler:
         for request in self.awaiting_media:
             spare = max(0, self.allocator.free - promised)
             start = request.num_computed_tokens
-            room = (len(request.blocks) + spare) * self.allocator.block_tokens - start
-            tokens = min(budget, room, request.ready_tokens - start)
+            fitting = (len(request.blocks) + spare) * self.allocator.block_tokens - start
+            tokens = min(budget, fitting, request.ready_tokens - start)
             if request.reclaimed or tokens < 1:
                 continue
             windows.append(Window(request, start, start + tokens, samples=False))
@@ -213,11 +213,11 @@ class Scheduler:
             request = window.request
             if window.draft_tokens and self._missing_blocks(request, window.end) > self.allocator.free:
                 window = _decode_window(request, ())  # no request is preempted for draft tokens
-            if request.status is Status.RUNNING and self._make_room(request, window.end):
+            if request.status is Status.RUNNING and self._free_blocks(request, window.end):
                 request.blocks += self.allocator.allocate(self._missing_blocks(request, window.end))
                 yield window
 
-    def _make_room(self, request: Request, tokens: int) -> bool:
+    def _free_blocks(self, request: Request, tokens: int) -> bool:
         """Takes blocks from other requests until this one can have `tokens`.
 
         Returns False if it is itself the newest running request and was preempted.

@@ -9,7 +9,7 @@ from common.contract.retention import EVS, Pruning
 from common.contract.wire import grid_message, modality_message
 from framesieve.v1 import encoder_pb2, generation_pb2
 from services.generation.request.request import FinishReason, Tokens
-from services.generation.rpc.media import Progress
+from services.generation.rpc.arriving_item import Progress
 from services.generation.rpc.timing import Stage, StageClock
 from services.generation.sampling.params import SamplingRequest, check_stops
 

@@ -89,7 +89,7 @@ for _phase in ("prefill", "decode"):
     COMPUTED_TOKENS.labels(_phase)
 
 
-def watch(engine: Engine, room: ByteSemaphore, max_running: int, max_waiting: int) -> None:
+def watch(engine: Engine, media_buffer: ByteSemaphore, max_running: int, max_waiting: int) -> None:
     """Connects the gauges to the engine and the media buffer; their values are read at each scrape."""
     QUEUE.labels("running").set_function(lambda: engine.stats().running)
     QUEUE.labels("waiting").set_function(lambda: engine.stats().waiting)
@@ -105,10 +105,10 @@ def watch(engine: Engine, room: ByteSemaphore, max_running: int, max_waiting: in
     BLOCKS.set_function(lambda: engine.stats().blocks_total)
     QUEUE_LIMIT.labels("running").set(max_running)
     QUEUE_LIMIT.labels("waiting").set(max_waiting)
-    MEDIA_BYTES_USED.set_function(lambda: room.held_bytes)
-    MEDIA_BYTES.set(room.size_bytes)
-    MEDIA_WAITING.set_function(lambda: room.waiting)
-    MEDIA_OLDEST_SECONDS.set_function(lambda: age_seconds(room.oldest_ns))
+    MEDIA_BYTES_USED.set_function(lambda: media_buffer.held_bytes)
+    MEDIA_BYTES.set(media_buffer.size_bytes)
+    MEDIA_WAITING.set_function(lambda: media_buffer.waiting)
+    MEDIA_OLDEST_SECONDS.set_function(lambda: age_seconds(media_buffer.oldest_ns))
 
 
 def count_step(step: Step) -> None:

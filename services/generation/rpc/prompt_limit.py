@@ -24,7 +24,7 @@ class PromptLimit:
 
     tokens: int
 
-    def room(
+    def answer_tokens(
         self, plan: PromptPlan, prunings: Sequence[Pruning], kept_counts: Sequence[int], max_new_tokens: int | None
     ) -> int:
         """The maximum number of tokens of the answer, at least 1.
@@ -46,15 +46,15 @@ class PromptLimit:
         )
 
 
-def advice(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -> str:
-    """A suffix for error messages: the frame_sampling that makes the media fit into `room` tokens; empty if none does.
+def advice(media: Sequence[MediaPlan], prunings: Sequence[Pruning], limit_tokens: int) -> str:
+    """A suffix for error messages: a frame_sampling that makes the media fit into `limit_tokens`; empty if none does.
 
     Only decoded media can shrink. The text between their slices counts as theirs.
     """
     ways = []
-    if pixels := _max_pixels(media, prunings, room):
+    if pixels := _max_pixels(media, prunings, limit_tokens):
         ways.append(f"max_pixels={pixels}")
-    if fps := _fps(media, prunings, room):
+    if fps := _fps(media, prunings, limit_tokens):
         present = max(item.frame_height_px * item.frame_width_px for item in media)
         ways.append(f"fps={fps} and max_pixels={present}")
     return f"; a frame_sampling of {', or '.join(ways)}, would fit" if ways else ""
@@ -74,7 +74,7 @@ def _between(item: MediaPlan, slices: int) -> int:
     return sum(gaps[:slices])
 
 
-def _max_pixels(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -> int | None:
+def _max_pixels(media: Sequence[MediaPlan], prunings: Sequence[Pruning], limit_tokens: int) -> int | None:
     """The largest number of pixels per frame at which all items fit. Frames are rounded down to whole tokens."""
 
     def tokens(pixels: int) -> int:
@@ -86,7 +86,7 @@ def _max_pixels(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: i
     # A frame never has less than one token.
     least = max((_token_px(item) for item in media), default=1)
     most = max((item.frame_height_px * item.frame_width_px for item in media), default=0)
-    return _largest(least, most, lambda pixels: tokens(pixels) <= room)
+    return _largest(least, most, lambda pixels: tokens(pixels) <= limit_tokens)
 
 
 def _slice_tokens(item: MediaPlan, pixels: int) -> int:
@@ -100,7 +100,7 @@ def _token_px(item: MediaPlan) -> int:
     return item.frame_height_px * item.frame_width_px // item.grid.slice_tokens
 
 
-def _fps(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -> float | None:
+def _fps(media: Sequence[MediaPlan], prunings: Sequence[Pruning], limit_tokens: int) -> float | None:
     """The largest frame rate, in steps of 0.01, at which all items fit at their present frame size."""
 
     def tokens(hundredths: int) -> int:
@@ -110,7 +110,7 @@ def _fps(media: Sequence[MediaPlan], prunings: Sequence[Pruning], room: int) -> 
         )
 
     rates = [_frames_per_slice(item) / item.seconds_per_grid for item in media if item.seconds_per_grid]
-    found = _largest(1, math.floor(100 * max(rates, default=0)), lambda hundredths: tokens(hundredths) <= room)
+    found = _largest(1, math.floor(100 * max(rates, default=0)), lambda hundredths: tokens(hundredths) <= limit_tokens)
     return found and found / 100
 
 

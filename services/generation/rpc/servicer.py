@@ -24,7 +24,8 @@ from services.generation.engine.engine import Engine
 from services.generation.model.adapters import NO_ADAPTERS, Adapters
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Tokens
-from services.generation.rpc.media import MediaClient, MediaSession, Progress
+from services.generation.rpc.arriving_item import Progress
+from services.generation.rpc.media import MediaClient, MediaSession
 from services.generation.rpc.messages import (
     accepted_response,
     delta_response,
@@ -87,9 +88,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with self._media.open(request.prompt, request.pruning, clock, **call) as session:
             del request  # inline media may be large; the session drops them once all encoded media have arrived
             plan, prunings, kept_counts = session.plan, session.prunings, session.kept_counts
-            room = self._limit.room(plan, prunings, kept_counts, wanted.max_new_tokens)
+            answer_tokens = self._limit.answer_tokens(plan, prunings, kept_counts, wanted.max_new_tokens)
             usage = usage_message(plan, prunings, kept_counts)
-            first, *others = wanted.resolve(self._defaults, room)
+            first, *others = wanted.resolve(self._defaults, answer_tokens)
             events = Events(1 + len(others))
             keys, listener = session.media_keys, events.listener
             question = Request(
@@ -138,7 +139,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             await self._deliver(session, clock, question, usage, events)
             # Release the bytes now: a slow client must not hold bytes that the engine no longer needs.
             await events.ended.wait()
-            await session.give_room_back()
+            await session.release()
         except Exception as error:
             events.put(error)
 

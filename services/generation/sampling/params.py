@@ -65,17 +65,17 @@ class SamplingRequest:
             limit = f"1 to {MAX_STOP_CHARACTERS} characters"
             _check(f"stop[{index}]", f"{len(stop)} characters", limit, 1 <= len(stop) <= MAX_STOP_CHARACTERS)
 
-    def resolve(self, defaults: SamplingDefaults, room_tokens: int) -> tuple[SamplingParams, ...]:
+    def resolve(self, defaults: SamplingDefaults, limit_tokens: int) -> tuple[SamplingParams, ...]:
         """The parameters of each of the `n` answers; answer i has seed + i.
 
-        room_tokens: the longest possible answer, at least 1.
+        limit_tokens: the longest possible answer, at least 1.
         Raises InvalidRequest for a stop token outside the vocabulary.
         """
         for index, token_id in enumerate(self.stop_token_ids):
             limit = f"at least 0 and below {defaults.vocab_size}"
             _check(f"stop_token_ids[{index}]", token_id, limit, 0 <= token_id < defaults.vocab_size)
         own_eos_ids = () if self.ignore_eos else defaults.eos_ids
-        unset = min(DEFAULT_MAX_NEW_TOKENS, defaults.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, room_tokens)
+        unset = min(DEFAULT_MAX_NEW_TOKENS, defaults.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, limit_tokens)
         repetition_penalty = self.repetition_penalty
         first = SamplingParams(
             max_new_tokens=unset if self.max_new_tokens is None else self.max_new_tokens,

@@ -101,8 +101,8 @@ class Needs:
         token_bytes: of one token's keys and values, in all layers. One block more is allocated for padding.
         """
         budget = int(Fraction(str(fraction)) * self.total)
-        room = budget - self.others - self.step - self.graphs - self.media
-        return (room // (token_bytes * block_tokens) - 1) * block_tokens
+        available = budget - self.others - self.step - self.graphs - self.media
+        return (available // (token_bytes * block_tokens) - 1) * block_tokens
 
 
 def measure(

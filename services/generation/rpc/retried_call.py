@@ -1,0 +1,136 @@
+"""A call of another service that is made again on another replica if it is lost.
+
+    call ─▶ plan ─▶ select ─▶ pieces … lost ─▶ back off ─▶ call ─▶ the same plan ─▶ select the missing ones ─▶ pieces
+
+This module does not know what the pieces are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from time import monotonic_ns
+from typing import Any, TypeAlias
+
+import grpc
+import structlog
+
+from common.channels import end_writing, read_from, write_to
+from common.contract.errors import DeadlinePassed, PeerContract, Unavailable
+from common.contract.plan import PromptPlan
+from common.contract.wire import PlanReceiver, from_ago_s
+from common.serving.retries import Retries
+
+Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
+Selected: TypeAlias = "asyncio.Future[Sequence[int]]"
+
+log = structlog.get_logger()
+
+
+class RetriedCall:
+    """An Encode or Preprocess call that is started again on another replica if it is lost after its first message.
+
+    method: of the service's stub. requests: the messages to write, given the future of the selected items.
+    timeout: in seconds, for all attempts together; None for no limit. `cancel` must be called at the end.
+    """
+
+    def __init__(
+        self,
+        method: Callable[..., Call],
+        requests: Callable[[Selected], AsyncIterator[Any]],
+        stage: str,
+        retries: Retries,
+        timeout: float | None = None,
+        metadata: Any = None,
+    ) -> None:
+        self._method = method
+        self._requests = requests
+        self._stage = stage
+        self._retries = retries
+        self._clock = asyncio.get_running_loop().time
+        self._ends_s = None if timeout is None else self._clock() + timeout
+        self._metadata = metadata
+        self._attempt = 0
+        self._answered = False
+        self.fetched_ns: int | None = None
+        self._start()
+
+    async def plan(self) -> PromptPlan:
+        """The prompt's plan. Raises PeerContract, and errors of the service.
+
+        Sets `fetched_ns`, when media given by URL had been fetched, on this host's monotonic clock; None without any.
+        """
+        while True:
+            try:
+                return await self._receive_plan()
+            except Unavailable as lost:
+                await self._restart(lost)
+
+    def select(self, wanted: Sequence[int]) -> None:
+        if not self._selected.done():  # cancelled together with a lost call; the next read raises its error
+            self._selected.set_result(wanted)
+
+    async def read(self) -> Any:
+        """The next message; None at the end of the stream. Raises errors of the service."""
+        message = await read_from(self._call, self._stage)
+        self._answered = True
+        return message
+
+    async def resume(self, lost: Unavailable, plan: PromptPlan, missing: Sequence[int]) -> None:
+        """Selects the missing items in a new call. Raises `lost` if no new call can be made or its plan differs."""
+        await self._restart(lost)
+        again = await self.plan()
+        if not again.same_as(plan):
+            log.warning("another replica sent a different plan", stage=self._stage)
+            raise lost
+        self.select(missing)
+
+    def succeeded(self) -> None:
+        """Records that everything selected has arrived, so the call will not be retried."""
+        self._retries.succeeded()
+        del self._requests  # may hold inline media
+
+    def cancel(self) -> None:
+        self._call.cancel()
+        self._writing.cancel()
+        self._selected.cancel()
+
+    def _start(self) -> None:
+        timeout = None if self._ends_s is None else max(0.0, self._ends_s - self._clock())
+        self._attempt += 1
+        self._answered = False
+        self._selected: Selected = asyncio.get_running_loop().create_future()
+        self._call = self._method(timeout=timeout, metadata=self._metadata)
+        self._writing = asyncio.create_task(_write_all(self._call, self._requests(self._selected)))
+
+    async def _restart(self, lost: Unavailable) -> None:
+        """Retries only calls that had answered: gRPC itself has already retried the others."""
+        # While a call is being written to, gRPC may report UNAVAILABLE where the deadline has passed.
+        if self._ends_s is not None and self._clock() >= self._ends_s:
+            raise DeadlinePassed(f"the deadline passed while waiting for {self._stage}") from lost
+        if not self._answered:
+            raise lost
+        self.cancel()
+        await self._retries.wait(self._attempt + 1, lost)
+        log.warning("retrying", stage=lost.stage, error=str(lost), attempt=self._attempt + 1)
+        self._start()
+
+    async def _receive_plan(self) -> PromptPlan:
+        receiver = PlanReceiver()
+        while True:
+            response = await self.read()
+            if response is None:
+                raise PeerContract("the stream ended before its plan was complete")
+            if not response.HasField("plan"):
+                raise PeerContract("the stream did not begin with a plan")
+            if self.fetched_ns is None and response.HasField("fetched_ago_s"):
+                self.fetched_ns = from_ago_s(response.fetched_ago_s, monotonic_ns())
+            if plan := receiver.add(response.plan):
+                return plan
+
+
+async def _write_all(call: Any, requests: AsyncIterator[Any]) -> None:
+    """Writes every request of a call. If the call ends first, reading from it raises its error."""
+    async for request in requests:
+        await write_to(call, request)
+    await end_writing(call)
