@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from typer.testing import CliRunner
 
+from common.channels import open_channel
 from common.contract import errors
 from common.contract.retention import Pruning
 from common.process import free_port
@@ -26,7 +29,7 @@ from framesieve.cli.inspection import inspect_media
 from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
 from framesieve.client.answer import Accepted
 from framesieve.client.client import FramesieveClient
-from framesieve.client.credentials import Access
+from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.encoding import encode
 from framesieve.client.prompt import Video
 from tests.integration.conftest import idle
@@ -80,7 +83,13 @@ def flags_of(service: str, secrets: Path) -> list[str]:
     if service != "preprocessing":
         flags += ["--upstream-tls-ca", f"{own}/ca.pem", "--upstream-token-file", f"{own}/token"]
     if service == "generation":
-        flags += ["--max-requests-per-client", str(MAX_REQUESTS), "--max-bytes-per-client", str(MAX_BYTES)]
+        flags += [
+            "--no-reflection",
+            "--max-requests-per-client",
+            str(MAX_REQUESTS),
+            "--max-bytes-per-client",
+            str(MAX_BYTES),
+        ]
     return flags
 
 
@@ -169,6 +178,19 @@ async def test_a_client_at_its_quota_is_refused_and_another_is_not(guarded: Guar
     for stream in held:
         await stream.aclose()
     await idle(guarded.stack)
+
+
+@pytest.mark.parametrize(("name", "code"), [("encoder", None), ("generation", grpc.StatusCode.UNIMPLEMENTED)])
+async def test_reflection_can_be_switched_off(guarded: Guarded, name: str, code: grpc.StatusCode | None) -> None:
+    credentials = credentials_of(guarded.access("inspector" if name == "encoder" else "alice"))
+    async with open_channel(guarded.stack.addresses[name], credentials) as channel:
+        # A unary request: gRPC sometimes loses the status of a call that is refused while the caller still writes.
+        reflect = channel.unary_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        call = reflect(ServerReflectionRequest(list_services="").SerializeToString(), metadata=credentials.metadata)
+        if code:
+            assert await call.code() is code
+        else:
+            assert b"framesieve.v1.EncoderService" in await call.read()
 
 
 def test_commands_take_credentials_from_flags_or_the_environment(guarded: Guarded, tmp_path: Path) -> None:

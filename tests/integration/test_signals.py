@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common.channels import upstream_errors
 from common.contract import errors
 from common.process import ExitStatus
 from framesieve.client.client import FramesieveClient
@@ -71,6 +73,32 @@ async def test_a_service_limits_its_open_files_and_ends_with_0_without_requests(
     assert not any(map(runs, workers))
 
 
+async def held_calls(service: Service, channel: grpc.aio.Channel, number: int) -> list[Any]:
+    """Calls that get no answer while the workers that would read their media are stopped."""
+    prompt = prompt_message([user_turn(short_clip(0), "What moves?")])
+    calls = [preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess() for _ in range(number)]
+    for call in calls:
+        await call.write(preprocessing_pb2.PreprocessRequest(prompt=prompt))
+    await until(lambda: service.metric("framesieve_preprocessing_jobs", pool="read") == number)
+    return calls
+
+
+async def test_a_second_signal_ends_a_service_at_once(start: Start) -> None:
+    service = start("--drain-s", "100")
+    service.ready()
+    workers = children(service.pid)
+    with stopped_workers(service):
+        async with grpc.aio.insecure_channel(service.address) as channel:  # those of the product retry
+            (call,) = await held_calls(service, channel, 1)
+            service.tell(signal.SIGTERM)
+            await until(lambda: not service.serving())
+            service.tell(signal.SIGINT)
+            assert await asyncio.to_thread(service.ended) == 128 + signal.SIGINT
+            with pytest.raises(errors.Unavailable, match="cannot be reached"), upstream_errors("preprocessing"):
+                await call.read()
+            await until(lambda: not any(map(runs, workers)))
+
+
 async def test_a_signal_ends_a_service_that_is_not_ready_at_once(start: Start) -> None:
     service = start()
     await until(lambda: children(service.pid))
@@ -97,11 +125,7 @@ async def test_a_service_whose_workers_cannot_start_is_unhealthy_until_they_can(
                     await asyncio.sleep(0.05)
 
         with stopped_workers(service):
-            prompt = prompt_message([user_turn(short_clip(0), "What moves?")])
-            calls = [preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess() for _ in range(2)]
-            for call in calls:
-                await call.write(preprocessing_pb2.PreprocessRequest(prompt=prompt))
-            await until(lambda: service.metric("framesieve_preprocessing_jobs", pool="read") == len(calls))
+            calls = await held_calls(service, channel, 2)
             limits = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
             resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (3, limits[1]))  # it can open nothing more
             for each in children(service.pid):
@@ -109,6 +133,7 @@ async def test_a_service_whose_workers_cannot_start_is_unhealthy_until_they_can(
             await becomes(health_pb2.HealthCheckResponse.NOT_SERVING)
             resource.prlimit(service.pid, resource.RLIMIT_NOFILE, limits)
             await becomes(health_pb2.HealthCheckResponse.SERVING)
+            assert len(calls) == 2  # which last until here
 
 
 # --- the fleet ----------------------------------------------------------------------------------------------------

@@ -62,6 +62,12 @@ async def client(tight: LocalStack) -> AsyncIterator[FramesieveClient]:
         await until(lambda gauge=gauge: gauge() == 0)  # type: ignore[misc]
 
 
+async def test_eight_requests_of_several_videos_each_do_not_deadlock(client: FramesieveClient) -> None:
+    clips = [[Video(data=media.clip(seed=8 * request + video)) for video in range(VIDEOS)] for request in range(8)]
+    answers = await asyncio.gather(*(client.ask(each, "What moves?", max_new_tokens=2, timeout_s=90) for each in clips))
+    assert [len(answer.usage.media) for answer in answers] == [VIDEOS] * 8
+
+
 async def test_two_hundred_requests_at_once_are_answered_or_refused(client: FramesieveClient) -> None:
     """Of up to three videos each. A refusal says when to retry; no request hangs."""
     clips = [media.clip(8, seed=seed) for seed in range(5)]
