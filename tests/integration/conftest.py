@@ -22,7 +22,6 @@ from tests.integration.collector import Collector, collecting
 from tests.integration.fleet import Fleet, Service, exported, metric_in, until
 from tests.integration.load import is_answered_soon
 
-KV_CACHE_TOKENS = 2048
 DECODE_MEMORY_BYTES = 192 * 2**20
 FETCH_MAX_BYTES = 1_000_000
 DRAIN_S = 4.0
@@ -73,7 +72,7 @@ def stack(
     preprocessing += ["--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1", "--allow-media-domain", "*"]
     preprocessing += ["--fetch-ports", f"80,{fetch_port}", "--fetch-max-bytes", str(FETCH_MAX_BYTES)]
     adapters = ",".join(f"{folder.name}={folder}" for folder in adapted)
-    generation = ["--kv-cache-tokens", str(KV_CACHE_TOKENS), "--adapters", adapters]
+    generation = ["--kv-cache-tokens", "2048", "--adapters", adapters]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")

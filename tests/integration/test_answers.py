@@ -1,4 +1,4 @@
-"""Questions through three real processes: the order of events, neighbours, and what caches spare the next question."""
+"""Questions through three real processes: sampling, neighbours, and what caches spare the next question."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from common.contract import errors
-from common.contract.plan import Modality
 from framesieve.cli.launcher import LocalStack
-from framesieve.client.answer import Accepted, Answer, Delta, Finished, FinishReason, Progress
+from framesieve.client.answer import Answer, FinishReason
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, Message, Text, Video
 from tests import media
-from tests.integration.conftest import KV_CACHE_TOKENS, idle, metric
+from tests.integration.conftest import idle, metric
 
 QUESTION = "What moves?"
 
@@ -24,23 +22,6 @@ async def ask(client: FramesieveClient, clip: int, **options: Any) -> Answer:
     """An answer about the clip of that number."""
     asked = {"max_new_tokens": 8, "pruning_rate": 0.5, "temperature": 0.0, "timeout_s": 30.0} | options
     return await client.ask(Video(data=media.clip(seed=clip)), QUESTION, **asked)  # type: ignore[arg-type]
-
-
-async def test_the_events_of_an_answer_come_in_order(client: FramesieveClient) -> None:
-    video = Video(data=media.clip(16, fps=4, seed=50))
-    options: Any = {"pruning_rate": 0.5, "max_new_tokens": 8, "request_id": "mine"}
-    events = [event async for event in client.stream(video, QUESTION, **options)]
-    kinds = [type(event) for event in events]
-    assert kinds == sorted(kinds, key=(Accepted, Progress, Delta, Finished).index)
-    assert {Progress, Delta} < set(kinds)
-    accepted, finished = events[0], events[-1]
-    assert isinstance(accepted, Accepted)
-    assert isinstance(finished, Finished)
-    assert accepted.request_id == "mine"
-    # 4 s at 2 frames a second: 8 frames, 4 slices of 4 × 4 tokens, half of which are kept.
-    (item,) = finished.usage.media
-    assert (item.modality, str(item.grid), item.kept_tokens) == (Modality.VIDEO, "4×4×4", 32)
-    assert finished.usage.prompt_tokens_full - finished.usage.prompt_tokens == 32
 
 
 async def test_the_same_request_gives_the_same_answer_alone_and_among_others(client: FramesieveClient) -> None:
@@ -86,16 +67,6 @@ async def test_a_picture_of_several_pieces_is_answered(client: FramesieveClient)
     picture = Image(data=media.picture(1204, 1204), max_pixels=1204 * 1204)
     answer = await client.ask(picture, QUESTION, max_new_tokens=1, timeout_s=60)
     assert str(answer.usage.media[0].grid) == "1×43×43"
-
-
-async def test_a_prompt_longer_than_the_cache_is_refused_before_anything_is_decoded(
-    stack: LocalStack, client: FramesieveClient
-) -> None:
-    before = await work_done(stack)
-    many = [Video(data=media.clip(256, fps=4, seed=seed)) for seed in range(5)]
-    with pytest.raises(errors.PromptTooLong, match=str(KV_CACHE_TOKENS)):
-        await client.ask(many, QUESTION, max_new_tokens=1)
-    assert await work_done(stack) == before
 
 
 # --- caches -------------------------------------------------------------------------------------------------------

@@ -99,16 +99,6 @@ async def test_two_ranks_of_generation_answer_as_one_and_end_when_one_is_killed(
 
 
 @pytest.mark.deep
-async def test_ranks_of_generation_end_with_it_on_sigterm(start: Start) -> None:
-    service = start()
-    rank = rank_1(service)
-    assert runs(rank)
-    service.tell(signal.SIGTERM)
-    assert await asyncio.to_thread(service.ended) == ExitStatus.FINISHED
-    assert not runs(rank)
-
-
-@pytest.mark.deep
 async def test_a_rank_of_generation_that_hangs_ends_the_service(start: Start) -> None:
     service = start(IMPATIENT)
     await fails_a_running_request(service, signal.SIGSTOP)

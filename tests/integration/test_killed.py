@@ -16,7 +16,7 @@ from common.contract.errors import FramesieveError, Unavailable
 from framesieve.client.client import FramesieveClient
 from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, Service, at_rest, children, runs, until
-from tests.integration.load import Asked, Load, is_answered_soon, short_clip
+from tests.integration.load import Asked, is_answered_soon, one_in_each_stage, short_clip
 from tests.integration.pruning import held_in_pruning
 
 FRAMES = ("fetching", "reading", "decoding and encoding", "waiting for room")
@@ -39,8 +39,7 @@ async def test_only_requests_that_need_a_killed_service_fail_and_name_it(
 ) -> None:
     client, victim = fleet_client, fleet.first[index]
     workers = children(fleet.preprocessing[0].pid)
-    async with Load(fleet, client, seed=10 * index) as load:
-        await load.held()
+    async with one_in_each_stage(fleet, client, seed=10 * index) as load:
         tokens = {stage: asked.tokens for stage, asked in load.asked.items()}
         victim.kill()
         if name == "encoder":

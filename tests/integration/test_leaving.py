@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,20 +11,19 @@ from common.contract.errors import DeadlinePassed
 from framesieve.client.client import FramesieveClient
 from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, at_rest, until
-from tests.integration.load import Asked, Load, asked_about, endless, long_clip, quick
+from tests.integration.load import Asked, long_clip, one_in_each_stage, quick
 from tests.integration.pruning import held_in_pruning
 
 
 async def test_callers_that_disconnect_in_every_stage_free_everything(
     fleet: Fleet, fleet_client: FramesieveClient
 ) -> None:
-    async with Load(fleet, fleet_client, seed=40) as load:
-        await load.held()
+    async with one_in_each_stage(fleet, fleet_client, seed=40) as load:
         assert fleet.generation.metric("framesieve_generation_media_buffer_used_bytes") > 0
-        assert not [stage for stage, asked in load.asked.items() if asked.task.done()]
         await load.leave()
         await at_rest(fleet.first, within_s=SOON_S)
         await until(lambda: not load.halfway.calls and all(task.done() for task in load.server.serving), SOON_S)
+        assert not [each.name for each in fleet.first if each.metric("framesieve_requests_total", code="INTERNAL")]
 
 
 async def test_a_deadline_that_passes_while_media_is_encoded_frees_everything(
@@ -37,35 +35,12 @@ async def test_a_deadline_that_passes_while_media_is_encoded_frees_everything(
     await at_rest(fleet.first, within_s=SOON_S)
 
 
-async def test_callers_that_disconnect_free_their_places_and_those_they_wait_for(
-    fleet: Fleet, fleet_client: FramesieveClient
-) -> None:
-    """More requests than run at once: four generate, the fifth waits."""
-    asked = [endless(fleet_client) for _ in range(5)]
-    waiting = partial(fleet.generation.metric, "framesieve_generation_engine_requests", state="waiting")
-    await until(lambda: sum(each.tokens > 0 for each in asked) == 4)
-    await until(lambda: waiting() == 1)
-    await leave(fleet, *asked)
-
-
 async def leave(fleet: Fleet, *asked: Asked) -> None:
     """Ends these requests; none may have ended by itself."""
     for each in asked:
         assert not each.task.done()
         await each.leave()
     await at_rest(fleet.first, within_s=SOON_S)
-
-
-@pytest.mark.deep
-async def test_a_caller_that_disconnects_while_the_last_slices_are_encoded_frees_everything(
-    fleet: Fleet, fleet_client: FramesieveClient
-) -> None:
-    asked = asked_about(fleet_client, long_clip(1003))
-    encoder, preprocessing = fleet.encoder[0], fleet.preprocessing[0]
-    await until(lambda: encoder.metric("framesieve_encoder_queue_slices"))
-    await until(lambda: not preprocessing.in_use())
-    await until(lambda: encoder.metric("framesieve_encoder_queue_slices"))
-    await leave(fleet, asked)
 
 
 @pytest.mark.deep

@@ -155,25 +155,6 @@ async def test_a_refusal_is_a_warning_in_each_log_and_a_failed_span_in_each_serv
         assert span.attributes["error.type"] == "MEDIA_REJECTED"
 
 
-async def test_a_disconnect_ends_all_spans_as_cancelled(
-    stack: LocalStack, stub: GenerationServiceStub, collector: Collector
-) -> None:
-    call = stub.Generate(question(Video(data=media.clip(512, fps=8))), **called("left-1"))
-    async for response in call:
-        if response.WhichOneof("response") == "progress":
-            break
-    call.cancel()
-    assert {line["code"] for line in (await ended(stack, "left-1")).values()} == {"CANCELLED"}
-
-    def requests() -> dict[str, Span]:
-        return {span.service: span for span in collector.of_request("left-1") if "Service/" in span.name}
-
-    await until(lambda: len(requests()) == len(METHODS))
-    assert all(span.failed and span.attributes["error.type"] == "CANCELLED" for span in requests().values())
-    (decode,) = (span for span in collector.of_request("left-1") if span.name == "decode")
-    assert decode.failed
-
-
 async def test_neither_logs_nor_traces_contain_prompts_or_urls(
     stack: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -12,17 +11,14 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.contract import errors
 from framesieve.cli.launcher import SERVICES, LocalStack
-from framesieve.client.answer import STAGES, Answer, Delta
 from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Image, Part, Video
+from framesieve.client.prompt import Video
 from tests import media
-from tests.integration.conftest import idle, metric
+from tests.integration.conftest import idle
 from tests.integration.fleet import exported
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
-FIRST_TOKEN = "framesieve_generation_time_to_first_token_seconds"
 
 Labels = Mapping[str, frozenset[str]]
 
@@ -80,45 +76,6 @@ def test_the_documentation_lists_exactly_the_exported_metrics_and_labels(stack: 
 
 
 # --- values -----------------------------------------------------------------------------------------------------
-
-
-async def test_stages_sum_to_the_time_to_first_token_over_a_mixed_load(
-    stack: LocalStack, client: FramesieveClient
-) -> None:
-    async def ask(*parts: Part, rate: float = 0.0, n: int = 1) -> Answer:
-        return await client.ask(list(parts) or None, "What moves?", pruning_rate=rate, n=n, max_new_tokens=4)
-
-    async def leave() -> None:
-        """Asks and disconnects after the first token."""
-        async for event in client.stream(Video(data=media.clip(seed=902)), "What moves?", max_new_tokens=500):
-            if isinstance(event, Delta):
-                return
-
-    async def is_refused() -> None:
-        with pytest.raises(errors.MediaRejected):
-            await client.ask(Video(data=b"no film"), "What moves?")
-
-    def sums() -> dict[str, float]:
-        stages = {
-            stage: metric(stack, "generation", "framesieve_generation_stage_seconds_sum", stage=stage)
-            for stage in STAGES
-        }
-        whole = {name: metric(stack, "generation", f"{FIRST_TOKEN}_{name}") for name in ("sum", "count")}
-        return stages | whole
-
-    clip, picture = Video(data=media.clip(seed=901)), Image(data=media.picture(112, 84))
-    await idle(stack)
-    before = sums()
-    asked = [ask(), ask(picture), ask(clip), ask(clip, picture, rate=0.5), ask(clip, n=3)]
-    answers = await asyncio.gather(*asked)
-    await asyncio.gather(leave(), is_refused())
-    answers += [await ask(clip), await ask(clip, rate=0.75)]  # a prefix cache hit; cached embeddings
-    await idle(stack)
-    grown = {name: seconds - before[name] for name, seconds in sums().items()}
-    assert grown["count"] == len(answers) + 1
-    assert sum(grown[stage] for stage in STAGES) == pytest.approx(grown["sum"], abs=1e-6)
-    for answer in answers:
-        assert sum(answer.timings.stages_s.values()) == pytest.approx(answer.timings.time_to_first_token_s, abs=1e-9)
 
 
 async def test_a_question_is_counted_by_each_service_in_its_stages_and_bytes(

@@ -88,17 +88,6 @@ def test_the_stages_stack_up_to_the_mean_time_to_first_token(watching: Prometheu
     assert float(watching.query(ratio)[0]["value"][1]) == pytest.approx(1, abs=1e-3)
 
 
-def test_the_variable_of_the_dashboard_lists_every_instance(
-    watching: Prometheus, stack: LocalStack, replica: LocalStack
-) -> None:
-    (variable,) = BOARD["templating"]["list"]
-    found = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"])
-    assert found
-    ports = [*stack.metrics_ports.values(), replica.metrics_ports["preprocessing"]]
-    listed = watching.get(f"label/{found[2]}/values", **{"match[]": found[1]})
-    assert set(listed) == {f"127.0.0.1:{port}" for port in ports}
-
-
 def test_every_rule_has_data_and_none_fails(watching: Prometheus) -> None:
     def uncompared(expression: str) -> str:
         """An alert without its comparison, and without that to yesterday."""

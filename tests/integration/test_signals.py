@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.channels import upstream_errors
 from common.contract import errors
 from common.process import ExitStatus
 from framesieve.client.client import FramesieveClient
@@ -31,7 +29,7 @@ from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from tests.awake import SOON_S, within
 from tests.integration.conftest import DRAIN_S, SHORT_DRAIN_S
 from tests.integration.fleet import Fleet, Service, at_rest, children, runs, stopped_workers, until
-from tests.integration.load import Load, asked_about, short_clip
+from tests.integration.load import asked_about, one_in_each_stage, short_clip
 
 # Stages that a request cannot finish while generation drains.
 ENDLESS = ("in transfer", "fetching", "generating")
@@ -56,15 +54,6 @@ def start(tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
         each.close()
 
 
-async def held_call(service: Service, channel: grpc.aio.Channel, held: int) -> Any:
-    """The last of `held` calls whose media are not read while the workers are stopped."""
-    call = preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess()
-    prompt = prompt_message([user_turn(short_clip(0), "What moves?")])
-    await call.write(preprocessing_pb2.PreprocessRequest(prompt=prompt))
-    await until(lambda: service.metric("framesieve_preprocessing_jobs", pool="read") == held)
-    return call
-
-
 async def test_a_service_limits_its_open_files_and_ends_with_0_without_requests(start: Start) -> None:
     """A service may open as many files as the system allows, a worker only what it needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -80,23 +69,6 @@ async def test_a_service_limits_its_open_files_and_ends_with_0_without_requests(
     service.tell(signal.SIGTERM)
     assert await asyncio.to_thread(service.ended) == ExitStatus.FINISHED
     assert not any(map(runs, workers))
-
-
-async def test_a_second_signal_ends_a_service_at_once(start: Start) -> None:
-    service = start("--drain-s", "100")
-    service.ready()
-    workers = children(service.pid)
-    with stopped_workers(service):
-        # A bare channel, since those of the product retry.
-        async with grpc.aio.insecure_channel(service.address) as channel:
-            call = await held_call(service, channel, 1)
-            service.tell(signal.SIGTERM)
-            await until(lambda: not service.serving())
-            service.tell(signal.SIGINT)
-            assert await asyncio.to_thread(service.ended) == 128 + signal.SIGINT
-            with pytest.raises(errors.Unavailable, match="cannot be reached"), upstream_errors("preprocessing"):
-                await call.read()
-            await until(lambda: not any(map(runs, workers)))
 
 
 async def test_a_signal_ends_a_service_that_is_not_ready_at_once(start: Start) -> None:
@@ -125,7 +97,11 @@ async def test_a_service_whose_workers_cannot_start_is_unhealthy_until_they_can(
                     await asyncio.sleep(0.05)
 
         with stopped_workers(service):
-            calls = [await held_call(service, channel, held) for held in (1, 2)]
+            prompt = prompt_message([user_turn(short_clip(0), "What moves?")])
+            calls = [preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess() for _ in range(2)]
+            for call in calls:
+                await call.write(preprocessing_pb2.PreprocessRequest(prompt=prompt))
+            await until(lambda: service.metric("framesieve_preprocessing_jobs", pool="read") == len(calls))
             limits = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
             resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (3, limits[1]))  # it can open nothing more
             for each in children(service.pid):
@@ -133,7 +109,6 @@ async def test_a_service_whose_workers_cannot_start_is_unhealthy_until_they_can(
             await becomes(health_pb2.HealthCheckResponse.NOT_SERVING)
             resource.prlimit(service.pid, resource.RLIMIT_NOFILE, limits)
             await becomes(health_pb2.HealthCheckResponse.SERVING)
-            assert len(calls) == 2
 
 
 # --- the fleet ----------------------------------------------------------------------------------------------------
@@ -184,8 +159,7 @@ async def test_new_requests_avoid_a_draining_replica_and_fail_once_the_last_one_
 async def test_a_draining_generation_finishes_what_it_can_and_fails_the_rest(
     fleet: Fleet, fleet_client: FramesieveClient
 ) -> None:
-    async with Load(fleet, fleet_client, seed=30) as load:
-        await load.held()
+    async with one_in_each_stage(fleet, fleet_client, seed=30) as load:
         load.resume()
         signalled_s = time.monotonic()
         fleet.generation.tell(signal.SIGTERM)

@@ -62,22 +62,15 @@ async def client(tight: LocalStack) -> AsyncIterator[FramesieveClient]:
         await until(lambda gauge=gauge: gauge() == 0)  # type: ignore[misc]
 
 
-async def test_eight_requests_of_several_videos_each_do_not_deadlock(client: FramesieveClient) -> None:
-    clips = [[Video(data=media.clip(seed=8 * request + video)) for video in range(VIDEOS)] for request in range(8)]
-    asked = [client.ask(videos, "What moves?", max_new_tokens=2, timeout_s=90) for videos in clips]
-    answers = await asyncio.gather(*asked)
-    assert [len(answer.usage.media) for answer in answers] == [VIDEOS] * 8
-
-
 async def test_two_hundred_requests_at_once_are_answered_or_refused(client: FramesieveClient) -> None:
-    """A refusal says when to retry; no request hangs."""
+    """Of up to three videos each. A refusal says when to retry; no request hangs."""
     clips = [media.clip(8, seed=seed) for seed in range(5)]
 
     async def one(number: int) -> str:
-        clip = Video(data=clips[number % len(clips)]) if number % 4 else None
+        videos = [Video(data=data) for data in clips[number % 3 :][: number % (VIDEOS + 1)]]
         options: Options = {"pruning_rate": (0.0, 0.5, 0.75)[number % 3], "max_new_tokens": 1 + number % 9}
         try:
-            await client.ask(clip, f"Question {number}?", **options, timeout_s=120)
+            await client.ask(videos, f"Question {number}?", **options, timeout_s=120)
         except errors.Overloaded as refused:
             return "refused" if refused.retry_after_s > 0 else "refused without a hint"
         return "answered"

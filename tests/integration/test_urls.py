@@ -54,18 +54,6 @@ async def test_no_name_of_this_machine_may_be_fetched_from_by_default(tiny_check
     assert canary.connections == 0
 
 
-async def test_a_fetched_clip_is_answered_like_its_bytes(
-    stack: LocalStack, client: FramesieveClient, fetch_port: int
-) -> None:
-    async with serving(ok(CLIP), port=fetch_port) as server:
-        fetched = await ask(client, by_url(fetch_port))
-    sent = await ask(client, Video(data=CLIP))
-    assert server.connections == 1
-    assert fetched.timings.fetch_s > 0 == sent.timings.fetch_s
-    assert (fetched.token_ids, fetched.usage.media) == (sent.token_ids, sent.usage.media)
-    await is_left(stack, server)
-
-
 @pytest.mark.parametrize(
     ("host", "answer", "error", "why"),
     [
