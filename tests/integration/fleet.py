@@ -27,7 +27,7 @@ START_S = 120.0
 # Gauges of what requests hold.
 HELD = {
     "preprocessing": ("planning_jobs", "jobs", "inflight_used_bytes", "workers_busy"),
-    "encoder": ("cache_waiters", "room_used_bytes", "room_waiting", "queue_slices"),
+    "encoder": ("cache_waiters", "buffer_used_bytes", "buffer_waiting", "queue_slices"),
     "generation": ("engine_requests", "kv_blocks_used", "media_buffer_used_bytes"),
 }
 

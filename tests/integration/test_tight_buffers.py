@@ -56,7 +56,7 @@ async def client(tight: LocalStack) -> AsyncIterator[FramesieveClient]:
         yield connected
     for service, name in (
         *(("generation", "kv_blocks_used"), ("generation", "media_buffer_used_bytes")),
-        ("encoder", "room_used_bytes"),
+        ("encoder", "buffer_used_bytes"),
     ):
         gauge = partial(metric, tight, service, f"framesieve_{service}_{name}")
         await until(lambda gauge=gauge: gauge() == 0)  # type: ignore[misc]
