@@ -150,7 +150,9 @@ def test_encoded_media_are_not_reused_across_adapters(adapted: Adapted) -> None:
     asking = Question((Text((20, 21, 22)), video, Text((30, 31))), 4)
     engine = TinyEngine(adapted.models.engine)
     questions = [replace(asking, adapter=name) for name in ("plain", "patterns", None, "plain")]
-    assert [answer(engine, [each])[0].spared for each in questions] == [(), (), (), (0,)]
+    asked = [answer(engine, [each])[0] for each in questions]
+    assert [each.spared for each in asked] == [(), (), (), (0,)]
+    assert_law(adapted.models, engine, questions, asked, adapted=adapted.text)
 
 
 def test_only_steps_without_adapters_are_replayed_as_graphs(adapted: Adapted) -> None:

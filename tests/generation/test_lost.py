@@ -41,10 +41,12 @@ TO_THE_VIDEO = 3  # messages of `items` that hold the video
 class Losing(Encoder):
     """Sends the selected items, except that the Nth call is lost after `losses[N]` messages of items.
 
-    plans: of each call, if not always the same. idle: if given, a call is lost when it is set, before any selection.
+    answers: whether lost calls send their plan first. plans: of each call, if not always the same.
+    idle: if given, a call is lost when it is set, before anything is selected.
     """
 
     losses: list[int] = field(default_factory=list)
+    answers: bool = True
     plans: Sequence[PromptPlan] = ()
     idle: asyncio.Event | None = None
     calls: int = 0
@@ -53,6 +55,8 @@ class Losing(Encoder):
         loss = self.losses.pop(0) if self.losses else None
         self.calls += 1
         assert (await anext(requests)).HasField("prompt")
+        if loss is not None and not self.answers:
+            raise LOST
         for message in plan_messages(self.plans[self.calls - 1] if self.plans else self.plan):
             yield EncodeResponse(plan=message)
         if loss is not None and self.idle:
@@ -110,6 +114,14 @@ async def test_a_call_is_attempted_at_most_three_times_within_a_second(tmp_path:
         with pytest.raises(errors.Unavailable, match="the encoder is draining"):
             await within(SOON_S, ask(client))
         assert encoder.calls == 3
+
+
+async def test_a_call_lost_before_its_first_message_is_retried_by_grpc_only(tmp_path: Path) -> None:
+    encoder = Losing(PLAN, items(), losses=[0] * 9, answers=False)
+    async with client_of(tmp_path, encoder) as client:
+        with pytest.raises(errors.Unavailable, match="the encoder is draining"):
+            await ask(client)
+    assert encoder.calls == 3
 
 
 async def test_a_retry_with_a_different_plan_is_given_up(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ async def test_half_precision_is_converted_exactly_and_levels_count_as_bytes(
     data = embeds.view(torch.int16).numpy().tobytes()
     message.embeds.chunk.CopyFrom(tensor_pb2.TensorChunk(dtype=wire_dtype, shape=embeds.shape, data=data))
     model, size_bytes = replace(MODEL, embed_levels=2), 3 * 4 * 6 * 4
-    async with client_of(tmp_path, Encoder(plan, [message]), model=model, room_bytes=size_bytes) as (client, room):
+    async with client_of(tmp_path, Encoder(plan, [message]), model=model, buffer_bytes=size_bytes) as (client, room):
         clock = StageClock()
         async with client.open(prompt_message(plan), PRUNING, clock) as session:
             [item] = await receive_all(session, clock)

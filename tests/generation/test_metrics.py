@@ -68,6 +68,7 @@ async def test_hits_of_the_prefix_cache_and_answers_of_one_request_are_counted(
         grown = {name: reading - before[name] for name, reading in readings().items()}
     assert (grown["hits"], grown["misses"]) == (1, 0)
     assert grown["cached"] == usage.cached_prompt_tokens > 0
+    assert usage.media[0].repaired_frames == 2, "the encoder said so when it sent the item"
     assert (grown["first tokens"], grown["generated"], grown["gaps"], grown["ended by length"]) == (1, 15, 12, 3)
 
 

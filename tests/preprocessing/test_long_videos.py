@@ -91,7 +91,8 @@ async def test_its_packets_are_read_in_little_memory_and_time(
         index = await queue.call(IndexVideo(source))
         assert passed_s() < 10
     assert index == read_packets(source)
-    assert (len(index.times.ticks), index.times.length_s, len(index.keyframes)) == (FRAMES, HOUR_S, FRAMES // GROUP)
+    assert (len(index.times.ticks), len(index.keyframes)) == (FRAMES, FRAMES // GROUP)
+    assert index.times.length_s == HOUR_S
 
 
 async def test_frames_from_all_over_it_are_the_selected_ones(

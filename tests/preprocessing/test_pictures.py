@@ -36,7 +36,7 @@ def source_of(picture: Image.Image, format: str = "PNG", **options: Any) -> Sour
     ("mode", "options"),
     [("RGB", {}), ("L", {}), ("1", {}), ("P", {}), ("P", {"transparency": 0}), ("RGBA", {}), ("LA", {}), ("I;16", {})],
 )
-def test_every_mode_becomes_the_rgb_of_transformers(mode: str, options: dict[str, int]) -> None:
+def test_every_mode_becomes_the_rgb_of_transformers(mode: str, options: dict[str, Any]) -> None:
     picture = Image.fromarray(np.arange(960, dtype=np.uint16).reshape(24, 40)) if mode == "I;16" else scene(mode)
     source = source_of(picture, **options)
     with Image.open(source.open()) as read:
