@@ -273,6 +273,27 @@ def test_stopping_fails_unfinished_requests_and_refuses_new_ones(models: Models)
         tiny.ask("late", PROMPT, SamplingParams(1))
 
 
+def test_stopping_just_before_a_step_reads_its_commands_ends_the_thread(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TinyEngine(models.engine)
+    step, stopping = tiny.engine.step, threading.Thread(target=tiny.engine.stop)
+
+    def stopped_meanwhile() -> bool:
+        if not stopping.is_alive():
+            stopping.start()
+        until(lambda: not tiny.engine._commands.empty())
+        return step()
+
+    monkeypatch.setattr(tiny.engine, "step", stopped_meanwhile)
+    tiny.engine.start()
+    tiny.engine._thread.join(10)
+    ended = not tiny.engine._thread.is_alive()
+    tiny.engine._wake()
+    stopping.join()
+    assert ended
+
+
 @pytest.mark.parametrize("cause", ["bug", "device", "rank"])
 def test_an_engine_that_fails_ends_its_thread_and_all_requests(
     models: Models, monkeypatch: pytest.MonkeyPatch, cause: str
