@@ -33,7 +33,7 @@ framesieve/v1/.generated: $(PROTOS) | .venv/.installed
 demo: setup  ## Ask the embedded model about a real clip, at rates 0 and 0.75, through three processes
 	@$(BIN)/python -m demo.run
 
-test: setup  ## Run the tests (about 5 minutes on two cores)
+test: setup  ## Run the tests (about 6 minutes on two cores)
 	$(PYTEST) -n 2
 
 test-deep: setup  ## Run the slow variations of tests, both fuzzers and the soak (about 25 minutes)

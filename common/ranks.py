@@ -45,9 +45,9 @@ class Ranks:
         self._closing = False
         self._ranks = [_Rank(module, number) for number in range(1, count)]
         for each in self._ranks:
-            told = {**facts, "rank": each.number, "ranks": count, "service": os.getpid()}
+            first = {**facts, "rank": each.number, "ranks": count, "service": os.getpid()}
             with suppress(OSError):  # it has ended already, which `_watch` reports
-                each.tell(json.dumps(told).encode())
+                each.send(json.dumps(first).encode())
         self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watching.start()
 
@@ -55,21 +55,21 @@ class Ranks:
     def pids(self) -> tuple[int, ...]:
         return tuple(each.process.pid for each in self._ranks)
 
-    def tell(self, message: bytes) -> None:
+    def broadcast(self, message: bytes) -> None:
         """Sends to every rank. Raises OSError if one has ended."""
         for each in self._ranks:
-            each.tell(message)
+            each.send(message)
 
-    def tell_one(self, rank: int, message: bytes) -> None:
+    def send(self, rank: int, message: bytes) -> None:
         """Sends to one rank. Raises OSError if it has ended."""
-        self._ranks[rank - 1].tell(message)
+        self._ranks[rank - 1].send(message)
 
-    def hear(self, rank: int, within_s: float | None = None) -> bytes:
+    def receive(self, rank: int, within_s: float | None = None) -> bytes:
         """Receives the next answer of a rank. Raises OSError if the rank ends, TimeoutError after `within_s`."""
-        heard = self._ranks[rank - 1].hear(within_s)
-        if heard is None:
+        received = self._ranks[rank - 1].receive(within_s)
+        if received is None:
             raise ConnectionResetError(f"rank {rank} has ended")
-        return heard
+        return received
 
     def kill(self) -> None:
         """Kills all ranks. `on_lost` is called as for any other end."""
@@ -80,7 +80,7 @@ class Ranks:
         """Ends all ranks: those that wait for a message end by themselves, the others are killed after 5 s."""
         self._closing = True
         for each in self._ranks:
-            each.hang_up()
+            each.disconnect()
         until = time.monotonic() + _EXIT_S
         for each in self._ranks:
             each.end(until)
@@ -142,17 +142,17 @@ class _Rank:
             )
         self.handle = os.pidfd_open(self.process.pid)
 
-    def tell(self, message: bytes) -> None:
+    def send(self, message: bytes) -> None:
         _send(self._connection, message)
 
-    def hear(self, within_s: float | None) -> bytes | None:
+    def receive(self, within_s: float | None) -> bytes | None:
         self._connection.settimeout(within_s)
         try:
             return _receive(self._connection)
         finally:
             self._connection.settimeout(None)
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         self._connection.close()
 
     def end(self, until: float) -> None:

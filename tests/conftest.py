@@ -32,7 +32,7 @@ settings.load_profile("framesieve")
 SHARED = {
     "fleet": ("encoder_ranks", "killed", "leaving", "signals"),
     "stack": (
-        *("adapters", "answers", "bench", "families", "generation_ranks", "hostile_input", "kubernetes_autoscaling"),
+        *("answers", "bench", "families", "generation_ranks", "hostile_input", "kubernetes_autoscaling"),
         *("logs_and_traces", "metrics", "monitoring", "slow_callers", "urls", "workers"),
     ),
 }

@@ -88,10 +88,6 @@ EXPERTS = {
 }
 
 
-def _write_qwen2_5_vl(folder: Path, seed: int) -> Path:
-    return write_checkpoint(folder, TINY, seed)
-
-
 def _write_qwen3_vl(folder: Path, seed: int) -> Path:
     return _write_qwen3(folder, seed, Qwen3VLConfig, Qwen3VLForConditionalGeneration, {})
 
@@ -148,7 +144,7 @@ _QWEN3 = {
 }
 FAMILIES: Mapping[str, FamilyUnderTest] = {
     "qwen2_5_vl": FamilyUnderTest(
-        write=_write_qwen2_5_vl,
+        write=lambda folder, seed: write_checkpoint(folder, TINY, seed),
         model=Qwen2_5_VLForConditionalGeneration,
         patch_px=TINY.patch_px,
         merge=TINY.merge,

@@ -53,17 +53,15 @@ class Item:
 
 @dataclass(frozen=True)
 class Expected:
-    """The gathered sequence: ids [n], rows [n] of (item, token of its grid) or None, positions [3, n], full maximum."""
+    """The gathered sequence: ids [n], rows [n] of (item, token of its grid) or None, positions [3, n].
+
+    delta: what to add to the number of a token of the answer for its position.
+    """
 
     ids: list[int]
     rows: list[tuple[int, int] | None]
     positions: list[tuple[int, int, int]]
-    full_tokens: int
-    full_maximum: int
-
-    @property
-    def delta(self) -> int:
-        return self.full_maximum + 1 - len(self.ids)
+    delta: int
 
 
 def kept_tokens(item: Item, seed: int = 0) -> list[int]:
@@ -97,8 +95,7 @@ def expected_sequence(parts: Sequence[Text | Item], kept: Sequence[Sequence[int]
         ids=[token.id for token in gathered],
         rows=[token.source for token in gathered],
         positions=[token.place for token in gathered],
-        full_tokens=len(full),
-        full_maximum=_start(full) - 1,
+        delta=_start(full) - len(gathered),
     )
 
 

@@ -73,7 +73,7 @@ def encoder() -> list[Panel]:
             "s",
             {
                 "tower": f"max({of(f'{prefix}_queue_oldest_seconds')})",
-                "room {{room}}": oldest("room", of(f"{prefix}_room_oldest_seconds")),
+                "buffer {{buffer}}": oldest("buffer", of(f"{prefix}_buffer_oldest_seconds")),
             },
             Limit(5, ("FramesieveEncoderQueueOld",)),
         ),
@@ -96,16 +96,16 @@ def encoder() -> list[Panel]:
             {"tokens": mean(f"{prefix}_batch_tokens")},
         ),
         lines(
-            "Room in use",
+            "Buffers in use",
             "Fraction of --output-buffer-bytes that is reserved, for items being encoded and embeddings being sent.",
             "percentunit",
-            {"{{instance}} {{room}}": share(of(f"{prefix}_room_used_bytes"), of(f"{prefix}_room_bytes"))},
+            {"{{instance}} {{buffer}}": share(of(f"{prefix}_buffer_used_bytes"), of(f"{prefix}_buffer_bytes"))},
         ),
         lines(
-            "Items that wait for room",
+            "Items that wait for a buffer",
             "Media items that wait for buffer space.",
             "none",
-            {"{{instance}} {{room}}": of(f"{prefix}_room_waiting")},
+            {"{{instance}} {{buffer}}": of(f"{prefix}_buffer_waiting")},
         ),
         lines(
             "Items answered",

@@ -210,7 +210,7 @@ class LocalStack:
 
     def ended(self) -> str | None:
         """The name of a service that has ended, or None."""
-        return next((name for name, process in self.processes.items() if process.poll() is not None), None)
+        return next((name for name, process in self.processes.items() if _has_ended(process)), None)
 
     def watch(self) -> None:
         """Blocks until `end` is called. Raises StartupError when a service ends by itself."""
@@ -221,7 +221,7 @@ class LocalStack:
         raise StartupError(f"{ended} {self._how_it_ended(ended)}")
 
     def _how_it_ended(self, service: str) -> str:
-        status = self.processes[service].returncode
+        status = self.processes[service].wait()
         if status == ExitStatus.CANNOT_START and self._show_logs:
             return "cannot start, for the reason above"
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -254,11 +254,12 @@ class LocalStack:
         """Drains and stops generation, then the encoder, then preprocessing; kills a service that exceeds its grace."""
         try:
             for process in reversed(self.processes.values()):
-                if self._at_once or process.poll() is not None:
+                if self._at_once or _has_ended(process):
                     continue
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(self._drain_s + KILL_AFTER_DRAIN_S)
+                os.kill(process.pid, signal.SIGTERM)
+                deadline = time.monotonic() + self._drain_s + KILL_AFTER_DRAIN_S
+                while not _has_ended(process) and time.monotonic() < deadline:
+                    time.sleep(POLL_S)
         finally:
             self.kill()
 
@@ -313,6 +314,16 @@ class LocalStack:
         traceback: TracebackType | None,
     ) -> None:
         await asyncio.to_thread(self.stop)
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Without Popen's lock, and without reaping: the pid stays valid until `kill` or `_how_it_ended` waits.
+
+    An exception that a signal handler raises inside Popen.poll or Popen.wait may leave the lock taken, and the next
+    wait would hang.
+    """
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return process.returncode is not None or os.waitid(os.P_PID, process.pid, options) is not None
 
 
 def listens(address: str) -> bool:

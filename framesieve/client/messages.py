@@ -256,8 +256,8 @@ def _message(kind: type[M], **fields: Any) -> M:
                 kind(**{name: value})
             except (ValueError, OverflowError) as error:
                 held = _FIELD_TYPES[kind.DESCRIPTOR.fields_by_name[name].cpp_type]
-                told = f"{kind.DESCRIPTOR.name}.{name} must be {held}, got {reprlib.repr(value)}"
-                raise InvalidRequest(told) from error
+                message = f"{kind.DESCRIPTOR.name}.{name} must be {held}, got {reprlib.repr(value)}"
+                raise InvalidRequest(message) from error
         raise
 
 

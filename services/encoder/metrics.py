@@ -32,13 +32,13 @@ EVICTIONS = Counter(f"{_PREFIX}cache_evictions_total", "Media items evicted from
 CACHE_BYTES_USED = Gauge(f"{_PREFIX}cache_used_bytes", "Bytes of cached embeddings and scores")
 CACHE_BYTES = Gauge(f"{_PREFIX}cache_bytes", "--cache-bytes")
 CACHE_WAITERS = Gauge(f"{_PREFIX}cache_waiters", "Requested items that wait for a cache entry or read it")
-ROOM_BYTES_USED = Gauge(
-    f"{_PREFIX}room_used_bytes", "Bytes reserved for items being encoded, and for embeddings to be sent", ["room"]
+BUFFER_BYTES_USED = Gauge(
+    f"{_PREFIX}buffer_used_bytes", "Bytes reserved for items being encoded, and for embeddings to be sent", ["buffer"]
 )
-ROOM_BYTES = Gauge(f"{_PREFIX}room_bytes", "Limit of these bytes: --output-buffer-bytes", ["room"])
-ROOM_WAITING = Gauge(f"{_PREFIX}room_waiting", "Items that wait for such bytes", ["room"])
-ROOM_OLDEST_SECONDS = Gauge(
-    f"{_PREFIX}room_oldest_seconds", "How long the first of these items has waited; 0 if none waits", ["room"]
+BUFFER_BYTES = Gauge(f"{_PREFIX}buffer_bytes", "Limit of these bytes: --output-buffer-bytes", ["buffer"])
+BUFFER_WAITING = Gauge(f"{_PREFIX}buffer_waiting", "Items that wait for such bytes", ["buffer"])
+BUFFER_OLDEST_SECONDS = Gauge(
+    f"{_PREFIX}buffer_oldest_seconds", "How long the first of these items has waited; 0 if none waits", ["buffer"]
 )
 
 # So that every label value is exported from the start.

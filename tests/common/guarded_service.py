@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -21,9 +22,10 @@ from common.serving.health import Health
 from common.serving.interceptors import RequestInterceptor
 from common.serving.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
+from tests.common.loopback import TIMEOUT_S
 
-METHOD = "/framesieve.v1.EncoderService/Encode"
-TIMEOUT_S = 60
+SERVICE = "framesieve.v1.EncoderService"
+METHOD = f"/{SERVICE}/Encode"
 ALICE, BOB = "alice-0123456789abcdef", "bob-fedcba9876543210"
 
 
@@ -50,40 +52,34 @@ class Echo(encoder_pb2_grpc.EncoderServiceServicer):
             yield encoder_pb2.EncodeResponse(progress=encoder_pb2.MediaProgress(media_index=request.select.media_index))
 
 
+@dataclass
 class GuardedService:
-    """The listener at `address`, and the quotas of its clients."""
-
-    def __init__(self, settings: ServiceSettings, encoder: encoder_pb2_grpc.EncoderServiceServicer) -> None:
-        self.address = settings.listen
-        self.quotas = ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client)
-        self.server = guarded_server(settings, RequestInterceptor(self.quotas))
-        self._settings = settings
-        encoder_pb2_grpc.add_EncoderServiceServicer_to_server(encoder, self.server)
-        self.health = Health(("", "framesieve.v1.EncoderService"))
-        self.health.add_to(self.server)
-        self.health.set_serving(True)
-        enable_server_reflection(("framesieve.v1.EncoderService",), self.server)
-
-    async def start(self) -> None:
-        listen(self.server, self._settings)
-        await self.server.start()
-
-
-def tcp_address() -> str:
-    """A free address on loopback."""
-    return f"127.0.0.1:{free_port()}"
+    address: str
+    quotas: ClientQuotas
+    health: Health
 
 
 @asynccontextmanager
 async def guarded(
     address: str, encoder: encoder_pb2_grpc.EncoderServiceServicer, **settings: Any
 ) -> AsyncIterator[GuardedService]:
-    service = GuardedService(ServiceSettings(listen=address, metrics_port=0, **settings), encoder)
-    await service.start()
+    given = ServiceSettings(listen=address, metrics_port=0, **settings)
+    quotas, health = ClientQuotas(given.max_requests_per_client, given.max_bytes_per_client), Health(("", SERVICE))
+    server = guarded_server(given, RequestInterceptor(quotas))
+    encoder_pb2_grpc.add_EncoderServiceServicer_to_server(encoder, server)
+    health.add_to(server)
+    health.set_serving(True)
+    enable_server_reflection((SERVICE,), server)
+    listen(server, given)
+    await server.start()
     try:
-        yield service
+        yield GuardedService(address, quotas, health)
     finally:
-        await service.server.stop(None)
+        await server.stop(None)
+
+
+def tcp_address() -> str:
+    return f"127.0.0.1:{free_port()}"
 
 
 def select(index: int) -> encoder_pb2.EncodeRequest:

@@ -6,7 +6,6 @@ import platform
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,13 @@ def test_free_ports_differ_and_lie_below_the_ephemeral_range() -> None:
 
 
 def test_a_port_in_use_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = free_port()
-    with ExitStack() as listeners:
-        taken = [listeners.enter_context(socket.create_server(("127.0.0.1", free_port()))) for _ in range(3)]
-        ports = [each.getsockname()[1] for each in taken]
-        monkeypatch.setattr("common.process._PORTS", [*ports, first])
-        assert {free_port() for _ in range(2)} == {first}
-        monkeypatch.setattr("common.process._PORTS", range(ports[0], ports[0] + 1))
-        with pytest.raises(OSError, match=f"none of 1000 ports of 127.0.0.1 from {ports[0]} to {ports[0]} is free"):
+    free = free_port()
+    with socket.create_server(("127.0.0.1", free_port())) as listener:
+        taken = listener.getsockname()[1]
+        monkeypatch.setattr("common.process._PORTS", [taken, free])
+        assert {free_port() for _ in range(2)} == {free}
+        monkeypatch.setattr("common.process._PORTS", range(taken, taken + 1))
+        with pytest.raises(OSError, match="none of 1000 ports"):
             free_port()
 
 

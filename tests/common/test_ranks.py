@@ -59,41 +59,26 @@ def test_every_rank_receives_every_message_in_order_and_ends_with_the_connection
     ranks: Ranks, lost: Queue[str], tmp_path: Path
 ) -> None:
     large = b"x" * 3_000_000
-    for message in (b"one", b"", large, b"two"):
-        ranks.tell(message)
+    for message in (b"one", b"", large):
+        ranks.broadcast(message)
+    ranks.send(2, b"answer")
+    assert ranks.receive(2) == b"answeranswer"
     ranks.close()
-    for rank in (1, 2):
-        assert noted(tmp_path, rank) == ["3 one", "0 ", f"3000000 {'x' * 20}", "3 two", "the end"]
+    assert noted(tmp_path, 1) == ["3 one", "0 ", f"3000000 {'x' * 20}", "the end"]
+    assert noted(tmp_path, 2) == ["3 one", "0 ", f"3000000 {'x' * 20}", "6 answer", "the end"]
     assert not any(map(runs, ranks.pids))
     assert lost.empty()
 
 
-def test_messages_to_and_from_a_single_rank(ranks: Ranks, tmp_path: Path) -> None:
-    large = b"answer" * 500_000
-    ranks.tell_one(2, b"answer")
-    ranks.tell_one(1, large)
-    assert (ranks.hear(1), ranks.hear(2)) == (large, b"answeranswer")
-    ranks.close()
-    assert noted(tmp_path, 1) == [f"3000000 {large[:20].decode()}", "the end"]
-    assert noted(tmp_path, 2) == ["6 answer", "the end"]
-
-
-def test_receiving_from_a_rank_that_ends_raises(ranks: Ranks, lost: Queue[str]) -> None:
-    ranks.tell_one(1, b"leave")
-    with pytest.raises(ConnectionResetError):
-        ranks.hear(1)
-    assert lost.get(timeout=20) == "rank 1 of 3 ended with status 7"
-    ranks.kill()
-    with pytest.raises(ConnectionResetError):
-        ranks.hear(2)
-
-
-def test_receiving_from_a_blocked_rank_times_out(ranks: Ranks) -> None:
-    ranks.tell_one(1, b"hang")
+def test_receiving_from_a_blocked_rank_times_out_and_from_one_that_ends_raises(ranks: Ranks, lost: Queue[str]) -> None:
+    ranks.send(1, b"hang")
     with pytest.raises(TimeoutError):
-        ranks.hear(1, 0.05)
-    ranks.tell_one(2, b"answer")
-    assert ranks.hear(2, 20) == b"answeranswer"
+        ranks.receive(1, 0.05)
+    ranks.send(2, b"answer")
+    assert ranks.receive(2, 20) == b"answeranswer"
+    ranks.send(2, b"leave")
+    with pytest.raises(ConnectionResetError):
+        ranks.receive(2)
     ranks.kill()
 
 
@@ -102,7 +87,7 @@ def test_busy_ranks_are_killed_after_one_timeout_for_all(
 ) -> None:
     monkeypatch.setattr(rank_processes, "_EXIT_S", 1.0)
     ranks = Ranks(STAND_IN, 4, {"folder": str(tmp_path)}, lost.put)
-    ranks.tell(b"hang")
+    ranks.broadcast(b"hang")
     until(lambda: all((tmp_path / f"rank-{rank}-of-4").exists() for rank in range(1, 4)))
     begun = time.monotonic()
     with awake() as passed_s:
@@ -117,28 +102,28 @@ def test_busy_ranks_are_killed_after_one_timeout_for_all(
     ("end", "how"),
     [
         (lambda ranks: os.kill(ranks.pids[1], signal.SIGKILL), "rank 2 of 3 was ended by signal 9"),
-        (lambda ranks: ranks._ranks[0].tell(b"leave"), "rank 1 of 3 ended with status 7"),
+        (lambda ranks: ranks._ranks[0].send(b"leave"), "rank 1 of 3 ended with status 7"),
     ],
 )
 def test_a_rank_that_ends_unexpectedly_is_reported(
     ranks: Ranks, lost: Queue[str], tmp_path: Path, end: Callable[[Ranks], None], how: str
 ) -> None:
-    ranks.tell(b"begun")
+    ranks.broadcast(b"begun")
     until(lambda: noted(tmp_path, 1) and noted(tmp_path, 2))
     end(ranks)
     assert lost.get(timeout=20) == how
     with pytest.raises(OSError, match="Broken pipe"):
-        ranks.tell(b"more")
+        ranks.broadcast(b"more")
 
 
 def test_ranks_ignore_the_signals_on_which_a_service_drains(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.tell(b"begun")
+    ranks.broadcast(b"begun")
     until(lambda: noted(tmp_path, 1) and noted(tmp_path, 2))
     for pid in ranks.pids:
         assert os.getsid(pid) != os.getsid(0)
         os.kill(pid, signal.SIGTERM)
         os.kill(pid, signal.SIGINT)
-    ranks.tell(b"more")
+    ranks.broadcast(b"more")
     ranks.close()
     assert noted(tmp_path, 1) == noted(tmp_path, 2) == ["5 begun", "4 more", "the end"]
 
@@ -148,7 +133,7 @@ def test_a_busy_rank_ends_with_its_service(tmp_path: Path) -> None:
     program = f"""
 import time
 from common.ranks import Ranks
-Ranks({STAND_IN!r}, 3, {{"folder": {str(tmp_path)!r}}}, print).tell(b"hang")
+Ranks({STAND_IN!r}, 3, {{"folder": {str(tmp_path)!r}}}, print).broadcast(b"hang")
 time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", program]) as service:
@@ -165,39 +150,24 @@ def test_ranks_that_start_while_their_service_ends_end_as_well(tmp_path: Path) -
 import os
 from common.ranks import Ranks
 ranks = Ranks({STAND_IN!r}, 3, {{"folder": {str(tmp_path)!r}}}, print)
-ranks.tell(b"hang")
+ranks.broadcast(b"hang")
 print(*ranks.pids, flush=True)
 os._exit(0)
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as service:
-        assert service.stdout
-        pids = [int(pid) for pid in service.stdout.readline().split()]
-    try:
-        assert len(pids) == 2
-        until(lambda: not any(map(runs, pids)))
-    finally:
-        for pid in filter(runs, pids):
-            os.kill(pid, signal.SIGKILL)
+    told = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True).stdout
+    pids = [int(pid) for pid in told.split()]
+    assert len(pids) == 2
+    until(lambda: not any(map(runs, pids)))
 
 
-@pytest.mark.parametrize(("flags", "status"), [(("-P",), 0), ((), 9)])
-def test_ranks_import_from_the_working_directory_only_if_their_service_does(
-    tmp_path: Path, flags: tuple[str, ...], status: int
-) -> None:
+def test_ranks_do_not_import_from_the_working_directory_if_their_service_does_not(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit(9)")
     program = f"""
-import sys
-sys.path = [each for each in sys.path if each]
 from common.ranks import Ranks
-ranks = Ranks({STAND_IN!r}, 2, {{"folder": {str(tmp_path)!r}}}, lambda _: None)
-status = ranks._ranks[0].process.poll
-ranks.tell_one(1, b"answer") if {status} == 0 else ranks._ranks[0].process.wait()
-assert {status} or ranks.hear(1) == b"answer"
+ranks = Ranks({STAND_IN!r}, 2, {{"folder": {str(tmp_path)!r}}}, print)
+ranks.send(1, b"answer")
+assert ranks.receive(1) == b"answer"
 ranks.close()
-sys.exit(ranks._ranks[0].process.returncode)
 """
-    root = str(Path(__file__).parents[2])
-    ended = subprocess.run(
-        [sys.executable, *flags, "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, timeout=60
-    )
-    assert ended.returncode == status
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-P", "-c", program], cwd=tmp_path, env=environment, timeout=60, check=True)

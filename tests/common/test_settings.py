@@ -24,11 +24,8 @@ class Renaming(ServiceSettings):
 @pytest.mark.parametrize(
     ("arguments", "environment", "value", "old_names"),
     [
-        ([], {}, 7, ()),
         ([FLAG, "5"], {}, 5, ()),
         ([f"{OLD_FLAG}=5"], {}, 5, ((OLD_FLAG, FLAG),)),
-        ([OLD_FLAG, "5"], {}, 5, ((OLD_FLAG, FLAG),)),
-        ([], {VARIABLE: "5"}, 5, ()),
         ([], {OLD_VARIABLE: "5"}, 5, ((OLD_VARIABLE, VARIABLE),)),
         ([OLD_FLAG, "4", FLAG, "5"], {}, 5, ((OLD_FLAG, FLAG),)),
         ([OLD_FLAG, "5"], {VARIABLE: "4"}, 5, ((OLD_FLAG, FLAG),)),
@@ -48,16 +45,9 @@ def test_a_renamed_setting_is_set_by_flags_and_variables_of_both_names(
     assert (settings.max_model_len, settings.old_names) == (value, old_names)
 
 
-def test_a_wrong_value_by_the_old_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_value_by_the_old_name_is_refused() -> None:
     with pytest.raises(StartupError, match=r"--max-model-len: .*got '0'"):
         Renaming.load([OLD_FLAG, "0"])
-    with pytest.raises(SystemExit):
-        Renaming.load(["--help"])
-    assert f"{FLAG} int, {OLD_FLAG} int" in capsys.readouterr().out
-
-
-def test_a_renamed_setting_is_given_to_the_class_by_its_own_name() -> None:
-    assert Renaming(max_model_len=5).max_model_len == 5
 
 
 def test_the_page_of_settings_is_what_the_command_prints() -> None:

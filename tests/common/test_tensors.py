@@ -29,32 +29,26 @@ def test_sizes_follow_the_element_type() -> None:
 @pytest.mark.parametrize(
     ("dtype", "shape", "offset", "data", "message"),
     [
-        (DType.INT32, (8,), 0, b"1234", "was sent for"),
-        (DType.UINT8, (9,), 0, b"1234", "was sent for"),
-        (DType.INT32, (1,) * 10**6, 0, b"1234", "^an array of 1000000 axes is not allowed, at most 8 are$"),
-        (DType.UINT8, (8,), 4, b"1234", "must start at 0"),
-        (DType.UINT8, (8,), 0, b"123456789", "does not fit"),
-        (DType.UINT8, (8,), 0, b"", "does not fit"),
-        (DType.UINT8, (8,), 0, b"x" * (MAX_PIECE_BYTES + 1), "at most"),
+        (DType.INT32, (8,), 4, b"1234", "was sent for"),
+        (DType.UINT8, (9,), 4, b"1234", "was sent for"),
+        (DType.INT32, (1,) * 10**6, 4, b"1234", "^an array of 1000000 axes is not allowed, at most 8 are$"),
+        (DType.UINT8, (8,), 0, b"1234", "must start at 4"),
+        (DType.UINT8, (8,), 4, b"12345", "does not fit"),
+        (DType.UINT8, (8,), 4, b"", "does not fit"),
+        (DType.UINT8, (8,), 4, b"x" * (MAX_PIECE_BYTES + 1), "at most"),
     ],
 )
 def test_a_piece_that_does_not_continue_the_array_is_refused(
     dtype: DType, shape: tuple[int, ...], offset: int, data: bytes, message: str
 ) -> None:
     buffer = TensorBuffer(DType.UINT8, (8,))
+    buffer.add(DType.UINT8, (8,), 0, b"1234")
     with pytest.raises(PeerContract, match=message):
         buffer.add(dtype, shape, offset, data)
-    assert buffer.received_bytes == 0
+    assert buffer.received_bytes == 4
 
 
-def test_a_piece_is_accepted_once() -> None:
-    buffer = TensorBuffer(DType.UINT8, (8,))
-    buffer.add(DType.UINT8, (8,), 0, b"1234")
-    with pytest.raises(PeerContract, match="must start at 4"):
-        buffer.add(DType.UINT8, (8,), 0, b"1234")
-
-
-@pytest.mark.parametrize("shape", [(-1,), (2, -3), (2**20, 2**20), (2**62,) * 8, (1,) * 9, (2**62,) * 10**6])
+@pytest.mark.parametrize("shape", [(-1,), (2**20, 2**20), (2**62,) * 8, (2**62,) * 10**6])
 def test_a_forged_shape_is_refused_before_anything_is_allocated(shape: tuple[int, ...]) -> None:
     with pytest.raises(PeerContract, match="not allowed"):
         TensorBuffer(DType.FLOAT32, shape)

@@ -37,18 +37,22 @@ from tests.generation.generation_peers import Preprocessing, prompt_message, pro
 
 @asynccontextmanager
 async def running(
-    process: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *flags: str
+    process: ModuleType, peer: object, folder: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """Runs a service's main in this process. Yields a channel to it that does not retry."""
-    arguments = ["--listen", f"unix:{folder}/service", "--metrics-port", "0", "--drain-s", "5", *flags]
-    monkeypatch.setattr(sys, "argv", ["service", *arguments])
+    """Runs a service's main in this process until it is unwell. Yields a channel to it that does not retry."""
+    flags = f"--model {checkpoint} --preprocessing unix:{folder}/peer --metrics-port 0 --drain-s 5"
+    monkeypatch.setattr(sys, "argv", ["service", "--listen", f"unix:{folder}/service", *flags.split()])
     monkeypatch.setattr(process, "configure_logging", lambda *_: None)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     task = asyncio.create_task(process.main())
     try:
-        async with grpc.aio.insecure_channel(f"unix:{folder}/service") as channel:
-            await asyncio.wait_for(channel.channel_ready(), TIMEOUT_S)
+        async with (
+            serving(f"unix:{folder}/peer", peer),
+            grpc.aio.insecure_channel(f"unix:{folder}/service") as channel,
+        ):
+            await becomes("SERVING", channel)
             yield channel
+            await becomes("NOT_SERVING", channel)
         os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(task, TIMEOUT_S) is ExitStatus.FINISHED
     finally:
@@ -64,10 +68,10 @@ async def becomes(status: str, channel: grpc.aio.Channel) -> None:
             await asyncio.sleep(0.02)
 
 
-async def read_all(call: Any) -> None:
-    with upstream_errors("service"):
-        async for _ in call:
-            pass
+async def check_unavailable(call: Any, stage: str, why: str) -> None:
+    with pytest.raises(Unavailable, match=why) as failed, upstream_errors("service"):
+        _ = [each async for each in call]
+    assert failed.value.stage == stage
 
 
 def lost_device(*_: object) -> None:
@@ -78,17 +82,13 @@ async def test_generation_with_a_failed_engine(
     tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = prompt_plan(Checkpoint(tiny_checkpoint).fingerprint, 9)
-    async with serving(f"unix:{tmp_path}/peer", Preprocessing(plan)):
-        flags = ("--model", str(tiny_checkpoint), "--preprocessing", f"unix:{tmp_path}/peer")
-        async with running(generation_process, tmp_path, monkeypatch, *flags) as channel:
-            await becomes("SERVING", channel)
-            monkeypatch.setattr(Runner, "run", lost_device)
-            stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            for state in ("has failed", "has ended"):
-                with pytest.raises(Unavailable, match=f"the engine of generation {state}") as failed:
-                    await read_all(stub.Generate(GenerateRequest(prompt=prompt_message(plan)), timeout=TIMEOUT_S))
-                assert failed.value.stage == "generation"
-            await becomes("NOT_SERVING", channel)
+    peer = Preprocessing(plan)
+    async with running(generation_process, peer, tmp_path, tiny_checkpoint, monkeypatch) as channel:
+        monkeypatch.setattr(Runner, "run", lost_device)
+        generate = generation_pb2_grpc.GenerationServiceStub(channel).Generate
+        for state in ("has failed", "has ended"):
+            call = generate(GenerateRequest(prompt=prompt_message(plan)), timeout=TIMEOUT_S)
+            await check_unavailable(call, "generation", f"the engine of generation {state}")
 
 
 async def test_an_encoder_with_a_failed_tower(
@@ -98,14 +98,9 @@ async def test_an_encoder_with_a_failed_tower(
     peer = FakePreprocessing(
         tower.patches, tower.embed_levels, bend_plan=lambda plan: replace(plan, fingerprint=fingerprint)
     )
-    async with serving(f"unix:{tmp_path}/peer", peer):
-        flags = ("--model", str(tiny_checkpoint), "--preprocessing", f"unix:{tmp_path}/peer")
-        async with running(encoder_process, tmp_path, monkeypatch, *flags) as channel:
-            await becomes("SERVING", channel)
-            monkeypatch.setattr(Batcher, "_forward", lost_device)
-            stub = encoder_pb2_grpc.EncoderServiceStub(channel)
-            for _ in range(2):
-                with pytest.raises(Unavailable, match="the tower of the encoder has ended") as failed:
-                    await read_all(stub.Encode(iter([first_request([VIDEO]), SELECT_ALL]), timeout=TIMEOUT_S))
-                assert failed.value.stage == "encoder"
-            await becomes("NOT_SERVING", channel)
+    async with running(encoder_process, peer, tmp_path, tiny_checkpoint, monkeypatch) as channel:
+        monkeypatch.setattr(Batcher, "_forward", lost_device)
+        encode = encoder_pb2_grpc.EncoderServiceStub(channel).Encode
+        for _ in range(2):
+            call = encode(iter([first_request([VIDEO]), SELECT_ALL]), timeout=TIMEOUT_S)
+            await check_unavailable(call, "encoder", "the tower of the encoder has ended")

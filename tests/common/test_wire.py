@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from time import monotonic_ns
 from typing import Any, TypeAlias
 
@@ -13,41 +14,63 @@ from hypothesis import strategies as st
 
 from common.contract import wire
 from common.contract.errors import InvalidRequest, PeerContract
-from common.contract.plan import MAX_PROMPT_TOKENS, Grid, Run
+from common.contract.plan import MAX_POSITION, MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan, Run
 from common.contract.retention import Pruning
 from common.contract.tensors import PIECE_BYTES
 from framesieve.v1 import prompt_pb2, tensor_pb2
-from tests.common.wire_plans import plan_of, receive, video
 
 Message: TypeAlias = prompt_pb2.PromptPlan
+
+
+def video(offset: int, grid: Grid) -> MediaPlan:
+    return MediaPlan(
+        modality=Modality.VIDEO,
+        grid=grid,
+        runs=(Run(offset, grid.tokens),),
+        frames=2 * grid.t,
+        frame_height_px=28 * grid.h,
+        frame_width_px=28 * grid.w,
+        seconds_per_grid=Fraction(1001, 1000),
+        timestamps_s=tuple(0.5 * i for i in range(2 * grid.t)),
+        content_hash=bytes(range(32)),
+    )
+
+
+def plan_of(tokens: int, *media: MediaPlan) -> PromptPlan:
+    rng = np.random.default_rng(tokens)
+    ids = rng.integers(0, 2**31 - 1, tokens, dtype=np.int32)
+    return PromptPlan(ids, rng.integers(0, MAX_POSITION, (3, tokens), dtype=np.int32), media, 3, b"f" * 32)
+
+
+def receive(*messages: Message) -> PromptPlan:
+    receiver = wire.PlanReceiver()
+    *none, plan = [receiver.add(message) for message in messages]
+    assert not any(none)
+    assert plan is not None
+    return plan
 
 
 @given(before=st.integers(0, 5), t=st.integers(1, 4), h=st.integers(1, 4), w=st.integers(1, 4), after=st.integers(0, 5))
 def test_a_plan_survives_the_wire(before: int, t: int, h: int, w: int, after: int) -> None:
     item = video(before, Grid(t, h, w))
     sent = plan_of(before + item.grid.tokens + after, item)
-    received = receive(list(wire.plan_messages(sent)))
-    assert received is not None
+    received = receive(*wire.plan_messages(sent))
     assert np.array_equal(received.input_ids, sent.input_ids)
     assert np.array_equal(received.positions, sent.positions)
-    assert (received.media, received.embed_levels, received.fingerprint) == (sent.media, 0, b"f" * 32)
+    assert (received.media, received.embed_levels, received.fingerprint) == (sent.media, 3, b"f" * 32)
 
 
 def test_a_plan_of_128_k_tokens_is_sent_in_several_messages() -> None:
     sent = plan_of(128 * 1024)
-    messages = list(wire.plan_messages(sent))
-    assert [len(message.layout.data) for message in messages] == [PIECE_BYTES, PIECE_BYTES]
-    received = receive(messages)
-    assert received is not None
-    assert np.array_equal(received.positions, sent.positions)
-    first, second = messages
+    first, second = wire.plan_messages(sent)
+    assert [len(message.layout.data) for message in (first, second)] == [PIECE_BYTES, PIECE_BYTES]
+    assert np.array_equal(receive(first, second).positions, sent.positions)
     second.media.add()
     with pytest.raises(PeerContract, match="more than layout"):
-        receive([first, second])
+        receive(first, second)
 
 
-def with_last(message: Message, value: int) -> None:
-    """Changes the last position."""
+def with_last_position(message: Message, value: int) -> None:
     message.layout.data = message.layout.data[:-4] + np.int32(value).tobytes()
 
 
@@ -75,41 +98,30 @@ def with_one_frame(message: Message) -> None:
     del message.media[0].timestamps_s[:]
 
 
-def with_negative_step(message: Message) -> None:
-    step = message.media[0].seconds_per_grid
-    step.numerator, step.denominator = -step.numerator, -step.denominator
-
-
 def with_huge_grid(message: Message) -> None:
     grid = message.media[0].grid
     grid.t = grid.h = grid.w = 2**31 - 1
 
 
-# A video of grid (2, 2, 2) at tokens 2 to 9 of 10.
+# A video of grid (2, 2, 2) at tokens 2 to 9 of 10. One row for each check.
 FAULTS: dict[str, Callable[[Message], Any]] = {
     "run longer than the grid": lambda m: setattr(m.media[0].runs[0], "length", 9),
     "run beyond the prompt": lambda m: setattr(m.media[0].runs[0], "offset", 3),
     "run below 0": lambda m: setattr(m.media[0].runs[0], "offset", -1),
     "run at 2^63": lambda m: setattr(m.media[0].runs[0], "offset", 2**63 - 1),
     "overlapping runs": lambda m: with_runs(m, Run(2, 4), Run(5, 4)),
-    "unsorted runs": lambda m: with_runs(m, Run(6, 4), Run(2, 4)),
-    "no runs": with_runs,
     "empty run": lambda m: m.media[0].runs.add(offset=10, length=0),
     "item twice": lambda m: m.media.append(m.media[0]),
     "empty axis": lambda m: setattr(m.media[0].grid, "h", 0),
-    "axis of 2^31": lambda m: setattr(m.media[0].grid, "t", 2**31 - 1),
     "grid whose product overflows": with_huge_grid,
     "no time base": lambda m: m.media[0].ClearField("seconds_per_grid"),
     "denominator 0": lambda m: setattr(m.media[0].seconds_per_grid, "denominator", 0),
     "numerator 0": lambda m: setattr(m.media[0].seconds_per_grid, "numerator", 0),
-    "negative denominator": with_negative_step,
-    "unspecified modality": lambda m: setattr(m.media[0], "modality", prompt_pb2.MODALITY_UNSPECIFIED),
     "unknown modality": lambda m: setattr(m.media[0], "modality", 2**31 - 1),
     "image with two slices": as_image,
     "missing time": lambda m: m.media[0].timestamps_s.pop(),
     "falling times": lambda m: with_time(m, 1, -1),
     "time NaN": lambda m: with_time(m, 1, float("nan")),
-    "time infinity": lambda m: with_time(m, -1, float("inf")),
     "too few frames": with_one_frame,
     "2^31 frames": lambda m: setattr(m.media[0], "frames", 2**31 - 1),
     "frames without size": lambda m: setattr(m.media[0], "frame_width_px", 0),
@@ -121,24 +133,21 @@ FAULTS: dict[str, Callable[[Message], Any]] = {
     "negative levels": lambda m: setattr(m, "embed_levels", -1),
     "layout of three rows": lambda m: m.layout.shape.__setitem__(0, 3),
     "layout of floats": lambda m: setattr(m.layout, "dtype", tensor_pb2.DTYPE_FLOAT32),
-    "layout of 200 axes": lambda m: m.layout.shape.extend([1] * 200),
-    "layout beyond its end": lambda m: setattr(m.layout, "data", m.layout.data + b"1234"),
-    "layout from its middle": lambda m: setattr(m.layout, "offset_bytes", 80),
+    "layout of an unknown type": lambda m: setattr(m.layout, "dtype", 77),
     "no tokens": without_tokens,
-    "-1 tokens": lambda m: m.layout.shape.__setitem__(1, -1),
     "too many tokens": lambda m: m.layout.shape.__setitem__(1, MAX_PROMPT_TOKENS + 1),
     "negative id": lambda m: setattr(m.layout, "data", np.int32(-1).tobytes() + m.layout.data[4:]),
-    "negative position": lambda m: with_last(m, -1),
-    "position without room for a completion": lambda m: with_last(m, 2**31 - 1),
+    "negative position": lambda m: with_last_position(m, -1),
+    "position without room for a completion": lambda m: with_last_position(m, 2**31 - 1),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_an_inconsistent_plan_breaks_the_contract(fault: Callable[[Message], Any]) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_inconsistent_plan_breaks_the_contract(fault: str) -> None:
     (message,) = wire.plan_messages(plan_of(10, video(2, Grid(2, 2, 2))))
-    fault(message)
+    FAULTS[fault](message)
     with pytest.raises(PeerContract):
-        receive([message])
+        receive(message)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +159,7 @@ def test_media_and_runs_of_a_plan_are_counted_before_they_are_read(extend: Calla
     (message,) = wire.plan_messages(plan_of(10, video(2, Grid(2, 2, 2))))
     extend(message)
     with pytest.raises(PeerContract, match=r"^a plan has at most 512 media and 262144 runs, got \d+ and \d+$"):
-        receive([message])
+        receive(message)
 
 
 @pytest.mark.parametrize("dtype", [tensor_pb2.DTYPE_INT32, tensor_pb2.DTYPE_UINT8])
@@ -163,41 +172,14 @@ def test_axes_are_counted_before_they_are_printed(dtype: tensor_pb2.DType) -> No
 
 
 def test_the_pruning_of_an_item_overrides_that_of_the_request() -> None:
-    own = prompt_pb2.Media(pruning=prompt_pb2.Pruning(rate=0.5, method="random", seed=0))
-    parts = [
-        prompt_pb2.Part(video=own),
-        prompt_pb2.Part(text="and"),
-        prompt_pb2.Part(image=prompt_pb2.Media()),
-    ]
-    prompt = prompt_pb2.Prompt(
-        messages=[
-            prompt_pb2.Message(parts=parts),
-            prompt_pb2.Message(parts=[prompt_pb2.Part(video=prompt_pb2.Media())]),
-        ]
-    )
-    shared = Pruning(rate=0.75)
-    assert wire.prunings_of(prompt, prompt_pb2.Pruning(rate=0.75)) == (Pruning(0.5, "random", 0), shared, shared)
-    assert wire.prunings_of(prompt, prompt_pb2.Pruning())[1] == Pruning(rate=0.0)
-    own.pruning.rate = 1.5
-    parts[0].video.pruning.rate = 1.5
-    prompt.messages[0].parts[0].CopyFrom(parts[0])
-    with pytest.raises(InvalidRequest, match=r"^prompt\.messages\[0\]\.parts\[0\]\.video\.pruning\.rate .* got 1\.5"):
+    own = prompt_pb2.Part(video=prompt_pb2.Media(pruning=prompt_pb2.Pruning(rate=0.5, method="random", seed=0)))
+    plain = [prompt_pb2.Part(text="and"), prompt_pb2.Part(image=prompt_pb2.Media())]
+    prompt = prompt_pb2.Prompt(messages=[prompt_pb2.Message(parts=plain), prompt_pb2.Message(parts=[own])])
+    assert wire.prunings_of(prompt, prompt_pb2.Pruning(rate=0.75)) == (Pruning(0.75), Pruning(0.5, "random", 0))
+    assert wire.prunings_of(prompt, prompt_pb2.Pruning())[0] == Pruning(rate=0.0)
+    prompt.messages[1].parts[0].video.pruning.rate = 1.5
+    with pytest.raises(InvalidRequest, match=r"^prompt\.messages\[1\]\.parts\[0\]\.video\.pruning\.rate .* got 1\.5"):
         wire.prunings_of(prompt, prompt_pb2.Pruning())
-
-
-@pytest.mark.parametrize(
-    ("pruning", "message"),
-    [
-        (prompt_pb2.Pruning(rate=1.0), "below 1, got 1.0"),
-        (prompt_pb2.Pruning(rate=-0.1), "got -0.1"),
-        (prompt_pb2.Pruning(rate=float("nan")), "got nan"),
-        (prompt_pb2.Pruning(method="best"), "'best' does not exist, the methods are evs, vidcom2, random, none"),
-        (prompt_pb2.Pruning(method="random", seed=-1), "got -1"),
-    ],
-)
-def test_an_invalid_pruning_is_refused_with_field_value_and_limit(pruning: prompt_pb2.Pruning, message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        wire.pruning_of(pruning)
 
 
 # --- ages -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from benchmarks.media_clips import another_file, another_path, clip
 from benchmarks.media_memory import early_and_late
 from benchmarks.media_processes import cpu_s, resident_bytes, tree
 from benchmarks.operations import prefill_operations
-from benchmarks.table import Row, Timings, table
+from benchmarks.table import Row, table
 from common.checkpoint import Checkpoint
 from demo.checkpoint import TINY, make_config, make_tokenizer, write_checkpoint
 from services.generation.families import load_language_model
@@ -35,36 +35,19 @@ input()
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {COSTLY!r}])"
 
 
-def test_a_goal_includes_its_bound() -> None:
-    assert Row("", "", 3, 2, "s", at_least=1.5).met is True
-    assert Row("", "", 3, 2, "s", at_most=1.5).met is True
-    assert Row("", "", 2.9, 2, "s", at_least=1.5).met is False
-    assert Row("", "", 3.1, 2, "s", at_most=1.5).met is False
-    assert Row("", "", 3, 2, "s").met is None
-
-
-def test_the_table_has_units_goals_and_notes() -> None:
+def test_the_table_has_units_goals_and_notes_and_a_goal_includes_its_bound() -> None:
     rows = [
         Row("hop", "bare", 3 * 2**20, 4 * 2**20, "bytes/s", at_least=0.9, note="busy"),
-        Row("question", "first", 0.012, 0.1, "s", at_most=0.15),
+        Row("question", "first", 0.015, 0.1, "s", at_most=0.15),
         Row("videos", "turn", 1.5, 1, "1/s"),
     ]
     assert table(rows)[2:] == [
         "| hop | 3 MiB/s | bare | 4 MiB/s | 0.75 | ≥ 0.9 | no |",
-        "| question | 12 ms | first | 100 ms | 0.12 | ≤ 0.15 | yes |",
+        "| question | 15 ms | first | 100 ms | 0.15 | ≤ 0.15 | yes |",
         "| videos | 1.5 1/s | turn | 1 1/s | 1.5 |  |  |",
         "",
         "- hop: busy",
     ]
-    assert len(table(rows[1:])) == 4
-
-
-def test_medians_are_computed_by_contender() -> None:
-    taken = Timings()
-    for value in (5.0, 1.0, 2.0):
-        taken.add("ours", value)
-        taken.add("theirs", 10 * value)
-    assert (taken.median("ours"), taken.median("theirs")) == (2, 20)
 
 
 def test_memory_at_the_end_is_compared_with_that_after_the_warm_up() -> None:

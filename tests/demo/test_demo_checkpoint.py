@@ -53,20 +53,14 @@ def test_a_written_checkpoint_loads_without_a_missing_key(tmp_path: Path, shape:
         assert torch.equal(one, other), name
 
 
-def test_weights_are_determined_by_the_seed(folder: Path, tmp_path: Path) -> None:
-    weights = (folder / "model.safetensors").read_bytes()
-    assert (write_checkpoint(tmp_path, TINY, seed=3) / "model.safetensors").read_bytes() == weights
-    assert (write_checkpoint(tmp_path, TINY, seed=4) / "model.safetensors").read_bytes() != weights
-
-
 def test_generation_is_greedy_and_ends_at_both_end_tokens(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     config = json.loads((folder / "generation_config.json").read_text())
     assert config["do_sample"] is False
     assert config["eos_token_id"] == tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
 
 
-@pytest.mark.parametrize("text", ["What moves?", "naïve 日本 it's 42\n\n  x", "🙂 \t", ""])
-def test_the_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def test_the_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "What moves? naïve 日本 it's 42\n\n  x🙂 \t"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
@@ -93,13 +87,12 @@ def test_uniform_windows_do_not_change_the_towers_output(folder: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rate", [0.0, 0.5])
 def test_a_branch_has_the_logits_that_it_has_alone(
-    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, rate: float
+    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     writer = PromptWriter(tokenizer)
     embeds = torch.randn(2, GRID.tokens, TINY.hidden)
-    kept = prune(embeds, GRID, Pruning(rate))
+    kept = prune(embeds, GRID, Pruning(0.5))
     branches = (writer.branch("What moves?", "the red circle"), writer.branch("How many?", "two"))
     prompts = [Prompt(writer.before(), branches), Prompt(writer.before("Be brief."), branches[::-1])]
     together = _told(model, embeds, kept, prompts, writer)

@@ -52,9 +52,12 @@ def _label(manifest: Manifest, pairs: dict[str, str]) -> None:
 
 
 def _patched(manifests: list[Manifest], patch: Manifest) -> list[Manifest]:
-    key = (patch["kind"], patch["metadata"]["name"])
-    assert [key] == [at for each in manifests if (at := (each["kind"], each["metadata"]["name"])) == key]
-    return [_merged(each, patch) if (each["kind"], each["metadata"]["name"]) == key else each for each in manifests]
+    (target,) = [each for each in manifests if _named(each) == _named(patch)]
+    return [_merged(each, patch) if each is target else each for each in manifests]
+
+
+def _named(manifest: Manifest) -> tuple[str, str]:
+    return manifest["kind"], manifest["metadata"]["name"]
 
 
 def _merged(value: Any, patch: Any, key: str = "") -> Any:

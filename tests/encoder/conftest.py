@@ -9,7 +9,7 @@ import pytest
 
 from services.encoder.tower.tower import Tower
 from tests.encoder.encoder_service import Stack, running, tower_of
-from tests.families import FAMILIES
+from tests.families import FAMILIES, FamilyUnderTest
 
 
 @pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
@@ -17,6 +17,11 @@ def family(request: pytest.FixtureRequest) -> str:
     """The families with different towers: one has windows, the other levels. Qwen3-VL-MoE's is Qwen3-VL's."""
     name: str = request.param
     return name
+
+
+@pytest.fixture(scope="module")
+def shape(family: str) -> FamilyUnderTest:
+    return FAMILIES[family]
 
 
 @pytest.fixture(scope="session")

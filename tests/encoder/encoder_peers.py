@@ -25,6 +25,11 @@ from tests.common.loopback import TIMEOUT_S
 
 FINGERPRINT = b"f" * 32
 GRID = Grid(4, 2, 3)
+WIRE_DTYPES = {
+    torch.float32: tensor_pb2.DTYPE_FLOAT32,
+    torch.float16: tensor_pb2.DTYPE_FLOAT16,
+    torch.bfloat16: tensor_pb2.DTYPE_BFLOAT16,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,13 +48,6 @@ IMAGE = Media(Modality.IMAGE, Grid(1, 3, 2))
 
 def video(content: int, grid: Grid = GRID) -> Media:
     return Media(Modality.VIDEO, grid, content=content)
-
-
-WIRE_DTYPES = {
-    torch.float32: tensor_pb2.DTYPE_FLOAT32,
-    torch.float16: tensor_pb2.DTYPE_FLOAT16,
-    torch.bfloat16: tensor_pb2.DTYPE_BFLOAT16,
-}
 
 
 def tensor_message(tensor: Tensor) -> tensor_pb2.Tensor:
@@ -71,15 +69,16 @@ def brought(embeds: Tensor, grid: Grid = GRID) -> Media:
 
 
 def media_of(prompt: prompt_pb2.Prompt) -> list[Media]:
-    """The media from which `prompt_of` made the prompt; files within the prompt are pictures of one token."""
-    return [_media_of(modality, media) for _, modality, media in named_media(prompt)]
-
-
-def _media_of(modality: Modality, part: prompt_pb2.Media) -> Media:
-    if part.HasField("embeds"):
-        return Media(modality, Grid(part.embeds.grid.t, part.embeds.grid.h, part.embeds.grid.w), part.embeds)
-    t, h, w, content = map(int, part.path.split()) if part.path else (1, 1, 1, 0)
-    return Media(modality, Grid(t, h, w), content=content)
+    """The media from which `prompt_of` made the prompt."""
+    found = []
+    for _, modality, media in named_media(prompt):
+        if media.HasField("embeds"):
+            grid = media.embeds.grid
+            found.append(Media(modality, Grid(grid.t, grid.h, grid.w), media.embeds))
+        else:
+            t, h, w, content = map(int, media.path.split())
+            found.append(Media(modality, Grid(t, h, w), content=content))
+    return found
 
 
 def prompt_of(media: Sequence[Media], own: Mapping[int, prompt_pb2.Pruning] | None = None) -> prompt_pb2.Prompt:
@@ -93,7 +92,11 @@ def prompt_of(media: Sequence[Media], own: Mapping[int, prompt_pb2.Pruning] | No
     return prompt_pb2.Prompt(messages=[prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=parts)])
 
 
-# --- the service ------------------------------------------------------------------------------------------------
+# --- plans and frames -------------------------------------------------------------------------------------------
+
+
+def content_of(media_index: int, media: Media) -> int:
+    return media_index if media.content is None else media.content
 
 
 def frame_count(media: Media, patches: PatchShape) -> int:
@@ -108,19 +111,11 @@ def frames_of(media_index: int, media: Media, patches: PatchShape) -> NDArray[np
     return np.random.default_rng(content_of(media_index, media)).integers(0, 256, shape, dtype=np.uint8)
 
 
-def content_of(media_index: int, media: Media) -> int:
-    return media_index if media.content is None else media.content
-
-
-def content_hash(media_index: int, media: Media) -> bytes:
-    content = (media.modality, media.grid, content_of(media_index, media))
-    return hashlib.sha256(repr(content).encode()).digest()
-
-
 def plan_of(media: Sequence[Media], patches: PatchShape, embed_levels: int) -> PromptPlan:
     items, offset = [], 1
     for index, asked in enumerate(media):
         grid, frames = asked.grid, frame_count(asked, patches)
+        content = (asked.modality, grid, content_of(index, asked))
         item = MediaPlan(
             modality=asked.modality,
             grid=grid,
@@ -130,7 +125,7 @@ def plan_of(media: Sequence[Media], patches: PatchShape, embed_levels: int) -> P
             frame_width_px=grid.w * patches.token_px if frames else 0,
             seconds_per_grid=Fraction(1) if asked.modality is Modality.VIDEO else None,
             timestamps_s=(),
-            content_hash=content_hash(index, asked),
+            content_hash=hashlib.sha256(repr(content).encode()).digest(),
         )
         items.append(item)
         offset += grid.tokens + 1
@@ -146,18 +141,19 @@ def other_item(plan: PromptPlan, **changes: Any) -> PromptPlan:
 def slice_messages(
     media_index: int, first_frame: int, frames: NDArray[np.uint8], dtype: DType = DType.UINT8
 ) -> list[PreprocessResponse]:
-    chunks = tensor_chunks(dtype, frames.shape, frames.data)
     return [
         PreprocessResponse(frames=FramesChunk(media_index=media_index, first_frame=first_frame, chunk=chunk))
-        for chunk in chunks
+        for chunk in tensor_chunks(dtype, frames.shape, frames.data)
     ]
 
 
 def item_messages(media_index: int, media: Media, patches: PatchShape) -> list[PreprocessResponse]:
-    frames = frames_of(media_index, media, patches)
-    step = patches.temporal_patch
+    frames, step = frames_of(media_index, media, patches), patches.temporal_patch
     starts = range(0, len(frames), step)
     return [message for start in starts for message in slice_messages(media_index, start, frames[start : start + step])]
+
+
+# --- the service ------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -39,6 +39,8 @@ def tower_of(checkpoint: Path, dtype: str = "auto") -> Tower:
 
 @dataclass(frozen=True)
 class Stack:
+    """An encoder and a client of it."""
+
     stub: Any
     preprocessing: FakePreprocessing
     tower: Tower
@@ -51,20 +53,58 @@ class Stack:
         """For what is being encoded."""
         return self.cache.encoding_bytes
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes reserved by requests; cached ones are not included."""
-        return self.encoding_bytes.held_bytes + self.output_bytes.held_bytes
+    async def encode(self, *requests: EncodeRequest) -> list[EncodeResponse]:
+        return await read_all(self.stub.Encode(iter(requests), timeout=TIMEOUT_S))
+
+    def opened(self, *media: Media, rate: float = 0, timeout_s: float = TIMEOUT_S) -> Any:
+        """A call that selects everything, not read yet."""
+        return self.stub.Encode(iter([first_request(media, rate), SELECT_ALL]), timeout=timeout_s)
+
+    async def stalled(self, *media: Media, timeout_s: float = TIMEOUT_S) -> Any:
+        """A call whose first item is being decoded, one slice of it sent."""
+        self.preprocessing.stall = True
+        call = self.opened(*media, timeout_s=timeout_s)
+        await asyncio.wait_for(self.preprocessing.stalled.wait(), TIMEOUT_S)
+        self.preprocessing.stall = False
+        return call
+
+    def in_use(self) -> dict[str, float]:
+        gauges = {name: metric(name) for name in ("cache_waiters", "queue_slices", "queue_oldest_seconds")}
+        for buffer in ("encoding", "output"):
+            gauges |= {
+                f"{name} {buffer}": metric(name, buffer=buffer) for name in ("buffer_used_bytes", "buffer_waiting")
+            }
+        return {**gauges, "buffer": self.encoding_bytes.held_bytes, "outputs": self.output_bytes.held_bytes}
+
+    async def check_idle(self) -> None:
+        """Waits until nothing is reserved, queued or waited for: a disconnected caller is noticed late."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while counts := {name: count for name, count in self.in_use().items() if count}:
+            assert time.monotonic() < deadline_s, counts
+            await asyncio.sleep(0.01)
+
+    async def check_served(self) -> None:
+        """Checks that the next request is decoded and answered, and that nothing stays reserved."""
+        self.preprocessing.bend_plan = FakePreprocessing.bend_plan
+        self.preprocessing.bend_frames = FakePreprocessing.bend_frames
+        self.preprocessing.fail = None
+        # Calls of earlier requests may not have ended in preprocessing yet.
+        await eventually(lambda: not REGISTRY.get_sample_value("framesieve_requests_running", {"method": "Preprocess"}))
+        selected = len(self.preprocessing.selected)
+        received = embeds_in(await read_all(self.opened(video(1000 + len(self.preprocessing.prompts)))))
+        assert self.preprocessing.selected[selected:] == [0]
+        assert received[0].shape == [1 + self.tower.embed_levels, GRID.tokens, self.tower.embed_dim]
+        await self.check_idle()
 
 
 @asynccontextmanager
 async def running(
-    folder: Path, tower: Tower, room_bytes: int = 2**24, budget_tokens: int = 64, cache_bytes: int = 2**24
+    folder: Path, tower: Tower, buffer_bytes: int = 2**24, budget_tokens: int = 64, cache_bytes: int = 2**24
 ) -> AsyncIterator[Stack]:
     """Serves the encoder and its fake peer on sockets in `folder`."""
-    fake, outputs = FakePreprocessing(tower.patches, tower.embed_levels), ByteSemaphore(room_bytes)
+    fake, outputs = FakePreprocessing(tower.patches, tower.embed_levels), ByteSemaphore(buffer_bytes)
     batcher = Batcher(tower.encode, budget_tokens)
-    cache = EmbedsCache(tower, batcher, ByteSemaphore(room_bytes), cache_bytes)
+    cache = EmbedsCache(tower, batcher, ByteSemaphore(buffer_bytes), cache_bytes)
     watch(batcher, cache, outputs)
     try:
         async with serving(f"unix:{folder}/p", fake) as upstream:
@@ -73,9 +113,6 @@ async def running(
                 yield Stack(encoder_pb2_grpc.EncoderServiceStub(channel), fake, tower, batcher, cache, outputs)
     finally:
         batcher.close()
-
-
-# --- client -----------------------------------------------------------------------------------------------------
 
 
 def first_request(
@@ -92,30 +129,12 @@ def select(media_index: int) -> EncodeRequest:
 SELECT_ALL = EncodeRequest(select=prompt_pb2.Select(all=True))
 
 
-def opened(stack: Stack, *media: Media, rate: float = 0, timeout_s: float = TIMEOUT_S) -> Any:
-    """A call that selects everything, not read yet."""
-    return stack.stub.Encode(iter([first_request(media, rate), SELECT_ALL]), timeout=timeout_s)
-
-
-async def stalled(stack: Stack, *media: Media, timeout_s: float = TIMEOUT_S) -> Any:
-    """A call whose first item is being decoded, one slice of it sent."""
-    stack.preprocessing.stall = True
-    call = opened(stack, *media, timeout_s=timeout_s)
-    await asyncio.wait_for(stack.preprocessing.stalled.wait(), TIMEOUT_S)
-    stack.preprocessing.stall = False
-    return call
-
-
 async def read_all(call: Any) -> list[EncodeResponse]:
     """All responses of a call. Raises the FramesieveError of its status."""
     try:
         return [response async for response in call]
     except grpc.aio.AioRpcError as error:
         raise error_from_status(error, "encoder") from error
-
-
-async def encode(stack: Stack, *requests: EncodeRequest) -> list[EncodeResponse]:
-    return await read_all(stack.stub.Encode(iter(requests), timeout=TIMEOUT_S))
 
 
 @dataclass
@@ -148,9 +167,6 @@ def tower_embeds(tower: Tower, media_index: int, media: Media) -> torch.Tensor:
     return torch.cat([tower.encode([each])[0] for each in frames.split(tower.patches.temporal_patch)], dim=1)
 
 
-# --- bytes and metrics -----------------------------------------------------------------------------------------
-
-
 def item_bytes(tower: Tower, tokens: int = GRID.tokens) -> int:
     return (1 + tower.embed_levels) * tokens * tower.embed_dim * 4
 
@@ -167,33 +183,3 @@ def metric(name: str, **labels: str) -> float:
 async def waiters(count: int) -> None:
     """Waits until so many requested items wait for an entry of the cache."""
     await eventually(lambda: metric("cache_waiters") == count)
-
-
-async def check_idle(stack: Stack) -> None:
-    """Waits until nothing is reserved, queued or waited for: a disconnected caller is noticed late."""
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while counts := {name: count for name, count in in_use(stack).items() if count}:
-        assert time.monotonic() < deadline_s, counts
-        await asyncio.sleep(0.01)
-
-
-def in_use(stack: Stack) -> dict[str, float]:
-    gauges = {name: metric(name) for name in ("cache_waiters", "queue_slices", "queue_oldest_seconds")}
-    for room in ("encoding", "output"):
-        gauges |= {f"{name} {room}": metric(name, room=room) for name in ("room_used_bytes", "room_waiting")}
-    return {**gauges, "room": stack.encoding_bytes.held_bytes, "outputs": stack.output_bytes.held_bytes}
-
-
-async def check_served(stack: Stack) -> None:
-    """Checks that the next request is decoded and answered, and that nothing stays reserved."""
-    stack.preprocessing.bend_plan = FakePreprocessing.bend_plan
-    stack.preprocessing.bend_frames = FakePreprocessing.bend_frames
-    stack.preprocessing.fail = None
-    # Calls of earlier requests may not have ended in preprocessing yet.
-    await eventually(lambda: not REGISTRY.get_sample_value("framesieve_requests_running", {"method": "Preprocess"}))
-    selected = len(stack.preprocessing.selected)
-    unseen = video(1000 + len(stack.preprocessing.prompts))
-    received = embeds_in(await encode(stack, first_request([unseen]), SELECT_ALL))
-    assert stack.preprocessing.selected[selected:] == [0]
-    assert received[0].shape == [1 + stack.tower.embed_levels, GRID.tokens, stack.tower.embed_dim]
-    await check_idle(stack)

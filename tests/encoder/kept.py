@@ -43,29 +43,22 @@ def exact_count(grid: Grid, rate: float, floor_tokens: int) -> int:
     return max(floor_tokens, floor(grid.t * grid.h * grid.w * (1 - Fraction(str(rate)))))
 
 
-def evs_count(grid: Grid, rate: float) -> int:
-    return exact_count(grid, rate, grid.h * grid.w)
-
-
 @st.composite
 def videos(draw: st.DrawFn) -> tuple[NDArray[np.float32], Grid]:
     """Random embeddings, in which some tokens repeat, are zero or NaN, or differ little."""
-    grid = draw(GRIDS)
-    width = draw(st.integers(2, 12))
+    grid, width = draw(GRIDS), draw(st.integers(2, 12))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     slices = random.standard_normal((grid.t, grid.h * grid.w, width)).astype(np.float32)
     for i in range(grid.t):
         for place in range(grid.h * grid.w):
-            fate = draw(st.sampled_from(["random", "random", "repeat", "scaled", "nearly", "zero", "nan"]))
-            before = slices[max(0, i - 1), place]
-            if fate == "repeat":
-                slices[i, place] = before
-            elif fate == "scaled":
-                slices[i, place] = 2 * before
-            elif fate == "nearly":
-                slices[i, place] = before * (1 + 0.01 * random.standard_normal(width))
-            elif fate == "zero":
-                slices[i, place] = 0
-            elif fate == "nan":
-                slices[i, place, 0] = np.nan
+            before = slices[max(0, i - 1), place].copy()
+            fates = {
+                "random": slices[i, place],
+                "repeat": before,
+                "scaled": 2 * before,
+                "nearly": before * (1 + 0.01 * random.standard_normal(width)),
+                "zero": np.zeros(width),
+                "nan": np.where(np.arange(width), before, np.nan),
+            }
+            slices[i, place] = fates[draw(st.sampled_from(["random", *fates]))]
     return slices.reshape(-1, width), grid

@@ -5,20 +5,20 @@ Ranks are threads here; `integration/test_encoder_ranks.py` runs processes.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from queue import Empty, SimpleQueue
+from types import SimpleNamespace
+from typing import Any, TypeAlias, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -27,18 +27,93 @@ from common.contract.errors import StartupError, Unavailable
 from common.process import ExitStatus
 from services.encoder.settings import EncoderSettings
 from services.encoder.startup.build import device_of
+from services.encoder.startup.rank import run_shares
 from services.encoder.tower.graph_buckets import PackingLimit, Size
-from services.encoder.tower.parallel.assignment import assign
 from services.encoder.tower.parallel.exchange import Exchange
 from services.encoder.tower.parallel.rank_failure import RankFailure
 from services.encoder.tower.parallel.tower import DataParallelTower
 from services.encoder.tower.tower import Tower
 from tests.encoder.encoder_service import tower_of
 from tests.encoder.meeting import ended_by_a_signal
-from tests.encoder.thread_ranks import TIMEOUT_S, Killed, Made, ThreadRanks, check_equal, make_ranks, slices_of
 
-MakeRanks = Callable[..., Made]
+TIMEOUT_S = 20
 PAIR = ((2, 3, 3), (2, 3, 3))
+
+
+class Killed(BaseException):
+    """Ends a thread rank as a signal ends a process."""
+
+
+class RecordingTower:
+    """A tower that records the shapes of each forward. instead: functions called before the next forwards."""
+
+    def __init__(self, tower: Tower) -> None:
+        self._tower = tower
+        self.forwards: list[list[tuple[int, ...]]] = []
+        self.instead: list[Callable[[], None]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tower, name)
+
+    def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
+        self.forwards.append([tuple(frames.shape) for frames in slices])
+        if self.instead:
+            self.instead.pop()()
+        return self._tower.encode(slices)
+
+
+class ThreadRanks:
+    """Takes the place of `common.ranks.Ranks`, with gloo groups. told: all messages, by rank. towers: of each rank."""
+
+    def __init__(self, count: int, tower: Tower, rank_tokens: int, rank_failure: RankFailure) -> None:
+        ranks = range(1, count)
+        self.told: dict[int, list[bytes]] = {rank: [] for rank in ranks}
+        self.towers = {rank: RecordingTower(tower) for rank in ranks}
+        self.kill: Callable[[], None] = lambda: pytest.fail("only a test that expects it replaces this")
+        self._count, self._rank_tokens, self._rank_failure = count, rank_tokens, rank_failure
+        self._store = dist.HashStore()  # type: ignore[attr-defined]
+        self._orders, self._answers = ({rank: SimpleQueue[bytes | None]() for rank in ranks} for _ in range(2))
+        self._threads = [threading.Thread(target=self._run, args=(rank,)) for rank in ranks]
+        for each in self._threads:
+            each.start()
+
+    def group(self, rank: int) -> Any:
+        return dist.ProcessGroupGloo(self._store, rank, self._count, timedelta(seconds=TIMEOUT_S))
+
+    def send(self, rank: int, message: bytes) -> None:
+        self.told[rank].append(message)
+        self._orders[rank].put(message)
+
+    def receive(self, rank: int, within_s: float) -> bytes:
+        try:
+            heard = self._answers[rank].get(timeout=within_s)
+        except Empty:
+            raise TimeoutError from None
+        if heard is None:
+            raise ConnectionResetError
+        return heard
+
+    def fail(self, rank: int) -> None:
+        self._rank_failure.record(f"rank {rank} of {self._count} was ended by signal 9")
+
+    def close(self) -> None:
+        for orders in self._orders.values():
+            orders.put(None)
+        for each in self._threads:
+            each.join(TIMEOUT_S)
+            assert not each.is_alive()
+
+    def _run(self, rank: int) -> None:
+        orders: Any = SimpleNamespace(receive=self._orders[rank].get, answer=self._answers[rank].put)
+        try:
+            run_shares(orders, cast(Tower, self.towers[rank]), Exchange(self.group(rank)), self._rank_tokens)
+        except Killed:
+            self._answers[rank].put(None)
+            self.fail(rank)
+
+
+Made: TypeAlias = tuple[DataParallelTower, ThreadRanks]
+MakeRanks: TypeAlias = Callable[..., Made]
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +121,13 @@ def make(tower: Tower) -> Iterator[MakeRanks]:
     """Makes a tower of so many ranks, which are closed at the end."""
     made: list[ThreadRanks] = []
 
-    def make(count: int, own: Tower = tower, **options: int) -> Made:
-        towers, others = make_ranks(count, own, **options)
+    def make(count: int, own: Tower = tower, rank_tokens: int = 10_000) -> Made:
+        rank_failure = RankFailure()
+        rank_failure.watch(lambda: None)
+        others = ThreadRanks(count, own, rank_tokens, rank_failure)
         made.append(others)
-        return towers, others
+        recording, exchange = cast(Tower, RecordingTower(own)), Exchange(others.group(0))
+        return DataParallelTower(recording, others, count, exchange, rank_tokens, rank_failure), others
 
     yield make
     for each in made:
@@ -59,6 +137,23 @@ def make(tower: Tower) -> Iterator[MakeRanks]:
 @pytest.fixture(scope="module")
 def four(make: MakeRanks) -> Made:
     return make(4)
+
+
+def slices_of(tower: Tower, *sizes: tuple[int, int, int]) -> list[Tensor]:
+    """Random slices. sizes: frames, rows and columns of tokens of each."""
+    random, side_px = torch.Generator().manual_seed(len(sizes)), tower.patches.token_px
+    shapes = [(frames, rows * side_px, columns * side_px, 3) for frames, rows, columns in sizes]
+    return [torch.randint(0, 256, shape, dtype=torch.uint8, generator=random) for shape in shapes]
+
+
+def check_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def forwards_of(towers: DataParallelTower, others: ThreadRanks) -> list[list[list[tuple[int, ...]]]]:
+    """The shapes of all slices, by rank and forward."""
+    return [each.forwards for each in (cast(Any, towers.own), *others.towers.values())]
 
 
 # --- encoding ---------------------------------------------------------------------------------------------------
@@ -73,66 +168,40 @@ def test_any_slices_are_encoded_as_by_one_tower_and_keep_their_order(
     check_equal(four[0].encode(slices), [tower.encode([each])[0] for each in slices])
 
 
-def test_each_rank_encodes_its_assigned_slices(tower: Tower, make: MakeRanks) -> None:
+def test_slices_are_shared_by_cost_and_a_rank_without_a_share_is_told_nothing(tower: Tower, make: MakeRanks) -> None:
     towers, others = make(2)
     # The first costs more than two slices of half its tokens.
     slices = slices_of(tower, (2, 8, 8), (2, 2, 5), (2, 4, 8), (2, 8, 4))
-    towers.encode(slices)
-    shares = assign([tower.cost(tokens) for tokens in (64, 10, 32, 32)], 2).shares
-    assert shares == [[0], [2, 3, 1]]
-    assert forwards_of(towers, others) == [[[tuple(slices[i].shape) for i in sorted(share)]] for share in shares]
-
-
-def forwards_of(towers: DataParallelTower, others: ThreadRanks) -> list[list[list[tuple[int, ...]]]]:
-    """The shapes of all slices, by rank and forward."""
-    return [each.forwards for each in (cast(Any, towers.own), *others.towers.values())]
-
-
-def test_a_rank_without_a_share_is_told_nothing(tower: Tower, make: MakeRanks) -> None:
-    towers, others = make(2)
-    (alone,) = slices_of(tower, (2, 3, 3))
-    check_equal(towers.encode([alone]), tower.encode([alone]))
+    towers.encode(slices[:1])
     assert others.told[1] == []
-    check_equal(towers.encode([alone, alone]), tower.encode([alone, alone]))
-    assert len(others.told[1]) == 1
+    towers.encode(slices)
+    first, *rest = [tuple(frames.shape) for frames in slices]
+    assert forwards_of(towers, others) == [[[first], [first]], [rest]]
 
 
-def test_each_rank_keeps_to_the_budget_of_one_forward(tower: Tower, make: MakeRanks) -> None:
-    towers, others = make(2, rank_tokens=40)
-    assert towers.budget_tokens == towers.packing.largest.tokens == 80
-    slices = slices_of(tower, *[(2, 4, 4)] * 8, (2, 7, 7), *[(2, 2, 3)] * 3)
-    check_equal(towers.encode(slices), tower.encode(slices))
-    forwards = [forward for of_rank in forwards_of(towers, others) for forward in of_rank]
-    assert sum(map(len, forwards)) == len(slices)
-    for forward in forwards:
-        tokens = [tower.patches.tokens(shape) for shape in forward]
-        assert sum(tokens) <= 40 or tokens == [49]
-    assert len(forwards) < len(slices)
-
-
-def test_the_packing_limit_of_a_tower_holds_on_each_rank(tower: Tower, make: MakeRanks) -> None:
-    packing = PackingLimit(Size(100, 2, 5), lambda frames: Size(tower.patches.tokens(frames), 1, 2))
-    towers, others = make(3, replace(tower, packing=packing))
-    assert towers.packing == PackingLimit(Size(300, 6, 15), packing.size_of)
-    slices = slices_of(tower, *[(2, 2, 2)] * 9)
-    check_equal(towers.encode(slices), tower.encode(slices))
+@pytest.mark.parametrize("largest", [Size(100, 2, 500), None])
+def test_each_rank_keeps_to_the_limit_of_one_forward(tower: Tower, make: MakeRanks, largest: Size | None) -> None:
+    """Of two slices, or of their eight tokens."""
+    packing = PackingLimit(largest, lambda frames: Size(tower.patches.tokens(frames), 1, 2)) if largest else None
+    towers, others = make(3, replace(tower, packing=packing), rank_tokens=8)
+    assert towers.budget_tokens == 24
+    assert towers.packing.largest == (Size(300, 6, 1500) if largest else Size(24, 24, 24))
+    towers.encode(slices_of(tower, *[(2, 2, 2)] * 9))
     assert [[len(forward) for forward in of_rank] for of_rank in forwards_of(towers, others)] == [[2, 1]] * 3
 
 
 def test_embeddings_come_back_in_the_towers_dtype(levels_checkpoint: Path, make: MakeRanks) -> None:
     half = tower_of(levels_checkpoint, "bfloat16")
     towers, _ = make(2, half)
-    slices = slices_of(half, (2, 2, 2), (2, 2, 2), (1, 3, 2))
+    slices = slices_of(half, *PAIR)
     for found, expected in zip(towers.encode(slices), (half.encode([each])[0] for each in slices), strict=True):
-        assert torch.equal(found, expected)
         assert found.dtype == torch.bfloat16
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
     ("device", "gpus", "found"),
     [
-        ("cpu", 0, ["cpu"] * 3),
-        ("cuda", 3, ["cuda:0", "cuda:1", "cuda:2"]),
         ("cuda:2", 5, ["cuda:2", "cuda:3", "cuda:4"]),
         ("auto", 3, ["cuda:0", "cuda:1", "cuda:2"]),
         ("auto", 0, ["cpu"] * 3),
@@ -157,102 +226,44 @@ def test_each_rank_has_a_gpu_of_its_own(
 # --- failures ---------------------------------------------------------------------------------------------------
 
 
-def fail() -> None:
-    raise RuntimeError("the tower fell")
-
-
-def lack_memory() -> None:
-    raise torch.OutOfMemoryError("none is left")
-
-
-def end() -> None:
-    raise Killed
-
-
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("how", [fail, lack_memory])
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
 def test_a_forward_that_fails_on_one_rank_fails_and_the_next_one_succeeds(
-    tower: Tower, make: MakeRanks, failing: int, how: Callable[[], None]
+    tower: Tower, make: MakeRanks, failing: int, error: type[Exception]
 ) -> None:
     """Out-of-memory stays OutOfMemoryError, so that the batcher runs the slices one at a time."""
+
+    def fail() -> None:
+        raise error("the tower fell")
+
     towers, others = make(2)
     rank: Any = others.towers[1] if failing else towers.own
-    slices = slices_of(tower, (2, 3, 3), (2, 2, 2), (2, 3, 3))
+    slices = slices_of(tower, *PAIR, (2, 2, 2))
     for _ in range(2):
-        rank.instead.append(how)
-        text = r"the tower fell$|none is left$|rank 1: its device has no memory left$"
-        with pytest.raises(RuntimeError, match=text) as failed:
+        rank.instead.append(fail)
+        with pytest.raises(RuntimeError, match=r"the tower fell$|rank 1: its device has no memory left$") as failed:
             towers.encode(slices)
-        assert isinstance(failed.value, torch.OutOfMemoryError) == (how is lack_memory)
+        assert isinstance(failed.value, torch.OutOfMemoryError) == (error is torch.OutOfMemoryError)
         check_equal(towers.encode(slices), tower.encode(slices))
     assert towers.rank_failure.cause is None
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_buffers_of_a_failed_forward_are_freed_at_once(tower: Tower, make: MakeRanks, failing: int) -> None:
-    """Without the collector, so that its slices find memory when they run one at a time."""
-    towers, others = make(2)
-    rank: Any = others.towers[1] if failing else towers.own
-    buffers: list[weakref.ref[Tensor]] = []
-    share = towers._share
-
-    def note(*args: Any) -> Any:
-        made = share(*args)
-        buffers.append(weakref.ref(made.embeds))
-        return made
-
-    towers._share = note  # type: ignore[method-assign]
-    rank.instead.append(lack_memory)
-    gc.disable()
-    try:
-        with suppress(torch.OutOfMemoryError):
-            towers.encode(slices_of(tower, *PAIR))
-        assert [buffer() for buffer in buffers] == [None]
-    finally:
-        gc.enable()
-
-
 def test_a_rank_that_ends_while_it_encodes_ends_the_tower_and_is_named(tower: Tower, make: MakeRanks) -> None:
+    def end() -> None:
+        raise Killed
+
     towers, others = make(3)
-    slices = slices_of(tower, *PAIR, (2, 3, 3))
     others.towers[2].instead.append(end)
     for _ in range(2):
         with pytest.raises(Unavailable, match=r"has ended: rank 2 of 3 was ended by signal 9$") as failed:
-            towers.encode(slices)
+            towers.encode(slices_of(tower, *PAIR, (2, 3, 3)))
         assert failed.value.stage == "encoder"
     assert [len(told) for told in others.told.values()] == [1, 1]  # a failed tower asks no rank
 
 
-def test_a_rank_that_ends_while_it_sends_ends_the_tower(
+def test_a_rank_that_does_not_answer_is_killed_and_never_asked_again(
     tower: Tower, make: MakeRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    towers, _ = make(2)
-    send = Exchange.send
-
-    def break_off(exchange: Exchange, tensor: Tensor, to: int) -> Any:
-        if to != 0:
-            return send(exchange, tensor, to)
-        del exchange._group  # which closes its connections
-        raise Killed
-
-    monkeypatch.setattr(Exchange, "send", break_off)
-    with pytest.raises(Unavailable, match=r"has ended: rank 1 of 2 was ended by signal 9$"):
-        towers.encode(slices_of(tower, *PAIR))
-
-
-@pytest.mark.parametrize("how", ["a lost answer", "no answer"])
-def test_a_rank_out_of_step_is_killed_and_never_asked_again(
-    tower: Tower, make: MakeRanks, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    towers, others = make(2)
-    killed, receive = threading.Event(), Exchange.receive
-
-    def lose(exchange: Exchange, tensor: Tensor, rank: int) -> Tensor:
-        found = receive(exchange, tensor, rank)
-        if rank != 0:
-            raise RuntimeError("it took too long")
-        return found
-
     def hang() -> None:
         assert killed.wait(TIMEOUT_S)
         raise Killed
@@ -261,13 +272,11 @@ def test_a_rank_out_of_step_is_killed_and_never_asked_again(
         killed.set()
         others.fail(1)
 
-    if how == "a lost answer":
-        monkeypatch.setattr(Exchange, "receive", lose)
-    else:
-        others.towers[1].instead.append(hang)
-        monkeypatch.setattr("services.encoder.tower.parallel.tower.TIMEOUT", timedelta(seconds=0.1))
+    (towers, others), killed = make(2), threading.Event()
+    others.towers[1].instead.append(hang)
+    others.kill = kill
+    monkeypatch.setattr("services.encoder.tower.parallel.tower.TIMEOUT", timedelta(seconds=0.1))
     monkeypatch.setattr("services.encoder.tower.parallel.rank_failure._REPORTED_WITHIN_S", 0.05)
-    monkeypatch.setattr(others, "kill", kill)
     for _ in range(2):
         with pytest.raises(Unavailable, match="has ended: rank 1 of 2 was ended by signal 9"):
             towers.encode(slices_of(tower, *PAIR))

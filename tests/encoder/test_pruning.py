@@ -1,7 +1,4 @@
-"""EVS against float64 NumPy and transformers; random; and, for every method, counts, cached scores and no device waits.
-
-Without CUDA: a tensor on torch's meta device has shapes but no values, so reading one fails.
-"""
+"""EVS against float64 NumPy and transformers; random; for every method, counts, cached scores and no device waits."""
 
 from __future__ import annotations
 
@@ -11,14 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch import Tensor
 
 from common.contract.plan import Grid
 from common.contract.retention import METHODS, Pruning
 from services.encoder.pruning.evs import evs_scores
 from services.encoder.pruning.methods import SCORES_BYTES, Scores, keep_tokens
-from tests.encoder.kept import GRIDS, RATES, check_kept, evs_count, exact_count, videos
-from tests.generation.test_decode_graphs import NoSynchronisation
+from tests.encoder.kept import GRIDS, RATES, check_kept, exact_count, videos
 
 # The float32 error of 1 − cos over a few dozen values.
 FLOAT32_ERROR = 2e-6
@@ -42,7 +37,7 @@ def exact_scores(embeds: NDArray[np.float32], grid: Grid) -> NDArray[np.float64]
 def test_evs_keeps_the_tokens_of_the_formula(video: tuple[NDArray[np.float32], Grid], rate: float) -> None:
     embeds, grid = video
     kept = keep_tokens(torch.from_numpy(embeds), grid, Pruning(rate)).numpy()
-    check_kept(kept, exact_scores(embeds, grid), evs_count(grid, rate), FLOAT32_ERROR)
+    check_kept(kept, exact_scores(embeds, grid), exact_count(grid, rate, grid.h * grid.w), FLOAT32_ERROR)
 
 
 def test_a_still_picture_keeps_the_earliest_tokens() -> None:
@@ -52,14 +47,6 @@ def test_a_still_picture_keeps_the_earliest_tokens() -> None:
     noise = 1 + 1e-6 * torch.randn(8, 20, 64, generator=random)
     kept = keep_tokens((slice_0 * noise).view(-1, 64), Grid(8, 4, 5), Pruning(0.5))
     assert kept.tolist() == list(range(80))
-
-
-def test_nan_ranks_last_and_slice_0_first_even_with_nan() -> None:
-    embeds = torch.ones(4 * 3, 5)
-    embeds[1] = torch.nan  # in slice 0, so that token 4 scores NaN as well
-    embeds[9] = torch.nan
-    kept = keep_tokens(embeds, Grid(4, 1, 3), Pruning(0.25))
-    assert kept.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 10]
 
 
 def test_a_long_video_read_in_parts_has_the_same_scores() -> None:
@@ -80,20 +67,16 @@ def test_evs_equals_transformers_unless_counts_or_rounding_differ() -> None:
         grid = Grid(*torch.randint(1, 9, (3,), generator=random).tolist())
         rate = int(torch.randint(0, 100, (1,), generator=random)) / 100
         embeds = torch.randn(grid.tokens, 16, generator=random)
-        theirs = compute_retention_mask(
-            video_embeds=embeds, thw=torch.LongTensor([grid.t, grid.h, grid.w]), spatial_merge_size=1, q=rate
-        )
-        theirs = theirs.nonzero().view(-1).int()
-        count = evs_count(grid, rate)
+        sides = torch.LongTensor([grid.t, grid.h, grid.w])
+        mask = compute_retention_mask(video_embeds=embeds, thw=sides, spatial_merge_size=1, q=rate)
+        theirs = mask.nonzero().view(-1).int()
+        count = exact_count(grid, rate, grid.h * grid.w)
         best = evs_scores(embeds, grid)[0].sort(descending=True).values
-        if theirs.numel() != count or (count < grid.tokens and best[count - 1] == best[count]):
-            continue
-        compared += 1
-        assert torch.equal(keep_tokens(embeds, grid, Pruning(rate)), theirs)
+        if theirs.numel() == count and (count == grid.tokens or best[count - 1] > best[count]):
+            compared += 1
+            assert torch.equal(keep_tokens(embeds, grid, Pruning(rate)), theirs)
     assert compared > 20
 
-
-# --- every method -----------------------------------------------------------------------------------------------
 
 # The fewest tokens that each method keeps of a video.
 FLOORS = {"evs": lambda grid: grid.h * grid.w, "random": lambda grid: grid.h * grid.w, "vidcom2": lambda grid: grid.t}
@@ -103,35 +86,18 @@ FLOORS = {"evs": lambda grid: grid.h * grid.w, "random": lambda grid: grid.h * g
 @settings(max_examples=15)
 @given(grid=GRIDS, rate=RATES)
 def test_every_method_keeps_its_exact_count_without_reading_values(method: str, grid: Grid, rate: float) -> None:
+    """A tensor on torch's meta device has no values: reading one, for which a GPU would be waited for, fails."""
     kept = keep_tokens(torch.empty(grid.tokens, 8, device="meta"), grid, Pruning(rate, method))
     assert kept.device.type == "meta"
     assert kept.dtype == torch.int32
     assert kept.shape == (exact_count(grid, rate, FLOORS[method](grid)),)
 
 
-def _synchronises(*_: object) -> None:
-    raise AssertionError("the host would wait")
-
-
 @pytest.mark.parametrize("method", FLOORS)
-@pytest.mark.parametrize("known", [False, True])
-def test_no_method_synchronises_with_the_device(method: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid, pruning, scores = Grid(6, 4, 5), Pruning(0.7, method), dict[str, Scores]()
-    embeds = torch.randn(grid.tokens, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
-    expected = keep_tokens(embeds.float(), grid, pruning, scores)
-    for name in ("tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__"):
-        monkeypatch.setattr(Tensor, name, _synchronises)
-    with NoSynchronisation():  # type: ignore[no-untyped-call]
-        found = keep_tokens(embeds, grid, pruning, scores if known else None)
-    monkeypatch.undo()
-    assert torch.equal(found, expected)  # bfloat16 is scored in float32
-
-
-@pytest.mark.parametrize("method", FLOORS)
-def test_cached_scores_serve_every_rate(method: str) -> None:
+def test_scores_are_float32_and_serve_every_rate(method: str) -> None:
     grid, known = Grid(5, 4, 4), dict[str, Scores]()
-    embeds = torch.randn(grid.tokens, 16, generator=torch.Generator().manual_seed(6))
-    fresh = [keep_tokens(embeds, grid, Pruning(rate, method)) for rate in (0.25, 0.5, 0.75)]
+    embeds = torch.randn(grid.tokens, 16, generator=torch.Generator().manual_seed(6)).bfloat16()
+    fresh = [keep_tokens(embeds.float(), grid, Pruning(rate, method)) for rate in (0.25, 0.5, 0.75)]
     keep_tokens(embeds, grid, Pruning(0.4, method), known)
     # With the scores cached, the embeddings are not read.
     again = [keep_tokens(torch.zeros_like(embeds), grid, Pruning(rate, method), known) for rate in (0.25, 0.5, 0.75)]
@@ -140,7 +106,6 @@ def test_cached_scores_serve_every_rate(method: str) -> None:
 
 
 def test_cached_scores_take_the_bytes_that_the_cache_accounts_for() -> None:
-    assert {*FLOORS, "none"} == set(METHODS)
     grid, known = Grid(5, 4, 4), dict[str, Scores]()
     for method in METHODS:
         keep_tokens(torch.randn(grid.tokens, 16), grid, Pruning(0.5, method), known)
@@ -154,4 +119,3 @@ def test_random_depends_only_on_grid_rate_and_seed(seed: int, grid: Grid, rate: 
     count = exact_count(grid, rate, FLOORS["random"](grid))
     best = np.sort(np.argsort(-order)[:count])  # a token's score is its number in the order
     assert keep_tokens(torch.zeros(grid.tokens, 2), grid, Pruning(rate, "random", seed)).tolist() == best.tolist()
-    assert keep_tokens(torch.zeros(grid.tokens, 2), grid, Pruning(rate, "none")).tolist() == list(range(grid.tokens))

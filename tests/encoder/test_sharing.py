@@ -5,130 +5,103 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import numpy as np
 import pytest
-import structlog
 
 from common.contract import errors
 from common.contract.plan import Grid
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from services.encoder.tower.tower import Tower
 from tests.common.loopback import TIMEOUT_S
-from tests.encoder.encoder_peers import GRID, VIDEO, FakePreprocessing, Media, video
-from tests.encoder.encoder_service import (
-    SELECT_ALL,
-    Stack,
-    check_idle,
-    check_served,
-    embeds_in,
-    encode,
-    first_request,
-    item_bytes,
-    kept_bytes,
-    metric,
-    opened,
-    read_all,
-    running,
-    stalled,
-    waiters,
-)
+from tests.encoder.encoder_peers import GRID, VIDEO, FakePreprocessing, video
+from tests.encoder.encoder_service import Stack, embeds_in, item_bytes, kept_bytes, metric, read_all, running, waiters
 
 # --- sharing ----------------------------------------------------------------------------------------------------
 
 
 async def test_concurrent_requests_share_one_encoding_and_all_get_its_progress(stack: Stack) -> None:
     shared = metric("cache_lookups_total", outcome="shared")
-    first = await stalled(stack, VIDEO)
-    others = [asyncio.create_task(encode(stack, first_request([VIDEO]), SELECT_ALL)) for _ in range(3)]
+    calls = [await stack.stalled(VIDEO), *(stack.opened(VIDEO) for _ in range(3))]
     await waiters(4)
     stack.preprocessing.resumed.set()
-    answers = [await read_all(first), *await asyncio.gather(*others)]
+    answers = [await read_all(call) for call in calls]
     assert all(embeds_in(answer) == embeds_in(answers[0]) for answer in answers)
     for answer in answers:
         told = [(each.progress.decoded_slices, each.progress.encoded_slices) for each in answer]
         assert (GRID.t, GRID.t) in told
     assert stack.preprocessing.selected == [0]
     assert metric("cache_lookups_total", outcome="shared") == shared + 3
-    await check_idle(stack)
+    await stack.check_idle()
 
 
 @pytest.mark.parametrize("timeout_s", [TIMEOUT_S, 0.5])
 async def test_an_encoding_continues_when_its_first_caller_leaves(stack: Stack, timeout_s: float) -> None:
-    began = await stalled(stack, VIDEO, timeout_s=timeout_s)
-    other = asyncio.create_task(encode(stack, first_request([VIDEO], 0.5), SELECT_ALL))
+    began = await stack.stalled(VIDEO, timeout_s=timeout_s)
+    other = stack.opened(VIDEO, rate=0.5)
     await waiters(2)
     if timeout_s == TIMEOUT_S:
         began.cancel()
     await waiters(1)
     stack.preprocessing.resumed.set()
-    assert embeds_in(await other)[0].shape[1] == GRID.tokens // 2
+    assert embeds_in(await read_all(other))[0].shape[1] == GRID.tokens // 2
     assert stack.preprocessing.selected == [0]
     assert not stack.preprocessing.cancelled.is_set()
-    await check_served(stack)
+    await stack.check_served()
 
 
 async def test_a_stream_without_its_caller_delivers_only_to_other_waiters_and_then_ends(stack: Stack) -> None:
-    began = await stalled(stack, video(4), video(5), video(6))
-    other = asyncio.create_task(encode(stack, first_request([video(5)]), SELECT_ALL))
+    began, other = await stack.stalled(video(4), video(5), video(6)), stack.opened(video(5))
     await waiters(4)
     began.cancel()
     await waiters(1)
     stack.preprocessing.resumed.set()
-    assert list(embeds_in(await other)) == [0]
+    assert list(embeds_in(await read_all(other))) == [0]
     assert stack.preprocessing.selected[:2] == [0, 1]
     assert stack.preprocessing.selected.count(0) == 1
-    await check_served(stack)
+    await stack.check_served()
 
 
 async def test_a_stream_is_cancelled_with_the_last_waiter(stack: Stack) -> None:
-    began, other = await stalled(stack, VIDEO, video(5)), opened(stack, VIDEO)
+    began, other = await stack.stalled(VIDEO, video(5)), stack.opened(VIDEO)
     await waiters(3)
     began.cancel()
     await waiters(1)
     assert not stack.preprocessing.cancelled.is_set()
     other.cancel()
     await asyncio.wait_for(stack.preprocessing.cancelled.wait(), TIMEOUT_S)
-    await check_served(stack)
+    await stack.check_served()
 
 
 async def test_a_waiter_leads_when_the_leader_leaves_while_waiting_for_bytes(tmp_path: Path, tower: Tower) -> None:
-    async with running(tmp_path, tower, room_bytes=2 * item_bytes(tower)) as stack:
+    async with running(tmp_path, tower, buffer_bytes=2 * item_bytes(tower)) as stack:
         wide = video(1, Grid(8, 2, 3))
-        holder = await stalled(stack, video(2))
+        holder = await stack.stalled(video(2))
         # Their output bytes fit, their encoding bytes do not.
-        began = opened(stack, wide, rate=0.75)
+        began = stack.opened(wide, rate=0.75)
         await waiters(2)
-        other = asyncio.create_task(encode(stack, first_request([wide], 0.75), SELECT_ALL))
+        other = stack.opened(wide, rate=0.75)
         await waiters(3)
         began.cancel()
         await waiters(2)
-        assert stack.encoding_bytes.held_bytes == item_bytes(tower)
         stack.preprocessing.resumed.set()
-        assert list(embeds_in(await other)) == [0]
+        assert list(embeds_in(await read_all(other))) == [0]
         await read_all(holder)
-        await check_idle(stack)
+        await stack.check_idle()
 
 
 async def test_a_caller_that_reads_nothing_does_not_delay_other_waiters(tmp_path: Path, tower: Tower) -> None:
-    async with running(tmp_path, tower, room_bytes=2**28) as stack:
+    async with running(tmp_path, tower, buffer_bytes=2**28) as stack:
         large = video(3, Grid(64, 8, 8))
-        # More than gRPC buffers.
-        silent = opened(stack, *[large] * 16)
-        assert list(embeds_in(await encode(stack, first_request([large]), SELECT_ALL))) == [0]
+        silent = stack.opened(*[large] * 16)  # more than gRPC buffers
+        assert list(embeds_in(await read_all(stack.opened(large)))) == [0]
         await waiters(0)
         assert stack.output_bytes.held_bytes > item_bytes(tower, large.grid.tokens)
         silent.cancel()
-        await check_idle(stack)
+        await stack.check_idle()
 
 
 # --- failures ---------------------------------------------------------------------------------------------------
 
 BAD_MEDIA = errors.MediaDamaged("9 of 10 frames cannot be decoded")
-FAILURES = [
-    errors.Unavailable("preprocessing is draining", "preprocessing"),
-    errors.DeadlinePassed("too late"),
-    errors.Overloaded("no worker is free"),
-]
 
 
 def fail_once(preprocessing: FakePreprocessing, error: Exception) -> None:
@@ -142,7 +115,7 @@ def fail_once(preprocessing: FakePreprocessing, error: Exception) -> None:
 
 
 async def test_an_error_of_the_media_fails_all_waiters_without_a_retry(stack: Stack) -> None:
-    calls = [await stalled(stack, VIDEO), opened(stack, VIDEO), opened(stack, VIDEO)]
+    calls = [await stack.stalled(VIDEO), stack.opened(VIDEO), stack.opened(VIDEO)]
     await waiters(3)
     stack.preprocessing.fail = BAD_MEDIA
     stack.preprocessing.resumed.set()
@@ -150,71 +123,59 @@ async def test_an_error_of_the_media_fails_all_waiters_without_a_retry(stack: St
         with pytest.raises(errors.MediaDamaged, match=str(BAD_MEDIA)):
             await read_all(call)
     assert stack.preprocessing.selected == [0]
-    await check_served(stack)
+    await stack.check_served()
 
 
-@pytest.mark.parametrize("error", FAILURES, ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.Unavailable("preprocessing is draining", "preprocessing"),
+        errors.DeadlinePassed("too late"),
+        errors.Overloaded("no worker is free"),
+    ],
+    ids=repr,
+)
 async def test_after_an_error_of_the_stream_a_waiter_resumes_from_its_own(
     stack: Stack, error: errors.FramesieveError
 ) -> None:
-    began = await stalled(stack, VIDEO)
-    others = [asyncio.create_task(encode(stack, first_request([VIDEO]), SELECT_ALL)) for _ in range(3)]
+    began = await stack.stalled(VIDEO)
+    others = [stack.opened(VIDEO) for _ in range(3)]
     await waiters(4)
     fail_once(stack.preprocessing, error)
     encoded = metric("batch_tokens_sum")
     stack.preprocessing.resumed.set()
     with pytest.raises(type(error), match=str(error)):
         await read_all(began)
-    responses = [await other for other in others]
-    answers = [embeds_in(each) for each in responses]
-    assert answers[0] == answers[1] == answers[2]
+    responses = [await read_all(other) for other in others]
+    assert embeds_in(responses[0]) == embeds_in(responses[1]) == embeds_in(responses[2])
     told = [each.progress for each in responses[0] if each.HasField("progress")]
     counts = [(each.decoded_slices, each.encoded_slices) for each in told]
     assert counts == sorted(counts)  # progress never decreases
-    assert counts[-1] == (GRID.t, GRID.t)
     assert stack.preprocessing.selected == [0, 0]
-    # The first slice is not encoded again.
-    assert metric("batch_tokens_sum") - encoded <= GRID.tokens
-    await check_served(stack)
+    assert metric("batch_tokens_sum") - encoded <= GRID.tokens  # the first slice is not encoded again
+    await stack.check_served()
 
 
 async def test_an_error_of_one_item_does_not_fail_waiters_of_the_next(stack: Stack) -> None:
-    began = await stalled(stack, video(4), video(5))
-    other = asyncio.create_task(encode(stack, first_request([video(5)]), SELECT_ALL))
+    began, other = await stack.stalled(video(4), video(5)), stack.opened(video(5))
     await waiters(3)
     stack.preprocessing.fail, stack.preprocessing.failing = BAD_MEDIA, frozenset([4])
     stack.preprocessing.resumed.set()
     with pytest.raises(errors.MediaDamaged):
         await read_all(began)
-    assert list(embeds_in(await other)) == [0]
-    await check_served(stack)
-
-
-async def test_an_internal_error_of_the_tower_fails_all_waiters_and_no_later_request(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Logs are captured because rendering the traceback is slow.
-    with monkeypatch.context() as patched, structlog.testing.capture_logs():
-        calls = [await stalled(stack, VIDEO), opened(stack, VIDEO)]
-        await waiters(2)
-        patched.setattr(stack.batcher, "_encode", lambda slices: [][0])
-        stack.preprocessing.resumed.set()
-        for call in calls:
-            with pytest.raises(errors.FramesieveError, match=r"an internal error in Encode, request id \w+$"):
-                await read_all(call)
-    assert list(embeds_in(await encode(stack, first_request([VIDEO]), SELECT_ALL))) == [0]
-    await check_served(stack)
+    assert list(embeds_in(await read_all(other))) == [0]
+    await stack.check_served()
 
 
 async def test_a_tower_that_ends_fails_all_waiters(stack: Stack) -> None:
-    calls = [await stalled(stack, VIDEO), opened(stack, VIDEO)]
+    calls = [await stack.stalled(VIDEO), stack.opened(VIDEO)]
     await waiters(2)
     stack.batcher.abort(errors.Unavailable("the tower of the encoder has ended", "encoder"))
     stack.preprocessing.resumed.set()
     for call in calls:
         with pytest.raises(errors.Unavailable, match="the tower of the encoder has ended"):
             await read_all(call)
-    await check_idle(stack)
+    await stack.check_idle()
 
 
 # --- no deadlocks, nothing left behind --------------------------------------------------------------------------
@@ -224,31 +185,12 @@ async def test_a_tower_that_ends_fails_all_waiters(stack: Stack) -> None:
 async def test_the_same_videos_in_opposite_orders_complete_with_bytes_for_one(
     tmp_path: Path, tower: Tower, cache_items: int
 ) -> None:
-    cache_bytes = cache_items * kept_bytes(tower)
-    async with running(tmp_path, tower, room_bytes=item_bytes(tower), cache_bytes=cache_bytes) as stack:
-        orders = [[1, 2, 3], [3, 2, 1], [2, 3, 1], [1, 3, 2]] * 2
-        requests = [first_request([video(content) for content in order], 0.75) for order in orders]
-        answers = await asyncio.gather(*(encode(stack, request, SELECT_ALL) for request in requests))
-        assert [list(embeds_in(answer)) for answer in answers] == [[0, 1, 2]] * 8
-        await check_idle(stack)
-
-
-@pytest.mark.parametrize("seed", range(2))
-async def test_callers_that_leave_at_any_time_free_everything(tmp_path: Path, tower: Tower, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    limits = {"room_bytes": 2 * item_bytes(tower), "cache_bytes": 2 * kept_bytes(tower)}
+    limits = {"buffer_bytes": item_bytes(tower), "cache_bytes": cache_items * kept_bytes(tower)}
     async with running(tmp_path, tower, **limits) as stack:
-
-        async def one(media: list[Media], leaves_after_s: float | None) -> None:
-            call = opened(stack, *media, rate=0.5)
-            if leaves_after_s is None:
-                assert len(embeds_in(await read_all(call))) == len(media)
-                return
-            await asyncio.sleep(leaves_after_s)
-            call.cancel()
-
-        asked = [[video(int(each)) for each in random.integers(0, 5, random.integers(1, 4))] for _ in range(40)]
-        leaving = [None if random.random() < 0.5 else float(random.exponential(0.05)) for _ in asked]
-        async with asyncio.timeout(TIMEOUT_S):
-            await asyncio.gather(*(one(*each) for each in zip(asked, leaving, strict=True)))
-        await check_served(stack)
+        reserved: set[int] = set()
+        stack.preprocessing.on_select = lambda: reserved.add(stack.encoding_bytes.held_bytes)
+        orders = [[1, 2, 3], [3, 2, 1], [2, 3, 1], [1, 3, 2]] * 2
+        calls = [stack.opened(*map(video, order), rate=0.75) for order in orders]
+        assert [list(embeds_in(await read_all(call))) for call in calls] == [[0, 1, 2]] * 8
+        assert reserved == {item_bytes(tower)}  # each item has its bytes before it is selected
+        await stack.check_idle()

@@ -25,50 +25,28 @@ from framesieve.v1 import (
     prompt_pb2,
 )
 
-FRAME_PX = 56
-GRID = Grid(t=2, h=2, w=2)
-PLAN = PromptPlan(
-    input_ids=np.arange(10, dtype=np.int32),
-    positions=np.zeros((3, 10), dtype=np.int32),
-    media=(
-        MediaPlan(
-            modality=Modality.VIDEO,
-            grid=GRID,
-            runs=(Run(1, 8),),
-            frames=4,
-            frame_height_px=FRAME_PX,
-            frame_width_px=FRAME_PX,
-            seconds_per_grid=Fraction(1),
-            timestamps_s=(0.0, 0.5, 1.0, 1.5),
-            content_hash=bytes(32),
-        ),
-    ),
-    embed_levels=0,
-    fingerprint=bytes(32),
-)
 
+def plan_of(grid: Grid, runs: tuple[Run, ...], tokens: int, token_px: int, embed_levels: int) -> PromptPlan:
+    """The plan of a prompt with one video of four frames."""
+    video = MediaPlan(
+        modality=Modality.VIDEO,
+        grid=grid,
+        runs=runs,
+        frames=4,
+        frame_height_px=grid.h * token_px,
+        frame_width_px=grid.w * token_px,
+        seconds_per_grid=Fraction(1),
+        timestamps_s=(0.0, 0.5, 1.0, 1.5),
+        content_hash=bytes(32),
+    )
+    ids, positions = np.arange(tokens, dtype=np.int32), np.zeros((3, tokens), dtype=np.int32)
+    return PromptPlan(ids, positions, (video,), embed_levels, fingerprint=bytes(32))
+
+
+PLAN = plan_of(Grid(t=2, h=2, w=2), (Run(1, 8),), tokens=10, token_px=28, embed_levels=0)
 # As a family with 32-pixel tokens, text between the slices and deepstack would be planned.
-SLICES_APART = PromptPlan(
-    input_ids=np.arange(24, dtype=np.int32),
-    positions=np.zeros((3, 24), dtype=np.int32),
-    media=(
-        MediaPlan(
-            modality=Modality.VIDEO,
-            grid=Grid(t=2, h=2, w=3),
-            runs=(Run(6, 6), Run(17, 6)),
-            frames=4,
-            frame_height_px=64,
-            frame_width_px=96,
-            seconds_per_grid=Fraction(1),
-            timestamps_s=(0.0, 0.5, 1.0, 1.5),
-            content_hash=bytes(32),
-        ),
-    ),
-    embed_levels=3,
-    fingerprint=bytes(32),
-)
-
-
+SLICES_APART = plan_of(Grid(t=2, h=2, w=3), (Run(6, 6), Run(17, 6)), tokens=24, token_px=32, embed_levels=3)
+REFUSAL = MediaDamaged("12 of 40 frames [0.30] cannot be decoded")
 COMPLETIONS = (("A red ", "ball ⚽"), ("Some", "thing"), ("", ""))
 
 
@@ -79,24 +57,30 @@ class FakeServices(
 ):
     """All three services. `kept` is the encoder's result (None: the field is unset).
 
-    Completions arrive interleaved, and the last of them finishes first.
+    Completions arrive interleaved, and the last of them finishes first. The question "refuse" is refused, and "hang"
+    hangs after the first token of each completion.
     """
 
     def __init__(self) -> None:
         self.plan = PLAN
         self.kept: list[int] | None = [0, 1, 2, 3]
-        self.refusal: MediaDamaged | None = None
         self.asked: list[Any] = []
-        self.hang = threading.Event()
+        self.running = self.most_running = 0
+        self.hangs = threading.Event()
         self.cancelled = threading.Event()
 
     def Generate(self, request: Any, context: Any) -> Iterator[Any]:
         self.asked.append(request)
-        context.add_callback(self.cancelled.set)
-        if self.refusal:
-            details = status_details(self.refusal).SerializeToString()
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        ended = threading.Event()
+        context.add_callback(ended.set)
+        question = request.prompt.messages[0].parts[-1].text
+        if question == "refuse":
+            details = status_details(REFUSAL).SerializeToString()
             context.set_trailing_metadata(((DETAILS_KEY, details),))
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(self.refusal))
+            self.running -= 1
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(REFUSAL))
         video = generation_pb2.MediaUsage(
             modality=prompt_pb2.MODALITY_VIDEO,
             grid=prompt_pb2.Grid(t=2, h=2, w=2),
@@ -112,11 +96,14 @@ class FakeServices(
         indices = range(request.sampling.n or 1)
         for index in indices:
             yield self._delta(request.sampling, index, COMPLETIONS[index][0], 1)
-        if self.hang.is_set():
-            self.cancelled.wait(20)
+        if question == "hang":
+            self.hangs.set()
+            ended.wait(20)
+            self.cancelled.set()
         for index in indices:
             yield self._delta(request.sampling, index, COMPLETIONS[index][1], 2)
         usage.completion_tokens = 2
+        self.running -= 1
         for index in reversed(indices):
             yield generation_pb2.GenerateResponse(
                 finished=generation_pb2.Finished(

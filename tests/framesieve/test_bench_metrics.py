@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -23,7 +22,8 @@ class Replica:
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
     def __post_init__(self) -> None:
-        Gauge("framesieve_build_info", "…", ["service", "version"], registry=self.registry).labels(self.service, "1")
+        self.build = Gauge("framesieve_build_info", "…", ["service", "version"], registry=self.registry)
+        self.build.labels(self.service, "1")
         self.busy = Histogram("framesieve_stage_busy_seconds", "…", ["stage"], registry=self.registry)
         self.bytes = Counter("framesieve_message_bytes", "…", ["method", "direction"], registry=self.registry)
         self.processor = Counter("process_cpu_seconds", "…", registry=self.registry)
@@ -72,39 +72,22 @@ async def test_costs_before_the_load_do_not_count_and_replicas_are_summed(replic
     assert preprocessing.sent_bytes == preprocessing.received_bytes == preprocessing.processor_s == 0
 
 
-async def test_an_address_without_metrics_is_named(replicas: list[Replica]) -> None:
+async def test_an_address_without_metrics_or_of_another_program_is_named(replicas: list[Replica]) -> None:
     with pytest.raises(Unavailable, match=r"no metrics at 127\.0\.0\.1:1: "):
         await read_metrics([replicas[0].address, "127.0.0.1:1"])
+    encoder = replicas[3]
+    encoder.registry.unregister(encoder.build)
+    with pytest.raises(InvalidRequest, match=f"--metrics: {encoder.address}/metrics has no framesieve_build_info"):
+        await read_metrics([encoder.address])
 
 
-async def test_metrics_of_another_program_are_rejected() -> None:
-    server, thread = start_http_server(0, "127.0.0.1", CollectorRegistry())
-    address = f"127.0.0.1:{server.server_port}"
-    with pytest.raises(InvalidRequest, match=f"--metrics: {address}/metrics has no framesieve_build_info"):
-        await read_metrics([address])
-    server.shutdown()
-    server.server_close()
-    thread.join()
+async def test_a_page_that_is_not_in_prometheus_format_is_rejected() -> None:
+    async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n<html>not {these}</html>")
+        writer.close()
 
-
-@pytest.mark.parametrize("body", [b"<html>not {these}</html>", b"\xff\xfe"])
-async def test_a_page_that_is_not_in_prometheus_format_is_rejected(body: bytes) -> None:
-    class Page(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Page)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    async with await asyncio.start_server(page, "127.0.0.1", 0) as server:
+        _, port = server.sockets[0].getsockname()
         with pytest.raises(InvalidRequest, match="is not in Prometheus' text format"):
-            await read_metrics([f"127.0.0.1:{server.server_port}"])
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+            await read_metrics([f"127.0.0.1:{port}"])

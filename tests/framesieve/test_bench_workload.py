@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from common.contract.errors import InvalidRequest
 from common.contract.retention import EVS, Pruning
-from framesieve.bench.clips import FPS, KINDS, clips, draw, stamped
+from framesieve.bench.clips import FPS, KINDS, clips, stamped
 from framesieve.bench.workload import Entry, Workload, read_workload, synthesised
 from framesieve.client.prompt import Image, Video
 
@@ -62,16 +62,11 @@ def test_paths_on_the_server_need_not_exist_here(tmp_path: Path) -> None:
         ({"video": "no.mp4", "question": "?"}, ["video", "'no.mp4'", "must name a file"]),
         ({"question": "?", "pruning_rate": 1}, ["pruning_rate", "less than 1", "got 1"]),
         ({"question": "?", "pruning_rate": "0.5"}, ["pruning_rate", "number", "'0.5'"]),
-        ({"question": "?", "method": "magic"}, ["method", "'vidcom2'", "'magic'"]),
-        ({"question": "?", "max_new_tokens": 0}, ["max_new_tokens", "greater than or equal to 1", "got 0"]),
-        ({"question": "?", "weight": 0}, ["weight", "greater than 0", "got 0"]),
-        ({"question": ""}, ["question", "at least 1", "''"]),
         ({"url": "https://a.test/x.mp4"}, ["question", "required"]),
         ({"question": "?", "vdieo": "x"}, ["vdieo", "unknown field", "video, image, url, question"]),
         ({"question": "?", "video": "a", "image": "b"}, ["at most one", "got video, image"]),
         ({"question": "?", "url": "ftp://a.test"}, ["url", "https://", "'ftp://a.test'"]),
         ('{"question": "?"', ["Invalid JSON", '{"question"']),
-        ("[]", ["object", "[]"]),
     ],
 )
 def test_an_invalid_line_is_named_with_field_value_and_limit(
@@ -85,49 +80,28 @@ def test_an_invalid_line_is_named_with_field_value_and_limit(
     assert [word for word in words if word not in message] == []
 
 
-def test_empty_and_binary_files_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="at least 1 line"):
-        read_workload(write(tmp_path, "", "  "))
-    path = tmp_path / "bytes.jsonl"
-    path.write_bytes(b"{}\xff")
-    with pytest.raises(InvalidRequest, match="UTF-8 text, byte 2"):
-        read_workload(path)
-
-
-def test_every_question_is_asked_at_all_rates() -> None:
-    load = Workload([Entry(None, "A"), Entry(None, "B")], [PLAIN, PRUNED])
+def test_every_question_is_asked_at_all_rates_and_settings_of_a_line_override_those_of_the_run() -> None:
+    entries = [Entry(None, "A", pruning_rate=0.25), Entry(None, "B", method="random", max_new_tokens=3)]
+    load = Workload(entries, [PLAIN, PRUNED])
     asked = [load.question(number) for number in range(6)]
     assert [each.text for each in asked] == list("AABBAA")
-    assert [each.pruning for each in asked] == [PLAIN, PRUNED] * 3
-
-
-def test_settings_of_a_line_override_those_of_the_run() -> None:
-    entries = [Entry(None, "A", pruning_rate=0.0), Entry(None, "B", method="random", max_new_tokens=3)]
-    load = Workload(entries, [PRUNED])
-    assert [load.question(number).pruning for number in (0, 1)] == [Pruning(0.0, EVS), Pruning(0.75, "random")]
-    assert [load.question(number).max_new_tokens for number in (0, 1)] == [None, 3]
+    assert [each.pruning for each in asked[:2]] == [Pruning(0.25, EVS)] * 2
+    assert [each.pruning for each in asked[2:4]] == [Pruning(0.0, "random"), Pruning(0.75, "random")]
+    assert [each.max_new_tokens for each in asked] == [None, None, 3, 3, None, None]
 
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-def test_every_entry_has_its_share_in_any_interval(weights: list[int]) -> None:
-    load = Workload([Entry(None, str(index), weight=float(weight)) for index, weight in enumerate(weights)], [PLAIN])
+def test_every_entry_has_its_share_and_a_question_depends_on_its_number_alone(weights: list[int]) -> None:
+    entries = [Entry(None, str(index), weight=float(weight)) for index, weight in enumerate(weights)]
+    load = Workload(entries, [PLAIN])
     total = sum(weights)
     asked = [load.question(number).text for number in range(2 * total)]
     for first in (0, total):
         counts = Counter(asked[first : first + total])
         assert [counts[str(index)] for index in range(len(weights))] == weights
-    for length in range(1, total):
-        counts = Counter(asked[:length])
-        for index, weight in enumerate(weights):
-            assert abs(counts[str(index)] - length * weight / total) < len(weights)
-
-
-def test_a_question_depends_on_its_number_alone() -> None:
-    entries = [Entry(None, text, weight=weight) for text, weight in (("A", 1), ("B", 2.5), ("C", 0.3))]
-    forwards, backwards = Workload(entries, [PLAIN]), Workload(entries, [PLAIN])
-    last_first = [backwards.question(number) for number in reversed(range(20))]
-    assert [forwards.question(number) for number in range(20)] == last_first[::-1]
+    backwards = Workload(entries, [PLAIN])
+    assert [backwards.question(number).text for number in reversed(range(2 * total))] == asked[::-1]
 
 
 # --- clips ------------------------------------------------------------------------------------------------------
@@ -139,41 +113,21 @@ def decoded(clip: bytes) -> np.ndarray:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
-@pytest.fixture(scope="module")
-def films() -> list[bytes]:
-    return clips(3)
-
-
-def test_clips_have_their_lengths_sizes_and_some_motion(films: list[bytes]) -> None:
-    for film, (seconds, width, height) in zip(films, KINDS, strict=True):
-        frames = decoded(film)
-        assert frames.shape == (seconds * FPS, height, width, 3)
-        changed = (abs(frames[-1].astype(int) - frames[0].astype(int)).max(-1) > 40).mean()
-        assert 0.01 < changed < 0.4  # squares move over a static background
-
-
-def test_drawn_pixels_are_determined_by_the_seed() -> None:
-    first, second, other = (np.stack([*draw(4, 320, 240, np.random.default_rng(seed))]) for seed in (3, 3, 4))
-    assert np.array_equal(first, second)
-    assert not np.array_equal(first, other)
-
-
-def test_a_stamped_clip_has_new_bytes_and_the_same_frames(films: list[bytes]) -> None:
-    first, second = stamped(films[0]), stamped(films[0])
-    assert len({films[0], first, second}) == 3
-    assert np.array_equal(decoded(first), decoded(films[0]))
+def test_a_clip_has_its_length_and_size_and_the_same_frames_with_new_bytes_when_stamped() -> None:
+    film = clips(3)[0]
+    seconds, width, height = KINDS[0]
+    first, second = stamped(film), stamped(film)
+    assert len({film, first, second}) == 3
+    assert decoded(film).shape == (seconds * FPS, height, width, 3)
+    assert np.array_equal(decoded(first), decoded(film))
 
 
 def test_synthetic_clips_are_unique_unless_they_repeat() -> None:
     entries = synthesised(0)
-    assert len(entries) >= len(KINDS)
-    first = [entry.media.data for entry in entries[: len(KINDS)] if isinstance(entry.media, Video)]
-    assert len(set(first)) == len(KINDS)  # consecutive questions have clips of different kinds
 
-    def films(load: Workload) -> list[bytes | None]:
+    def films(unique: bool) -> set[bytes | None]:
+        load = Workload(entries, [PLAIN, PRUNED], unique=unique)
         media = [load.question(number).media for number in range(2 * len(entries))]
-        return [each.data for each in media if isinstance(each, Video)]
+        return {each.data for each in media if isinstance(each, Video)}
 
-    assert len(set(films(Workload(entries, [PLAIN], unique=True)))) == 2 * len(entries)
-    assert len(set(films(Workload(entries, [PLAIN, PRUNED], unique=True)))) == 2 * len(entries)
-    assert len(set(films(Workload(entries, [PLAIN])))) == len(KINDS)
+    assert (len(films(True)), len(films(False))) == (2 * len(entries), len(KINDS))

@@ -1,91 +1,16 @@
-"""Capacity plans by hand-made costs, and the command that reads the costs from a bench result."""
+"""`framesieve capacity`: plans by the costs of a bench result."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from framesieve.__main__ import app
-from framesieve.bench.capacity_plan import HOPS, Cost, Load, Plan, Request, plan
-
-COSTS = {
-    "preprocessing": Cost({"fetch": 9.0, "plan": 0.1, "decode": 0.6, "resize": 0.1}, 4, 1.0, 3e6),
-    "encoder": Cost({"encode": 0.25, "prune": 0.05}, 1, 0.4, 1e6),
-    "generation": Cost({"transfer": 5.0, "prefill": 0.3, "step": 0.2}, 1, 0.2, 1e5),
-}
-REQUEST = Request(COSTS, kv_token_s=500.0, embeds_byte_s=1.8e6)
-LOAD = Load(10.0, 0.5, kv_cache_tokens=6000, media_buffer_bytes=10**9)
-
-
-def test_replicas_are_busy_seconds_per_second_over_what_one_replica_works_off() -> None:
-    needed = plan(REQUEST, LOAD)
-    # fetch, transfer and prefill do not count: see capacity_plan.
-    assert [cost.work_s for cost in COSTS.values()] == pytest.approx([0.8, 0.3, 0.2])
-    assert {name: need.used for name, need in needed.working.items()} == pytest.approx(
-        {"preprocessing": 8.0, "encoder": 3.0, "generation": 2.0}
-    )
-    assert {name: need.replicas for name, need in needed.working.items()} == {
-        "preprocessing": 4,  # 8 / (0.5 · 4)
-        "encoder": 6,  # 3 / 0.5
-        "generation": 4,  # 2 / 0.5
-    }
-    assert needed.cores == pytest.approx({"preprocessing": 20.0, "encoder": 8.0, "generation": 4.0})
-
-
-def test_tokens_in_the_cache_follow_littles_law() -> None:
-    needed = plan(REQUEST, LOAD)
-    assert needed.kv_cache.used == 10 * 500
-    assert needed.kv_cache.replicas == 2  # 5000 / (0.5 · 6000)
-    assert needed.media_buffer.used == pytest.approx(10 * 1.8e6)
-    assert needed.media_buffer.replicas == 1
-    assert needed.network_bytes_per_s == {"preprocessing": 3e7, "encoder": 1e7, "generation": 1e6}
-
-
-def test_an_idle_service_has_one_replica() -> None:
-    idle = dict.fromkeys(HOPS, Cost({"plan": 0.0}, 1, 0.0, 0.0))
-    assert set(plan(Request(idle, 0.0, 0.0), LOAD).replicas.values()) == {1}
-
-
-@pytest.mark.parametrize(
-    ("load", "replicas"),
-    [
-        (LOAD, 4),  # its work
-        (Load(10.0, 0.5, kv_cache_tokens=1000, media_buffer_bytes=10**9), 10),  # 5000 / (0.5 · 1000)
-        (Load(10.0, 0.5, kv_cache_tokens=6000, media_buffer_bytes=3 * 10**6), 12),  # 18 MB / (0.5 · 3 MB)
-    ],
-)
-def test_generation_has_enough_replicas_for_work_cache_and_buffer(load: Load, replicas: int) -> None:
-    assert plan(REQUEST, load).replicas == {"preprocessing": 4, "encoder": 6, "generation": replicas}
-
-
-@settings(max_examples=30)
-@given(
-    st.floats(0.01, 1e4),
-    st.floats(0.05, 1),
-    st.dictionaries(st.sampled_from(["plan", "decode", "encode", "step"]), st.floats(0, 10)),
-    st.integers(1, 64),
-)
-def test_the_number_of_replicas_is_the_smallest_that_suffices(
-    rate: float, utilisation: float, busy_s: dict[str, float], at_once: int
-) -> None:
-    cost = Cost(busy_s, at_once, 0.0, 0.0)
-    needed: Plan = plan(Request(dict.fromkeys(HOPS, cost), 0.0, 0.0), Load(rate, utilisation, 1, 1))
-    for need in needed.working.values():
-        of_each = need.used / at_once / utilisation
-        assert need.replicas >= of_each * (1 - 1e-9)
-        assert need.replicas == 1 or (need.replicas - 1) <= of_each * (1 + 1e-9)
-        assert need.used == pytest.approx(rate * math.fsum(busy_s.values()))
-
-
-# --- the command --------------------------------------------------------------------------------------------------
 
 
 def service(name: str, workers: int = 0, **busy_s: float) -> dict[str, Any]:
@@ -97,7 +22,7 @@ def service(name: str, workers: int = 0, **busy_s: float) -> dict[str, Any]:
 
 
 def bench_result() -> dict[str, Any]:
-    """100 requests that cost as much as in `COSTS`, except for their bytes."""
+    """Of 100 requests."""
     return {
         "run": {"command": "framesieve bench --start --json", "began": "2026-11-21T12:00:00+00:00", "server": "…"},
         "wall_s": 100.0,
@@ -123,83 +48,70 @@ def capacity(tmp_path: Path) -> Callable[..., Result]:
 LOADED = ("--requests-per-s", "10", "--utilisation", "0.5", "--kv-cache-tokens", "6000")
 
 
-def test_costs_are_read_from_a_bench_result(capacity: Callable[..., Result]) -> None:
+def test_replicas_follow_from_the_costs_of_a_bench_result(capacity: Callable[..., Result]) -> None:
     result = capacity(bench_result(), *LOADED, "--json")
     assert result.exit_code == 0, result.stderr
     told = json.loads(result.stdout)
+    # Busy seconds per second: 8 over 4 workers, 3 and 2, each half used. fetch, transfer and prefill do not count.
     assert told["replicas"] == {"preprocessing": 4, "encoder": 6, "generation": 4}
     assert told["request"]["embeds_byte_s"] == 9e5 * 2.0
     assert told["request"]["costs"]["preprocessing"]["at_once"] == 4
     # The service's processor time, and the busy time of its workers, which it does not include.
     assert told["request"]["costs"]["preprocessing"]["processor_s"] == pytest.approx(0.3 + 0.7)
     assert told["cores"]["encoder"] == pytest.approx(10 * 0.3 / 0.5)
-    assert told["kv_cache"] == {"used": 5000.0, "replicas": 2}
+    assert told["kv_cache"] == {"used": 10 * 500, "replicas": 2}  # Little's law; 5000 / (0.5 · 6000)
     assert told["network_bytes_per_s"] == {"preprocessing": 30e6, "encoder": 11e6, "generation": 2.1e6}
     assert told["measured"]["command"] == "framesieve bench --start --json"
 
 
+@pytest.mark.parametrize(
+    ("flags", "replicas"),
+    [
+        (("--kv-cache-tokens", "1000"), 10),  # 5000 / (0.5 · 1000)
+        (("--media-buffer-bytes", "3000000"), 12),  # 18 MB / (0.5 · 3 MB)
+    ],
+)
+def test_generation_has_enough_replicas_for_cache_and_buffer(
+    capacity: Callable[..., Result], flags: tuple[str, ...], replicas: int
+) -> None:
+    told = json.loads(capacity(bench_result(), *LOADED, *flags, "--json").stdout)
+    assert told["replicas"] == {"preprocessing": 4, "encoder": 6, "generation": replicas}
+
+
 def test_the_table_has_the_same_numbers(capacity: Callable[..., Result]) -> None:
-    result = capacity(bench_result(), *LOADED)
-    assert result.exit_code == 0, result.stderr
-    lines = result.stdout.splitlines()
+    lines = capacity(bench_result(), *LOADED).stdout.splitlines()
     assert lines[0] == "measured:  100 requests, 2026-11-21T12:00:00+00:00, framesieve bench --start --json"
-    assert lines[1] == "load:      10 requests/s, 50% of time and room used"
     words = [line.split() for line in lines]
     assert ["preprocessing", "0.800", "1.000", "4", "8.00", "4", "20.0"] in words
     assert ["KV", "cache,", "tokens", "500", "5000", "6000", "2"] in words
     assert ["media", "buffer,", "MB", "1.8", "18.0", "1073.7", "1"] in words
     assert ["generation", "to", "encoder", "1.100", "11.000"] in words
-    assert lines[-1] == "replicas:  preprocessing 4, encoder 6, generation 4"
-
-
-def without(*path: str) -> dict[str, Any]:
-    result = bench_result()
-    inner = result
-    for key in path[:-1]:
-        inner = inner[key]
-    del inner[path[-1]]
-    return result
 
 
 @pytest.mark.parametrize(
     ("result", "told"),
     [
         ("{", "Invalid JSON"),
-        (without("services"), "services: Field required"),
-        (without("all", "kv_token_s"), "all.kv_token_s: Field required"),
         ({**bench_result(), "all": {"answered": 0, "held_s": 1, "kv_token_s": 1}}, "all.answered: Input should be gr"),
-        ({**bench_result(), "services": []}, "no metrics of encoder, generation, preprocessing: run bench"),
         ({**bench_result(), "services": bench_result()["services"][:2]}, "no metrics of generation"),
         ({**bench_result(), "services": [{"service": "encoder"}]}, "services.0.busy_s: Field required"),
-        ({**bench_result(), "services": [service("encoder", encode=-1.0)]}, "services.0.busy_s.encode: Input should"),
     ],
 )
 def test_an_incomplete_result_is_rejected_by_its_field(capacity: Callable[..., Result], result: Any, told: str) -> None:
     refused = capacity(result, *LOADED)
     assert refused.exit_code == 1
     assert refused.stderr.startswith("INVALID_REQUEST: ")
-    assert "bench.json: " in refused.stderr
-    assert told in refused.stderr
-    assert "Traceback" not in refused.output
+    assert f"bench.json: {told}" in refused.stderr
 
 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--requests-per-s", "0"], "--requests-per-s must be above 0"),
         (["--requests-per-s", "nan"], "--requests-per-s must be above 0"),
         (["--requests-per-s", "1", "--utilisation", "1.5"], "--utilisation must be above 0 and at most 1, got 1.5"),
-        (["--requests-per-s", "1", "--kv-cache-tokens", "0"], "--kv-cache-tokens"),
-        ([], "--requests-per-s"),
     ],
 )
 def test_invalid_flags_are_wrong_usage(capacity: Callable[..., Result], flags: list[str], told: str) -> None:
     wrong = capacity(bench_result(), *flags)
     assert wrong.exit_code == 2
     assert told in wrong.stderr.replace("\n", " ")
-
-
-def test_a_missing_file_is_named() -> None:
-    result = CliRunner().invoke(app, ["capacity", "/nowhere/bench.json", *LOADED])
-    assert result.exit_code == 1
-    assert "/nowhere/bench.json" in result.stderr

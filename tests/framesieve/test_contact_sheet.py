@@ -21,25 +21,10 @@ def pixels_of(sheet: Image.Image, colour: tuple[int, int, int]) -> NDArray[np.bo
     return (np.asarray(sheet) == np.array(colour)).all(axis=2)
 
 
-def shares(sheet: Image.Image) -> tuple[int, int]:
-    """The number of pixels in the frames' colour and in the border's."""
-    return int(pixels_of(sheet, RED).sum()), int(pixels_of(sheet, ACCENT).sum())
-
-
 def draw(grid: Grid, kept: list[int], frames_per_slice: int = 2, token_px: int = 28) -> Image.Image:
     frames = red_frames(grid.t * frames_per_slice, 2 * token_px, 3 * token_px)
     stamps = [index / 2 for index in range(len(frames))]
     return contact_sheet(frames, grid, np.array(kept, dtype=np.int32), stamps, "clip.mp4", "a caption")
-
-
-def test_only_kept_patches_are_drawn_in_colour() -> None:
-    grid = Grid(2, 2, 3)
-    every = pixels_of(draw(grid, list(range(12))), RED)
-    half = pixels_of(draw(grid, [0, 1, 2, 3, 4, 5]), RED)
-    none = pixels_of(draw(grid, []), RED)
-    assert not none.any()
-    assert half.sum() == every.sum() // 2
-    assert not (half & ~every).any()
 
 
 @pytest.mark.parametrize("token_px", [28, 32])
@@ -56,19 +41,6 @@ def test_a_kept_patch_is_drawn_at_the_place_of_its_token(token_px: int) -> None:
     assert (columns.min() - 1 - left) / cell_width == 2
 
 
-def test_every_frame_of_a_slice_shows_its_kept_tokens() -> None:
-    one = shares(draw(Grid(1, 2, 2), [1], frames_per_slice=1))[0]
-    assert one > 0
-    columns = np.nonzero(pixels_of(draw(Grid(1, 2, 2), [1], frames_per_slice=2), RED).any(axis=0))[0]
-    assert (np.diff(columns) > 1).sum() == 1  # two separate patches, one a frame
-
-
-def test_a_border_surrounds_each_kept_region_but_not_each_patch() -> None:
-    apart = shares(draw(Grid(1, 1, 3), [0, 2], frames_per_slice=1))[1]
-    together = shares(draw(Grid(1, 1, 3), [0, 1], frames_per_slice=1))[1]
-    assert together < apart
-
-
 def test_the_bar_below_a_slice_shows_the_fraction_kept() -> None:
     sheet = draw(Grid(1, 2, 2), [0], frames_per_slice=1)
     bar = np.nonzero(pixels_of(sheet, TRACK).any(axis=1))[0].max()
@@ -77,33 +49,27 @@ def test_the_bar_below_a_slice_shows_the_fraction_kept() -> None:
     assert accent / (accent + track) == pytest.approx(1 / 4, abs=0.01)
 
 
-@pytest.mark.parametrize("slices", [1, 3, 100])
-def test_every_slice_has_a_place_on_the_sheet(slices: int) -> None:
-    sheet = draw(Grid(slices, 1, 1), [])
+def test_every_slice_has_a_place_on_the_sheet() -> None:
+    sheet = draw(Grid(100, 1, 1), [])
     bars = pixels_of(sheet, TRACK)
     starts = bars & ~np.roll(bars, 1, axis=1) & ~np.roll(bars, 1, axis=0)
-    assert starts[76:].sum() == slices
+    assert starts[76:].sum() == 100
     assert (np.asarray(sheet)[:, -1] == PAPER).all()
 
 
-def test_an_image_needs_no_timestamps() -> None:
-    sheet = contact_sheet(red_frames(1), Grid(1, 2, 3), np.arange(6, dtype=np.int32), (), "photo.png", "")
-    assert shares(sheet)[0] > 0
-
-
 @pytest.mark.parametrize(
-    ("frames", "grid", "kept", "stamps"),
+    ("frames", "kept", "stamps"),
     [
-        (red_frames(3), Grid(2, 1, 1), [0], ()),
-        (red_frames(2).astype(np.float32), Grid(1, 1, 1), [0], ()),
-        (red_frames(2), Grid(1, 1, 1), [1], ()),
-        (red_frames(2), Grid(1, 1, 1), [-1], ()),
-        (red_frames(2), Grid(1, 1, 1), [0], (0.0,)),
+        (red_frames(3), [0], ()),
+        (red_frames(2).astype(np.float32), [0], ()),
+        (red_frames(2), [2], ()),
+        (red_frames(2), [-1], ()),
+        (red_frames(2), [0], (0.0,)),
     ],
     ids=["frames not a multiple of slices", "floats", "kept above the grid", "kept below 0", "missing timestamp"],
 )
 def test_arrays_of_disagreeing_shapes_are_rejected(
-    frames: NDArray[np.uint8], grid: Grid, kept: list[int], stamps: tuple[float, ...]
+    frames: NDArray[np.uint8], kept: list[int], stamps: tuple[float, ...]
 ) -> None:
     with pytest.raises(ValueError, match=r"frames|kept"):
-        contact_sheet(frames, grid, np.array(kept, dtype=np.int32), stamps, "", "")
+        contact_sheet(frames, Grid(2, 1, 1), np.array(kept, dtype=np.int32), stamps, "", "")

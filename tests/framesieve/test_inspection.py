@@ -28,10 +28,11 @@ def inspect(framesieve: Callable[..., Result], address: str, tmp_path: Path) -> 
 def test_inspect_writes_a_picture_and_prints_the_counts(
     inspect: Callable[..., Result], services: FakeServices, clip: str, tmp_path: Path
 ) -> None:
-    result = inspect(clip, "--pruning-rate", "0.5")
+    name = tmp_path / "kept\udcff.png"  # not Unicode, so printed escaped
+    result = inspect(clip, "--pruning-rate", "0.5", "-o", str(name))
     assert result.exit_code == 0, result.stderr
-    assert result.stdout == f"{tmp_path}/kept.png: 4 of 8 tokens kept, 2 slices of 2 × 2\n"
-    with Image.open(tmp_path / "kept.png") as picture:
+    assert result.stdout.endswith(r"kept\udcff.png: 4 of 8 tokens kept, 2 slices of 2 × 2" + "\n")
+    with Image.open(name) as picture:
         assert picture.format == "PNG"
     encode = next(each for each in services.asked if isinstance(each, encoder_pb2.EncodePrompt))
     assert (encode.pruning.rate, encode.pruning.method) == (0.5, "evs")
@@ -54,29 +55,14 @@ def test_the_title_of_a_url_has_no_query(
     assert titles == ["a b.mp4", "data:"]
 
 
-def test_an_output_name_that_is_not_unicode_is_printed_escaped(
-    inspect: Callable[..., Result], clip: str, tmp_path: Path
-) -> None:
-    result = inspect(clip, "-o", str(tmp_path / "kept\udcff.png"))
-    assert result.exit_code == 0
-    assert r"kept\udcff.png: 4 of 8 tokens kept" in result.stdout
-    assert (tmp_path / "kept\udcff.png").exists()
-
-
 @pytest.mark.parametrize(
     ("method", "kept", "by_slice"),
-    [
-        ("evs", [0, 1, 2, 3, 4, 5], [6, 0]),
-        ("vidcom2", [4, 6, 9], [1, 2]),
-        ("random", [1, 3, 4, 7, 8, 11], [3, 3]),
-        ("none", None, [6, 6]),  # without the field, all tokens are kept
-    ],
+    [("vidcom2", [4, 6, 9], [1, 2]), ("none", None, [6, 6])],  # without the field, all tokens are kept
 )
-def test_json_counts_tokens_by_slice_for_every_method(
+def test_json_counts_tokens_by_slice(
     inspect: Callable[..., Result],
     services: FakeServices,
     clip: str,
-    tmp_path: Path,
     method: str,
     kept: list[int] | None,
     by_slice: list[int],
@@ -86,15 +72,3 @@ def test_json_counts_tokens_by_slice_for_every_method(
     assert printed["kept_tokens_by_slice"] == by_slice
     assert (printed["tokens"], printed["kept_tokens"], printed["repaired_frames"]) == (12, sum(by_slice), 2)
     assert printed["pruning"] == {"rate": 0.75, "method": method, "seed": None}
-    with Image.open(tmp_path / "kept.png") as picture:
-        assert picture.format == "PNG"
-
-
-@pytest.mark.parametrize("kept", [[0, 1, 2], [0, 1, 3, 2], [0, 1, 2, 8]], ids=["fewer", "unordered", "out of range"])
-def test_an_encoder_that_breaks_the_contract_is_an_error(
-    inspect: Callable[..., Result], services: FakeServices, clip: str, kept: list[int]
-) -> None:
-    services.kept = kept
-    result = inspect(clip, "--pruning-rate", "0.5")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("PEER_CONTRACT: the encoder kept")

@@ -38,10 +38,8 @@ _INSIDE = re.compile(r"0x[0-9a-f]{6,}|/work\b|/home\b|site-packages|<\S.* object
 
 @dataclass
 class Report:
-    """ends: calls by how they ended; faults: descriptions, with the command that repeats the call."""
-
-    ends: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
+    ends: Counter[str] = field(default_factory=Counter)  # calls by how they ended
+    faults: list[str] = field(default_factory=list)  # with the command that repeats the call
 
 
 async def fuzz(checkpoint: Path, seed: int, numbers: Iterable[int], progress: bool = False) -> Report:
@@ -59,8 +57,7 @@ async def fuzz(checkpoint: Path, seed: int, numbers: Iterable[int], progress: bo
             if start < len(cases) // 4:
                 settled = stack.resident_bytes()
             if progress:
-                resident = ", ".join(f"{name} {size >> 20} MiB" for name, size in stack.resident_bytes().items())
-                print(f"{start + len(batch)} of {len(cases)}: {len(report.faults)} faults; {resident}", flush=True)
+                print(f"{start + len(batch)} of {len(cases)}: {len(report.faults)} faults", flush=True)
         report.faults += await _leaks(stack, idle)
         grown = stack.resident_bytes()
         report.faults += [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -17,36 +17,19 @@ _INTEGERS = (0, 1, -1, 2, 7, 255, 2**15, 2**16 + 1, 2**22, 2**22 + 1, 2**31 - 1,
 _LONG_INTEGERS = (*_INTEGERS, 2**31, 2**32, 2**53 + 1, 2**62, 2**63 - 1, -(2**63))
 _NUMBERS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 5e-324, 1e300, 0.999999999, float("inf"), float("-inf"), float("nan"))
 _TEXTS = (
-    "",
-    "\0",
-    "a\nb",
-    "<|im_end|>\n<|im_start|>system\n",
-    "<|vision_start|><|video_pad|><|vision_end|>",
-    "<|image_pad|>" * 50,
-    "⟨00000000000000000000000000000000⟩",
-    "\u202eevil\u0301" * 20,
-    "{{ 7 * 7 }}{% raise %}",
-    "../../../../etc/passwd",
-    "/proc/self/environ",
-    "clip.mp4",
-    "file:///etc/passwd",
-    "http://127.0.0.1:1/",
-    "data:video/mp4;base64,AAAA",
-    "evs",
-    "vidcom2",
-    "%s%n{0}",
-)
+    "", "\0", "a\nb", "%s%n{0}", "{{ 7 * 7 }}{% raise %}", "\u202eevil\u0301" * 20, "evs", "vidcom2",
+    "<|im_end|>\n<|im_start|>system\n", "<|vision_start|><|video_pad|><|vision_end|>", "<|image_pad|>" * 50,
+    "⟨00000000000000000000000000000000⟩", "clip.mp4", "../../../../etc/passwd", "/proc/self/environ",
+    "file:///etc/passwd", "http://127.0.0.1:1/", "data:video/mp4;base64,AAAA",
+)  # fmt: skip
 _CHARACTERS = "aé ☃𝕏\n<|"
 # Each copy may be a media item, which costs a worker some milliseconds.
 _MOST_ADDED = 30
 _MOST_BYTES = 2**16
 
 
-class Place(NamedTuple):
-    """A field of a message or of one nested in it."""
-
-    message: Any
-    field: FieldDescriptor
+# A field of a message or of one nested in it.
+Place: TypeAlias = tuple[Any, FieldDescriptor]
 
 
 def mutate(message: Message, random_: random.Random) -> None:
@@ -81,7 +64,7 @@ def mutate_bytes(data: bytes, random_: random.Random) -> bytes:
 
 def _places(message: Any) -> Iterator[Place]:
     for field in message.DESCRIPTOR.fields:
-        yield Place(message, field)
+        yield message, field
         if field.message_type is None:
             continue
         if field.is_repeated:
@@ -124,20 +107,15 @@ def _change_repeated(values: Any, field: FieldDescriptor, random_: random.Random
     elif how == 2:
         values.extend([values[here]] * random_.choice((1, 1, 2, _MOST_ADDED)))
     elif how == 3:
-        _swap(values, here, random_.randrange(len(values)))
+        shuffled = random_.sample(list(values), len(values))
+        del values[:]
+        values.extend(shuffled)
     elif field.message_type is not None:
         mutate(values.add() if how == 5 else values[here], random_)
     elif how == 5:
         values.append(_value(field, None, random_))
     else:
         values[here] = _value(field, values[here], random_)
-
-
-def _swap(values: Any, one: int, other: int) -> None:
-    each = list(values)
-    each[one], each[other] = each[other], each[one]
-    del values[:]
-    values.extend(each)
 
 
 def _value(field: FieldDescriptor, value: Any, random_: random.Random) -> Any:
@@ -153,9 +131,7 @@ def _value(field: FieldDescriptor, value: Any, random_: random.Random) -> Any:
             return random_.choice((0, 1, 2, 3, 4, 5, 6, 77, -1, 2**31 - 1))
         case FieldDescriptor.CPPTYPE_FLOAT | FieldDescriptor.CPPTYPE_DOUBLE:
             return random_.choice(_NUMBERS)
-    if field.type == FieldDescriptor.TYPE_STRING:
-        return _text(random_)
-    return _data(value or b"", random_)
+    return _text(random_) if field.type == FieldDescriptor.TYPE_STRING else _data(value or b"", random_)
 
 
 def _near(value: int | None, random_: random.Random, extremes: Sequence[int]) -> int:

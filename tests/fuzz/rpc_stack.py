@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import resource
 import tempfile
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
@@ -82,22 +83,13 @@ class FuzzedStack:
 
     def resident_bytes(self) -> dict[str, int]:
         """The resident memory of each service."""
-        found = {}
-        for name, process in self._processes.items():
-            status = Path(f"/proc/{process}/status").read_text()
-            match = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
-            assert match
-            found[name] = int(match[1]) * 1024
-        return found
+        pages = {name: Path(f"/proc/{pid}/statm").read_text().split()[1] for name, pid in self._processes.items()}
+        return {name: int(resident) * resource.getpagesize() for name, resident in pages.items()}
 
     def bugs(self) -> list[str]:
         """Log lines of the services about bugs of their own."""
-        return [
-            f"{name}: {line}"
-            for name in SERVICES
-            for line in self._stack.log(name).splitlines()
-            if '"event": "bug"' in line
-        ]
+        lines = ((name, line) for name in SERVICES for line in self._stack.log(name).splitlines())
+        return [f"{name}: {line}" for name, line in lines if '"event": "bug"' in line]
 
 
 @asynccontextmanager

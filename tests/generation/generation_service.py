@@ -68,10 +68,8 @@ class Service:
         return held == (0, 0, 0, 0, 0)
 
     def ask(self, plan: PromptPlan | None = None, **fields: Any) -> Any:
-        fields.setdefault("sampling", Sampling(max_new_tokens=5))
-        return self.stub.Generate(
-            GenerateRequest(prompt=prompt_message(plan or self.encoder.plan), pruning=HALF, **fields)
-        )
+        fields = {"sampling": Sampling(max_new_tokens=5), "pruning": HALF} | fields
+        return self.stub.Generate(GenerateRequest(prompt=prompt_message(plan or self.encoder.plan), **fields))
 
     def ask_text(self, **fields: Any) -> Any:
         return self.ask(self.preprocessing.plan, **fields)

@@ -44,8 +44,8 @@ def items() -> list[EncodeResponse]:
 
 
 @asynccontextmanager
-async def client_of(folder: Path, *peers: Any, room_bytes: int = SIZE_BYTES, model: ModelInput = MODEL) -> Any:
-    room = ByteSemaphore(room_bytes)
+async def client_of(folder: Path, *peers: Any, buffer_bytes: int = SIZE_BYTES, model: ModelInput = MODEL) -> Any:
+    room = ByteSemaphore(buffer_bytes)
     async with serving(f"unix:{folder}/peers", *peers) as channel:
         yield MediaClient(channel, channel, model, room), room
 

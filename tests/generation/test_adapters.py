@@ -1,36 +1,113 @@
-"""Adapters compute what PEFT computes over transformers' text model, whatever else is in the batch or the cache."""
+"""Adapters compute what PEFT computes over transformers' text model; files that cannot be computed are refused."""
 
 from __future__ import annotations
 
+import json
 import shutil
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
+from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
+from services.generation.families import load_language_model
+from services.generation.model.language_model import LanguageModel
 from services.generation.settings import AdapterFolder
-from tests.generation.adapted_models import CONFIGS, Adapted, engine_of, load_adapted, rewrite, spoiled
+from services.generation.startup.adapter_files import load_adapters
+from tests.adapters import write_adapter
 from tests.generation.test_decode_graphs import Recorder
 from tests.law import Question, answer, assert_law, question
 from tests.oracle import Text, expected_logprobs, expected_sequence
-from tests.tiny import PAD_ID, TinyEngine, random_item
+from tests.tiny import PAD_ID, Models, TinyEngine, load_models, random_item
 
-ASKING = Question((Text(tuple(range(20, 40))),), 6)
+# Covers every field of LoraConfig that changes results. "whole" is trained on the whole model, the others on its text.
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "v_proj"]},
+    "every-linear": {"r": 2, "target_modules": "all-linear", "lora_dropout": 0.5},
+    "patterns": {
+        "r": 4,
+        "lora_alpha": 5,
+        "use_rslora": True,
+        "target_modules": ["q_proj", "k_proj", "o_proj"],
+        "rank_pattern": {"layers.1.self_attn.q_proj": 2, "o_proj": 6},
+        "alpha_pattern": {r"layers\.[02]\..*k_proj": 11},
+    },
+    "some-layers": {
+        "r": 3,
+        "target_modules": ["q_proj", "v_proj", "o_proj"],
+        "exclude_modules": ["layers.2.self_attn.o_proj"],
+        "layers_to_transform": [0, 2],
+        "layers_pattern": "layers",
+    },
+    "whole": {
+        "r": 3,
+        "lora_alpha": 9,
+        "target_modules": r"model\.language_model\..*\.(q|k|v|o)_proj",
+        "rank_pattern": {r"model\.language_model\.layers\.1\.self_attn\.k_proj": 5},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model with every adapter of CONFIGS; text: PEFT's text models, by adapter."""
+
+    models: Models
+    folder: Path
+    text: Mapping[str, nn.Module]
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.deep)])
-def family(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    folder = tmp_path_factory.mktemp("adapted")
+    models = load_models(request.param, folder / "model")
+    text: dict[str, nn.Module] = {}
+    for seed, (name, config) in enumerate(CONFIGS.items()):
+        if name == "whole":
+            text[name] = write_adapter(models.reference, folder / name, seed, **config).model.language_model
+        else:
+            text[name] = write_adapter(models.reference.model.language_model, folder / name, seed, **config)
+    load_adapters([AdapterFolder(name, folder / name) for name in CONFIGS], models.engine)
+    return Adapted(models, folder, text)
+
+
+def without_adapters(adapted: Adapted) -> LanguageModel:
+    return load_language_model(Checkpoint(adapted.models.folder), torch.float32, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
-def adapted(family: str, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
-    return load_adapted(family, tmp_path_factory.mktemp("adapted"))
+def bare(adapted: Adapted) -> LanguageModel:
+    return without_adapters(adapted)
+
+
+@pytest.fixture
+def mine(adapted: Adapted, tmp_path: Path) -> AdapterFolder:
+    return AdapterFolder("mine", shutil.copytree(adapted.folder / "plain", tmp_path / "mine"))
+
+
+def configure(mine: AdapterFolder, **config: Any) -> None:
+    path = mine.path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+
+def rewrite(mine: AdapterFolder, change: Callable[[dict[str, Tensor]], object]) -> None:
+    weights = load_file(mine.path / "adapter_model.safetensors")
+    change(weights)
+    save_file(weights, mine.path / "adapter_model.safetensors")
+
+
+# --- what adapters compute ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -68,23 +145,6 @@ def test_neighbours_with_other_adapters_or_none_change_nothing(adapted: Adapted,
     assert_law(adapted.models, engine, questions, asked, adapted=adapted.text)
 
 
-def test_a_prefix_is_reused_only_by_an_adapter_of_the_same_content(adapted: Adapted, tmp_path: Path) -> None:
-    """The same files under another name share a prefix; files that differ in one weight or in alpha do not."""
-    models = adapted.models
-    twin, changed = tmp_path / "twin", tmp_path / "changed"
-    shutil.copytree(adapted.folder / "plain", twin)
-    shutil.copytree(adapted.folder / "plain", changed)
-    rewrite(changed, lambda weights: next(iter(weights.values())).view(-1)[:1].add_(1e-6))
-    folders = [AdapterFolder(path.name, path) for path in (adapted.folder / "plain", twin, changed)]
-    folders.append(replace(spoiled(adapted, tmp_path / "louder", lora_alpha=8), name="louder"))
-    engine = TinyEngine(engine_of(models.folder, *folders))
-    cached = []
-    for name in (None, "plain", "changed", "louder", "plain", "twin", "louder", None):
-        asked = answer(engine, [replace(ASKING, adapter=name)])
-        cached.append(asked[0].request.cached_tokens)
-    assert cached == [0, 0, 0, 0, 16, 16, 16, 16]
-
-
 def test_encoded_media_are_not_reused_across_adapters(adapted: Adapted) -> None:
     video = random_item(adapted.models.family, (3, 2, 3), Fraction(1), rate=0.5)
     asking = Question((Text((20, 21, 22)), video, Text((30, 31))), 4)
@@ -98,8 +158,114 @@ def test_encoded_media_are_not_reused_across_adapters(adapted: Adapted) -> None:
 def test_only_steps_without_adapters_are_replayed_as_graphs(adapted: Adapted) -> None:
     capture, engine = Recorder(), TinyEngine(adapted.models.engine)
     engine.runner.capture_decoding(4, 256, capture)
-    questions = [replace(ASKING, adapter="plain", new_tokens=5), replace(ASKING, new_tokens=9)]
+    asking = Question((Text(tuple(range(20, 40))),), 9)
+    questions = [replace(asking, adapter="plain", new_tokens=5), asking]
     asked = answer(engine, questions)
     # Both begin in one step, so the last four tokens of the longer answer are decoded alone.
     assert capture.replayed == [1] * 4
     assert_law(adapted.models, engine, questions, asked, adapted=adapted.text)
+
+
+def test_adapters_have_one_digest_only_if_config_and_weights_are_equal(adapted: Adapted, mine: AdapterFolder) -> None:
+    """The prefix cache tells adapters apart by their digests."""
+
+    def digest() -> bytes:
+        model = without_adapters(adapted)
+        load_adapters([mine], model)
+        return model.adapters.find("mine").digest
+
+    plain = adapted.models.engine.adapters.find("plain").digest
+    assert digest() == plain
+    configure(mine, lora_alpha=8)
+    louder = digest()
+    rewrite(mine, lambda weights: next(iter(weights.values())).view(-1)[:1].add_(1e-6))
+    assert len({plain, louder, digest()}) == 3
+
+
+# --- what is refused at startup -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "IA3"}, r"peft_type = 'IA3'"),
+        ({"use_dora": True}, r"use_dora = True is not supported"),
+        ({"init_lora_weights": "pissa"}, r"init_lora_weights = 'pissa' is not supported"),
+        ({"use_next_year": 0.5}, r"use_next_year = 0.5 is not known to PEFT \d"),
+        ({"r": 0}, r"r = 0 is not supported"),
+        ({"lora_alpha": float("nan")}, r"lora_alpha = nan is not supported"),
+        ({"lora_alpha": 1e300}, r"weights of .*_proj, scaled by .*, are not finite"),
+        ({"alpha_pattern": {"*": 8}}, r".*\(\*\).* is not a regular expression"),
+        ({"target_modules": "a{99999999999}"}, r"the repetition number is too large"),
+        ({"r": 4}, r"q_proj.lora_A must have shape \[4, 64\] .*, got \[3, 64\]"),
+        ({"target_modules": None}, r"target_modules = None is empty"),
+        ({"target_modules": ["q_proj"]}, r"holds weights of .*v_proj, which target_modules = \['q_proj'\] does not"),
+        ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, r"lacks weights of .*o_proj, which .* targets"),
+    ],
+)
+def test_a_config_that_is_not_implemented_is_refused(
+    bare: LanguageModel, mine: AdapterFolder, config: dict[str, Any], message: str
+) -> None:
+    configure(mine, **config)
+    with pytest.raises(StartupError, match=rf"--adapters mine={mine.path}: .*{message}"):
+        load_adapters([mine], bare)
+
+
+@pytest.mark.parametrize(
+    ("layer", "value", "message"),
+    [
+        ("lm_head", 0, "only linear layers of the language model's blocks"),
+        ("layers.9.self_attn.q_proj", 0, "only linear layers of the language model's blocks"),
+        ("layers.0.self_attn.k_proj", 0, "lora_A of layers.0.self_attn.k_proj but not its counterpart"),
+        ("model.layers.0.self_attn.k_proj", 0, r"got the prefixes \['', 'model.'\]"),
+        ("layers.1.self_attn.v_proj", float("nan"), "weights of layers.1.self_attn.v_proj, .*, are not finite"),
+    ],
+)
+def test_weights_that_cannot_be_added_are_refused(
+    bare: LanguageModel, mine: AdapterFolder, layer: str, value: float, message: str
+) -> None:
+    rewrite(
+        mine, lambda weights: weights.update({f"base_model.model.{layer}.lora_A.weight": torch.full((3, 64), value)})
+    )
+    with pytest.raises(StartupError, match=message):
+        load_adapters([mine], bare)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("adapter_config.json", None, "the folder has no adapter_config.json"),
+        ("adapter_config.json", b"[]", "is not a JSON object with a peft_type"),
+        ("adapter_config.json", b"[" * 100_000, "--adapters mine=.*maximum recursion depth exceeded"),
+        ("adapter_model.safetensors", None, "has no adapter_model.safetensors; other formats are not supported"),
+        ("adapter_model.safetensors", b"not weights", "cannot be read"),
+    ],
+)
+def test_a_missing_or_broken_file_is_refused_and_nothing_is_unpickled(
+    bare: LanguageModel, mine: AdapterFolder, name: str, content: bytes | None, message: str
+) -> None:
+    torch.save(load_file(mine.path / "adapter_model.safetensors"), mine.path / "adapter_model.bin")
+    (mine.path / name).unlink()
+    if content is not None:
+        (mine.path / name).write_bytes(content)
+    with pytest.raises(StartupError, match=message):
+        load_adapters([mine], bare)
+
+
+def test_without_peft_adapters_are_refused_with_the_package_to_install(
+    bare: LanguageModel, mine: AdapterFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    load_adapters([], bare)
+    with pytest.raises(StartupError, match=r"pip install 'framesieve\[lora\]'"):
+        load_adapters([mine], bare)
+
+
+def test_ranks_that_read_different_adapter_files_refuse_to_start(
+    adapted: Adapted, mine: AdapterFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.generation.startup.adapter_files._of_rank", lambda addition, *_: addition)
+    group: Any = SimpleNamespace(agree=lambda _: False)
+    model = without_adapters(adapted)
+    with pytest.raises(StartupError, match="--adapters: the ranks have read different files"):
+        load_adapters([mine], model, group)

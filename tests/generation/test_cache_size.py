@@ -5,16 +5,16 @@ Runs without CUDA: the step really runs, its memory use is reported by a fake de
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
@@ -25,40 +25,8 @@ from services.generation.model.language_model import LanguageModel
 from services.generation.model.runner import Runner
 from services.generation.settings import GenerationSettings
 from services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens
-from services.generation.startup.cache_size import Needs
-from tests.families import FAMILIES
 
 MIB, GIB = 2**20, 2**30
-BYTES = st.integers(0, 200 * GIB)
-
-
-@settings(max_examples=50)
-@given(
-    total=BYTES,
-    others=BYTES,
-    step=BYTES,
-    graphs=BYTES,
-    media=BYTES,
-    fraction=st.floats(0.01, 1),
-    token_bytes=st.integers(1, MIB),
-    block_tokens=st.integers(1, 64),
-)
-def test_the_cache_fills_the_budget_and_never_exceeds_it(
-    total: int,
-    others: int,
-    step: int,
-    graphs: int,
-    media: int,
-    fraction: float,
-    token_bytes: int,
-    block_tokens: int,
-) -> None:
-    tokens = Needs(total, others, step, graphs, media).cache_tokens(fraction, token_bytes, block_tokens)
-    left = Fraction(str(fraction)) * total - others - step - graphs - media
-    assert tokens % block_tokens == 0
-    # One more block is allocated for padding.
-    assert (tokens + block_tokens) * token_bytes <= left or left < 0 > tokens
-    assert (tokens + 2 * block_tokens) * token_bytes > left - 1
 
 
 @dataclass
@@ -100,14 +68,9 @@ class FakeMemory:
         return True
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return Checkpoint(FAMILIES["qwen3_vl"].write(tmp_path_factory.mktemp("qwen3_vl"), 1))
-
-
 @pytest.fixture
-def memory(checkpoint: Checkpoint) -> FakeMemory:
-    model = load_language_model(checkpoint, torch.float32, torch.device("cpu"))
+def memory(checkpoints: Callable[[str], Path]) -> FakeMemory:
+    model = load_language_model(Checkpoint(checkpoints("qwen3_vl")), torch.float32, torch.device("cpu"))
     memory = FakeMemory(model)
     model.text.register_forward_pre_hook(memory.watch, with_kwargs=True)
     return memory
@@ -125,9 +88,10 @@ def fitting(memory: FakeMemory, *flags: str, group: Any = None) -> int:
 def test_the_cache_gets_what_the_largest_step_leaves(memory: FakeMemory) -> None:
     sampled: list[int] = []
     memory.model.lm_head.register_forward_pre_hook(lambda _, rows: sampled.append(len(rows[0])))
-    flags = limits("--max-num-batched-tokens", "100", "--max-num-seqs", "9", "--speculative-tokens", "2")
+    steps = ("--max-num-batched-tokens", "100", "--max-num-seqs", "9", "--speculative-tokens", "2")
+    flags = limits(*steps, "--gpu-memory-fraction", "0.8")
     tokens = fitting_tokens(flags, memory.model, None, memory, memory.capture)
-    left = int(Fraction(9, 10) * memory.total) - (300 + 2048 + 700 + 50 + 1024) * MIB
+    left = int(Fraction(8, 10) * memory.total) - (300 + 2048 + 700 + 50 + 1024) * MIB
     # Three layers, two KV heads of sixteen float32, keys and values.
     assert memory.model.token_bytes == 3 * 2 * 16 * 4 * 2
     assert tokens == (left // (768 * BLOCK_TOKENS) - 1) * BLOCK_TOKENS
@@ -142,8 +106,7 @@ def test_the_measured_decode_step_gathers_the_maximum(memory: FakeMemory, monkey
     read = sdpa._read
 
     def count(layer: Tensor, slots: slice | Tensor) -> Tensor:
-        if isinstance(slots, Tensor):
-            gathered.append(slots.numel())
+        gathered.append(slots.numel() if isinstance(slots, Tensor) else 0)
         return read(layer, slots)
 
     monkeypatch.setattr(sdpa, "_read", count)
@@ -153,25 +116,15 @@ def test_the_measured_decode_step_gathers_the_maximum(memory: FakeMemory, monkey
     assert max(gathered) == sdpa.MOST_GATHERED_TOKENS // 9 * 9 > 32768
 
 
-def test_the_fraction_is_of_the_whole_device(memory: FakeMemory) -> None:
-    less, more = (fitting(memory, "--gpu-memory-fraction", fraction) for fraction in ("0.6", "0.85"))
-    assert abs((more - less) * 768 - 0.25 * memory.total) < 2 * 768 * BLOCK_TOKENS
-
-
 def test_the_rank_with_the_least_memory_decides(memory: FakeMemory) -> None:
     alone = fitting(memory)
-    for fits in (1024, alone + 16):
-        assert fitting(memory, group=SimpleNamespace(least=partial(min, fits))) == min(fits, alone)
-    assert alone > 1024
+    assert fitting(memory, group=SimpleNamespace(least=partial(min, 1024))) == 1024 < alone
 
 
-def test_a_device_that_cannot_hold_a_prompt_is_refused_with_figures(memory: FakeMemory) -> None:
+def test_a_device_that_cannot_hold_a_prompt_is_refused(memory: FakeMemory) -> None:
     memory.total = 4 * GIB
-    with pytest.raises(StartupError) as refused:
+    with pytest.raises(StartupError, match=r"fit in 0.9 .* needs 512; in GiB: total 4.00, others 0.29, step 2.68"):
         fitting(memory)
-    message = str(refused.value)
-    assert "0 tokens of KV cache fit in 0.9 of a device (--gpu-memory-fraction), a prompt needs 512" in message
-    assert "in GiB: total 4.00, others 0.29, step 2.68, graphs 0.05, media 1.00; a token takes 768 bytes" in message
 
 
 def test_a_step_that_does_not_fit_is_refused_with_the_flags_to_lower(memory: FakeMemory) -> None:
@@ -179,31 +132,12 @@ def test_a_step_that_does_not_fit_is_refused_with_the_flags_to_lower(memory: Fak
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     memory.model.text.register_forward_pre_hook(out_of_memory)
-    with pytest.raises(
-        StartupError,
-        match=r"64 tokens \(--max-num-batched-tokens\) of a prompt of 512 \(--max-model-len\) does not fit",
-    ):
+    with pytest.raises(StartupError, match=r"64 tokens \(--max-num-batched-tokens\) .* does not fit"):
         fitting(memory)
 
 
 @pytest.mark.parametrize(("flags", "tokens"), [((), 32768), (("--kv-cache-tokens", "500"), 512)])
 def test_nothing_is_measured_on_the_cpu_or_with_a_given_size(
-    checkpoint: Checkpoint, flags: tuple[str, ...], tokens: int
+    tiny_checkpoint: Path, flags: tuple[str, ...], tokens: int
 ) -> None:
-    assert build(limits("--device", "cpu", *flags), checkpoint).blocks * BLOCK_TOKENS == tokens
-
-
-def test_the_cuda_device_is_made_current_before_loading(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    current: list[torch.device] = []
-
-    def load(*_: object) -> None:
-        assert current == [torch.device("cuda", 1)]
-        raise StartupError("loaded")
-
-    monkeypatch.setattr("services.generation.startup.build.device_of", lambda *_: torch.device("cuda", 1))
-    monkeypatch.setattr("services.generation.startup.build.load_language_model", load)
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    with pytest.raises(StartupError, match="loaded"):
-        build(limits(), checkpoint)
+    assert build(limits("--device", "cpu", *flags), Checkpoint(tiny_checkpoint)).blocks * BLOCK_TOKENS == tokens

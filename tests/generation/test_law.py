@@ -3,21 +3,18 @@ log-probabilities are those of one unchunked forward of transformers' own text m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from services.generation.sampling.sampler import SamplingParams
-from tests.law import CLEAR_MARGIN, LOGPROB_TOLERANCE, Question, answer, assert_law, item, question, text
-from tests.oracle import Item, Text, expected_sequence
-from tests.tiny import BLOCK_TOKENS, PAD_ID, Models, TinyEngine, load_models, random_item
+from tests.law import Question, answer, assert_law, item, question, text
+from tests.oracle import Item, Text
+from tests.tiny import BLOCK_TOKENS, Models, TinyEngine, load_models, random_item
 
 LAW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
@@ -93,16 +90,6 @@ def test_a_prompt_cut_anywhere_obeys_the_law(models: Models) -> None:
         assert_law(models, engine, questions, asked)
 
 
-def test_twenty_images_delivered_in_reverse_obey_the_law(models: Models) -> None:
-    parts: list[Text | Item] = []
-    for number in range(20):
-        picture = random_item(models.family, (1, 1 + number % 3, 1 + number % 4), None, seed=number)
-        parts += [Text((20 + number,)), picture]
-    questions = [Question((*parts, Text((5, 6, 7))), 4)]
-    engine = TinyEngine(models.engine, max_num_batched_tokens=7)
-    assert_law(models, engine, questions, answer(engine, questions, deliveries=range(19, -1, -1)))
-
-
 def test_several_answers_share_one_prefill(models: Models) -> None:
     video = random_item(models.family, (3, 2, 3), Fraction(1), rate=0.25)
     asking = Question((Text((20, 21, 22)), video, Text((30, 31, 32))), 5)
@@ -119,81 +106,3 @@ def test_several_answers_share_one_prefill(models: Models) -> None:
     rest = asking.prompt_tokens % BLOCK_TOKENS or BLOCK_TOKENS
     assert sum(computed) == 3 * (rest + 4)  # the last token of an answer is never computed
     assert engine.engine.stats().blocks_used == 0
-
-
-@pytest.mark.parametrize(
-    ("grids", "max_num_batched_tokens"),
-    [([("image", 1, 3, 2), ("video", 4, 4, 4)], 16), ([("video", 2, 2, 3), ("image", 1, 2, 2)], 5)],
-)
-def test_at_rate_0_answers_are_those_of_transformers_generate(
-    models: Models, grids: list[tuple[str, int, int, int]], max_num_batched_tokens: int
-) -> None:
-    """The whole model with pixels. Where the slices of a video form one grid, t stays within max(h, w): only there do
-    the positions of transformers equal those of the formula."""
-    parts: list[Text | Item] = [Text((300, 301))]
-    inputs: dict[str, torch.Tensor] = {}
-    for seed, (kind, *sides) in enumerate(grids):
-        seen, pixels = encoded(models, kind == "video", sides, seed)
-        parts += [seen, Text((302, 303, 304))]
-        inputs |= pixels
-    asking = Question(tuple(parts), 12)
-    engine = TinyEngine(models.engine, max_num_batched_tokens=max_num_batched_tokens)
-    asked = answer(engine, [asking])[0]
-    prompt, kinds = prompt_of_transformers(models, asking)
-    generated = models.reference.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        mm_token_type_ids=kinds,
-        max_new_tokens=12,
-        eos_token_id=None,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **inputs,
-    )
-    logits = torch.cat(generated.logits)
-    best, second = logits.topk(2, dim=-1).values.T
-    assert (best - second > CLEAR_MARGIN).all(), "choose another seed: a tie proves nothing"
-    assert asked.answer == generated.sequences[0, prompt.shape[1] :].tolist()
-    computed = torch.stack(engine.runner.logits["0"]).log_softmax(dim=-1)
-    assert float((computed - logits.log_softmax(dim=-1)).abs().max()) < LOGPROB_TOLERANCE
-
-
-def encoded(models: Models, video: bool, sides: Sequence[int], seed: int) -> tuple[Item, dict[str, torch.Tensor]]:
-    """An item of random pixels as encoded by transformers' own tower, and the arguments of `generate` for it."""
-    family, reference = models.family, models.reference
-    t, h, w = sides
-    values = 3 * family.temporal_patch * family.patch_px**2
-    pixels = torch.randn(t * h * w * family.merge**2, values, generator=torch.Generator().manual_seed(seed))
-    grid = torch.tensor([[t, family.merge * h, family.merge * w]])
-    with torch.no_grad():
-        features = (reference.get_video_features if video else reference.get_image_features)(pixels, grid)
-    levels = [features.pooler_output[0].numpy()]
-    if family.levels:
-        levels += [level[0].numpy() for level in features.deepstack_features]
-    assert len(levels) == 1 + family.levels
-    step = Fraction(1) if video else None
-    texts = timestamps(models.folder, t) if video and family.slices_stand_alone else ()
-    seen = Item(t, h, w, step, levels[0], deepstack=tuple(levels[1:]), texts=texts)
-    if not video:
-        return seen, {"pixel_values": pixels, "image_grid_thw": grid}
-    inputs = {"pixel_values_videos": pixels, "video_grid_thw": grid}
-    return seen, inputs if texts else inputs | {"second_per_grid_ts": torch.tensor([0.5])}
-
-
-def timestamps(folder: Path, slices: int) -> tuple[Text, ...]:
-    """The text that transformers' Qwen3VLProcessor puts around the slices of a video of two frames per second."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    opening = [f"<{i + 0.25:.1f} seconds><|vision_start|>" for i in range(slices)]
-    texts = [opening[0], *("<|vision_end|>" + each for each in opening[1:]), "<|vision_end|>"]
-    return tuple(Text(tuple(tokenizer(each).input_ids)) for each in texts)
-
-
-def prompt_of_transformers(models: Models, asking: Question) -> tuple[torch.Tensor, torch.Tensor]:
-    """input_ids and mm_token_type_ids, 1 for an image and 2 for a video: int64 [1, N] each."""
-    config = models.reference.config
-    pads = [0, config.image_token_id, config.video_token_id]
-    full = expected_sequence(asking.parts, [range(item.tokens) for item in asking.items], PAD_ID)
-    kinds = [0 if source is None else 2 if asking.items[source[0]].time_step else 1 for source in full.rows]
-    ids = [pads[kind] or token_id for kind, token_id in zip(kinds, full.ids, strict=True)]
-    return torch.tensor([ids]), torch.tensor([kinds])

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from common.byte_semaphore import ByteSemaphore
 from common.contract import errors
 from common.contract.plan import PromptPlan
 from common.contract.wire import plan_messages
@@ -22,13 +21,12 @@ from services.generation.request.encoded_media import MediaItem
 from services.generation.rpc.arriving_item import Progress
 from services.generation.rpc.media import MediaClient
 from tests.awake import SOON_S, within
-from tests.generation.generation_peers import Context, Encoder, eventually, prompt_plan, serving
+from tests.generation import media_client
+from tests.generation.generation_peers import Context, Encoder, eventually, prompt_plan
 from tests.generation.media_client import (
     FINGERPRINT,
     IMAGE,
-    MODEL,
     PLAN,
-    SIZE_BYTES,
     VIDEO,
     VIDEO_EMBEDS,
     ask,
@@ -36,15 +34,15 @@ from tests.generation.media_client import (
 )
 
 LOST = errors.Unavailable("the encoder is draining", "encoder")
-TO_THE_VIDEO, TO_THE_IMAGE = 3, 6  # messages of `items`: one of three pieces, and all but the image's
+TO_THE_VIDEO = 3  # messages of `items` that hold the video
 
 
 @dataclass
 class Losing(Encoder):
     """Sends the selected items, except that the Nth call is lost after `losses[N]` messages of items.
 
-    answers: whether lost calls send their plan first. plans: of each call, if not always the same. idle: if given, a
-    call to be lost is lost when this is set, before anything is selected.
+    answers: whether lost calls send their plan first. plans: of each call, if not always the same.
+    idle: if given, a call is lost when it is set, before anything is selected.
     """
 
     losses: list[int] = field(default_factory=list)
@@ -74,10 +72,9 @@ class Losing(Encoder):
 
 
 @asynccontextmanager
-async def client_of(folder: Path, encoder: Encoder) -> AsyncIterator[tuple[MediaClient, ByteSemaphore]]:
-    room = ByteSemaphore(SIZE_BYTES)
-    async with serving(f"unix:{folder}/peers", encoder) as channel:
-        yield MediaClient(channel, channel, MODEL, room), room
+async def client_of(folder: Path, encoder: Encoder) -> AsyncIterator[MediaClient]:
+    async with media_client.client_of(folder, encoder) as (client, room):
+        yield client
         assert room.held_bytes == 0
 
 
@@ -94,19 +91,18 @@ def check_whole(received: Sequence[Progress | MediaItem]) -> None:
 @pytest.mark.parametrize(
     ("losses", "selections"),
     [
-        ([0], [[0, 1], [0, 1]]),
         ([TO_THE_VIDEO - 1], [[0, 1], [0, 1]]),
         ([TO_THE_VIDEO], [[0, 1], [1]]),
         ([0, TO_THE_VIDEO + 1], [[0, 1], [0, 1], [1]]),
     ],
-    ids=["before anything", "within an item", "after an item", "twice"],
+    ids=["within an item", "after an item", "twice"],
 )
 async def test_only_undelivered_items_are_selected_again(
     tmp_path: Path, losses: list[int], selections: list[list[int]]
 ) -> None:
     before = retries()
     encoder = Losing(PLAN, items(), losses=list(losses))
-    async with client_of(tmp_path, encoder) as (client, _):
+    async with client_of(tmp_path, encoder) as client:
         check_whole(await ask(client))
     assert encoder.selections == selections
     assert retries() == before + len(losses)
@@ -114,42 +110,37 @@ async def test_only_undelivered_items_are_selected_again(
 
 async def test_a_call_is_attempted_at_most_three_times_within_a_second(tmp_path: Path) -> None:
     encoder = Losing(PLAN, items(), losses=[0] * 9)
-    async with client_of(tmp_path, encoder) as (client, _):
+    async with client_of(tmp_path, encoder) as client:
         with pytest.raises(errors.Unavailable, match="the encoder is draining"):
             await within(SOON_S, ask(client))
         assert encoder.calls == 3
 
 
 async def test_a_call_lost_before_its_first_message_is_retried_by_grpc_only(tmp_path: Path) -> None:
-    before = retries()
-    encoder = Losing(PLAN, items(), losses=[0, 0], answers=False)
-    async with client_of(tmp_path, encoder) as (client, _):
-        check_whole(await ask(client))
-        assert encoder.calls == 3
-        encoder.losses = [0] * 9
+    encoder = Losing(PLAN, items(), losses=[0] * 9, answers=False)
+    async with client_of(tmp_path, encoder) as client:
         with pytest.raises(errors.Unavailable, match="the encoder is draining"):
             await ask(client)
-        assert encoder.calls == 6
-    assert retries() == before
+    assert encoder.calls == 3
 
 
 async def test_a_retry_with_a_different_plan_is_given_up(tmp_path: Path) -> None:
     moved = prompt_plan(FINGERPRINT, 4, VIDEO, 1, IMAGE, 2)
     encoder = Losing(PLAN, items(), losses=[TO_THE_VIDEO], plans=[PLAN, moved])
-    async with client_of(tmp_path, encoder) as (client, _):
+    async with client_of(tmp_path, encoder) as client:
         with pytest.raises(errors.Unavailable, match="the encoder is draining"):
             await ask(client)
     assert encoder.selections == [[0, 1], []]
 
 
 async def test_an_encoder_lost_while_bytes_are_awaited_is_called_again(tmp_path: Path) -> None:
-    encoder = Losing(PLAN, items(), losses=[0], idle=asyncio.Event())
-    async with client_of(tmp_path, encoder) as (client, room):
+    lost = asyncio.Event()
+    encoder = Losing(PLAN, items(), losses=[0], idle=lost)
+    async with media_client.client_of(tmp_path, encoder) as (client, room):
         async with room.reserved(1):
             asking = asyncio.create_task(ask(client))
             await eventually(lambda: encoder.calls == 1)
-            assert encoder.idle is not None
-            encoder.idle.set()
+            lost.set()
             await asyncio.sleep(0.1)
         check_whole(await asking)
     assert encoder.selections == [[0, 1]]
@@ -157,7 +148,7 @@ async def test_an_encoder_lost_while_bytes_are_awaited_is_called_again(tmp_path:
 
 async def test_all_calls_share_a_budget_of_retries_that_successes_refill(tmp_path: Path) -> None:
     encoder = Losing(PLAN, items(), losses=[0] * 1000)
-    async with client_of(tmp_path, encoder) as (client, _):
+    async with client_of(tmp_path, encoder) as client:
         client._encoder_retries._budget = 3 * COST
         for calls in (3, 5, 6):
             with pytest.raises(errors.Unavailable):
@@ -172,7 +163,7 @@ async def test_all_calls_share_a_budget_of_retries_that_successes_refill(tmp_pat
 
 async def test_retries_end_at_the_callers_deadline(tmp_path: Path) -> None:
     encoder = Losing(PLAN, items(), losses=[0] * 9)
-    async with client_of(tmp_path, encoder) as (client, _):
+    async with client_of(tmp_path, encoder) as client:
         with pytest.raises(errors.DeadlinePassed):
             await ask(client, timeout=0.05)
         assert encoder.calls <= 2

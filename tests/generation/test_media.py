@@ -1,27 +1,31 @@
-"""The encoder's client against real gRPC servers: delivery, reserved bytes, cancellation and upstream errors."""
+"""The encoder's client against real gRPC servers: what it delivers, and what it refuses."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from common.contract import errors
-from framesieve.v1 import tensor_pb2
+from common.contract.plan import Grid, Modality, PromptPlan
+from common.contract.retention import Pruning
+from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
+from services.generation.kv_cache.encoded_media import encoded_media_key
 from services.generation.request.encoded_media import MediaItem
 from services.generation.rpc.arriving_item import Progress
 from services.generation.rpc.timing import StageClock
 from tests.generation.generation_peers import (
     Encoder,
-    Preprocessing,
     embeds_messages,
     eventually,
+    progress_message,
     prompt_message,
     prompt_plan,
 )
@@ -34,12 +38,29 @@ from tests.generation.media_client import (
     PLAN,
     PRUNING,
     SIZE_BYTES,
+    VIDEO,
     VIDEO_EMBEDS,
     ask,
     client_of,
     items,
     receive_all,
 )
+
+
+def test_media_encoded_otherwise_have_other_keys() -> None:
+    video, _ = PLAN.media
+    random = Pruning(rate=0.5, method="random", seed=1)
+    differing = [
+        (video, random, 6, FINGERPRINT),
+        *(
+            (video, replace(random, **other), 6, FINGERPRINT)
+            for other in ({"seed": 2}, {"rate": 0.25}, {"method": "evs"})
+        ),
+        (replace(video, content_hash=bytes(range(32))), random, 6, FINGERPRINT),
+        (replace(video, grid=TURNED.media[0].grid), random, 6, FINGERPRINT),
+        (video, random, 6, bytes(32)),
+    ]
+    assert len({encoded_media_key(*each) for each in differing}) == len(differing)
 
 
 async def test_items_arrive_in_the_models_dtype_and_the_session_holds_their_bytes(tmp_path: Path) -> None:
@@ -67,108 +88,152 @@ async def test_items_arrive_in_the_models_dtype_and_the_session_holds_their_byte
 @pytest.mark.parametrize(
     ("dtype", "wire_dtype"),
     [(torch.bfloat16, tensor_pb2.DTYPE_BFLOAT16), (torch.float16, tensor_pb2.DTYPE_FLOAT16)],
-    ids=str,
 )
-async def test_embeddings_in_half_precision_are_converted_exactly(
-    tmp_path: Path, dtype: torch.dtype, wire_dtype: int
+async def test_half_precision_is_converted_exactly_and_levels_count_as_bytes(
+    tmp_path: Path, dtype: torch.dtype, wire_dtype: Any
 ) -> None:
-    embeds = torch.linspace(-3, 3, 24).reshape(1, 4, 6).to(dtype)
-    plan = prompt_plan(FINGERPRINT, 1, IMAGE, 1)
-    chunk = tensor_pb2.TensorChunk(dtype=wire_dtype, shape=[1, 4, 6], data=embeds.view(torch.int16).numpy().tobytes())
-    message = EncodeResponse()
-    message.embeds.chunk.CopyFrom(chunk)
-    async with client_of(tmp_path, Encoder(plan, [message])) as (client, _):
-        [item] = await ask(client, plan)
-    assert isinstance(item, MediaItem)
-    assert torch.equal(item.embeds, embeds.float())
-
-
-async def test_embeddings_for_cuda_are_pinned_outside_the_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pinned: list[tuple[torch.Size, bool]] = []
-
-    def pin(tensor: torch.Tensor) -> torch.Tensor:
-        pinned.append((tensor.shape, threading.current_thread() is threading.main_thread()))
-        return tensor
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    model = replace(MODEL, device=torch.device("cuda"))
-    async with client_of(tmp_path, Encoder(PLAN, items()), model=model) as (client, _):
-        await ask(client)
-    assert pinned == [(VIDEO_EMBEDS.shape, False), (IMAGE_EMBEDS.shape, False)]
-
-
-async def test_deepstack_levels_arrive_with_the_embeddings_and_count_as_bytes(tmp_path: Path) -> None:
-    sent = np.stack([IMAGE_EMBEDS[0] + level for level in range(3)])
+    embeds = torch.linspace(-3, 3, 72).reshape(3, 4, 6).to(dtype)
     plan = replace(prompt_plan(FINGERPRINT, 1, IMAGE, 1), embed_levels=2)
+    message = EncodeResponse()
+    data = embeds.view(torch.int16).numpy().tobytes()
+    message.embeds.chunk.CopyFrom(tensor_pb2.TensorChunk(dtype=wire_dtype, shape=embeds.shape, data=data))
     model, size_bytes = replace(MODEL, embed_levels=2), 3 * 4 * 6 * 4
-    encoder = Encoder(plan, embeds_messages(0, sent, None, piece_bytes=100))
-    async with client_of(tmp_path, encoder, model=model, room_bytes=size_bytes) as (client, room):
+    async with client_of(tmp_path, Encoder(plan, [message]), model=model, buffer_bytes=size_bytes) as (client, room):
         clock = StageClock()
         async with client.open(prompt_message(plan), PRUNING, clock) as session:
             [item] = await receive_all(session, clock)
             assert room.held_bytes == size_bytes
     assert isinstance(item, MediaItem)
-    assert torch.equal(item.embeds, torch.from_numpy(sent))
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        errors.MediaDamaged("9 of 10 frames cannot be decoded"),
-        errors.Overloaded("no room", retry_after_s=2),
-        errors.Unavailable("preprocessing is draining", "preprocessing"),
-    ],
-)
-async def test_upstream_errors_pass_through(tmp_path: Path, fault: errors.FramesieveError) -> None:
-    async with client_of(tmp_path, Encoder(PLAN, fault=fault)) as (client, room):
-        with pytest.raises(type(fault), match=str(fault)):
-            await ask(client)
-        assert room.held_bytes == 0
-
-
-async def test_the_plan_of_a_prompt_without_media_comes_from_preprocessing(tmp_path: Path) -> None:
-    plan = prompt_plan(FINGERPRINT, 5)
-    encoder, preprocessing = Encoder(PLAN), Preprocessing(plan)
-    async with client_of(tmp_path, encoder, preprocessing) as (client, _):
-        clock = StageClock()
-        async with client.open(prompt_message(plan), PRUNING, clock) as session:
-            assert session.plan.tokens == 5
-            assert await receive_all(session, clock) == []
-    assert (preprocessing.calls, encoder.metadata) == (1, [])
-
-
-async def test_media_larger_than_the_buffer_are_refused_before_selection(tmp_path: Path) -> None:
-    encoder = Encoder(PLAN, items())
-    async with client_of(tmp_path, encoder, room_bytes=SIZE_BYTES - 1) as (client, _):
-        with pytest.raises(errors.PromptTooLong, match=rf"{SIZE_BYTES} bytes.*{SIZE_BYTES - 1}; a frame_sampling of"):
-            await ask(client)
-    assert encoder.selections == [[]]
+    assert torch.equal(item.embeds, embeds.float())
 
 
 async def test_nothing_is_selected_before_all_its_bytes_are_reserved(tmp_path: Path) -> None:
     encoder = Encoder(PLAN, items())
     async with client_of(tmp_path, encoder) as (client, room):
+        async with room.reserved(1):
+            asking = asyncio.create_task(ask(client))
+            await eventually(lambda: encoder.selections == [[]] and room.waiting == 1)
+        assert len(await asking) == 5
+        assert encoder.selections == [[0, 1]]
+        assert room.held_bytes == 0
+
+
+TURNED = prompt_plan(FINGERPRINT, 3, (Modality.VIDEO, Grid(2, 3, 2)), 2, IMAGE, 2)
+
+
+def brought(plan: PromptPlan) -> PromptPlan:
+    """The same plan if the prompt had brought the embeddings of its first item."""
+    first = replace(plan.media[0], frames=0, frame_height_px=0, frame_width_px=0, timestamps_s=())
+    return replace(plan, media=(first, *plan.media[1:]))
+
+
+# Changes to the messages of `items`: 2, 3 and 4 are the video's, 6 and 7 the image's.
+Change = Callable[[list[EncodeResponse]], Any]
+
+
+def kept_of(*kept: int) -> Change:
+    def change(messages: list[EncodeResponse]) -> None:
+        [changed, *_] = embeds_messages(0, VIDEO_EMBEDS, kept, piece_bytes=64)
+        messages[2] = changed
+
+    return change
+
+
+def embeds_of(embeds: np.ndarray[Any, np.dtype[np.float32]]) -> Change:
+    def change(messages: list[EncodeResponse]) -> None:
+        messages[2:5] = embeds_messages(0, embeds, KEPT, piece_bytes=64)
+
+    return change
+
+
+def with_value(value: float) -> Change:
+    embeds = VIDEO_EMBEDS.copy()
+    embeds[0, 5, 5] = value
+    return embeds_of(embeds)
+
+
+def field(place: int, path: str, value: Any) -> Change:
+    def change(messages: list[EncodeResponse]) -> None:
+        *parents, name = path.split(".")
+        target: Any = messages[place]
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, name, value)
+
+    return change
+
+
+FAULTS: dict[str, tuple[Change, str]] = {
+    "kept decreases": (kept_of(0, 1, 3, 2, 7, 11), "increase strictly"),
+    "kept below 0": (kept_of(-1, 1, 2, 3, 7, 11), "increase strictly"),
+    "kept outside the grid": (kept_of(0, 1, 2, 3, 7, 12), "below 12"),
+    "kept too few": (kept_of(0, 1, 2, 3, 7), "must keep 6"),
+    "kept absent": (lambda m: m[2].embeds.ClearField("kept"), "if and only if"),
+    "kept of an image that is not pruned": (lambda m: m[6].embeds.kept.CopyFrom(m[2].embeds.kept), "if and only if"),
+    "kept with an overflowing shape": (lambda m: m[2].embeds.kept.shape.extend([2**62, 2**62]), "not allowed"),
+    "kept of another size": (field(2, "embeds.kept.data", b"1234"), "expected int32"),
+    "kept twice": (lambda m: m[3].embeds.kept.CopyFrom(m[2].embeds.kept), "only the first piece"),
+    "NaN": (with_value(float("nan")), "not finite"),
+    "too few rows": (embeds_of(np.zeros((1, 5, 6), np.float32)), r"expected .* \[1, 6, 6\]"),
+    "a level too many": (embeds_of(np.zeros((2, 6, 6), np.float32)), r"expected .* \[1, 6, 6\]"),
+    "integers": (field(2, "embeds.chunk.dtype", tensor_pb2.DTYPE_INT32), "expected bfloat16"),
+    "a gap": (lambda m: m.pop(3), "starts at byte 128"),
+    "an item that does not exist": (field(2, "embeds.media_index", 2), "item 2, "),
+    "an item twice": (lambda m: m.insert(5, m[2]), "sent twice"),
+    "an early end": (lambda m: m.pop(), "ended before"),
+    "a second plan": (lambda m: m.insert(0, EncodeResponse(plan=prompt_pb2.PromptPlan())), "sent plan, expected"),
+    "repeated progress": (lambda m: m.insert(1, m[0]), "to 1 and 0"),
+    "progress that decreases": (lambda m: m.insert(2, progress_message(0, 1, 0)), "from 2 decoded"),
+    "more slices than there are": (field(1, "progress.decoded_slices", 3), "to 3"),
+    "encoded before decoded": (field(0, "progress.encoded_slices", 2), "1 and 2"),
+    "progress of no item": (field(0, "progress.media_index", 5), "item 5, "),
+    "more repairs than frames": (field(2, "embeds.repaired_frames", 5), "between 0 and 4, got 5"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_messages_that_contradict_the_plan_end_the_call_and_release_its_bytes(tmp_path: Path, fault: str) -> None:
+    change, message = FAULTS[fault]
+    messages = items()
+    change(messages)
+    async with client_of(tmp_path, Encoder(PLAN, messages)) as (client, room):
+        with pytest.raises(errors.PeerContract, match=message):
+            await ask(client)
+        assert room.held_bytes == 0
+
+
+async def test_an_item_that_was_not_selected_is_a_violation(tmp_path: Path) -> None:
+    async with client_of(tmp_path, Encoder(PLAN, items()[2:])) as (client, _):
         clock = StageClock()
-        async with client.open(prompt_message(PLAN), PRUNING, clock) as first:
-            await receive_all(first, clock)
-            second = asyncio.create_task(ask(client))
-            await eventually(lambda: len(encoder.selections) == 2 and room.waiting == 1)
-            assert encoder.selections == [[0, 1], []]
-        assert len(await second) == 5
-        assert encoder.selections == [[0, 1], [0, 1]]
-        assert room.held_bytes == 0
+        async with client.open(prompt_message(PLAN), PRUNING, clock) as session:
+            with pytest.raises(errors.PeerContract, match=r"sent item 0, selected are \[1\]"):
+                _ = [each async for each in session.receive([1], clock)]
 
 
-async def test_leaving_a_session_cancels_the_encoder_and_releases_the_bytes(tmp_path: Path) -> None:
-    encoder = Encoder(PLAN, items(), hold=asyncio.Event())
-    async with client_of(tmp_path, encoder) as (client, room):
-        receiving = asyncio.create_task(ask(client))
-        await eventually(lambda: encoder.selections == [[0, 1]])
-        assert room.held_bytes == SIZE_BYTES
-        receiving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await receiving
-        assert room.held_bytes == 0
-        await eventually(lambda: encoder.cancelled == 1)
+async def test_embeddings_that_overflow_the_models_dtype_are_a_violation(tmp_path: Path) -> None:
+    messages = items()
+    with_value(1e6)(messages)
+    model = replace(MODEL, dtype=torch.float16)
+    async with client_of(tmp_path, Encoder(PLAN, messages), model=model) as (client, _):
+        with pytest.raises(errors.PeerContract, match=r"not finite in torch\.float16"):
+            await ask(client)
+
+
+@pytest.mark.parametrize(
+    ("asked", "planned", "model", "message"),
+    [
+        (PLAN, prompt_plan(bytes(32), 3, VIDEO, 2, IMAGE, 2), {}, "the same --model"),
+        (PLAN, prompt_plan(FINGERPRINT, 3, IMAGE, 2, VIDEO, 2), {}, "the prompt's media are"),
+        (brought(PLAN), PLAN, {}, r"source of .*parts\[1\].video is embeds, the plan has 4 frames"),
+        (brought(PLAN), brought(TURNED), {}, r"parts\[1\].video have another grid than .* 2×3×2"),
+        (PLAN, PLAN, {"vocab_size": 13}, "token id 22, the model's vocabulary has 13"),
+        (PLAN, PLAN, {"embed_levels": 1}, "embed_levels 0, the model 1"),
+    ],
+)
+async def test_a_plan_that_contradicts_prompt_or_model_is_a_violation(
+    tmp_path: Path, asked: PromptPlan, planned: PromptPlan, model: dict[str, int], message: str
+) -> None:
+    async with client_of(tmp_path, Encoder(planned), model=replace(MODEL, **model)) as (client, _):
+        with pytest.raises(errors.PeerContract, match=message):
+            async with client.open(prompt_message(asked), PRUNING, StageClock()):
+                pass

@@ -58,58 +58,50 @@ async def test_tokens_and_stages_are_counted_as_reported_to_callers(tmp_path: Pa
     assert (grown["hits"], grown["misses"], grown["cached"]) == (0, 2, 0)
 
 
-async def test_a_prefix_cache_hit_is_counted_with_its_tokens(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_hits_of_the_prefix_cache_and_answers_of_one_request_are_counted(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
         await answers(service.ask())
         before = readings()
-        usage = (await answers(service.ask()))[-1].finished.usage
+        usage = (await answers(service.ask(sampling=Sampling(max_new_tokens=5, n=3))))[-1].finished.usage
         grown = {name: reading - before[name] for name, reading in readings().items()}
     assert (grown["hits"], grown["misses"]) == (1, 0)
     assert grown["cached"] == usage.cached_prompt_tokens > 0
-
-
-async def test_inter_token_times_are_per_answer(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    async with service_of(tmp_path, tiny_checkpoint) as service:
-        before = readings()
-        await answers(service.ask(sampling=Sampling(max_new_tokens=5, n=3)))
-        grown = {name: reading - before[name] for name, reading in readings().items()}
+    assert usage.media[0].repaired_frames == 2, "the encoder said so when it sent the item"
     assert (grown["first tokens"], grown["generated"], grown["gaps"], grown["ended by length"]) == (1, 15, 12, 3)
 
 
-async def test_gauges_show_blocks_bytes_and_requests(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    async with service_of(tmp_path, tiny_checkpoint) as service:
-        watch(service.engine, service.room, 4, 8)
-        stats = service.engine.stats()
-        assert value("kv_blocks") == stats.blocks_total > 0
-        assert value("kv_blocks_used") == 0
-        assert value("media_buffer_bytes") == ROOM_BYTES
-        async with service.room.reserved(100):
-            assert value("media_buffer_used_bytes") == 100
-        for gauge in ("engine_requests", "engine_oldest_seconds"):
-            assert {value(gauge, state=state) for state in ("running", "waiting", "awaiting_media")} == {0}
-        assert [value("engine_requests_limit", state=state) for state in ("running", "waiting")] == [4, 8]
-
-
-async def test_requests_waiting_for_bytes_are_counted_and_age(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    async with service_of(tmp_path, tiny_checkpoint) as service:
-        watch(service.engine, service.room, 4, 8)
-        async with service.room.reserved(ROOM_BYTES):
-            call = service.ask()
-            await eventually(lambda: value("media_buffer_waiting") == 1)
-            first_s = value("media_buffer_oldest_seconds")
-            assert value("media_buffer_oldest_seconds") > first_s > 0
-        await answers(call)
-        assert value("media_buffer_waiting") == value("media_buffer_oldest_seconds") == 0
-
-
-async def test_requests_waiting_for_media_are_counted_and_age(tmp_path: Path, tiny_checkpoint: Path) -> None:
+async def test_gauges_show_blocks_bytes_and_the_requests_that_wait_for_them(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
     hold = asyncio.Event()
     async with service_of(tmp_path, tiny_checkpoint, hold=hold) as service:
         watch(service.engine, service.room, 4, 8)
-        call = service.ask()
-        await eventually(lambda: value("engine_requests", state="awaiting_media") == 1)
-        first_s = value("engine_oldest_seconds", state="awaiting_media")
-        assert value("engine_oldest_seconds", state="awaiting_media") > first_s > 0
+        assert value("kv_blocks") == service.engine.stats().blocks_total > 0
+        assert value("media_buffer_bytes") == ROOM_BYTES
+        assert [value("engine_requests_limit", state=state) for state in ("running", "waiting")] == [4, 8]
+
+        async def check_one_waits_and_ages(waiting: str, oldest: str, **labels: str) -> None:
+            await eventually(lambda: value(waiting, **labels) == 1)
+            first_s = value(oldest, **labels)
+            assert value(oldest, **labels) > first_s > 0
+
+        async with service.room.reserved(ROOM_BYTES):
+            assert value("media_buffer_used_bytes") == ROOM_BYTES
+            call = service.ask()
+            await check_one_waits_and_ages("media_buffer_waiting", "media_buffer_oldest_seconds")
+        await check_one_waits_and_ages("engine_requests", "engine_oldest_seconds", state="awaiting_media")
+        assert value("kv_blocks_used") > 0
         hold.set()
         await answers(call)
-        await eventually(lambda: value("engine_oldest_seconds", state="awaiting_media") == 0)
+        await eventually(service.idle)
+        for gauge in (
+            "kv_blocks_used",
+            "media_buffer_used_bytes",
+            "media_buffer_waiting",
+            "media_buffer_oldest_seconds",
+        ):
+            assert value(gauge) == 0
+        for gauge in ("engine_requests", "engine_oldest_seconds"):
+            assert {value(gauge, state=state) for state in ("running", "waiting", "awaiting_media")} == {0}

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from services.generation.engine.engine import Engine
 from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.request.batch import Window
+from services.generation.request.batch import Window, media_rows
 from services.generation.request.request import Adapter, Event, Failed, Finished, Request
 from services.generation.sampling.sampler import SampledToken, SamplingParams, sample_and_verify
 from tests.oracle import Item, Text
@@ -42,10 +42,12 @@ class SequenceRunner:
     """Stores in each slot everything that its key depends on: the sequence from its first token to its own."""
 
     items: dict[Request, list[Item]]
+    max_num_batched_tokens: int
     model: Any = field(default_factory=lambda: SimpleNamespace(hidden_size=1, device=torch.device("cpu")))
     slots: dict[int, tuple[object, ...]] = field(default_factory=dict)
 
     def run(self, windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
+        assert sum(window.tokens for window in windows) <= self.max_num_batched_tokens
         for window in windows:
             adapter = window.request.adapter and window.request.adapter.digest
             sequence = [(adapter, *self.row(window, token)) for token in range(window.end)]
@@ -54,6 +56,11 @@ class SequenceRunner:
                 if token >= window.start:
                     self.slots[slot] = tuple(sequence[: token + 1])
                 assert self.slots[slot] == tuple(sequence[: token + 1]), f"{window} reads another sequence at {token}"
+            for rows in media_rows(window, 0):
+                embeds = window.request.embeds[rows.media_index]
+                assert embeds is not None
+                dropped = window.request.kept_counts[rows.media_index] - embeds.shape[1]
+                assert rows.first_row >= dropped, f"{window} computes rows again that it has not received"
         sampling = [window for window in windows if window.samples]
         # Answers alternate between two tokens, so that answers of different requests are as alike as their prompts.
         ends = [end for window in sampling for end in range(window.end - window.num_draft_tokens, window.end + 1)]
@@ -85,9 +92,10 @@ class Desk:
         self, blocks: int, max_num_batched_tokens: int = 64, max_draft_tokens: int = 0, max_num_seqs: int = 4
     ) -> None:
         self.items: dict[Request, list[Item]] = {}
-        runner: Any = SequenceRunner(self.items)
+        runner: Any = SequenceRunner(self.items, max_num_batched_tokens)
         allocator = BlockAllocator(blocks, BLOCK_TOKENS)
         self.engine = Engine(runner, allocator, max_num_batched_tokens, max_num_seqs, 64, max_draft_tokens)
+        self.max_num_seqs = max_num_seqs
         self.capacity_tokens = blocks * BLOCK_TOKENS
         self.undelivered: list[Asked] = []
         self.asked: list[Asked] = []
@@ -126,6 +134,7 @@ class Desk:
     def step(self) -> bool:
         stepped = self.engine.step()
         self.engine.check_integrity()
+        assert self.engine.stats().running <= self.max_num_seqs
         assert stepped or not self.engine.step(), "the engine would sleep although something can run"
         assert not [each.failed for each in self.asked if each.failed]
         assert all(each.request.cached_tokens < each.request.rope.tokens for each in self.asked)
@@ -184,75 +193,6 @@ def test_a_block_is_read_only_by_requests_whose_sequence_it_holds_in_many_cases(
     assert_blocks_hold_what_is_read(data)
 
 
-def test_all_blocks_are_free_after_hundreds_of_mixed_cancelled_and_preempted_requests() -> None:
-    desk = Desk(24, max_num_batched_tokens=16, max_draft_tokens=2)
-    random = np.random.default_rng(5)
-    half = replace(VIDEO, rate=0.5)
-    prompts: list[list[Text | Item]] = [
-        [OPENING],
-        [OPENING, half],
-        [OPENING, VIDEO],
-        [OPENING, replace(OTHER, rate=0.5), Text((2,)), half],
-    ]
-    spared = cancelled = 0
-    for number in range(150):
-        parts = prompts[random.integers(len(prompts))]
-        end = Text(tuple(random.integers(1, 3, random.integers(1, 9)).tolist()))
-        desk.ask([*parts, end], int(random.integers(1, 60)), int(number % 10 == 0))
-        spared += bool(desk.asked[-1].spared)
-        while len(desk.undelivered) > random.integers(0, 6):
-            desk.deliver(int(random.integers(len(desk.undelivered))), int(random.integers(0, 8) == 0))
-        if random.integers(0, 5) == 0:
-            desk.cancel(desk.asked.pop(int(random.integers(len(desk.asked)))))
-            cancelled += 1
-        for _ in range(random.integers(0, 20)):
-            desk.step()
-        while desk.engine.stats().running + desk.engine.stats().waiting > 12:
-            desk.step()
-        desk.asked = [each for each in desk.asked if not each.finished]
-    while desk.undelivered:
-        desk.deliver()
-    desk.run()
-    stats = desk.engine.stats()
-    assert min(spared, cancelled, stats.totals.preemptions, stats.totals.accepted_draft_tokens) > 10
-    assert stats.blocks_used == 0
-
-
-def test_blocks_computed_with_an_adapter_are_reused_only_with_an_adapter_of_that_digest() -> None:
-    """Also the blocks that a preempted request computes again."""
-    desk = Desk(10)
-    alike = Text((1, 2) * 4)
-    desk.ask([Text((5, 6) * 4)], 20)
-    desk.ask([alike], 20, adapter=ADAPTERS[0])
-    desk.run()
-    assert desk.engine.stats().totals.preemptions > 0
-    cached = []
-    for adapter in (None, *ADAPTERS):
-        desk.ask([alike], 1, adapter=adapter)
-        desk.run()
-        cached.append(desk.asked[-1].request.cached_tokens)
-    assert cached == [0, BLOCK_TOKENS, BLOCK_TOKENS, 0]
-
-
-def test_an_older_request_preempts_a_newer_one_that_filled_the_cache_beside_its_pins() -> None:
-    """The older request pins its first video and awaits its second, while the newer one grows over the free blocks."""
-    desk = Desk(24)
-    desk.ask([OPENING, VIDEO, Text((1,))], 1)
-    desk.deliver()
-    desk.run()
-    desk.ask([OPENING, VIDEO, Text((1,)), OTHER, Text((2, 2))], 8)
-    older = desk.asked[-1]
-    assert older.spared == (0,)
-    desk.ask([Text((2, 1, 2, 2, 1, 1, 2))], 24 * BLOCK_TOKENS - 10)
-    newer = desk.asked[-1]
-    while newer.request.tokens < 78:
-        desk.step()
-    desk.deliver()
-    desk.run()
-    assert older.finished
-    assert newer.finished
-
-
 def test_draft_tokens_do_not_keep_a_prompt_from_being_prefilled() -> None:
     desk = Desk(40, max_num_batched_tokens=3, max_draft_tokens=2)
     desk.ask([Text((1, 2)), VIDEO, Text((1, 2) * 5)], 4)
@@ -269,7 +209,7 @@ def test_draft_tokens_do_not_keep_a_prompt_from_being_prefilled() -> None:
 
 def test_blocks_that_running_requests_share_do_not_count_as_room_for_a_new_request() -> None:
     """Many questions that begin alike: none is admitted only to preempt another."""
-    desk = Desk(40, max_num_batched_tokens=32)
+    desk = Desk(40, max_num_batched_tokens=32, max_num_seqs=12)
     alike = Text(tuple(range(100, 164)))
     desk.ask([alike, Text((5,))], 1)
     desk.run()
@@ -305,14 +245,3 @@ def test_siblings_end_with_the_request_that_they_wait_for() -> None:
     desk.run()
     desk.ask([OPENING, VIDEO, Text((1,))], 5, siblings=63)  # needs all places of the engine
     assert desk.asked[-1].request.siblings
-
-
-def test_cancelling_a_sibling_before_it_starts_does_not_affect_the_others() -> None:
-    desk = Desk(24)
-    desk.ask([Text((1, 2, 1))], 5, siblings=2)
-    asked = desk.asked[-1]
-    desk.engine.cancel(asked.others[0].request)
-    desk.run()
-    assert asked.finished
-    assert asked.others[1].finished
-    assert not asked.others[0].events

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -21,50 +21,31 @@ TEXT = 10
 TOKEN_SIDE_PX = 28
 
 
-def none(_: int) -> int:
-    return 0
+def plan_of(*media: tuple[Modality, Grid], brought: Sequence[tuple[Modality, Grid]] = (), gap: int = 0) -> PromptPlan:
+    """`TEXT` tokens of text, then media of two frames per slice and 28 × 28 pixels per token, a slice per second.
 
-
-def plan_of(
-    *media: tuple[Modality, Grid],
-    brought: Sequence[tuple[Modality, Grid]] = (),
-    gap: Callable[[int], int] = none,
-    step: Fraction = Fraction(1),
-) -> PromptPlan:
-    """`TEXT` tokens of text, then media of two frames per slice and 28 × 28 pixels per token.
-
-    brought: further media whose embeddings are in the prompt. gap: tokens of text before slice i ≥ 1. step: seconds
-    between slices.
+    brought: further media whose embeddings are in the prompt. gap: tokens of text between slices.
     """
     items, offset = [], TEXT
-
-    def runs_of(grid: Grid) -> tuple[Run, ...]:
-        nonlocal offset
-        runs: list[Run] = []
-        for i in range(grid.t):
-            offset += gap(i) if i else 0
-            runs.append(Run(offset, grid.h * grid.w))
-            offset += grid.h * grid.w
-        return tuple(runs)
-
-    for modality, grid in media:
-        video = modality is Modality.VIDEO
+    for number, (modality, grid) in enumerate((*media, *brought)):
+        video, frames = modality is Modality.VIDEO, 0
+        runs = tuple(Run(offset + i * (grid.slice_tokens + gap), grid.slice_tokens) for i in range(grid.t))
+        offset = runs[-1].end
+        if number < len(media):
+            frames = 2 * grid.t if video else 1
         items.append(
             MediaPlan(
                 modality=modality,
                 grid=grid,
-                runs=runs_of(grid),
-                frames=2 * grid.t if video else 1,
-                frame_height_px=TOKEN_SIDE_PX * grid.h,
-                frame_width_px=TOKEN_SIDE_PX * grid.w,
-                seconds_per_grid=step if video else None,
-                timestamps_s=(0.0,) * (2 * grid.t) if video else (),
+                runs=runs,
+                frames=frames,
+                frame_height_px=TOKEN_SIDE_PX * grid.h if frames else 0,
+                frame_width_px=TOKEN_SIDE_PX * grid.w if frames else 0,
+                seconds_per_grid=Fraction(1) if video else None,
+                timestamps_s=(0.0,) * frames if video else (),
                 content_hash=bytes(32),
             )
         )
-    for modality, grid in brought:
-        base = step if modality is Modality.VIDEO else None
-        items.append(MediaPlan(modality, grid, runs_of(grid), 0, 0, 0, base, (), bytes(32)))
     ids = np.zeros(offset, np.int32)
     return PromptPlan(ids, np.tile(ids, (3, 1)), tuple(items), 0, bytes(32))
 
@@ -91,6 +72,8 @@ def test_the_answer_gets_the_tokens_that_the_pruned_prompt_leaves() -> None:
     for limit, answer in ((60, None), (100, 41)):
         with pytest.raises(PromptTooLong, match="60 tokens after pruning, 10 of them text"):
             room(limit, plan, half, answer)
+    with pytest.raises(PromptTooLong, match=f"limit of {TEXT} tokens$"):  # without advice: the text alone is too long
+        room(TEXT, plan, half)
 
 
 grids = st.builds(Grid, st.integers(1, 40), st.integers(1, 12), st.integers(1, 12))
@@ -119,7 +102,7 @@ def test_the_advice_would_fit_and_a_little_more_would_not(
     limit: int,
 ) -> None:
     media = [*videos, *images]
-    plan, pruning = plan_of(*media, brought=brought, gap=lambda _: between), Pruning(rate, method)
+    plan, pruning = plan_of(*media, brought=brought, gap=between), Pruning(rate, method)
 
     def tokens(max_pixels: int, fps: float) -> int:
         # Embeddings in the prompt cannot shrink.
@@ -153,54 +136,3 @@ def test_the_advice_would_fit_and_a_little_more_would_not(
         assert tokens(present, round(float(fps[1]) + 0.01, 2)) >= limit
     else:
         assert tokens(present, 0.01) >= limit
-
-
-def gaps_of(total_frames: int, frames: int) -> list[int]:
-    """Text tokens before each slice except the first if Qwen3-VL samples `frames` frames of a video of 24 per second.
-
-    Frames are evenly spaced; an odd last one is repeated. The timestamp of a slice is the mean of its two frames'; the
-    text before a slice is five tokens plus one per character of the timestamp.
-    """
-    shown_s = np.linspace(0, total_frames - 1, frames).round() / 24
-    slices_s = np.pad(shown_s, (0, frames % 2), mode="edge").reshape(-1, 2).mean(axis=1)
-    return [5 + len(f"{time:.1f}") for time in slices_s[1:]]
-
-
-# At two frames a second all timestamps of 242 frames are below 10.0 s, unless the last frame has a slice of its own.
-@pytest.mark.parametrize("total_frames", [242, 1440])
-def test_the_advice_counts_the_timestamps_between_slices(total_frames: int) -> None:
-    seconds = Fraction(total_frames, 24)
-    sampled = int(2 * seconds)
-    present = gaps_of(total_frames, sampled)
-    grid = Grid(sampled // 2, 1, 1)
-    plan = plan_of((Modality.VIDEO, grid), gap=lambda i: present[i - 1], step=seconds / grid.t)
-    assert plan.tokens == TEXT + grid.t + sum(present)
-
-    def tokens(frames: int) -> int:
-        gaps = gaps_of(total_frames, frames)
-        return TEXT + len(gaps) + 1 + sum(gaps)
-
-    for limit in range(TEXT + 1, plan.tokens + 1, 1 if total_frames == 242 else 7):
-        with pytest.raises(PromptTooLong, match=rf"has {plan.tokens} tokens .*, {TEXT} of them text") as info:
-            room(limit, plan, Pruning())
-        assert "of max_pixels" not in str(info.value)
-        fps = re.search(r"fps=([\d.]+) and max_pixels", str(info.value))
-        if fps:
-            assert tokens(max(4, int(seconds * Fraction(fps[1])))) < limit
-        else:
-            assert tokens(4) + max(present) >= limit
-
-
-def test_there_is_no_advice_if_the_text_alone_is_too_long() -> None:
-    plan = plan_of((Modality.VIDEO, Grid(4, 5, 5)))
-    with pytest.raises(PromptTooLong) as info:
-        room(TEXT, plan, Pruning())
-    assert "would fit" not in str(info.value)
-
-
-@pytest.mark.parametrize("modality", Modality)
-def test_there_is_no_advice_for_embeddings_in_the_prompt(modality: Modality) -> None:
-    grid = Grid(1, 5, 20)
-    with pytest.raises(PromptTooLong, match=f"the prompt has {TEXT + grid.tokens} tokens") as info:
-        room(TEXT + 50, plan_of(brought=[(modality, grid)]), Pruning())
-    assert "would fit" not in str(info.value)

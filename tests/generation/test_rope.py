@@ -1,4 +1,4 @@
-"""The pruned prompt is gathered item by item; its length and delta are known before any item arrives."""
+"""The pruned prompt is gathered item by item, and windows of it are packed into one batch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.contract.errors import PeerContract
-from common.contract.plan import MAX_POSITION, Grid, MediaPlan, Modality, PromptPlan, Run
-from services.generation.request.rope import RopeState, Span
+from common.contract.plan import MAX_POSITION
+from services.generation.request.batch import Window, decodes_first, pack
+from services.generation.request.request import Adapter, Request
+from services.generation.request.rope import RopeState
 from services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text, expected_sequence
-from tests.tiny import PAD_ID, make_plan, make_request
+from tests.tiny import BLOCK_TOKENS, PAD_ID, make_plan, make_request
 
 
 def video(t: int, h: int, w: int, rate: float = 0.5, stand_alone: bool = False) -> Item:
@@ -56,37 +58,24 @@ def test_gathering_in_any_order_gives_the_sequence_of_the_formulas(data: st.Data
     assert state.positions.T.tolist() == [list(place) for place in expected.positions]
 
 
-def test_text_between_the_slices_of_an_item_keeps_its_place() -> None:
-    """Three slices of two tokens with a token of text before each; the middle slice loses both tokens."""
-    item = MediaPlan(
-        Modality.VIDEO, Grid(3, 1, 2), (Run(1, 2), Run(4, 2), Run(7, 2)), 3, 28, 56, Fraction(1), (), bytes(32)
-    )
-    places = np.tile(np.arange(10, dtype=np.int32), (3, 1))
-    ids = np.array([50, 0, 0, 51, 0, 0, 52, 0, 0, 53], np.int32)
-    state = RopeState(PromptPlan(ids, places, (item,), 0, bytes(32)), [3])
-    assert state.ready == 1
-    state.deliver(0, np.array([0, 1, 5], np.int32), 9)
-    assert state.ids.tolist() == [50, 0, 0, 51, 52, 0, 53]
-    assert state.positions[0].tolist() == [0, 1, 2, 3, 6, 8, 9]
-    assert state.spans == [Span(1, 2, 0, 0), Span(5, 1, 0, 2)]
-    assert state.delta == 10 - 7
-
-
-@pytest.mark.parametrize("kept", [[0, 1, 2], [0, 1, 2, 2], [1, 0, 2, 3], [-1, 0, 1, 2], [0, 1, 2, 8], [[0, 1], [2, 3]]])
-def test_kept_tokens_that_contradict_the_plan_are_refused(kept: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("index", "kept", "message"),
+    [
+        (0, [0, 1, 2], "must keep 4 tokens"),
+        (0, [1, 0, 2, 3], "must keep 4 tokens"),
+        (0, [-1, 0, 1, 2], "must keep 4 tokens"),
+        (0, [0, 1, 2, 8], "must keep 4 tokens"),
+        (1, [0, 1, 2, 3], "does not exist"),
+    ],
+)
+def test_an_item_that_contradicts_the_plan_or_comes_twice_is_refused(index: int, kept: list[int], message: str) -> None:
     state = RopeState(make_plan([video(2, 2, 2)]), [4])
-    with pytest.raises(PeerContract, match="must keep 4 tokens"):
-        state.deliver(0, np.array(kept, np.int32), 9)
+    with pytest.raises(PeerContract, match=message):
+        state.deliver(index, np.array(kept, np.int32), 9)
     state.deliver(0, np.array([0, 1, 2, 7], np.int32), 9)
     assert state.complete
-
-
-def test_an_item_that_does_not_exist_or_was_delivered_is_refused() -> None:
-    state = RopeState(make_plan([video(1, 1, 2), Text((5,))]), [2])
-    state.deliver(0, None, 9)
-    for index in (0, 1, -1):
-        with pytest.raises(PeerContract, match="does not exist or was delivered twice"):
-            state.deliver(index, None, 9)
+    with pytest.raises(PeerContract, match="delivered twice"):
+        state.deliver(0, np.array([0, 1, 2, 7], np.int32), 9)
 
 
 def test_positions_of_an_answer_behind_the_last_position_do_not_wrap() -> None:
@@ -96,3 +85,89 @@ def test_positions_of_an_answer_behind_the_last_position_do_not_wrap() -> None:
     request.output_ids += [1, 2, 3]
     positions = np.frombuffer(request.content(2, 5), np.int32)[-9:]
     assert positions.tolist() == 3 * [MAX_POSITION + 1, MAX_POSITION + 2, MAX_POSITION + 3]
+
+
+ANSWER = [91, 92, 93, 94, 95]
+
+
+# The slices of the last video are separated by text; the second slice loses both tokens.
+PARTS = [
+    Text((10, 11, 12)),
+    video(3, 2, 2),
+    Text((13,)),
+    video(2, 1, 3),
+    video(1, 2, 2),
+    Text((14, 15)),
+    video(3, 1, 2, stand_alone=True),
+    Text((16,)),
+]
+KEPT = [[0, 3, 4, 7, 9, 11], [0, 2, 5], [0, 1, 2, 3], [0, 1, 5]]
+EXPECTED = expected_sequence(PARTS, KEPT, PAD_ID)
+CUTS = st.tuples(st.integers(0, len(EXPECTED.ids) + 4), st.just(1) | st.integers(1, 30))
+
+
+def gathered(name: str, blocks: list[int]) -> Request:
+    request = make_request(name, PARTS, SamplingParams(8)).request
+    for index, kept in enumerate(KEPT):
+        request.rope.deliver(index, np.array(kept, np.int32), 1 + index)
+    request.output_ids, request.blocks = list(ANSWER), blocks
+    return request
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.tuples(st.integers(0, len(EXPECTED.ids) + 4), st.just(1) | st.integers(1, 30)), min_size=1, max_size=4)
+)
+def test_packed_windows_are_those_of_the_formulas(cuts: list[tuple[int, int]]) -> None:
+    ids = [*EXPECTED.ids, *ANSWER]
+    windows = []
+    for number, (start, tokens) in enumerate(cuts):
+        end = min(start + tokens, len(ids))
+        request = gathered(str(number), list(range(40 * number, 40 * number + 10))[::-1])
+        windows.append(Window(request, start, end, samples=end % 2 == 0))
+    packed, media = pack(decodes_first(windows), BLOCK_TOKENS)
+    prompt = len(EXPECTED.ids)
+    answer_positions = [(prompt + i + EXPECTED.delta,) * 3 for i in range(len(ANSWER))]
+    positions = [*EXPECTED.positions, *answer_positions]
+    at = 0
+    rows: dict[int, tuple[str, int, int]] = {}
+    last_rows: list[int] = []
+    ordered = [window for window in windows if window.tokens == 1] + [w for w in windows if w.tokens > 1]
+    assert packed.num_decodes == sum(window.tokens == 1 for window in windows)
+    for window, context in zip(ordered, packed.contexts, strict=True):
+        assert (context.start, context.end) == (window.start, window.end)
+        assert context.blocks == [
+            block for n, block in enumerate(window.request.blocks) if n * BLOCK_TOKENS < window.end
+        ]
+        for token in range(window.start, window.end):
+            assert packed.ids[at] == ids[token]
+            assert tuple(packed.positions[:, at]) == positions[token]
+            block = window.request.blocks[token // BLOCK_TOKENS]
+            assert packed.slots[at] == block * BLOCK_TOKENS + token % BLOCK_TOKENS
+            if token < prompt and (source := EXPECTED.rows[token]):
+                rows[at] = (window.request.id, source[0], KEPT[source[0]].index(source[1]))
+            at += 1
+        if window.samples:
+            last_rows.append(at - 1)
+    assert packed.ids.size == at
+    assert packed.last_rows.tolist() == last_rows
+    copied = {
+        each.at + n: (each.request.id, each.media_index, each.first_row + n) for each in media for n in range(each.rows)
+    }
+    assert copied == rows
+    assert packed.media_rows.tolist() == sorted(rows)
+
+
+def test_windows_of_one_adapter_are_adjacent() -> None:
+    """Within decodes and within other windows; otherwise the order stays."""
+    one, two = Adapter("one", bytes(31) + b"1"), Adapter("two", bytes(31) + b"2")
+    named, tokens = (one, None, two, one, None, two, one, two, one), (2, 1, 1, 1, 1, 1, 3, 1, 1)
+    windows = []
+    for number, (adapter, count) in enumerate(zip(named, tokens, strict=True)):
+        request = make_request(str(number), [Text((10 + number,) * 3)], SamplingParams(1), adapter).request
+        request.blocks = [number]
+        windows.append(Window(request, 0, count, samples=False))
+    packed, _ = pack(decodes_first(windows), BLOCK_TOKENS)
+    assert packed.num_decodes == 7
+    adapted = sorted((rows.digest, packed.ids[rows.start : rows.end].tolist()) for rows in packed.adapted)
+    assert adapted == [(one.digest, [10, 10, 16, 16, 16]), (one.digest, [13, 18]), (two.digest, [12, 15, 17])]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.overrides import TorchFunctionMode
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -59,12 +57,6 @@ def logits_of(seed: int, rows: int = 1) -> torch.Tensor:
 
 def state_of(params: SamplingParams, prompt: list[int]) -> SamplingState:
     return SamplingState(params, np.array(prompt, np.int32))
-
-
-def answer_of(logits: torch.Tensor, how: SamplingParams | SamplingState, tokens: int) -> list[int]:
-    """Tokens of one answer, with the same logits for each."""
-    state = state_of(how, [2]) if isinstance(how, SamplingParams) else how
-    return [ids(logits, [state])[0] for _ in range(tokens)]
 
 
 def ids(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
@@ -148,13 +140,13 @@ def test_greedy_tokens_are_penalised_as_in_transformers(params: SamplingParams, 
         history.append(token)
 
 
-@pytest.mark.parametrize("penalty", [1e-300, 1e-30, 100.0])
+@pytest.mark.parametrize("penalty", [1e-300, 100.0])
 def test_extreme_repetition_penalties_never_give_a_token_without_probability(penalty: float) -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0, -torch.inf]])
     for base in (GREEDY, DRAWN):
         state = state_of(replace(base, repetition_penalty=penalty), [1])
         # Near 0 the token of the prompt takes all probability. At 100 its logit is about 0, the last one is −inf.
-        tokens = answer_of(logits, state, 3)
+        tokens = [ids(logits, [state])[0] for _ in range(3)]
         assert set(tokens) == {1} if penalty < 1 else 3 not in tokens
 
 
@@ -172,20 +164,14 @@ def test_an_answer_does_not_depend_on_its_neighbours_or_their_options(
         assert sample(logits[place : place + 1], [alone]) == [sample(logits, states)[place]]
 
 
-@pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2**-53])
-def test_a_token_of_probability_0_is_never_drawn(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "drawn"), [(0.0, 1), (0.5, 3), (1 - 2**-53, 3)])
+@pytest.mark.parametrize("temperature", [1e-300, 1.0])
+def test_a_token_of_probability_0_is_never_drawn(
+    number: float, drawn: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(SamplingState, "draw", lambda state: number)
     odds = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0])
-    [token] = ids(odds.log()[None], [state_of(DRAWN, [0])])
-    assert token == (1 if number < 0.5 else 3)
-
-
-def test_a_greedy_batch_takes_the_most_likely_token_and_does_not_change_the_logits() -> None:
-    logits = logits_of(1, 3)
-    before = logits.clone()
-    chosen = sample(logits, [state_of(GREEDY, [0])] * 3)
-    assert chosen == [SampledToken(token) for token in before.argmax(-1).tolist()]
-    assert torch.equal(logits, before)
+    assert ids(odds.log()[None], [state_of(replace(DRAWN, temperature=temperature), [0])]) == [drawn]
 
 
 def test_log_probabilities_are_of_raw_logits_whatever_the_options() -> None:
@@ -195,20 +181,6 @@ def test_log_probabilities_are_of_raw_logits_whatever_the_options() -> None:
     expected = float(logits[0, first.token_id].double() - logits[0].double().logsumexp(-1))
     assert first.logprob == pytest.approx(expected, abs=1e-5)
     assert second.logprob is None
-
-
-@pytest.mark.parametrize("temperature", [1e-6, 1e-300])
-def test_a_temperature_near_0_is_greedy(temperature: float) -> None:
-    logits = logits_of(3, 1) * 1000
-    [token] = ids(logits, [state_of(replace(DRAWN, temperature=temperature), [0])])
-    assert token == int(logits.argmax())
-
-
-def test_log_probabilities_of_half_precision_logits_are_computed_in_single_precision() -> None:
-    logits = logits_of(4, 1).bfloat16()
-    [chosen] = sample(logits, [state_of(replace(GREEDY, logprobs=True), [0])])
-    expected = logits[0].double()
-    assert chosen.logprob == pytest.approx(float(expected[chosen.token_id] - expected.logsumexp(-1)), abs=1e-5)
 
 
 @settings(max_examples=40)
@@ -233,42 +205,11 @@ def test_top_log_probabilities_are_in_descending_order_with_ties_by_id(
         assert chosen.logprob == pytest.approx(logprobs[chosen.token_id], abs=1e-5)
 
 
-class NothingPageable(TorchFunctionMode):
-    """Fails on operations that make the host wait for a CUDA device: lists as indices, and blocking copies."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = func.__name__, kwargs or {}
-        if name in ("__getitem__", "__setitem__"):
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            assert not any(isinstance(each, list) for each in index), f"{name} by a list"
-        assert name not in ("tensor", "as_tensor"), "a tensor of a list"
-        assert name != "to" or kwargs.get("non_blocking"), "a blocking copy"
-        return func(*args, **kwargs)
-
-
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_sampling_never_copies_pageable_memory_to_the_device(top_p: float) -> None:
-    drawn = replace(DRAWN, top_p=top_p, top_k=5, min_p=0.1, repetition_penalty=1.2, presence_penalty=0.3)
-    asked = [GREEDY, replace(drawn, logprobs=True, top_logprobs=3), replace(GREEDY, frequency_penalty=0.5), drawn]
-    states = [state_of(each, [0, 1]) for each in asked]
-    for step in range(2):
-        with NothingPageable():
-            sample(logits_of(step, len(states)), states)
-
-
-def test_top_logprobs_beyond_the_vocabulary_return_all_tokens() -> None:
-    [chosen] = sample(torch.tensor([[1.0, 2.0, 3.0]]), [state_of(replace(GREEDY, logprobs=True, top_logprobs=20), [0])])
-    assert [token for token, _ in chosen.top] == [2, 1, 0]
-
-
 def test_nan_logits_do_not_affect_other_rows() -> None:
     logits = logits_of(5, 7)
     logits[::2] = torch.nan
-    asked = [
-        replace(GREEDY, logprobs=True, top_logprobs=3),
-        replace(DRAWN, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2, presence_penalty=0.3),
-    ]
-    for params in asked:
+    penalised = replace(DRAWN, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2, presence_penalty=0.3)
+    for params in (replace(GREEDY, logprobs=True, top_logprobs=3), penalised):
         together = sample(logits, [state_of(params, [0]) for _ in range(7)])
         alone = [sample(logits[row : row + 1], [state_of(params, [0])])[0] for row in (1, 3, 5)]
         assert together[1::2] == alone

@@ -175,9 +175,9 @@ def leading() -> Iterator[WorkerRanks]:
 
 
 def test_the_law_holds_on_two_cards(models: Models, family: str, leading: WorkerRanks) -> None:
-    leading.ranks.tell(str(models.folder).encode())
+    leading.ranks.broadcast(str(models.folder).encode())
     half = load_language_model(Checkpoint(models.folder), torch.float32, CUDA, leading.group)
     engine, asking = TinyEngine(half, workers=leading, max_num_batched_tokens=16), questions(family)
     tolerance = TOLERANCES[torch.float32]
     assert_law(replace(models, engine=half), engine, asking, answer(engine, asking), tolerance, 2 * tolerance)
-    leading.ranks.tell(b"")
+    leading.ranks.broadcast(b"")

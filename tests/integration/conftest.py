@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,11 @@ from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from tests import media
 from tests.adapters import write_adapter
-from tests.awake import awake
-from tests.collector import Collector, collecting
 from tests.families import load_reference
-from tests.integration.fleet import READ_S, Fleet, Service, metric_in
+from tests.integration.collector import Collector, collecting
+from tests.integration.fleet import Fleet, Service, exported, metric_in, until
 from tests.integration.load import is_answered_soon
 
-KV_CACHE_TOKENS = 2048
 DECODE_MEMORY_BYTES = 192 * 2**20
 FETCH_MAX_BYTES = 1_000_000
 DRAIN_S = 4.0
@@ -35,16 +31,10 @@ LONG_ITEM_BYTES = 128 * 16 * 64 * 4
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tiny_checkpoint: Path) -> Path:
-    return tiny_checkpoint
-
-
-@pytest.fixture(scope="session")
 def media_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a short clip, clip.mp4, and one that takes seconds to decode, long.mp4."""
+    """A folder with a clip, clip.mp4."""
     folder = tmp_path_factory.mktemp("media")
     (folder / "clip.mp4").write_bytes(media.clip())
-    (folder / "long.mp4").write_bytes(media.long_clip())
     return folder
 
 
@@ -59,9 +49,9 @@ def running(model: Path | None, **options: Any) -> Iterator[LocalStack]:
 
 
 @pytest.fixture(scope="session")
-def adapted(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Any]:
+def adapted(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Any]:
     """The adapters of `stack`: from folder, which is named like the adapter, to the whole model with it in PEFT."""
-    folder, reference = tmp_path_factory.mktemp("adapters"), load_reference("qwen2_5_vl", checkpoint)
+    folder, reference = tmp_path_factory.mktemp("adapters"), load_reference("qwen2_5_vl", tiny_checkpoint)
     targets = {"small": r".*language_model.*\.(q|v)_proj", "large": r".*language_model.*_proj"}
     return {
         folder / name: write_adapter(reference, folder / name, seed, target_modules=target)
@@ -71,7 +61,7 @@ def adapted(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @pytest.fixture(scope="session")
 def stack(
-    checkpoint: Path, media_root: Path, adapted: dict[Path, Any], fetch_port: int, collector: Collector
+    tiny_checkpoint: Path, media_root: Path, adapted: dict[Path, Any], fetch_port: int, collector: Collector
 ) -> Iterator[LocalStack]:
     """The three services with two adapters and small limits of decoding and fetching. Tests leave them idle.
 
@@ -82,12 +72,12 @@ def stack(
     preprocessing += ["--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1", "--allow-media-domain", "*"]
     preprocessing += ["--fetch-ports", f"80,{fetch_port}", "--fetch-max-bytes", str(FETCH_MAX_BYTES)]
     adapters = ",".join(f"{folder.name}={folder}" for folder in adapted)
-    generation = ["--kv-cache-tokens", str(KV_CACHE_TOKENS), "--adapters", adapters]
+    generation = ["--kv-cache-tokens", "2048", "--adapters", adapters]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         flags = {"preprocessing": preprocessing, "generation": generation}
-        with running(checkpoint, media_root=media_root, flags=flags) as stack:
+        with running(tiny_checkpoint, media_root=media_root, flags=flags) as stack:
             patch.undo()  # services that start later send no spans
             yield stack
 
@@ -159,25 +149,11 @@ def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int
             each.close()
 
 
-async def settles(read: Callable[[], object], target: object, within_s: float = 20) -> bool:
-    """Whether `read()` becomes `target` in time. Gauges and logs lag behind answers."""
-    with awake() as passed_s:
-        while await asyncio.to_thread(read) != target:
-            if passed_s() > within_s:
-                return False
-            await asyncio.sleep(0.05)
-    return True
+def metric(stack: LocalStack, service: str, name: str, **labels: str) -> float:
+    """`metric_in` of a service of the stack."""
+    return metric_in(exported(stack.metrics_ports[service]), name, **labels)
 
 
 async def idle(stack: LocalStack) -> None:
     """Returns once no request runs. A request is counted as ended only after its caller has the answer."""
-    for service in stack.metrics_ports:
-        assert await settles(partial(metric, stack, service, "framesieve_requests_running"), 0)
-
-
-def metric(stack: LocalStack, service: str, name: str, **labels: str) -> float:
-    """`metric_in` of a service of the stack."""
-    url = f"http://127.0.0.1:{stack.metrics_ports[service]}/metrics"
-    with urllib.request.urlopen(url, timeout=READ_S) as answer:
-        text = answer.read().decode()
-    return metric_in(text, name, **labels)
+    await until(lambda: not any(metric(stack, each, "framesieve_requests_running") for each in stack.metrics_ports))

@@ -1,7 +1,4 @@
-"""Single service processes with fixed addresses, for tests that kill, drain and restart them one by one.
-
-The launcher only starts and stops a whole stack.
-"""
+"""Single service processes that tests kill, drain and restart one by one, and the reading of metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +24,12 @@ from tests.awake import awake
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0
-READ_S = 30.0
+# Gauges of what requests hold.
+HELD = {
+    "preprocessing": ("planning_jobs", "jobs", "inflight_used_bytes", "workers_busy"),
+    "encoder": ("cache_waiters", "buffer_used_bytes", "buffer_waiting", "queue_slices"),
+    "generation": ("engine_requests", "kv_blocks_used", "media_buffer_used_bytes"),
+}
 
 
 def children(process: int) -> set[int]:
@@ -70,8 +72,12 @@ class Service:
 
     @property
     def pid(self) -> int:
+        return self._started.pid
+
+    @property
+    def _started(self) -> subprocess.Popen[bytes]:
         assert self.process is not None
-        return self.process.pid
+        return self.process
 
     def start(self) -> None:
         """Starts the process and returns at once; see `ready`."""
@@ -88,8 +94,7 @@ class Service:
         """Returns once the service answers SERVING. Fails with its log if it ends or takes too long."""
         deadline = time.monotonic() + START_S
         while not self.serving():
-            assert self.process is not None
-            assert self.process.poll() is None, self.log()
+            assert self.running, self.log()
             assert time.monotonic() < deadline, self.log()
             time.sleep(0.05)
 
@@ -105,34 +110,28 @@ class Service:
 
     def kill(self) -> None:
         """SIGKILL, as if its machine were lost."""
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait()
+        self.tell(signal.SIGKILL)
+        self.ended()
 
     def tell(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
+        self._started.send_signal(number)
 
     def ended(self, within_s: float = 20) -> int:
         """Waits for its end and returns the exit status."""
-        assert self.process is not None
-        return self.process.wait(within_s)
+        return self._started.wait(within_s)
 
     def close(self) -> None:
         if self.running:
             self.kill()
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over the samples of a metric that have these labels."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=READ_S) as answer:
-            return metric_in(answer.read().decode(), name, **labels)
+        return metric_in(exported(self.metrics_port), name, **labels)
 
     def in_use(self) -> dict[str, float]:
         """The gauges of resources held by requests that are not 0."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=READ_S) as answer:
-            text = answer.read().decode()
-        held = {name: metric_in(text, name) for name in ("framesieve_requests_running", *HELD[self.name])}
-        return {name: value for name, value in held.items() if value}
+        text = exported(self.metrics_port)
+        names = ["framesieve_requests_running", *(f"framesieve_{self.name}_{held}" for held in HELD[self.name])]
+        return {name: value for name in names if (value := metric_in(text, name))}
 
 
 @contextmanager
@@ -165,10 +164,6 @@ class Fleet:
     def first(self) -> tuple[Service, Service, Service]:
         return self.preprocessing[0], self.encoder[0], self.generation
 
-    @property
-    def second(self) -> tuple[Service, Service]:
-        return self.preprocessing[1], self.encoder[1]
-
     def start(self, *services: Service) -> None:
         """Starts those that do not run yet and returns once they are ready."""
         ended = [each for each in services if not each.running]
@@ -178,30 +173,15 @@ class Fleet:
             each.ready()
 
 
-HELD = {
-    "preprocessing": (
-        "framesieve_preprocessing_planning_jobs",
-        "framesieve_preprocessing_jobs",
-        "framesieve_preprocessing_inflight_used_bytes",
-        "framesieve_preprocessing_workers_busy",
-    ),
-    "encoder": (
-        "framesieve_encoder_cache_waiters",
-        "framesieve_encoder_room_used_bytes",
-        "framesieve_encoder_room_waiting",
-        "framesieve_encoder_queue_slices",
-    ),
-    "generation": (
-        "framesieve_generation_engine_requests",
-        "framesieve_generation_kv_blocks_used",
-        "framesieve_generation_media_buffer_used_bytes",
-    ),
-}
+def exported(metrics_port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=30) as answer:
+        text: str = answer.read().decode()
+    return text
 
 
 def metric_in(text: str, name: str, **labels: str) -> float:
     """The sum over the samples of a metric that have these labels, 0 without samples. The metric must exist."""
-    assert f"# HELP {name.removesuffix('_count')} " in text, f"there is no metric {name}"
+    assert f"# HELP {re.sub('_(count|sum)$', '', name)} " in text, f"there is no metric {name}"
     total = 0.0
     for line in text.splitlines():
         match = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)

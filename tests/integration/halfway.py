@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from common.channels import MAX_ANSWER_BYTES, MAX_RECEIVE_BYTES, REQUEST_ID_KEY
-from framesieve.v1.encoder_pb2 import EncodeResponse
+from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse
 from tests.common.loopback import speaking
 
 ENCODE = "/framesieve.v1.EncoderService/Encode"
@@ -41,30 +41,19 @@ class Halfway:
                 if self.holds or not answer.HasField("embeds"):
                     yield sent
                     continue
-                first, second = halves(answer)
-                yield first.SerializeToString()
+                chunk = answer.embeds.chunk
+                rest = EncodeResponse(embeds=EmbedsChunk(media_index=answer.embeds.media_index, chunk=chunk))
+                middle = rest.embeds.chunk.offset_bytes = len(chunk.data) // 2
+                chunk.data, rest.embeds.chunk.data = chunk.data[:middle], chunk.data[middle:]
+                yield answer.SerializeToString()
                 self.holds = True
                 await self._released.wait()
-                yield second.SerializeToString()
+                yield rest.SerializeToString()
         except grpc.aio.AioRpcError as error:
             await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata()))
         finally:
             self.calls -= 1
             call.cancel()
-
-
-def halves(answer: EncodeResponse) -> tuple[EncodeResponse, EncodeResponse]:
-    """Splits one piece of an item in two."""
-    data = answer.embeds.chunk.data
-    middle = len(data) // 2
-    first, second = EncodeResponse(), EncodeResponse()
-    first.CopyFrom(answer)
-    first.embeds.chunk.data = data[:middle]
-    second.embeds.media_index = answer.embeds.media_index
-    second.embeds.chunk.CopyFrom(answer.embeds.chunk)
-    second.embeds.chunk.data = data[middle:]
-    second.embeds.chunk.offset_bytes += middle
-    return first, second
 
 
 @asynccontextmanager

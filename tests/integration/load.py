@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Self
 
 from common.contract.errors import FramesieveError
 from framesieve.client.answer import Delta, Event, Progress
@@ -20,7 +20,7 @@ from tests.integration.fleet import Fleet, stopped_workers, until
 from tests.integration.halfway import Halfway, halfway
 from tests.preprocessing.media_server import Server, head, serving
 
-LONG_SLICES, SHORT_SLICES = 128, 8
+LONG_SLICES = 128
 
 
 def long_clip(seed: int) -> Video:
@@ -29,7 +29,7 @@ def long_clip(seed: int) -> Video:
 
 
 def short_clip(seed: int) -> Video:
-    return Video(data=media.clip(2 * SHORT_SLICES, fps=8, seed=seed), fps=8)
+    return Video(data=media.clip(16, fps=8, seed=seed), fps=8)
 
 
 def long_text(seed: int) -> str:
@@ -54,17 +54,8 @@ class Asked:
     @property
     def half_encoded(self) -> bool:
         """Whether some slices of its long clip are encoded and others not yet decoded."""
-        last = self._last_progress
+        last = next((event for event in reversed(self.events) if isinstance(event, Progress)), None)
         return last is not None and last.encoded_slices > 0 and last.decoded_slices < LONG_SLICES
-
-    @property
-    def short_one_encoded(self) -> bool:
-        """Whether the tower has encoded all of its short clip."""
-        return self._last_progress is not None and self._last_progress.encoded_slices == SHORT_SLICES
-
-    @property
-    def _last_progress(self) -> Progress | None:
-        return next((event for event in reversed(self.events) if isinstance(event, Progress)), None)
 
     async def leave(self) -> None:
         """Cancels the call, as a client does that disconnects."""
@@ -92,9 +83,8 @@ def asked_about(client: FramesieveClient, video: Video) -> Asked:
 
 def quick(client: FramesieveClient, seed: int, timeout_s: float = 60) -> Asked:
     """A pruned question of two tokens about a short clip."""
-    return Asked(
-        client.stream(short_clip(seed), "What moves?", pruning_rate=0.5, max_new_tokens=2, timeout_s=timeout_s)
-    )
+    clip = short_clip(seed)
+    return Asked(client.stream(clip, "What moves?", pruning_rate=0.5, max_new_tokens=2, timeout_s=timeout_s))
 
 
 async def is_answered_soon(client: FramesieveClient) -> None:
@@ -110,95 +100,73 @@ async def is_answered_soon(client: FramesieveClient) -> None:
             await asyncio.sleep(SOON_S / 6)
 
 
-@asynccontextmanager
-async def dripping(port: int) -> AsyncIterator[Server]:
-    """Serves a file that never ends, at `dripped(port)`."""
-
-    async def drip(writer: asyncio.StreamWriter) -> None:
-        writer.write(head(200, "Content-Length: 1000000"))
-        while True:
-            writer.write(b"x")
-            await writer.drain()
-            await asyncio.sleep(0.02)
-
-    async with serving(drip, port=port) as server:
-        yield server
-
-
-def dripped(port: int) -> Video:
-    return Video(url=f"http://localhost:{port}/clip.mp4")
-
-
-async def in_transfer(client: FramesieveClient, replica: Halfway, seed: int) -> Asked:
-    """Asks until a question goes through `replica`, which then holds back half of its embeddings; returns that one."""
-    for number in count(100 * seed):
-        asked = asked_about(client, short_clip(number))
-        await until(lambda asked=asked: replica.holds or asked.task.done())  # type: ignore[misc]
-        if replica.holds:
+async def held_by(holds: Callable[[], object], client: FramesieveClient, first_seed: int) -> Asked:
+    """Asks until a replica holds the question: replicas are asked by turns."""
+    for seed in count(first_seed):
+        asked = quick(client, seed)
+        await until(lambda asked=asked: holds() or asked.task.done())  # type: ignore[misc]
+        if not asked.task.done():
             break
         assert asked.failed is None
     return asked
 
 
-class Load:
-    """One request in each stage, once `held` returns, in the first replica of each service of the fleet.
+async def drip(writer: asyncio.StreamWriter) -> None:
+    """Serves a file that never ends."""
+    writer.write(head(200, "Content-Length: 1000000"))
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.02)
 
-    One request is halfway through its transfer from `halfway`, which listens at the address of the second encoder.
-    The processes that read and decode media are stopped until `resume`.
+
+@dataclass
+class Load:
+    """One request in each stage.
+
+    server: the one that media is fetched from. halfway: the encoder that has sent half of an item; `lose_replica` ends
+    it. `resume` lets the processes that read and decode media continue.
     """
 
-    def __init__(self, fleet: Fleet, client: FramesieveClient, seed: int) -> None:
-        self._fleet = fleet
-        self._client = client
-        self._seed = seed
-        self._standing_still = ExitStack()
-        self._serving = AsyncExitStack()
-        self._replica = AsyncExitStack()
-        self.asked: dict[str, Asked] = {}
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.leave()
-        self.resume()
-        await self.lose_replica()
-        await self._serving.aclose()
-
-    async def held(self) -> None:
-        preprocessing, encoder, generation = self._fleet.first
-        one, other = long_clip(self._seed), long_clip(self._seed + 1)
-        replica = await self._replica.enter_async_context(halfway(self._fleet.encoder[1].address, encoder.address))
-        self.asked["in transfer"] = await in_transfer(self._client, replica, self._seed + 1)
-        self.halfway = replica
-        self.server = await self._serving.enter_async_context(dripping(self._fleet.fetch_port))
-        self.asked["fetching"] = asked_about(self._client, dripped(self._fleet.fetch_port))
-        await until(lambda: self.server.requests)
-        self.asked["generating"] = generating = endless(self._client, short_clip(self._seed))
-        await until(lambda: generating.tokens > 0)
-        self.asked["decoding and encoding"] = encoding = asked_about(self._client, one)
-        await until(lambda: encoding.half_encoded)
-        self.asked["waiting for room"] = asked_about(self._client, other)
-        await until(lambda: encoder.metric("framesieve_encoder_room_waiting") >= 1)
-        self._standing_still.enter_context(stopped_workers(preprocessing))
-        self.asked["reading"] = asked_about(self._client, short_clip(self._seed + 1))
-        await until(lambda: preprocessing.metric("framesieve_preprocessing_jobs", pool="read") == 1)
-        text = long_text(self._seed)
-        self.asked["prefilling"] = prefilling = Asked(self._client.stream(None, text, max_new_tokens=4))
-        running = partial(generation.metric, "framesieve_generation_engine_requests", state="running")
-        await until(lambda: running() == len((generating, prefilling)))
-        assert not generating.failed
-        assert encoding.half_encoded
-        assert not prefilling.tokens
-
-    def resume(self) -> None:
-        """Lets the processes that read and decode media continue."""
-        self._standing_still.close()
-
-    async def lose_replica(self) -> None:
-        """Ends the server that has sent half of an item."""
-        await self._replica.aclose()
+    asked: dict[str, Asked]
+    server: Server
+    halfway: Halfway
+    lose_replica: Callable[[], Awaitable[None]]
+    resume: Callable[[], None]
 
     async def leave(self) -> None:
         for each in self.asked.values():
             await each.leave()
+
+
+@asynccontextmanager
+async def one_in_each_stage(fleet: Fleet, client: FramesieveClient, seed: int) -> AsyncIterator[Load]:
+    """Holds requests in the first replica of each service. `halfway` listens at the address of the second encoder."""
+    preprocessing, encoder, generation = fleet.first
+    async with serving(drip, port=fleet.fetch_port) as server, AsyncExitStack() as replica:
+        slow = await replica.enter_async_context(halfway(fleet.encoder[1].address, encoder.address))
+        with ExitStack() as standing_still:
+            asked: dict[str, Asked] = {}
+            load = Load(asked, server, slow, replica.aclose, standing_still.close)
+            try:
+                asked["in transfer"] = await held_by(lambda: slow.holds, client, 100 * (seed + 1))
+                asked["fetching"] = asked_about(client, Video(url=f"http://localhost:{fleet.fetch_port}/clip.mp4"))
+                await until(lambda: server.requests)
+                asked["generating"] = generating = endless(client, short_clip(seed))
+                await until(lambda: generating.tokens > 0)
+                asked["decoding and encoding"] = encoding = asked_about(client, long_clip(seed))
+                await until(lambda: encoding.half_encoded)
+                asked["waiting for room"] = asked_about(client, long_clip(seed + 1))
+                await until(lambda: encoder.metric("framesieve_encoder_buffer_waiting") >= 1)
+                standing_still.enter_context(stopped_workers(preprocessing))
+                asked["reading"] = asked_about(client, short_clip(seed + 1))
+                await until(lambda: preprocessing.metric("framesieve_preprocessing_jobs", pool="read") == 1)
+                asked["prefilling"] = Asked(client.stream(None, long_text(seed), max_new_tokens=4))
+                running = partial(generation.metric, "framesieve_generation_engine_requests", state="running")
+                await until(lambda: running() == len(("generating", "prefilling")))
+                assert not [stage for stage, each in asked.items() if each.task.done()]
+                assert encoding.half_encoded
+                assert not asked["prefilling"].tokens
+                yield load
+            finally:
+                await load.leave()

@@ -6,10 +6,9 @@ import json
 import math
 import subprocess
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,7 @@ import yaml
 from common.process import free_port
 from tests.rules import FOLDER
 
-_READY_S = 30.0
-
-
-class BadQueryError(Exception):
-    """Prometheus refused a query."""
+_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,32 +30,31 @@ class Prometheus:
 
     def query(self, expression: str) -> list[Any]:
         """The current series of an expression, without those that are NaN."""
-        found = self._get("query", query=expression)["result"]
+        found = self.get("query", query=expression)["result"]
         return [each for each in found if not math.isnan(float(each["value"][1]))]
 
     def query_range(self, expression: str, last_s: float) -> list[Any]:
         """Its series over the last seconds, as a panel asks for them, without those that were always NaN."""
         now = time.time()
-        found = self._get("query_range", query=expression, start=now - last_s, end=now, step=1)["result"]
+        found = self.get("query_range", query=expression, start=now - last_s, end=now, step=1)["result"]
         return [each for each in found if not all(math.isnan(float(value)) for _, value in each["values"])]
 
-    def rules(self) -> list[Any]:
-        return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
-
-    def label_values(self, label: str, selector: str) -> list[str]:
-        values: list[str] = self._get(f"label/{label}/values", **{"match[]": selector})
-        return values
-
-    def _get(self, path: str, **parameters: Any) -> Any:
+    def get(self, path: str, **parameters: Any) -> Any:
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-        try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
-                told = json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise BadQueryError(f"{parameters}: {error.read().decode()}") from None
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            told = json.load(answer)
         assert told["status"] == "success", told
         assert not told.get("warnings"), told
         return told["data"]
+
+
+def left(queries: Mapping[str, str], finds: Callable[[str], object]) -> dict[str, str]:
+    """The queries that find nothing in time."""
+    deadline, remaining = time.monotonic() + _WITHIN_S, dict(queries)
+    while remaining and time.monotonic() < deadline:
+        remaining = {name: expression for name, expression in remaining.items() if not finds(expression)}
+        time.sleep(0.2 if remaining else 0)
+    return remaining
 
 
 @contextmanager
@@ -71,29 +65,22 @@ def scraping(program: str, folder: Path, ports: Mapping[str, Sequence[int]]) -> 
     config["rule_files"] = [str(FOLDER / pattern) for pattern in config["rule_files"]]
     for job in config["scrape_configs"]:
         job["static_configs"] = [{"targets": [f"127.0.0.1:{port}" for port in ports[job["job_name"]]]}]
-    path = folder / "prometheus.yml"
+    path, url = folder / "prometheus.yml", f"http://127.0.0.1:{free_port()}"
     path.write_text(yaml.safe_dump(config))
-    address = f"127.0.0.1:{free_port()}"
-    command = [
-        program,
-        f"--config.file={path}",
-        f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address={address}",
-    ]
+    flags = [f"--config.file={path}", f"--storage.tsdb.path={folder / 'data'}"]
+    command = [program, *flags, f"--web.listen-address={url.removeprefix('http://')}"]
     with (folder / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+
+        def ready(url: str) -> bool:
+            assert process.poll() is None, (folder / "log").read_text()[-2000:]
+            try:
+                urllib.request.urlopen(url, timeout=1).close()
+            except OSError:
+                return False
+            return True
+
         try:
-            _wait_until_ready(process, address, folder / "log")
-            yield Prometheus(f"http://{address}")
+            assert not left({"ready": f"{url}/-/ready"}, ready)
+            yield Prometheus(url)
         finally:
             process.terminate()
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
-    deadline = time.monotonic() + _READY_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"http://{address}/-/ready", timeout=1):
-                return
-        except OSError:
-            time.sleep(0.05)
-    raise AssertionError(f"Prometheus is not ready: {log.read_text()[-2000:]}")

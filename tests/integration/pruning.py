@@ -7,12 +7,11 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 from framesieve.client.client import FramesieveClient
 from tests.integration.fleet import Fleet, Service, until
-from tests.integration.load import Asked, endless, quick, short_clip
+from tests.integration.load import Asked, endless, held_by, short_clip
 
 _WAITS_BEFORE_PRUNING = """
 import signal
@@ -58,12 +57,7 @@ async def held_in_pruning(fleet: Fleet, client: FramesieveClient, folder: Path, 
     encoder.start()
     try:
         await asyncio.to_thread(encoder.ready)
-        for number in count(100 * seed + 1):
-            asked = quick(client, number)
-            await until(lambda asked=asked: "waits before pruning" in encoder.log() or asked.task.done())  # type: ignore[misc]
-            if not asked.task.done():
-                break
-            assert asked.failed is None
+        asked = await held_by(lambda: "waits before pruning" in encoder.log(), client, 100 * seed + 1)
         beside = endless(client, short_clip(100 * seed))
         await until(lambda: beside.tokens)
         yield Pruning(encoder, asked, beside)

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from framesieve.cli.launcher import LocalStack
 from tests import media
 
 COMMAND = [sys.executable, "-c", "from framesieve.__main__ import app; app()"]
-REQUESTS = 8
 
 
 def run(*arguments: str) -> str:
@@ -35,38 +33,20 @@ def test_a_mixed_workload_is_measured_and_only_a_file_that_is_no_video_fails(sta
     ]
     workload = tmp_path / "load.jsonl"
     workload.write_text("\n".join(map(json.dumps, lines)))
-    picture = tmp_path / "load.png"
-    rates = ["--pruning-rate", "0", "--pruning-rate", "0.5"]
+    asked = ["--server", stack.address, "--workload", str(workload), "--pruning-rate", "0", "--pruning-rate", "0.5"]
     load = ["--clients", "4", "--requests", "16", "--warmup", "2", "--max-new-tokens", "4"]
-    asked = ["--server", stack.address, "--workload", str(workload), *rates, *load]
-    report = json.loads(run("bench", *asked, "--plot", str(picture), "--json", "--records"))
+    report = json.loads(run("bench", *asked, *load, "--json", "--records"))
     everything, (plain, pruned) = report["all"], report["by_pruning"]
     assert (everything["asked"], everything["answered"], everything["failed"]) == (16, 12, 4)
     (error,) = report["errors"]
     assert (error["status"], error["reason"], error["count"]) == ("INVALID_ARGUMENT", "MEDIA_REJECTED", 4)
-    assert (plain["pruning_rate"], plain["answered"], plain["retained"]) == (0, 6, 1)
-    assert (pruned["pruning_rate"], pruned["answered"]) == (0.5, 6)
+    assert (plain["answered"], plain["retained"], pruned["answered"]) == (6, 1, 6)
     assert plain["prompt_tokens_full"] == pruned["prompt_tokens_full"] > pruned["prompt_tokens"]
-    for record in report["records"]:
-        if record["error"] is None:
-            assert 1 <= record["completion_tokens"] <= 4
-            assert len(record["token_gaps_s"]) == record["completion_tokens"] - 1
-            # The client also measures the way there and back.
-            stages_s = record["timings"]
-            assert stages_s["time_to_first_token_s"] <= record["first_token_s"] <= record["total_s"]
-            assert record["total_s"] <= report["wall_s"]
-    assert everything["first_token_s"]["p50"] <= everything["total_s"]["p50"] <= everything["total_s"]["max"]
-    with Image.open(picture) as drawn:
-        assert drawn.format == "PNG"
-        drawn.load()
-
-
-@pytest.mark.deep
-def test_poisson_arrivals_of_generated_clips_are_answered(stack: LocalStack) -> None:
-    load = ["--rate", "10", "--requests", "8", "--max-new-tokens", "2", "--warmup", "0"]
-    report = run("bench", "--server", stack.address, *load)
-    assert "8 answered, 0 failed" in report
-    assert "10 Poisson arrivals a second" in report
+    for record in (each for each in report["records"] if each["error"] is None):
+        assert len(record["token_gaps_s"]) == record["completion_tokens"] - 1
+        # The client also measures the way there and back.
+        served_s = record["timings"]["time_to_first_token_s"]
+        assert served_s <= record["first_token_s"] <= record["total_s"] <= report["wall_s"]
 
 
 @pytest.mark.deep
@@ -76,38 +56,26 @@ def test_bench_can_start_the_services_itself() -> None:
     assert "4 answered, 0 failed" in report
 
 
-# --- capacity ------------------------------------------------------------------------------------------------------
-
-
 def test_capacity_follows_from_the_time_that_services_spent(stack: LocalStack, tmp_path: Path) -> None:
     metrics = [word for port in stack.metrics_ports.values() for word in ("--metrics", f"127.0.0.1:{port}")]
-    load = ["--clients", "2", "--requests", str(REQUESTS), "--warmup", "2", "--max-new-tokens", "8", "--ignore-eos"]
+    load = ["--clients", "2", "--requests", "8", "--warmup", "2", "--max-new-tokens", "8", "--ignore-eos"]
     result = tmp_path / "bench.json"
     result.write_text(run("bench", "--server", stack.address, *metrics, *load, "--json"))
     measured = json.loads(result.read_text())
     services = {each["service"]: each for each in measured["services"]}
-    assert services.keys() == {"preprocessing", "encoder", "generation"}
-    assert services["preprocessing"]["workers"] >= 1
-    wall_s = measured["wall_s"]
-    for name, stage, at_once in (
-        ("preprocessing", "decode", services["preprocessing"]["workers"]),
-        ("encoder", "encode", 1),
-        ("generation", "step", 1),
-    ):
+    for name, stage in (("preprocessing", "decode"), ("encoder", "encode"), ("generation", "step")):
         # No stage is busy for longer than the run, and none is idle: no clip is cached.
-        assert 0 < services[name]["busy_s"][stage] <= wall_s * at_once
+        assert 0 < services[name]["busy_s"][stage] <= measured["wall_s"] * max(1, services[name]["workers"])
         assert services[name]["processor_s"] > 0
     # Generation receives clips, and embeddings from the encoder.
-    assert services["generation"]["received_bytes"] > REQUESTS * 1000
+    assert services["generation"]["received_bytes"] > 8 * 1000
     assert services["encoder"]["sent_bytes"] > services["generation"]["sent_bytes"] > 0
 
     plan = json.loads(run("capacity", str(result), "--requests-per-s", "100", "--json"))
-    encode_s = sum(services["encoder"]["busy_s"].values()) / REQUESTS
+    encode_s = sum(services["encoder"]["busy_s"].values()) / 8
     assert plan["working"]["encoder"]["used"] == pytest.approx(100 * encode_s)
-    held_s = measured["all"]["held_s"]
-    assert plan["kv_cache"]["used"] == pytest.approx(100 * measured["all"]["kv_token_s"])
     # The number of tokens times how long each is held: at most all of the time that a request runs.
-    tokens = (measured["all"]["prompt_tokens"] + measured["all"]["completion_tokens"]) / REQUESTS
-    assert 0 < plan["kv_cache"]["used"] < 100 * held_s * tokens
+    everything = measured["all"]
+    tokens = (everything["prompt_tokens"] + everything["completion_tokens"]) / 8
+    assert 0 < plan["kv_cache"]["used"] < 100 * everything["held_s"] * tokens
     assert all(count >= 1 for count in plan["replicas"].values())
-    assert "replicas:  preprocessing " in run("capacity", str(result), "--requests-per-s", "100")

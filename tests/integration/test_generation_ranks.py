@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,6 @@ from datetime import timedelta
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from common.serving.server import run
 from services.generation.__main__ import main
-from services.generation.parallel.group import Group
 from services.generation.parallel.group import WorkerRanks
 watch = WorkerRanks.watch
 WorkerRanks.watch = lambda self, on_lost: (watch(self, on_lost), _set_pg_timeout(timedelta(seconds=6)))
@@ -37,7 +37,7 @@ Start = Callable[..., Service]
 
 
 @pytest.fixture
-def start(stack: LocalStack, adapted: Iterable[Path], checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
+def start(stack: LocalStack, adapted: Iterable[Path], tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts generation with two ranks behind the preprocessing and the encoder of the stack."""
     upstream = [flag for name in ("preprocessing", "encoder") for flag in (f"--{name}", stack.addresses[name])]
     flags = ("--tensor-parallel", "2", "--threads", "1", "--drain-s", "10", *upstream)
@@ -45,7 +45,7 @@ def start(stack: LocalStack, adapted: Iterable[Path], checkpoint: Path, tmp_path
     started: list[Service] = []
 
     def one(program: str | None = None) -> Service:
-        service = Service("generation", checkpoint, tmp_path, flags, program=program)
+        service = Service("generation", tiny_checkpoint, tmp_path, flags, program=program)
         started.append(service)
         service.start()
         service.ready()
@@ -63,57 +63,44 @@ def rank_1(service: Service) -> int:
     return int(found[1])
 
 
+async def fails_a_running_request(service: Service, number: signal.Signals) -> None:
+    """Sends the signal to rank 1 while a request runs."""
+    async with FramesieveClient(service.address) as client:
+        asked = endless(client)
+        await until(lambda: asked.tokens)
+        os.kill(rank_1(service), number)
+        await asyncio.wait_for(asked.task, 60)
+    assert isinstance(asked.failed, Unavailable)
+    assert asked.failed.stage == "generation"
+    assert await asyncio.to_thread(service.ended) == ExitStatus.FAILED
+
+
 async def test_two_ranks_of_generation_answer_as_one_and_end_when_one_is_killed(
     stack: LocalStack, adapted: Iterable[Path], start: Start
 ) -> None:
     clips = [media.clip(16, fps=4, seed=seed) for seed in (50, 51)]
-    rates, adapters = (0.0, 0.75, 0.5), (None, *(folder.name for folder in adapted))
+    variants = zip((0.0, 0.75, 0.5), (None, *(folder.name for folder in adapted)), strict=True)
+    options: list[dict[str, Any]] = [{"pruning_rate": rate, "adapter": adapter} for rate, adapter in variants]
 
     async def answers(address: str) -> list[tuple[int, ...]]:
         async with FramesieveClient(address) as client:
-            options = {"max_new_tokens": 12, "ignore_eos": True}
             asked = [
-                client.ask(Video(data=clip), "What moves?", pruning_rate=rate, adapter=adapter, **options)
+                client.ask(Video(data=clip), "What moves?", max_new_tokens=12, ignore_eos=True, **each)
                 for clip in clips
-                for rate, adapter in zip(rates, adapters, strict=True)
+                for each in options
             ]
             return [answer.token_ids for answer in await asyncio.gather(*asked)]
 
     service = start()
     assert await answers(service.address) == await answers(stack.address)
-    async with FramesieveClient(service.address) as client:
-        asked = endless(client)
-        await until(lambda: asked.tokens)
-        os.kill(rank_1(service), signal.SIGKILL)
-        await asyncio.wait_for(asked.task, 60)
-        assert isinstance(asked.failed, Unavailable)
-        assert asked.failed.stage == "generation"
-    assert await asyncio.to_thread(service.ended) == ExitStatus.FAILED
+    await fails_a_running_request(service, signal.SIGKILL)
     assert "rank 1 of 2 was ended by signal 9" in service.log()
     assert "by a bug" not in service.log()
 
 
 @pytest.mark.deep
-async def test_ranks_of_generation_end_with_it_on_sigterm(start: Start) -> None:
-    service = start()
-    rank = rank_1(service)
-    assert runs(rank)
-    service.tell(signal.SIGTERM)
-    assert await asyncio.to_thread(service.ended) == ExitStatus.FINISHED
-    assert not runs(rank)
-
-
-@pytest.mark.deep
 async def test_a_rank_of_generation_that_hangs_ends_the_service(start: Start) -> None:
     service = start(IMPATIENT)
-    async with FramesieveClient(service.address) as client:
-        asked = endless(client)
-        await until(lambda: asked.tokens)
-        rank = rank_1(service)
-        os.kill(rank, signal.SIGSTOP)
-        await asyncio.wait_for(asked.task, 60)
-        assert isinstance(asked.failed, Unavailable)
-        assert asked.failed.stage == "generation"
-    assert await asyncio.to_thread(service.ended) == ExitStatus.FAILED
+    await fails_a_running_request(service, signal.SIGSTOP)
     assert "the engine ended: ranks are out of step" in service.log()
-    await until(lambda: not runs(rank))
+    await until(lambda: not runs(rank_1(service)))

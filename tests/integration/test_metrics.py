@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import subprocess
-import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,50 +11,29 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.contract import errors
 from framesieve.cli.launcher import SERVICES, LocalStack
-from framesieve.client.answer import STAGES, Answer, Delta
 from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Image, Part, Video
+from framesieve.client.prompt import Video
 from tests import media
-from tests.integration.conftest import idle, settles
-from tests.integration.fleet import READ_S
+from tests.integration.conftest import idle
+from tests.integration.fleet import exported
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
-FIRST_TOKEN = "framesieve_generation_time_to_first_token_seconds"
-STAGE = "framesieve_generation_stage_seconds"
 
 Labels = Mapping[str, frozenset[str]]
 
 
-def exported(stack: LocalStack, service: str) -> str:
-    url = f"http://127.0.0.1:{stack.metrics_ports[service]}/metrics"
-    with urllib.request.urlopen(url, timeout=READ_S) as answer:
-        text: str = answer.read().decode()
-    return text
-
-
 def families(stack: LocalStack, service: str) -> dict[str, Metric]:
     """Metrics of the product by the name that queries use: counters end with _total."""
-    found = text_string_to_metric_families(exported(stack, service))
+    found = text_string_to_metric_families(exported(stack.metrics_ports[service]))
     ours = (family for family in found if family.name.startswith("framesieve_"))
     return {family.name + ("_total" if family.type == "counter" else ""): family for family in ours}
 
 
-def values(stack: LocalStack, service: str, sample_name: str) -> dict[tuple[str, ...], float]:
-    """Samples by the values of their labels, in the order of the label names."""
-    samples = (sample for family in families(stack, service).values() for sample in family.samples)
-    return {tuple(sample.labels.values()): sample.value for sample in samples if sample.name == sample_name}
-
-
-# --- form -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("service", SERVICES)
 def test_promtool_finds_no_fault(stack: LocalStack, promtool: str, service: str) -> None:
-    check = subprocess.run(
-        [promtool, "check", "metrics"], input=exported(stack, service), capture_output=True, text=True, timeout=30
-    )
+    text = exported(stack.metrics_ports[service])
+    check = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
     assert (check.returncode, check.stdout, check.stderr) == (0, "", "")
 
 
@@ -98,100 +75,33 @@ def test_the_documentation_lists_exactly_the_exported_metrics_and_labels(stack: 
     assert all(family.documentation for family in families(stack, service).values())
 
 
-# --- sums -------------------------------------------------------------------------------------------------------
+# --- values -----------------------------------------------------------------------------------------------------
 
 
-async def leaves(client: FramesieveClient, seed: int) -> None:
-    """Asks and disconnects after the first token."""
-    async for event in client.stream(Video(data=media.clip(seed=seed)), "What moves?", max_new_tokens=500, stop=["\0"]):
-        if isinstance(event, Delta):
-            return
-
-
-async def is_refused(client: FramesieveClient) -> None:
-    with pytest.raises(errors.MediaRejected):
-        await client.ask(Video(data=b"no film"), "What moves?")
-
-
-def sums(stack: LocalStack) -> dict[str, float]:
-    stages = values(stack, "generation", f"{STAGE}_sum")
-    return {stage: seconds for (stage,), seconds in stages.items()} | {
-        "whole": values(stack, "generation", f"{FIRST_TOKEN}_sum")[()],
-        "count": values(stack, "generation", f"{FIRST_TOKEN}_count")[()],
-        "prefixes": sum(values(stack, "generation", "framesieve_generation_prefix_lookups_total").values()),
-    }
-
-
-async def test_stages_sum_to_the_time_to_first_token_over_a_mixed_load(
+async def test_a_question_is_counted_by_each_service_in_its_stages_and_bytes(
     stack: LocalStack, client: FramesieveClient
 ) -> None:
-    async def ask(*parts: Part, **options: int | float) -> Answer:
-        return await client.ask(list(parts) or None, "What moves?", max_new_tokens=4, **options)  # type: ignore[arg-type]
-
-    clip, picture = Video(data=media.clip(seed=901)), Image(data=media.picture(112, 84))
-    assert await settles(lambda: values(stack, "generation", "framesieve_requests_running")[("Generate",)], 0)
-    before = sums(stack)
-    gone = [leaves(client, seed) for seed in (902, 903)]
-    asked = [ask(), ask(picture), ask(clip), ask(clip, picture, pruning_rate=0.5), ask(clip, n=3, temperature=1.0)]
-    answers = [each for each in await asyncio.gather(*asked, *gone, is_refused(client)) if isinstance(each, Answer)]
-    answers += [await ask(clip), await ask(clip, pruning_rate=0.75)]  # a prefix cache hit; cached embeddings
-    assert await settles(lambda: values(stack, "generation", "framesieve_requests_running")[("Generate",)], 0)
-    grown = {name: seconds - before[name] for name, seconds in sums(stack).items()}
-    assert grown["count"] == grown["prefixes"] == len(answers) + len(gone)
-    assert sum(grown[stage] for stage in STAGES) == pytest.approx(grown["whole"], abs=1e-6)
-    answered = {stage: sum(answer.timings.stages_s[stage] for answer in answers) for stage in STAGES}
-    assert all(answered[stage] <= grown[stage] + 1e-6 for stage in STAGES)
-    for answer in answers:
-        stages_s = answer.timings.stages_s
-        assert sum(stages_s.values()) == pytest.approx(answer.timings.time_to_first_token_s, abs=1e-9)
-
-
-async def test_a_stage_that_is_skipped_takes_no_time(client: FramesieveClient) -> None:
-    async def took(*parts: Part, rate: float = 0.0) -> set[str]:
-        answer = await client.ask(list(parts) or None, "What moves?", max_new_tokens=1, pruning_rate=rate)
-        return {stage for stage, seconds in answer.timings.stages_s.items() if seconds > 0}
-
-    clip = Video(data=media.clip(16, fps=4, seed=911))
-    text = {"plan", "wait_for_prefill", "prefill"}
-    of_media = {"decode", "resize", "wait_for_encoder", "encode", "prune", "transfer"}
-    assert await took() == text
-    assert await took(clip, rate=0.5) == text | of_media
-    assert await took(clip, rate=0.25) == text | {"wait_for_encoder", "prune", "transfer"}  # cached embeddings
-    assert await took(clip, rate=0.5) == text  # a prefix cache hit
-
-
-async def test_each_stage_is_counted_by_the_service_that_runs_it(stack: LocalStack, client: FramesieveClient) -> None:
-    def busy() -> dict[tuple[str, str], float]:
-        name = "framesieve_stage_busy_seconds_count"
-        found = {service: values(stack, service, name) for service in SERVICES}
-        return {(service, stage): count for service, each in found.items() for (stage,), count in each.items()}
+    def counted() -> dict[tuple[str, str], float]:
+        """Runs of each stage by service; bytes by direction and method."""
+        found: dict[tuple[str, str], float] = {}
+        for service in SERVICES:
+            own = families(stack, service)
+            stages = [each for each in own["framesieve_stage_busy_seconds"].samples if each.name.endswith("_count")]
+            found |= {(service, each.labels["stage"]): each.value for each in stages}
+            crossed = own["framesieve_message_bytes_total"].samples
+            found |= {(each.labels["direction"], each.labels["method"]): each.value for each in crossed}
+        return found
 
     await idle(stack)
-    before = busy()
-    await client.ask(Video(data=media.clip(seed=921)), "What moves?", max_new_tokens=1, pruning_rate=0.5)
+    data, before = media.clip(seed=931), counted()
+    answer = await client.ask(Video(data=data), "What moves?", max_new_tokens=1, pruning_rate=0.5)
     await idle(stack)
-    after = busy()
-    assert {which for which, count in after.items() if count > before[which]} == {
-        ("preprocessing", "plan"),
-        ("preprocessing", "decode"),
-        ("preprocessing", "resize"),
-        ("encoder", "encode"),
-        ("encoder", "prune"),
-        ("generation", "transfer"),
-        ("generation", "prefill"),
+    grown = {which: after - before[which] for which, after in counted().items()}
+    assert {which for which, count in grown.items() if which[0] in SERVICES and count} == {
+        *(("preprocessing", stage) for stage in ("plan", "decode", "resize")),
+        *(("encoder", stage) for stage in ("encode", "prune")),
+        *(("generation", stage) for stage in ("transfer", "prefill")),
     }
-
-
-async def test_bytes_are_counted_at_every_hop(stack: LocalStack, client: FramesieveClient) -> None:
-    def crossed() -> dict[tuple[str, ...], float]:
-        name = "framesieve_message_bytes_total"
-        return {key: value for service in SERVICES for key, value in values(stack, service, name).items()}
-
-    await idle(stack)
-    data, before = media.clip(seed=931), crossed()
-    answer = await client.ask(Video(data=data), "What moves?", max_new_tokens=1)
-    await idle(stack)
-    grown = {key: value - before[key] for key, value in crossed().items()}
     (item,) = answer.usage.media
     for method in ("Generate", "Encode", "Preprocess"):
         assert len(data) < grown["received", method] < len(data) + 2000

@@ -7,8 +7,7 @@ import json
 import os
 import re
 import signal
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,17 @@ from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, Video
 from tests import media
 from tests.integration.conftest import running
-from tests.integration.prometheus import Prometheus, scraping
+from tests.integration.prometheus import Prometheus, left, scraping
 from tests.rules import ALERTS, RECORDS, RULES
 
-WITHIN_S = 30
-# The variables of Grafana, with a window that contains the whole test.
-FILLED_IN = {"$__rate_interval": "2m", "$instance": ".*"}
 BOARD = json.loads(dashboard.PATH.read_text())
 PANELS = BOARD["panels"]
 
 
 @pytest.fixture(scope="module")
-def replica(checkpoint: Path) -> Iterator[LocalStack]:
+def replica(tiny_checkpoint: Path) -> Iterator[LocalStack]:
     """A second preprocessing service."""
-    with running(checkpoint, services=["preprocessing"]) as stack:
+    with running(tiny_checkpoint, services=["preprocessing"]) as stack:
         yield stack
 
 
@@ -65,43 +61,9 @@ async def ask_everything(address: str) -> None:
             await client.ask(Video(data=b"no film"), "What moves?")
 
 
-def left(queries: Mapping[str, str], finds: Callable[[str], bool]) -> dict[str, str]:
-    """The queries that find nothing in time."""
-    deadline = time.monotonic() + WITHIN_S
-    remaining = dict(queries)
-    while remaining and time.monotonic() < deadline:
-        for name, expression in list(remaining.items()):
-            if finds(expression):
-                del remaining[name]
-        if remaining:
-            time.sleep(0.2)
-    return remaining
-
-
-def found(watching: Prometheus, expression: str) -> list[Any]:
-    """The series of an expression, once there are any: a service may be scraped late."""
-    deadline = time.monotonic() + WITHIN_S
-    while not (series := watching.query(expression)):
-        assert time.monotonic() < deadline, expression
-        time.sleep(0.2)
-    return series
-
-
 def filled_in(expression: str) -> str:
-    for variable, value in FILLED_IN.items():
-        expression = expression.replace(variable, value)
-    return expression
-
-
-def uncompared(expression: str) -> str:
-    """The expression of an alert without its comparison, and without that to yesterday."""
-    return re.sub(r"([<>]=?|[!=]=) [\d.]+", "", expression.replace(" offset 1d", ""))
-
-
-def recorded_by(rule: Any) -> str:
-    """A selector of the series that a recording rule makes; several rules may share a name."""
-    matchers = [f'{label}="{value}"' for label, value in rule.get("labels", {}).items()]
-    return f"{rule['record']}{{{', '.join(matchers)}}}"
+    """With the variables of Grafana, and a window that contains the whole test."""
+    return expression.replace("$__rate_interval", "2m").replace("$instance", ".*")
 
 
 def test_every_panel_of_the_dashboard_has_data(watching: Prometheus) -> None:
@@ -110,8 +72,8 @@ def test_every_panel_of_the_dashboard_has_data(watching: Prometheus) -> None:
         for target in panel.get("targets", ()):
             asked[target["instant"]][f"{panel['id']} {panel['title']} {target['refId']}"] = filled_in(target["expr"])
     assert all(asked.values())
-    assert not left(asked[True], lambda expression: bool(watching.query(expression)))
-    assert not left(asked[False], lambda expression: bool(watching.query_range(expression, 30)))
+    assert not left(asked[True], watching.query)
+    assert not left(asked[False], lambda expression: watching.query_range(expression, 30))
 
 
 def test_the_stages_stack_up_to_the_mean_time_to_first_token(watching: Prometheus) -> None:
@@ -121,24 +83,25 @@ def test_the_stages_stack_up_to_the_mean_time_to_first_token(watching: Prometheu
     totals, replaced = re.subn(r"\brate\((\w+(?:{[^}]*})?)\[2m\]\)", r"\1", height)
     assert replaced == 2 * len(panel["targets"])
     first_token = "framesieve_generation_time_to_first_token_seconds"
-    (ratio,) = found(watching, f"({totals}) / (sum({first_token}_sum) / sum({first_token}_count))")
-    assert float(ratio["value"][1]) == pytest.approx(1, abs=1e-3)
-
-
-def test_the_variable_of_the_dashboard_lists_every_instance(
-    watching: Prometheus, stack: LocalStack, replica: LocalStack
-) -> None:
-    (variable,) = BOARD["templating"]["list"]
-    selector, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]).groups()  # type: ignore[union-attr]
-    ports = [*stack.metrics_ports.values(), replica.metrics_ports["preprocessing"]]
-    assert set(watching.label_values(label, selector)) == {f"127.0.0.1:{port}" for port in ports}
+    ratio = f"({totals}) / (sum({first_token}_sum) / sum({first_token}_count))"
+    assert not left({"ratio": ratio}, watching.query)
+    assert float(watching.query(ratio)[0]["value"][1]) == pytest.approx(1, abs=1e-3)
 
 
 def test_every_rule_has_data_and_none_fails(watching: Prometheus) -> None:
+    def uncompared(expression: str) -> str:
+        """An alert without its comparison, and without that to yesterday."""
+        return re.sub(r"([<>]=?|[!=]=) [\d.]+", "", expression.replace(" offset 1d", ""))
+
+    def recorded_by(rule: Any) -> str:
+        """A selector of the series that a recording rule makes; several rules may share a name."""
+        matchers = [f'{label}="{value}"' for label, value in rule.get("labels", {}).items()]
+        return f"{rule['record']}{{{', '.join(matchers)}}}"
+
     compared = {name: uncompared(rule["expr"]) for name, rule in ALERTS.items()}
     recorded = {series: series for series in map(recorded_by, RECORDS)}
-    assert not left(compared | recorded, lambda expression: bool(watching.query(expression)))
-    rules = watching.rules()
+    assert not left(compared | recorded, watching.query)
+    rules = [rule for group in watching.get("rules")["groups"] for rule in group["rules"]]
     assert len(rules) == len(RULES)
     assert [rule for rule in rules if rule["health"] != "ok" or rule.get("lastError")] == []
 
@@ -148,7 +111,7 @@ def test_only_a_replica_that_is_gone_raises_an_alert(watching: Prometheus, repli
     os.killpg(replica.processes["preprocessing"].pid, signal.SIGKILL)
     instance = f"127.0.0.1:{replica.metrics_ports['preprocessing']}"
     raised = f'ALERTS{{alertname="FramesieveReplicaDown", job="preprocessing", instance="{instance}"}}'
-    assert not left({"gone": raised}, lambda expression: bool(watching.query(expression)))
+    assert not left({"gone": raised}, watching.query)
     # On a busy machine a scrape may come too late; the next one ends that alert.
     others = 'ALERTS{alertname="FramesieveServiceDown"}'
     assert not left({"raised": others}, lambda expression: not watching.query(expression))

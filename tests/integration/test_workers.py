@@ -1,172 +1,68 @@
-"""Media that crash, fill or slow down a worker process fail their own request only."""
+"""Media that crash or fill a worker process fail their own request only."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import signal
 import struct
 import zlib
-from functools import partial
-from pathlib import Path
 
-import grpc
 import pytest
-from PIL import Image as Pillow
 
-from common.channels import open_channel, upstream_errors
 from common.contract import errors
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, Video
-from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from tests import media
-from tests.integration.conftest import metric, running, settles
-from tests.integration.fleet import children
+from tests.integration.conftest import idle, metric
+from tests.integration.fleet import HELD, children, until
 
-READING_WORKERS, DECODING_WORKERS = 2, 1
-# Processor time that an idle worker never uses.
-BUSY_TICKS = 10
 MIB = 2**20
 
 
-def cpu_ticks(process: int) -> int:
-    """Processor time that it has used so far, in clock ticks."""
-    fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
-    return int(fields[11]) + int(fields[12])
-
-
-def replaced(stack: LocalStack, reason: str) -> float:
+def restarts(stack: LocalStack, reason: str) -> float:
     return metric(stack, "preprocessing", "framesieve_preprocessing_worker_restarts_total", reason=reason)
 
 
-def png_that_claims(width: int, height: int) -> bytes:
-    """A PNG of a few hundred kilobytes whose rows are all zeros; of very large ones the last rows are missing."""
+async def next_is_served(stack: LocalStack, client: FramesieveClient) -> None:
+    answer = await client.ask(Video(data=media.clip()), "What moves?", max_new_tokens=2, timeout_s=60)
+    assert answer.usage.completion_tokens >= 1
+    await idle(stack)
+    for name in HELD["preprocessing"]:
+        assert metric(stack, "preprocessing", f"framesieve_preprocessing_{name}") == 0
 
+
+async def test_a_killed_worker_fails_one_request_and_is_replaced(stack: LocalStack, client: FramesieveClient) -> None:
+    pid, before = stack.processes["preprocessing"].pid, restarts(stack, "crashed")
+    workers = children(pid)
+    for each in workers:
+        os.kill(each, signal.SIGSTOP)
+    asking = asyncio.create_task(client.ask(Video(data=media.clip(seed=970)), "What moves?", timeout_s=60))
+    await until(lambda: metric(stack, "preprocessing", "framesieve_preprocessing_jobs", pool="read") == 1)
+    for each in workers:
+        os.kill(each, signal.SIGKILL)
+    with pytest.raises(errors.MediaRejected, match=r"video cannot be decoded: its decoder crashed \(signal 9\)"):
+        await asking
+    await until(lambda: restarts(stack, "crashed") == before + 1)  # idle ones are replaced when they are needed
+    await next_is_served(stack, client)
+
+
+async def test_a_decompression_bomb_stops_at_the_memory_limit_of_its_worker(
+    stack: LocalStack, client: FramesieveClient
+) -> None:
+    before, bomb = restarts(stack, "memory"), black_png(8000, 8000)
+    assert len(bomb) < MIB
+    with pytest.raises(errors.MediaRejected, match="image cannot be decoded: it needed more than 192 MiB"):
+        await client.ask(Image(data=bomb), "What is this?", timeout_s=60)
+    await until(lambda: restarts(stack, "memory") == before + 1)
+    await next_is_served(stack, client)
+
+
+def black_png(width: int, height: int) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
-    packer = zlib.compressobj(9)
-    row = bytes(3 * width + 1)
-    rows = min(height, 256 * MIB // len(row))
-    packed = b"".join(packer.compress(row) for _ in range(rows)) + packer.flush()
+    packed = zlib.compress(bytes(3 * width + 1) * height, 9)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
-
-
-def video_that_claims(width: int, height: int) -> bytes:
-    """A GIF with a screen of that size and two small frames."""
-    file = io.BytesIO()
-    frames = [Pillow.new("P", (8, 8), colour) for colour in (1, 2)]
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])
-    data = bytearray(file.getvalue())
-    struct.pack_into("<2H", data, 6, width, height)
-    return bytes(data)
-
-
-async def asked(stack: LocalStack, part: Video | Image) -> None:
-    async with FramesieveClient(stack.address) as client:
-        answer = await client.ask(part, "What moves?", max_new_tokens=2, timeout_s=120)
-    assert answer.usage.completion_tokens >= 1
-
-
-async def next_is_served(stack: LocalStack) -> None:
-    await asked(stack, Video(data=media.clip()))
-    pid = stack.processes["preprocessing"].pid
-    assert await settles(lambda: len(children(pid)), READING_WORKERS + DECODING_WORKERS)
-    assert await settles(partial(metric, stack, "preprocessing", "framesieve_preprocessing_jobs"), 0)
-    assert await settles(partial(metric, stack, "preprocessing", "framesieve_preprocessing_inflight_used_bytes"), 0)
-
-
-async def test_a_killed_worker_fails_one_request_and_is_replaced(stack: LocalStack) -> None:
-    pid = stack.processes["preprocessing"].pid
-    before = replaced(stack, "crashed")
-    asking = asyncio.create_task(asked(stack, Video(server_path="long.mp4", fps=1.0)))
-    jobs = partial(metric, stack, "preprocessing", "framesieve_preprocessing_jobs", pool="decode")
-    assert await settles(jobs, 1, within_s=30)
-    busy = await _busiest(pid)
-    os.kill(busy, signal.SIGKILL)
-    with pytest.raises(errors.MediaRejected, match=r"video cannot be decoded: its decoder crashed \(signal 9\)"):
-        await asking
-    assert await settles(partial(replaced, stack, "crashed"), before + 1)
-    await next_is_served(stack)
-    assert busy not in children(pid)
-
-
-async def _busiest(service: int) -> int:
-    """The child process that is working."""
-    idle = {each: cpu_ticks(each) for each in children(service)}
-    async with asyncio.timeout(30):
-        while True:
-            worked = {each: cpu_ticks(each) - ticks for each, ticks in idle.items()}
-            if max(worked.values()) >= BUSY_TICKS:
-                return max(worked, key=worked.__getitem__)
-            await asyncio.sleep(0.02)
-
-
-async def test_media_that_claims_enormous_frames_is_refused_before_they_are_allocated(stack: LocalStack) -> None:
-    claims: list[tuple[Image | Video, str]] = [
-        (Image(data=png_that_claims(9000, 9000)), "frames of 9000×9000 pixels, at most 67108864"),
-        (Image(data=png_that_claims(60_000, 60_000)), "image has far more pixels than the 67108864"),
-        (Video(data=video_that_claims(12_000, 12_000)), "frames of 12000×12000 pixels, at most 67108864"),
-    ]
-    before = replaced(stack, "memory")
-    for part, refusal in claims:
-        with pytest.raises(errors.MediaRejected, match=refusal):
-            await asked(stack, part)
-    assert replaced(stack, "memory") == before
-    await next_is_served(stack)
-
-
-async def test_a_decompression_bomb_stops_at_the_memory_limit_of_its_worker(
-    stack: LocalStack,
-) -> None:
-    before = replaced(stack, "memory")
-    bomb = png_that_claims(8000, 8000)
-    assert len(bomb) < MIB
-    with pytest.raises(errors.MediaRejected, match="image cannot be decoded: it needed more than 192 MiB"):
-        await asked(stack, Image(data=bomb))
-    assert await settles(partial(replaced, stack, "memory"), before + 1)
-    await next_is_served(stack)
-
-
-@pytest.mark.parametrize(
-    ("flags", "refusal", "slow"),
-    [
-        (["--decode-timeout-s", "1"], r"video cannot be decoded: it took more than 1 s", 1),
-        pytest.param(
-            ["--decode-max-pixels", str(2**28)], "video has more than 268435456 pixels", 0, marks=pytest.mark.deep
-        ),
-        pytest.param(["--media-max-s", "60"], "video lasts 120 s, at most 60 are allowed", 0, marks=pytest.mark.deep),
-        pytest.param(
-            ["--media-max-bytes", "100000"],
-            r"video has \d+ bytes, at most 100000 are allowed",
-            0,
-            marks=pytest.mark.deep,
-        ),
-    ],
-)
-async def test_a_video_above_a_limit_of_the_command_line_is_refused(
-    checkpoint: Path, media_root: Path, flags: list[str], refusal: str, slow: int
-) -> None:
-    own = {"preprocessing": ["--decode-workers", "1", *flags]}
-    with running(checkpoint, services=["preprocessing"], media_root=media_root, flags=own) as stack:
-        async with open_channel(stack.addresses["preprocessing"]) as channel:
-            with pytest.raises(errors.MediaRejected, match=refusal):
-                await last_frame(channel)
-        assert await settles(partial(replaced, stack, "slow"), slow)
-
-
-async def last_frame(channel: grpc.aio.Channel) -> None:
-    """Asks preprocessing for frames from all over the long clip; for the last one, all of it must be decoded."""
-    call = preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess()
-    media = prompt_pb2.Media(path="long.mp4", frame_sampling=prompt_pb2.FrameSampling(fps=0.1))
-    message = prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=[prompt_pb2.Part(video=media)])
-    with upstream_errors("preprocessing"):
-        await call.write(preprocessing_pb2.PreprocessRequest(prompt=prompt_pb2.Prompt(messages=[message])))
-        await call.read()
-        await call.write(preprocessing_pb2.PreprocessRequest(select=prompt_pb2.Select(all=True)))
-        await call.done_writing()
-        while await call.read() is not grpc.aio.EOF:
-            pass

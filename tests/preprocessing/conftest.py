@@ -1,9 +1,8 @@
-"""Fixtures of preprocessing's tests: worker processes, the whole service, and a guard against real name lookups."""
+"""Fixtures of preprocessing's tests: worker processes, and the whole service."""
 
 from __future__ import annotations
 
 import gc
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.preprocessing.rpc import servicer
-from services.preprocessing.video.slices import PlannedMedia, PlannedVideo
+from services.preprocessing.video.slices import Slice
 from services.preprocessing.workers import worker_pool
 from services.preprocessing.workers.job_queue import JobQueue
-from services.preprocessing.workers.jobs import Job, VideoSlices, slices_job
+from services.preprocessing.workers.jobs import VideoSlices
 from services.preprocessing.workers.process import Fault
-from tests.preprocessing.service import Queues, running_queues, serving
-from tests.preprocessing.worker_jobs import ENTRY, LIMITS, MIB, children, open_descriptors, until
+from tests.preprocessing.media_server import fetched_files
+from tests.preprocessing.service import Queues, Service, running_queues
+from tests.preprocessing.worker_jobs import ENTRY, LIMITS, MIB, open_descriptors, open_memories, until
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,13 +36,19 @@ async def running_queue(request: pytest.FixtureRequest) -> AsyncIterator[tuple[J
         yield queue, faults
 
 
+@pytest.fixture
+def replaced(running_queue: tuple[JobQueue, list[Fault]]) -> list[Fault]:
+    """Why workers of `queue` were replaced. A test that expects it clears the list."""
+    return running_queue[1]
+
+
 @pytest_asyncio.fixture(loop_scope="module")
 async def queue(
-    running_queue: tuple[JobQueue, list[Fault]], monkeypatch: pytest.MonkeyPatch
+    running_queue: tuple[JobQueue, list[Fault]], replaced: list[Fault], monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[JobQueue]:
-    """The module's queue, idle. The test must leave its worker idle, and no job, byte or descriptor behind."""
-    queue, faults = running_queue
-    faults.clear()
+    """The module's queue. The test must leave its worker idle, and no job, byte or descriptor behind."""
+    queue, _ = running_queue
+    queue.inflight.size_bytes = 64 * MIB
     # A worker that stops late because the machine is busy must not be replaced.
     monkeypatch.setattr(worker_pool, "_STOP_S", 20.0)
     descriptors = open_descriptors()
@@ -51,56 +56,42 @@ async def queue(
     await until(lambda: queue.workers._idle.qsize() == queue.workers.size)
     assert (queue.jobs, queue.inflight_bytes, queue.workers.busy, queue.workers.waiting) == (0, 0, 0, 0)
     await until(lambda: open_descriptors() <= descriptors)
-    assert len(children()) >= queue.workers.size
-
-
-@pytest.fixture
-def replaced(running_queue: tuple[JobQueue, list[Fault]]) -> list[Fault]:
-    """Why workers of `queue` were replaced."""
-    return running_queue[1]
-
-
-@pytest.fixture
-def no_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes real name lookups fail."""
-    resolve = socket.getaddrinfo
-
-    def numeric_only(host: str | None, *arguments: object, **options: object) -> object:
-        return resolve(host, *arguments, **{**options, "flags": socket.AI_NUMERICHOST})  # type: ignore[arg-type]
-
-    monkeypatch.setattr(socket, "getaddrinfo", numeric_only)
+    assert replaced == []
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def queues() -> AsyncIterator[Queues]:
-    """A reading and a decoding queue of one worker each, of which no worker may be replaced."""
+    """A reading and a decoding queue of one worker each."""
     async with running_queues() as made:
         yield made
-        assert made.replaced == []
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def stub(tiny_checkpoint: Path, tmp_path: Path, queues: Queues) -> AsyncIterator[Any]:
-    """A stub to a service whose media root is `media` below tmp_path."""
+async def service(tiny_checkpoint: Path, tmp_path: Path, queues: Queues) -> AsyncIterator[Service]:
+    """At the end it must hold no job, bytes, memory and file, and no worker may have been replaced."""
     (tmp_path / "media").mkdir()
-    async with serving(tiny_checkpoint, tmp_path / "media", tmp_path, queues) as made:
+    memories = open_memories()
+    yield Service(tiny_checkpoint, tmp_path, queues)
+    await until(lambda: queues.counters == (0, 0, 0) and open_memories() <= memories and not fetched_files(tmp_path))
+    assert queues.replaced == []
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stub(service: Service) -> AsyncIterator[Any]:
+    async with service.serving() as made:
         yield made
-    assert queues.counters == (0, 0, 0)
 
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with every frame that arrives from a worker."""
     frames: list[int] = []
+    piece = VideoSlices.piece
 
-    class Watched(VideoSlices):
-        def piece(self, *arguments: Any) -> Any:
-            made = VideoSlices.piece(self, *arguments)
-            frames.extend(range(made.first_frame, made.first_frame + len(made.pixels)))
-            return made
+    def watched(*arguments: Any) -> Slice:
+        made = piece(*arguments)
+        frames.extend(range(made.first_frame, made.first_frame + len(made.pixels)))
+        return made
 
-    def watched(media: PlannedMedia) -> Job[Any] | None:
-        return Watched(media) if isinstance(media, PlannedVideo) else slices_job(media)
-
-    monkeypatch.setattr(servicer, "slices_job", watched)
+    monkeypatch.setattr(VideoSlices, "piece", watched)
     return frames

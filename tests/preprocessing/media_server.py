@@ -7,12 +7,13 @@ import hashlib
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
+from tests.preprocessing.worker_jobs import open_paths
 
 BODY = bytes(range(256)) * 1024
 Behaviour = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -66,10 +67,7 @@ async def serving(
 
 def fetched_files(folder: Path, process: int | str = "self") -> int:
     """Unnamed files that a process has open in a folder."""
-    names = []
-    for descriptor in Path(f"/proc/{process}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed since it was listed
-            names.append(str(descriptor.readlink()))
+    names = map(str, open_paths(process))
     return sum(name.startswith(f"{folder}/") and name.endswith("(deleted)") for name in names)
 
 
@@ -106,23 +104,22 @@ def redirect(location: str, status: int = 302) -> bytes:
     return head(status, f"Location: {location}", "Content-Length: 0", "Set-Cookie: a=b")
 
 
+def url_of(server: Server, path: str = "/") -> str:
+    return f"http://clip.test:{server.port}{path}"
+
+
+def fetcher_of(server: Server, resolver: Resolver | None = None, **limits: float) -> Fetcher:
+    return Fetcher(policy(server.port, **limits), resolver or Resolver(clip_test=[["127.0.0.1"]]))
+
+
 async def fetched(server: Server, resolver: Resolver | None = None, **limits: float) -> bytes:
     """The body of http://clip.test/clip.mp4 on a server at 127.0.0.1."""
-    resolver = resolver or Resolver(clip_test=[["127.0.0.1"]])
-    fetcher = Fetcher(policy(server.port, **limits), resolver)
-    source = await fetcher.fetch("video", f"http://clip.test:{server.port}/clip.mp4?a=%2F&b")
-    try:
-        with source.open() as file:
-            data = file.read()
-        assert source.digest == hashlib.sha256(data).digest()
-        assert source.name == "video"
-        return data
-    finally:
-        source.close()
-
-
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+    source = await fetcher_of(server, resolver, **limits).fetch("video", url_of(server, "/clip.mp4?a=%2F&b"))
+    with closing(source), source.open() as file:
+        data = file.read()
+    assert source.digest == hashlib.sha256(data).digest()
+    assert source.name == "video"
+    return data
 
 
 async def forever(writer: asyncio.StreamWriter, piece: bytes, every_s: float = 0.0) -> None:
@@ -130,11 +127,3 @@ async def forever(writer: asyncio.StreamWriter, piece: bytes, every_s: float = 0
         writer.write(piece)
         await writer.drain()
         await asyncio.sleep(every_s)
-
-
-def fetcher_of(server: Server, **limits: float) -> Fetcher:
-    return Fetcher(policy(server.port, **limits), Resolver(clip_test=[["127.0.0.1"]]))
-
-
-def url_of(server: Server, path: str = "/") -> str:
-    return f"http://clip.test:{server.port}{path}"

@@ -10,6 +10,7 @@ import ast
 import io
 import math
 import tempfile
+import wave
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
@@ -29,6 +30,8 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 BLOCK_PX = 16
 BITS = 12
 HEIGHT_PX, WIDTH_PX = 48, 64
+# Three B-frames in a row, a keyframe every 12 frames.
+B_FRAMES = {"g": "12", "bf": "3", "x264-params": "b-adapt=0:scenecut=0"}
 
 
 def picture_of(number: int) -> NDArray[np.uint8]:
@@ -100,16 +103,12 @@ def shifted(data: bytes, container: str, by_s: Fraction) -> bytes:
         return Path(file.name).read_bytes()
 
 
-def sound(container: str = "mp4") -> bytes:
+def sound() -> bytes:
     """A file with sound and no picture."""
     file = io.BytesIO()
-    with av.open(file, "w", format=container) as output:
-        stream = output.add_stream("aac", rate=16000)
-        for start in range(0, 16000, 1024):
-            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-            frame.sample_rate, frame.pts = 16000, start
-            output.mux(stream.encode(frame))
-        output.mux(stream.encode())
+    with wave.open(file, "wb") as made:
+        made.setparams((1, 2, 16_000, 0, "NONE", ""))
+        made.writeframes(bytes(32_000))
     return file.getvalue()
 
 
@@ -203,20 +202,12 @@ def transformers_indices(
 
 
 def transformers_video_size(
-    frames: int,
-    height: int,
-    width: int,
-    factor: int,
-    min_pixels: int,
-    max_pixels: int,
-    cap: bool | None,
-    max_tokens: int,
-    family: str = "qwen2_5_vl",
+    frames: int, height: int, width: int, factor: int, low: int, high: int, max_tokens: int | None, family: str
 ) -> tuple[int, int]:
-    """The size of the family's `resize`. Raises ValueError for sizes that it refuses."""
+    """The size of the family's `resize`, with cap_pixels_per_frame if max_tokens is set. Raises ValueError."""
     processor = transformers_video_processor(family)
     processor.max_video_tokens = max_tokens
     video = torch.empty(1, frames, 3, height, width, device="meta")
-    size = _Size(shortest_edge=min_pixels, longest_edge=max_pixels)
-    resized: tuple[int, int] = processor.resize(video, size, None, factor, 2, cap)
+    size = _Size(shortest_edge=low, longest_edge=high)
+    resized: tuple[int, int] = processor.resize(video, size, None, factor, 2, max_tokens is not None)
     return resized

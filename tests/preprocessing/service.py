@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,8 @@ from unittest import mock
 import grpc
 import numpy as np
 import pytest
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
+from common.channels import error_from_status
 from common.checkpoint import Checkpoint
 from common.contract.plan import Modality, PromptPlan
 from common.contract.tensors import DType, TensorBuffer
@@ -35,10 +33,8 @@ from services.preprocessing.rpc.servicer import PreprocessingServicer
 from services.preprocessing.workers.job_queue import JobQueue, started
 from services.preprocessing.workers.limits import Limits
 from services.preprocessing.workers.process import Fault
-from tests.preprocessing.media_server import Resolver, Server, fetched_files, policy
+from tests.preprocessing.media_server import Server, fetcher_of
 
-Stub = preprocessing_pb2_grpc.PreprocessingServiceStub
-USER = prompt_pb2.ROLE_USER
 INFLIGHT_SLICES = 4
 SLICE_BYTES = 2 * 1024 * 1024 * 3
 EVERYTHING = PreprocessRequest(select=prompt_pb2.Select(all=True))
@@ -68,37 +64,49 @@ async def running_queues() -> AsyncIterator[Queues]:
         yield Queues(reading, decoding, replaced)
 
 
-@asynccontextmanager
-async def serving(
-    checkpoint: Path, root: Path | None, folder: Path, queues: Queues, fetcher: Fetcher | None = None, threads: int = 1
-) -> AsyncIterator[Any]:
-    """A stub to a real server on a unix socket. threads: for plans that are not quick."""
-    planner = Planner(Checkpoint(checkpoint), root)
-    server = grpc.aio.server(
-        interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", 20 * 2**20)]
-    )
-    fetcher = fetcher or Fetcher(FetchPolicy())
-    async with PlanningThreads(1) as quick, PlanningThreads(threads) as slow:
-        watch(queues.reading, queues.decoding, quick, slow)
-        made = PreprocessingServicer(planner, fetcher, quick, slow, queues.reading, queues.decoding)
-        preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(made, server)
-        address = f"unix:{folder}/socket"
-        server.add_insecure_port(address)
-        await server.start()
-        try:
-            async with grpc.aio.insecure_channel(address) as channel:
-                yield Stub(channel)
-        finally:
-            await server.stop(1)
+@dataclass(frozen=True, slots=True)
+class Service:
+    """folder: of its socket and of what it fetches; its media root is `media` in there."""
+
+    checkpoint: Path
+    folder: Path
+    queues: Queues
+
+    @property
+    def media_root(self) -> Path:
+        return self.folder / "media"
+
+    @asynccontextmanager
+    async def serving(self, web: Server | None = None, threads: int = 1) -> AsyncIterator[Any]:
+        """A stub. web: the server may fetch from there, as clip.test. threads: for plans that are not quick."""
+        planner = Planner(Checkpoint(self.checkpoint), self.media_root)
+        server = grpc.aio.server(
+            interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", 20 * 2**20)]
+        )
+        with mock.patch.object(tempfile, "tempdir", str(self.folder)):
+            fetcher = fetcher_of(web) if web else Fetcher(FetchPolicy())
+        async with PlanningThreads(1) as quick, PlanningThreads(threads) as slow:
+            watch(self.queues.reading, self.queues.decoding, quick, slow)
+            made = PreprocessingServicer(planner, fetcher, quick, slow, self.queues.reading, self.queues.decoding)
+            preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(made, server)
+            address = f"unix:{self.folder}/socket"
+            server.add_insecure_port(address)
+            await server.start()
+            try:
+                async with grpc.aio.insecure_channel(address) as channel:
+                    yield preprocessing_pb2_grpc.PreprocessingServiceStub(channel)
+            finally:
+                await server.stop(1)
 
 
 def prompt_of(*parts: prompt_pb2.Part) -> PreprocessRequest:
-    return PreprocessRequest(prompt=prompt_pb2.Prompt(messages=[prompt_pb2.Message(role=USER, parts=parts)]))
+    message = prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=parts)
+    return PreprocessRequest(prompt=prompt_pb2.Prompt(messages=[message]))
 
 
-def video(data: bytes, **sampling: float) -> prompt_pb2.Part:
-    wish = prompt_pb2.FrameSampling(**sampling)  # type: ignore[arg-type]
-    return prompt_pb2.Part(video=prompt_pb2.Media(data=data, frame_sampling=wish))
+def video(data: bytes | None = None, **fields: Any) -> prompt_pb2.Part:
+    """A video by its bytes, or by another field of Media."""
+    return prompt_pb2.Part(video=prompt_pb2.Media(data=data, **fields))
 
 
 def text(words: str) -> prompt_pb2.Part:
@@ -107,57 +115,6 @@ def text(words: str) -> prompt_pb2.Part:
 
 def select(index: int) -> PreprocessRequest:
     return PreprocessRequest(select=prompt_pb2.Select(media_index=index))
-
-
-async def plan_of(call: Any) -> PromptPlan:
-    receiver = PlanReceiver()
-    while True:
-        plan = receiver.add((await call.read()).plan)
-        if plan is not None:
-            return plan
-
-
-async def frames_of(call: Any, plan: PromptPlan) -> tuple[list[int], dict[int, np.ndarray[Any, Any]], int]:
-    """The items in the order of arrival, the frames of each, and the number of repaired frames."""
-    order: list[int] = []
-    received: dict[int, list[np.ndarray[Any, Any]]] = {}
-    repaired = 0
-    buffer: TensorBuffer | None = None
-    while (response := await call.read()) is not grpc.aio.EOF:
-        chunk = response.frames
-        item = plan.media[chunk.media_index]
-        if chunk.media_index not in received:
-            order.append(chunk.media_index)
-            received[chunk.media_index] = []
-        held = received[chunk.media_index]
-        count = 1 if item.modality is Modality.IMAGE else 2
-        if buffer is None:
-            assert chunk.first_frame == count * len(held)
-            shape = (count, item.frame_height_px, item.frame_width_px, 3)
-            buffer = buffer_for(chunk.chunk, [DType.UINT8], shape)
-        add_chunk(buffer, chunk.chunk)
-        repaired += chunk.repaired_frames
-        if buffer.complete:
-            held.append(np.frombuffer(buffer.data, np.uint8).reshape(buffer.shape))
-            buffer = None
-    return order, {index: np.concatenate(held) for index, held in received.items()}, repaired
-
-
-async def refused(call: Any) -> tuple[grpc.StatusCode, str, str]:
-    """Status, reason and message of a refused stream."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await read_to_the_end(call)
-    error = caught.value
-    details = error_details_pb2.ErrorInfo()
-    status = rpc_status.from_call(error)
-    assert status is not None
-    status.details[0].Unpack(details)
-    return error.code(), details.reason, error.details() or ""
-
-
-async def read_to_the_end(call: Any) -> None:
-    while await call.read() is not grpc.aio.EOF:
-        pass
 
 
 async def sent(stub: Any, *requests: PreprocessRequest) -> Any:
@@ -184,16 +141,50 @@ async def asked(stub: Any, *requests: PreprocessRequest) -> Any:
     return call
 
 
-@asynccontextmanager
-async def fetching_from(
-    server: Server, checkpoint: Path, folder: Path, queues: Queues, **limits: float
-) -> AsyncIterator[Any]:
-    """A stub whose service may fetch from the server as clip.test. All fetched files must be closed in the end."""
-    with mock.patch.object(tempfile, "tempdir", str(folder)):
-        fetcher = Fetcher(policy(server.port, **limits), Resolver(clip_test=[["127.0.0.1"]]))
-    async with serving(checkpoint, None, folder, queues, fetcher) as made:
-        yield made
-        assert await settled(lambda: fetched_files(folder) == 0)
+async def plan_of(call: Any) -> PromptPlan:
+    receiver = PlanReceiver()
+    while True:
+        plan = receiver.add((await call.read()).plan)
+        if plan is not None:
+            return plan
+
+
+async def frames_of(call: Any, plan: PromptPlan) -> tuple[dict[int, np.ndarray[Any, Any]], int]:
+    """The frames of each item, the items in the order of arrival, and the number of repaired frames."""
+    received: dict[int, list[np.ndarray[Any, Any]]] = {}
+    repaired = 0
+    buffer: TensorBuffer | None = None
+    while (response := await call.read()) is not grpc.aio.EOF:
+        chunk = response.frames
+        item = plan.media[chunk.media_index]
+        held = received.setdefault(chunk.media_index, [])
+        count = 1 if item.modality is Modality.IMAGE else 2
+        if buffer is None:
+            assert chunk.first_frame == count * len(held)
+            shape = (count, item.frame_height_px, item.frame_width_px, 3)
+            buffer = buffer_for(chunk.chunk, [DType.UINT8], shape)
+        add_chunk(buffer, chunk.chunk)
+        repaired += chunk.repaired_frames
+        if buffer.complete:
+            held.append(np.frombuffer(buffer.data, np.uint8).reshape(buffer.shape))
+            buffer = None
+    return {index: np.concatenate(held) for index, held in received.items()}, repaired
+
+
+async def serves(stub: Any, *requests: PreprocessRequest) -> list[int]:
+    """The items whose frames it answers these requests with."""
+    call = await asked(stub, *requests)
+    return list((await frames_of(call, await plan_of(call)))[0])
+
+
+async def refused(call: Any) -> tuple[grpc.StatusCode, str, str]:
+    """Status, reason and message of a refused stream."""
+    try:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error_from_status(error, "").reason, error.details() or ""
+    pytest.fail("it was not refused")
 
 
 @contextmanager
@@ -202,16 +193,3 @@ def stopped(queue: JobQueue) -> Iterator[int]:
     (worker,) = queue.workers._workers
     os.kill(worker.pid, signal.SIGSTOP)
     yield worker.pid
-
-
-async def settled(reached: Callable[[], bool]) -> bool:
-    """Whether the condition becomes true within five seconds."""
-    for _ in range(500):
-        if reached():
-            return True
-        await asyncio.sleep(0.01)
-    return False
-
-
-def by_url(server: Server, path: str = "/clip.mp4") -> prompt_pb2.Part:
-    return prompt_pb2.Part(video=prompt_pb2.Media(url=f"http://clip.test:{server.port}{path}"))

@@ -1,4 +1,7 @@
-"""The decoder yields the selected frames, seeks as little as possible, and repairs or refuses damage."""
+"""The packet index has the times of all frames, the decoder yields the selected ones, and both refuse bad files.
+
+How little is read and decoded: test_long_videos.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,29 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import av
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from common.contract.errors import MediaDamaged
+from common.contract.errors import MediaDamaged, MediaRejected
 from services.preprocessing.sources.source import Source, bytes_source
-from services.preprocessing.video import decode
+from services.preprocessing.video import decode, packets
 from services.preprocessing.video.decode import DecodedFrame, decode_frames
 from services.preprocessing.video.packets import PacketIndex, read_packets
 from services.preprocessing.video.slices import PlannedVideo
-from tests.preprocessing.preprocessing_media import clip, number_of, shifted, without_packets
-
-# Three B-frames in a row, a keyframe every 12 frames.
-B_FRAMES = {"g": "12", "bf": "3", "x264-params": "b-adapt=0:scenecut=0"}
+from tests.preprocessing.preprocessing_media import (
+    B_FRAMES,
+    clip,
+    decoded_in_order,
+    number_of,
+    shifted,
+    sound,
+    without_packets,
+)
 
 
 def opened(data: bytes) -> tuple[Source, PacketIndex]:
@@ -36,97 +47,41 @@ def numbers(frames: list[DecodedFrame]) -> list[int]:
     return [number_of(frame.pixels) for frame in frames]
 
 
-def test_frames_of_a_variable_rate_keep_their_times() -> None:
-    pts = [0, 40, 80, 500, 540, 1000, 1033, 1066]
-    data = clip(8, container="matroska", pts=pts, time_base=Fraction(1, 1000))
-    source, index = opened(data)
-    assert list(index.times.ticks) == pts
-    assert not index.times.rate().constant
-    assert numbers(list(decode_frames(source, index, [0, 3, 5, 7]))) == [0, 3, 5, 7]
-
-
-@pytest.mark.parametrize("container", ["mp4", "mov", "matroska", "mpegts", "flv"])
-@pytest.mark.parametrize("start_s", [Fraction(1, 5), 1200])
-def test_a_video_that_starts_late_is_the_same_video(container: str, start_s: Fraction) -> None:
-    data = shifted(clip(40, 25, options=B_FRAMES), container, Fraction(start_s))
-    source, index = opened(data)
+@pytest.mark.parametrize(
+    ("container", "start_s"),
+    [
+        ("mp4", Fraction(1, 5)),
+        ("matroska", Fraction(1200)),
+        ("mpegts", Fraction(1200)),
+        ("mpegts", Fraction(-1, 5)),
+        ("flv", Fraction(1, 5)),
+    ],
+)
+def test_a_video_that_starts_late_or_early_is_the_same_video(container: str, start_s: Fraction) -> None:
+    source, index = opened(shifted(clip(40, 25, options=B_FRAMES), container, start_s))
     assert [tick * index.times.time_base for tick in index.times.ticks] == [Fraction(n, 25) for n in range(40)]
     assert index.pts is not None
     assert index.pts[0] * index.times.time_base == start_s
     assert numbers(list(decode_frames(source, index, [0, 11, 30, 39]))) == [0, 11, 30, 39]
 
 
-def test_negative_times_are_accepted() -> None:
-    source, index = opened(shifted(clip(40, 25, options=B_FRAMES), "mpegts", Fraction(-1, 5)))
-    assert index.pts is not None
-    assert index.pts[0] < 0
-    assert numbers(list(decode_frames(source, index, range(40)))) == list(range(40))
-
-
-@pytest.mark.parametrize("container", ["mp4", "mov"])
 @pytest.mark.parametrize("hidden", [5, 17])
-def test_frames_that_an_edit_list_hides_are_ignored(container: str, hidden: int) -> None:
-    data = shifted(clip(40, 25, options=B_FRAMES), container, Fraction(-hidden, 25))
-    source, index = opened(data)
+def test_frames_that_an_edit_list_hides_are_ignored(hidden: int) -> None:
+    source, index = opened(shifted(clip(40, 25, options=B_FRAMES), "mp4", Fraction(-hidden, 25)))
     assert [tick * index.times.time_base for tick in index.times.ticks] == [Fraction(n, 25) for n in range(40 - hidden)]
     assert numbers(list(decode_frames(source, index, range(40 - hidden)))) == list(range(hidden, 40))
     assert numbers(list(decode_frames(source, index, [1, 39 - hidden]))) == [hidden + 1, 39]
 
 
-@pytest.mark.parametrize(("container", "codec"), [("h264", "libx264"), ("mpegts", "libx264"), ("mpegts", "mpeg2video")])
+@pytest.mark.parametrize(("container", "codec"), [("h264", "libx264"), ("mpegts", "mpeg2video")])
 def test_frames_that_change_size_in_mid_stream_are_resized(container: str, codec: str) -> None:
-    options = {"g": "10", "bf": "0"}
-    data = clip(20, container=container, codec=codec, options=options, rate=25)
-    data += clip(20, container=container, codec=codec, options=options, rate=25, size=(96, 128))
-    source, index = opened(data)
+    small, large = (clip(20, 25, container, codec, {"g": "10", "bf": "0"}, size=size) for size in ((48, 64), (96, 128)))
+    source, index = opened(small + large)
     places = (0, 8, len(index.times.ticks) - 9, len(index.times.ticks) - 1)
     sizes = {frame.pixels.shape for frame in decode_frames(source, index, places)}
     assert sizes == {(48, 64, 3), (96, 128, 3)}
     slices = list(PlannedVideo(source, index, places, 2, 56, 84).slices())
     assert [each.pixels.shape for each in slices] == [(2, 56, 84, 3), (2, 56, 84, 3)]
-
-
-@pytest.mark.parametrize("container", ["mp4", "matroska"])
-def test_a_cut_decodes_only_from_the_keyframe_before_it(container: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, index = opened(clip(250, 25, container=container, options={"g": "25", "bf": "2"}))
-    cut = index.times.cut(4.2, 5.8)
-    first = index.times.ticks.index(cut.ticks[0])
-    assert (first, len(cut.ticks)) == (105, 40)
-    sent: set[Fraction] = set()
-    original = decode.packets_of
-
-    def watched(container: Any, stream: Any) -> Iterator[Any]:
-        for packet in original(container, stream):
-            sent.add(packet.pts * packet.time_base)
-            yield packet
-
-    monkeypatch.setattr(decode, "packets_of", watched)
-    places = range(first, first + len(cut.ticks), 4)
-    assert numbers(list(decode_frames(source, index, places))) == list(places)
-    # Reordering and threads hold back a few frames.
-    assert {time for time in sent if time} <= {Fraction(frame, 25) for frame in range(100, 155)}
-
-
-@pytest.fixture
-def seeks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with every keyframe that is sought."""
-    sought: list[int] = []
-    original = decode._Frames._seek
-
-    def seek(self: decode._Frames, keyframe: int) -> None:
-        sought.append(keyframe)
-        original(self, keyframe)
-
-    monkeypatch.setattr(decode._Frames, "_seek", seek)
-    return sought
-
-
-@pytest.mark.parametrize(("places", "expected"), [([0, 3, 11], 0), ([0, 13, 14, 23], 1), ([30], 1), ([0, 59], 1)])
-def test_it_seeks_only_if_a_later_keyframe_precedes_the_next_frame(
-    seeks: list[int], places: list[int], expected: int
-) -> None:
-    assert numbers(frames_at(clip(60, options={"g": "12", "bf": "0"}), places)) == places
-    assert len(seeks) == expected
 
 
 class Misled:
@@ -157,25 +112,18 @@ def test_a_seek_that_lands_too_late_restarts_from_the_beginning(monkeypatch: pyt
     assert not any(frame.repaired for frame in frames)
 
 
-def test_an_undecodable_frame_repeats_the_one_before_and_is_counted() -> None:
-    data = without_packets(clip(60, container="matroska", codec="mjpeg"), [20])
-    places = list(range(0, 60, 2))
-    frames = frames_at(data, places)
-    assert numbers(frames) == [18 if place == 20 else place for place in places]
-    assert [frame.repaired for frame in frames] == [place == 20 for place in places]
-
-
-def test_an_undecodable_first_frame_repeats_the_first_decodable_one() -> None:
-    data = without_packets(clip(60, container="matroska", codec="mjpeg"), [0])
-    frames = frames_at(data, list(range(20)))
-    assert numbers(frames)[:3] == [1, 1, 2]
-    assert [frame.repaired for frame in frames][:3] == [True, False, False]
-
-
-def test_a_repaired_frame_that_is_sent_twice_counts_twice() -> None:
-    data = without_packets(clip(60, container="matroska", codec="mjpeg"), [39])
-    frames = frames_at(data, [*range(0, 39, 2), 39, 39])
-    assert [frame.repaired for frame in frames] == [*[False] * 20, True, True]
+@pytest.mark.parametrize(
+    ("damaged", "places", "shown"),
+    [
+        (20, [*range(0, 60, 2)], [*range(0, 20, 2), 18, *range(22, 60, 2)]),  # repeats the frame before
+        (0, [*range(20)], [1, *range(1, 20)]),  # repeats the first that can be decoded
+        (39, [*range(0, 39, 2), 39, 39], [*range(0, 39, 2), 38, 38]),  # counts as often as it is sent
+    ],
+)
+def test_an_undecodable_frame_repeats_another_and_is_counted(damaged: int, places: list[int], shown: list[int]) -> None:
+    frames = frames_at(without_packets(clip(60, container="matroska", codec="mjpeg"), [damaged]), places)
+    assert numbers(frames) == shown
+    assert [frame.repaired for frame in frames] == [place == damaged for place in places]
 
 
 def test_more_than_a_tenth_of_undecodable_frames_is_damaged_media() -> None:
@@ -187,29 +135,134 @@ def test_more_than_a_tenth_of_undecodable_frames_is_damaged_media() -> None:
 
 
 def test_media_without_any_decodable_frame_are_damaged() -> None:
-    data = without_packets(clip(8, container="matroska", codec="mjpeg"), range(8))
     with pytest.raises(MediaDamaged):
-        frames_at(data, list(range(8)))
+        frames_at(without_packets(clip(8, container="matroska", codec="mjpeg"), range(8)), list(range(8)))
 
 
-@pytest.mark.parametrize("container", ["mp4", "matroska"])
-def test_a_truncated_file_has_the_frames_that_are_left_whatever_its_header_says(container: str) -> None:
-    options = {"movflags": "faststart"} if container == "mp4" else {}
-    whole = clip(60, container=container, options={"g": "12", "bf": "0"}, container_options=options)
+def test_a_truncated_file_has_the_frames_that_are_left_whatever_its_header_says() -> None:
+    whole = clip(60, options={"g": "12", "bf": "0"}, container_options={"movflags": "faststart"})
     with av.open(io.BytesIO(whole)) as file:
         sizes = [packet.size for packet in file.demux(video=0)]
-    data = whole[: len(whole) - sum(sizes[30:])]
-    source, index = opened(data)
+        assert file.streams.video[0].frames == 60
+    source, index = opened(whole[: len(whole) - sum(sizes[30:])])
     frames = len(index.times.ticks)
     assert 20 < frames < 45
-    if container == "mp4":
-        with av.open(io.BytesIO(data)) as file:
-            assert file.streams.video[0].frames == 60
     places = list(range(0, frames - 1, 2))
     assert numbers(list(decode_frames(source, index, places))) == places
 
 
-def test_a_single_frame_is_a_video() -> None:
-    source, index = opened(clip(1))
-    assert list(index.times.ticks) == [0]
-    assert numbers(list(decode_frames(source, index, [0, 0]))) == [0, 0]
+def test_times_out_of_range_are_refused() -> None:
+    data = clip(8, 25)
+    tick_s = opened(data)[1].times.time_base
+    assert opened(shifted(data, "mp4", tick_s * 2**61))[1].times == opened(data)[1].times
+    with pytest.raises(MediaRejected, match=rf"^video has a frame at \d+ ticks, all must be within ±{2**62}$"):
+        opened(shifted(data, "mp4", tick_s * 2**62))
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"this is no media at all" * 100, "not a readable video"),
+        (sound(), "nothing but sound: it has no video stream"),
+        (clip(4, container="matroska").replace(b"V_MPEG4/ISO/AVC", b"V_XXXX4/ISO/AVC"), "unsupported codec"),
+        (
+            clip(3, container="matroska", pts=[0, 40, 10**11], time_base=Fraction(1, 1000)),
+            r"claims to last 1000000\d\d s, at most 604800 are allowed",
+        ),
+    ],
+)
+def test_a_file_without_usable_video_is_rejected(data: bytes, why: str) -> None:
+    with pytest.raises(MediaRejected, match=why):
+        opened(data)
+
+
+def test_a_playlist_reaches_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret.ts").write_bytes(clip(30, container="mpegts"))
+    playlists = [
+        f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\nfile://{tmp_path}/secret.ts\n#EXT-X-ENDLIST\n",
+        f"ffconcat version 1.0\nfile {tmp_path}/secret.ts\n",
+        "ffconcat version 1.0\nfile secret.ts\n",
+    ]
+    for playlist in playlists:
+        with pytest.raises(MediaRejected):
+            opened(playlist.encode())
+
+
+def test_frames_above_the_limit_are_rejected_before_any_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packets, "MAX_FRAME_PX", 48 * 64 - 1)
+    with pytest.raises(MediaRejected, match=r"64×48 pixels, at most 3071 are allowed"):
+        opened(clip(4))
+
+
+class Surprised:
+    """Raises IndexError once, as PyAV does at a packet of a stream that the header did not announce."""
+
+    def __init__(self, container: Any) -> None:
+        self._container, self._stumbled = container, False
+
+    def demux(self, stream: Any) -> Iterator[Any]:
+        for number, packet in enumerate(self._container.demux(stream)):
+            yield packet
+            if number == 9 and not self._stumbled:
+                self._stumbled = True
+                raise IndexError("list index out of range")
+
+
+def test_a_stream_that_begins_in_mid_file_does_not_end_reading() -> None:
+    with packets.open_video(bytes_source("video", clip(30))) as (container, stream):
+        surprised: Any = Surprised(container)
+        assert len(list(packets.packets_of(surprised, stream))) == 30
+
+
+# --- display matrices ----------------------------------------------------------------------------------------------
+
+# a, b, c, d of the matrices of EXIF's eight orientations, in units of 2^-16.
+MATRICES = {
+    1: (1, 0, 0, 1), 2: (-1, 0, 0, 1), 3: (-1, 0, 0, -1), 4: (1, 0, 0, -1),
+    5: (0, 1, 1, 0), 6: (0, 1, -1, 0), 7: (0, -1, -1, 0), 8: (0, -1, 1, 0),
+}  # fmt: skip
+
+
+def turned_clip(orientation: int, container: str = "mp4", **options: str) -> bytes:
+    a, b, c, d = (each << 16 for each in MATRICES[orientation])
+
+    def prepare(stream: Any) -> None:
+        stream.set_display_matrix([a, b, 0, c, d, 0, 0, 0, 1 << 30])
+
+    return clip(24, container=container, options={"g": "8"}, container_options=options, prepare=prepare)
+
+
+def shown(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
+    """Each pixel (x, y) at (a·x + c·y, b·x + d·y), moved back into view."""
+    a, b, c, d = MATRICES[orientation]
+    y, x = np.mgrid[: pixels.shape[0], : pixels.shape[1]]
+    columns, rows = a * x + c * y, b * x + d * y
+    columns, rows = columns - columns.min(), rows - rows.min()
+    picture = np.zeros((rows.max() + 1, columns.max() + 1, 3), np.uint8)
+    picture[rows, columns] = pixels
+    return picture
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_frames_are_turned_as_the_container_says(container: str, orientation: int) -> None:
+    data = turned_clip(orientation, container)
+    whole = decoded_in_order(data)
+    source, index = opened(data)
+    assert index.orientation == orientation
+    assert (index.height_px, index.width_px) == ((64, 48) if orientation >= 5 else (48, 64))
+    for frame, place in zip(decode_frames(source, index, [0, 5, 17]), [0, 5, 17], strict=True):
+        assert np.array_equal(frame.pixels, shown(whole[place], orientation))
+
+
+def test_the_matrix_is_found_wherever_the_container_keeps_it() -> None:
+    behind = turned_clip(6)
+    assert behind.index(b"mdat") < behind.index(b"moov")
+    in_front = turned_clip(6, movflags="faststart")
+    assert in_front.index(b"moov") < in_front.index(b"mdat")
+    # The muxer leaves eight bytes before `mdat` free for a 64-bit length.
+    free = behind.index(b"free") - 4
+    size = int.from_bytes(behind[free + 8 : free + 12]) + 8
+    long = behind[:free] + (1).to_bytes(4) + b"mdat" + size.to_bytes(8) + behind[free + 16 :]
+    assert [opened(data)[1].orientation for data in (behind, in_front, long)] == [6, 6, 6]

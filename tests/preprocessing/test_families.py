@@ -43,6 +43,7 @@ def loaded(family_checkpoint: Path) -> Any:
 )
 @example(frames=1195207, rate=Fraction(24000, 1001), fps=2.0, low=4, high=768)  # rounds by lanes of 8
 @example(frames=1289433, rate=Fraction(1), fps=1.0, low=2, high=360)  # ends with half a pair of lanes
+@example(frames=68, rate=Fraction(24000, 1001), fps=5.622115197626865, low=4, high=768)  # ends behind the last frame
 def test_indices_equal_those_of_transformers(
     family: str, loaded: Any, frames: int, rate: Fraction, fps: float, low: int, high: int
 ) -> None:
@@ -50,15 +51,6 @@ def test_indices_equal_those_of_transformers(
     picked = loaded.sample_indices(frames, rate, FrameBounds(fps, low, high, 2))
     # Rounding sometimes puts Qwen2-VL's last index behind the last frame: transformers fails, and it is dropped here.
     assert list(picked) == [index for index in expected if index < frames]
-
-
-def test_an_index_that_rounding_puts_behind_the_last_frame_is_dropped(tiny_checkpoint: Path) -> None:
-    rate, fps = Fraction(24000, 1001), 5.622115197626865
-    theirs = transformers_indices(68, float(rate), fps, 4, 768, "qwen2_5_vl")
-    assert len(theirs) == 15
-    assert theirs[-1] == 68  # of a video whose frames are 0 to 67
-    picked = load_family(Checkpoint(tiny_checkpoint)).sample_indices(68, rate, FrameBounds(fps, 4, 768, 2))
-    assert list(picked) == theirs[:-1]
 
 
 def test_a_video_of_one_frame_yields_that_frame(loaded: Any) -> None:
@@ -85,9 +77,7 @@ def test_video_sizes_equal_those_of_transformers(
     # A single frame is sent as two, because transformers fails for one frame of Qwen3-VL.
     counted = max(frames, 2) if FAMILIES[family].slices_stand_alone else frames
     try:
-        expected = transformers_video_size(
-            counted, height, width, token_px, low, high, max_tokens is not None, max_tokens or 0, family
-        )
+        expected = transformers_video_size(counted, height, width, token_px, low, high, max_tokens, family)
     except ValueError:
         with pytest.raises(MediaRejected, match="at most 200"):
             capped.video_size(height, width, frames, FrameSampling())
@@ -114,49 +104,31 @@ def test_max_pixels_bounds_each_frame_and_is_used_fully(family: str, loaded: Any
     assert sides == tuple(math.floor(side / token_px) * token_px for side in exact)
 
 
-def test_embed_levels_equal_those_of_the_model(family: str, loaded: Any) -> None:
-    assert loaded.embed_levels == FAMILIES[family].levels
-
-
-# --- settings -----------------------------------------------------------------------------------------------------
-
-
-def checkpoint_with(folder: Path, original: Path, **files: dict[str, Any] | None) -> Checkpoint:
-    """A checkpoint with some of its JSON files changed; None leaves one out."""
+def loaded_with(folder: Path, original: Path, **files: dict[str, Any] | None) -> Any:
+    """The family of a checkpoint with some of its JSON files changed; None leaves one out."""
     for file in original.iterdir():
         changes = files.get(file.stem, {})
-        if changes is None:
-            continue
         if changes:
             (folder / file.name).write_text(json.dumps(json.loads(file.read_text()) | changes))
-        else:
+        elif changes is not None:
             (folder / file.name).symlink_to(file)
-    return Checkpoint(folder)
+    return load_family(Checkpoint(folder))
 
 
 def test_missing_settings_take_the_defaults_of_transformers(
-    family: str, tmp_path: Path, family_checkpoint: Path
+    family: str, loaded: Any, tmp_path: Path, family_checkpoint: Path
 ) -> None:
-    left_out = checkpoint_with(
-        tmp_path, family_checkpoint, preprocessor_config=None, video_preprocessor_config={"size": None}
-    )
-    loaded: Any = load_family(left_out)
+    changed = {"size": None, "cap_pixels_per_frame": True}
+    found = loaded_with(tmp_path, family_checkpoint, preprocessor_config=None, video_preprocessor_config=changed)
     theirs = transformers_video_processor(family)
-    assert (loaded.video_budget.min_px, loaded.video_budget.max_px) == tuple(theirs.size.values())
-    bounds = loaded.frame_bounds
+    assert (found.video_budget.min_px, found.video_budget.max_px) == tuple(theirs.size.values())
+    bounds = found.frame_bounds
     assert (bounds.fps, bounds.min_frames, bounds.max_frames) == (2, theirs.min_frames, theirs.max_frames)
+    assert found.max_video_tokens == theirs.max_video_tokens
     assert loaded.max_video_tokens is None
     assert not theirs.cap_pixels_per_frame
     # The defaults of Qwen2VLImageProcessor, which all families use.
-    assert (loaded.image_budget.min_px, loaded.image_budget.max_px) == (56 * 56, 28 * 28 * 1280)
-
-
-def test_cap_pixels_per_frame_takes_the_token_limit_of_transformers(
-    family: str, tmp_path: Path, family_checkpoint: Path
-) -> None:
-    capped = checkpoint_with(tmp_path, family_checkpoint, video_preprocessor_config={"cap_pixels_per_frame": True})
-    loaded: Any = load_family(capped)
-    assert loaded.max_video_tokens == transformers_video_processor(family).max_video_tokens
+    assert (found.image_budget.min_px, found.image_budget.max_px) == (56 * 56, 28 * 28 * 1280)
 
 
 def test_old_names_of_budgets_are_read_where_transformers_reads_them(
@@ -164,22 +136,18 @@ def test_old_names_of_budgets_are_read_where_transformers_reads_them(
 ) -> None:
     """Of video processors only Qwen2-VL's reads them. Videos without settings of their own take those of images."""
     old = {"min_pixels": 3136, "max_pixels": 12845056}
-    checkpoint = checkpoint_with(tmp_path, family_checkpoint, preprocessor_config=old, video_preprocessor_config=None)
-    loaded: Any = load_family(checkpoint)
-    assert (loaded.image_budget.min_px, loaded.image_budget.max_px) == (3136, 12845056)
+    found = loaded_with(tmp_path, family_checkpoint, preprocessor_config=old, video_preprocessor_config=None)
+    assert (found.image_budget.min_px, found.image_budget.max_px) == (3136, 12845056)
     size = json.loads((family_checkpoint / "preprocessor_config.json").read_text())["size"]
     expected = (3136, 12845056) if family == "qwen2_5_vl" else (size["shortest_edge"], size["longest_edge"])
-    assert (loaded.video_budget.min_px, loaded.video_budget.max_px) == expected
-    assert (loaded.frame_bounds.fps, loaded.frame_bounds.min_frames, loaded.frame_bounds.max_frames) == (2, 4, 768)
+    assert (found.video_budget.min_px, found.video_budget.max_px) == expected
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"patch_size": 15}, "video processor's patch_size is 15, the model's is"),
         ({"temporal_patch_size": 3}, "video processor's temporal_patch_size is 3, the model's is 2"),
         ({"resample": 2}, "video processor's resample is 2, only 3 is supported"),
-        ({"do_resize": False}, "video processor's do_resize is False, only True is supported"),
         ({"num_frames": 8}, "video processor's num_frames is 8, only None is supported"),
     ],
 )
@@ -187,4 +155,4 @@ def test_unsupported_settings_refuse_to_start(
     tmp_path: Path, family_checkpoint: Path, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(StartupError, match=named):
-        load_family(checkpoint_with(tmp_path, family_checkpoint, video_preprocessor_config=changes))
+        loaded_with(tmp_path, family_checkpoint, video_preprocessor_config=changes)

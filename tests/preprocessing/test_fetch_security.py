@@ -19,7 +19,7 @@ import trustme
 
 from common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden, MediaRejected, Overloaded
 from services.preprocessing.fetch.addresses import SystemResolver
-from services.preprocessing.fetch.fetcher import MAX_CONCURRENT_FETCHES, Fetcher
+from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from tests.preprocessing.media_server import (
     BODY,
@@ -32,20 +32,14 @@ from tests.preprocessing.media_server import (
     policy,
     redirect,
     serving,
+    url_of,
 )
-
-pytestmark = pytest.mark.usefixtures("no_name_is_looked_up")
+from tests.preprocessing.worker_jobs import until
 
 
 @pytest.mark.parametrize(
     ("status", "location"),
-    [
-        (301, "/there"),
-        (302, "there"),
-        (303, "//clip.test:{port}/there"),
-        (307, "http://clip.test:{port}/there#x"),
-        (308, "/there"),
-    ],
+    [(301, "there"), (303, "//clip.test:{port}/there"), (308, "http://clip.test:{port}/there#x")],
 )
 async def test_a_redirect_is_followed_without_cookies(status: int, location: str) -> None:
     async def elsewhere(writer: asyncio.StreamWriter) -> None:
@@ -58,48 +52,31 @@ async def test_a_redirect_is_followed_without_cookies(status: int, location: str
     assert "cookie" not in server.requests[1].lower()
 
 
-async def test_a_redirect_to_another_host_dials_that_hosts_address() -> None:
-    resolver = Resolver(clip_test=[["127.0.0.1"]], other_test=[["127.0.0.2"]])
-    async with serving(ok(), "127.0.0.2") as other, serving(b"", port=other.port) as server:
-        server.answer = redirect(f"http://other.test:{other.port}/there")
-        allowed = policy(server.port, "clip.test=127.0.0.1", "other.test=127.0.0.2")
-        source = await Fetcher(allowed, resolver).fetch("video", f"http://clip.test:{server.port}/")
-        source.close()
-    assert f"Host: other.test:{other.port}\r\n" in other.requests[0]
-    assert (server.connections, other.connections) == (1, 1)
-
-
-@pytest.mark.parametrize(("allowed", "connections"), [(0, 1), (3, 4)])
-async def test_a_circle_of_redirects_ends(allowed: int, connections: int) -> None:
+async def test_a_circle_of_redirects_ends() -> None:
     async with serving(redirect("/clip.mp4")) as server:
-        with pytest.raises(MediaRejected, match=f"redirects more than {allowed} times"):
-            await fetched(server, max_redirects=allowed)
-    assert server.connections == connections
+        with pytest.raises(MediaRejected, match="redirects more than 3 times"):
+            await fetched(server, max_redirects=3)
+    assert server.connections == 4
 
 
 FORBIDDEN_REDIRECTS = """
-    http://127.0.0.1:{canary}/ http://127.0.0.2:{canary}/ //127.0.0.2:{canary}/ http://[::1]:{canary}/
-    http://[::ffff:127.0.0.2]:{canary}/ http://localhost:{canary}/ http://inside.test:{canary}/ http://clip.test:81/
-    https://127.0.0.2:{canary}/ http://169.254.169.254/latest/meta-data/ http://unknown.test/ file:///etc/passwd
-    ftp://clip.test/ data:,abc
+    http://127.0.0.2:{canary}/ //127.0.0.2:{canary}/ https://127.0.0.2:{canary}/ http://[::ffff:127.0.0.2]:{canary}/
+    http://inside.test:{canary}/ http://clip.test:81/ http://unknown.test/ file:///etc/passwd data:,abc
 """
 
 
 @pytest.mark.parametrize("location", FORBIDDEN_REDIRECTS.split())
 async def test_a_redirect_to_a_forbidden_target_is_refused_without_naming_it(location: str) -> None:
-    resolver = Resolver(clip_test=[["127.0.0.1"]], inside_test=[["127.0.0.2"]], localhost=[["127.0.0.1", "::1"]])
+    resolver = Resolver(clip_test=[["127.0.0.1"]], inside_test=[["127.0.0.2"]])
     async with serving(ok(), "127.0.0.2") as canary, serving(b"") as server:
         server.answer = redirect(location.format(canary=canary.port))
         fetcher = Fetcher(replace(policy(server.port), ports=frozenset({server.port, canary.port, 80})), resolver)
-        with pytest.raises(MediaForbidden) as refused:
-            await fetcher.fetch("video", f"http://clip.test:{server.port}/")
-    assert str(refused.value) == "video.url redirects to what may not be reached"
+        with pytest.raises(MediaForbidden, match=r"^video\.url redirects to what may not be reached$"):
+            await fetcher.fetch("video", url_of(server))
     assert (server.connections, canary.connections) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    "location", ["http://127.1/", "http://2130706433/", "http://a@clip.test/", "http://[", "http://a\\b/", "http://é/"]
-)
+@pytest.mark.parametrize("location", ["http://127.1/", "http://a@clip.test/", "http://["])
 async def test_a_redirect_to_a_malformed_url_is_rejected(location: str) -> None:
     async with serving(redirect(location)) as server:
         with pytest.raises(MediaRejected, match=r"video\.url redirects to a malformed URL"):
@@ -123,36 +100,17 @@ async def test_a_name_is_checked_again_after_each_redirect() -> None:
     assert (server.connections, canary.connections) == (1, 0)
 
 
-FORBIDDEN = """
-    127.0.0.1 127.0.0.1. 127.0.0.2 0.0.0.0 10.0.0.1 172.16.0.1 192.168.0.1 100.64.0.1 169.254.169.254 168.63.129.16
-    224.0.0.1 255.255.255.255 [::] [::1] [::ffff:127.0.0.1] [::127.0.0.1] [64:ff9b::7f00:1] [2002:7f00:1::]
-    [fe80::1] [fd00:ec2::254] [ff02::1]
-"""
-
-
-@pytest.mark.parametrize("host", FORBIDDEN.split())
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.0.0.1.", "0.0.0.0", "10.0.0.1", "169.254.169.254", "[::1]", "[::ffff:127.0.0.1]"]
+)
 async def test_a_forbidden_address_is_not_dialled_whether_given_or_looked_up(host: str) -> None:
     resolver = Resolver(inside_test=[[host.strip("[]").rstrip(".")]])
-    async with serving(ok()) as canary, serving(ok(), "127.0.0.2", canary.port) as other:
+    async with serving(ok()) as canary:
         fetcher = Fetcher(FetchPolicy(ports=frozenset({canary.port})), resolver)
         for name in (host, "inside.test"):
             with pytest.raises(MediaForbidden, match=r"^video\.url has no address that may be reached"):
                 await fetcher.fetch("video", f"http://{name}:{canary.port}/")
-    assert canary.connections + other.connections == 0
-
-
-@pytest.mark.parametrize(
-    "host", ["2130706433", "0177.0.0.1", "0x7f.1", "127.1", "a@127.0.0.1", "１２７.0.0.1", "[::1%25lo]"]
-)
-async def test_a_disguised_address_is_not_even_looked_up(host: str) -> None:
-    resolver = Resolver()
-    async with serving(ok()) as canary:
-        with pytest.raises(InvalidRequest, match=r"^video\.url "):
-            await Fetcher(policy(canary.port, "*=127.0.0.0/8"), resolver).fetch(
-                "video", f"http://{host}:{canary.port}/"
-            )
     assert canary.connections == 0
-    assert not resolver.asked
 
 
 async def test_internal_names_give_the_same_error_and_unknown_ones_are_not_forbidden() -> None:
@@ -168,17 +126,18 @@ async def test_internal_names_give_the_same_error_and_unknown_ones_are_not_forbi
 
 
 @pytest.mark.parametrize(
-    ("url", "why"),
+    ("url", "error", "why"),
     [
-        ("http://clip.test:8081/", "must have port 80 or 443, got 8081"),
-        ("ftp://clip.test/", "must start with http:// or https://, got 'ftp'"),
-        ("http://other.test/", "--allow-media-domain does not allow: 'other.test'"),
+        ("http://clip.test:8081/", MediaForbidden, "must have port 80 or 443, got 8081"),
+        ("http://other.test/", MediaForbidden, "--allow-media-domain does not allow: 'other.test'"),
+        ("http://0x7f.1/", InvalidRequest, "not an address in plain form"),
+        ("http://clip.test@127.0.0.1/", InvalidRequest, "without a user name"),
     ],
 )
-async def test_a_url_that_the_policy_forbids_is_not_looked_up(url: str, why: str) -> None:
+async def test_a_forbidden_or_disguised_url_is_not_even_looked_up(url: str, error: type[Exception], why: str) -> None:
     resolver = Resolver()
     allowed = FetchPolicy(domains=(AllowedDomain.parse("clip.test"),))
-    with pytest.raises(MediaForbidden, match=why):
+    with pytest.raises(error, match=rf"^video\.url .*{why}"):
         await Fetcher(allowed, resolver).fetch("video", url)
     assert not resolver.asked
 
@@ -187,16 +146,14 @@ async def test_the_next_address_is_dialled_if_one_does_not_answer() -> None:
     resolver = Resolver(clip_test=[["127.0.0.3", "127.0.0.1"]])
     async with serving(ok()) as server:
         fetcher = Fetcher(policy(server.port, "clip.test=127.0.0.0/8"), resolver)
-        source = await fetcher.fetch("video", f"http://clip.test:{server.port}/")
-        source.close()
+        (await fetcher.fetch("video", url_of(server))).close()
 
 
 async def test_a_refused_connection_is_reported_without_an_address() -> None:
     async with serving(b"") as server:
         pass
-    with pytest.raises(MediaRejected) as refused:
+    with pytest.raises(MediaRejected, match=r"^video\.url cannot be connected to, or has no valid certificate$"):
         await fetched(server)
-    assert str(refused.value) == "video.url cannot be connected to, or has no valid certificate"
 
 
 async def test_proxies_of_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,10 +166,7 @@ async def test_proxies_of_the_environment_are_ignored(monkeypatch: pytest.Monkey
 
 # --- TLS ------------------------------------------------------------------------------------------------------------
 
-
-@pytest.fixture(scope="module")
-def authority() -> trustme.CA:
-    return trustme.CA()
+AUTHORITY = trustme.CA()
 
 
 def trusting(authority: trustme.CA) -> ssl.SSLContext:
@@ -221,71 +175,55 @@ def trusting(authority: trustme.CA) -> ssl.SSLContext:
     return context
 
 
-def certified(authority: trustme.CA, *names: str) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert(*names).configure_cert(context)
-    return context
-
-
 @asynccontextmanager
 async def tls_fetcher(
-    authority: trustme.CA, answer: bytes | Behaviour, *names: str, trusted: trustme.CA | None = None
+    answer: bytes | Behaviour, *names: str, trusted: trustme.CA = AUTHORITY
 ) -> AsyncIterator[tuple[Fetcher, Server]]:
     """A server at 127.0.0.1 with a certificate for these names; the fetcher knows it as clip.test and other.test."""
     resolver = Resolver(clip_test=[["127.0.0.1"]], other_test=[["127.0.0.1"]])
-    async with serving(answer, tls=certified(authority, *names)) as server:
-        allowed = policy(server.port, "*=127.0.0.1")
-        yield Fetcher(allowed, resolver, trusting(trusted or authority)), server
+    certified = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    AUTHORITY.issue_cert(*names).configure_cert(certified)
+    async with serving(answer, tls=certified) as server:
+        yield Fetcher(policy(server.port, "*=127.0.0.1"), resolver, trusting(trusted)), server
 
 
-@pytest.mark.parametrize("host", ["clip.test", "clip.test.", "127.0.0.1"])
-async def test_a_certificate_for_the_host_of_the_url_is_accepted(authority: trustme.CA, host: str) -> None:
-    async with tls_fetcher(authority, ok(), "clip.test", "127.0.0.1") as (fetcher, server):
-        source = await fetcher.fetch("video", f"https://{host}:{server.port}/")
-        source.close()
+@pytest.mark.parametrize("host", ["clip.test.", "127.0.0.1"])
+async def test_a_certificate_for_the_host_of_the_url_is_accepted(host: str) -> None:
+    async with tls_fetcher(ok(), "clip.test", "127.0.0.1") as (fetcher, server):
+        (await fetcher.fetch("video", f"https://{host}:{server.port}/")).close()
 
 
 @pytest.mark.parametrize(
-    ("names", "trusted"), [(("127.0.0.1", "other.test"), None), (("clip.test",), trustme.CA())], ids=["name", "issuer"]
+    ("names", "trusted"), [(("127.0.0.1", "other.test"), AUTHORITY), (("clip.test",), trustme.CA())]
 )
-async def test_a_certificate_with_a_wrong_name_or_issuer_is_refused(
-    authority: trustme.CA, names: tuple[str, ...], trusted: trustme.CA | None
-) -> None:
-    async with tls_fetcher(authority, ok(), *names, trusted=trusted) as (fetcher, server):
+async def test_a_certificate_of_a_wrong_name_or_issuer_is_refused(names: tuple[str, ...], trusted: trustme.CA) -> None:
+    async with tls_fetcher(ok(), *names, trusted=trusted) as (fetcher, server):
         with pytest.raises(MediaRejected, match="no valid certificate"):
             await fetcher.fetch("video", f"https://clip.test:{server.port}/")
     assert not server.requests
 
 
-async def test_a_certificate_is_checked_again_after_a_redirect_to_the_same_address(authority: trustme.CA) -> None:
+async def test_a_certificate_is_checked_again_after_a_redirect_to_the_same_address() -> None:
     async def to_other(writer: asyncio.StreamWriter) -> None:
         writer.write(redirect(f"https://other.test:{server.port}/"))
         await writer.drain()
         await asyncio.sleep(1)  # keep-alive, so that a client could reuse the connection
 
-    async with tls_fetcher(authority, to_other, "clip.test") as (fetcher, server):
+    async with tls_fetcher(to_other, "clip.test") as (fetcher, server):
         with pytest.raises(MediaRejected, match="no valid certificate"):
             await fetcher.fetch("video", f"https://clip.test:{server.port}/")
     assert len(server.requests) == 1
 
 
-async def test_tls_that_breaks_in_mid_stream_is_rejected(authority: trustme.CA) -> None:
+async def test_tls_that_breaks_in_mid_stream_is_rejected() -> None:
     async def breaking(writer: asyncio.StreamWriter) -> None:
         writer.write(head(200, "Content-Length: 1000") + b"a" * 10)
         await asyncio.sleep(0.1)
         os.write(writer.get_extra_info("socket").fileno(), b"\x17\x03\x03\x00\x20" + bytes(32))
         await asyncio.sleep(0.1)
 
-    async with tls_fetcher(authority, breaking, "clip.test") as (fetcher, server):
+    async with tls_fetcher(breaking, "clip.test") as (fetcher, server):
         with pytest.raises(MediaRejected, match="broke off"):
-            await fetcher.fetch("video", f"https://clip.test:{server.port}/")
-
-
-async def test_an_unanswered_handshake_ends_with_the_connect_timeout(authority: trustme.CA) -> None:
-    resolver = Resolver(clip_test=[["127.0.0.1"]])
-    async with serving(b"") as server:  # waits for a request in plain text
-        fetcher = Fetcher(policy(server.port, connect_s=0.2), resolver, trusting(authority))
-        with pytest.raises(MediaRejected, match="cannot be connected to"):
             await fetcher.fetch("video", f"https://clip.test:{server.port}/")
 
 
@@ -324,61 +262,35 @@ async def test_a_lookup_returns_all_addresses_of_a_name_once(servers: NameServer
     assert await SystemResolver(1).look_up("example.org") == ["2606::1", "127.0.0.1"]
 
 
-async def test_hanging_lookups_do_not_delay_others(servers: NameServers) -> None:
-    async with serving(ok()) as server:
-        fetcher = Fetcher(policy(server.port, look_up_s=TIMEOUT_S))
-        dead = [
-            asyncio.create_task(fetcher.fetch("video", "http://dead.test/")) for _ in range(MAX_CONCURRENT_FETCHES - 1)
-        ]
-        async with asyncio.timeout(TIMEOUT_S):
-            while servers.waiting < len(dead):
-                await asyncio.sleep(0.01)
-            (await fetcher.fetch("video", f"http://clip.test:{server.port}/")).close()
-    assert not any(each.done() for each in dead)
-    for each in dead:
-        each.cancel()
-    await asyncio.gather(*dead, return_exceptions=True)
-
-
 async def test_abandoned_lookups_count_against_the_limit_until_they_end(servers: NameServers) -> None:
     names = SystemResolver(3)
     left = [asyncio.create_task(names.look_up("dead.test")) for _ in range(3)]
-    async with asyncio.timeout(TIMEOUT_S):
-        while servers.waiting < len(left):
-            await asyncio.sleep(0.01)
-        for each in left:
-            each.cancel()
-        await asyncio.wait(left)
-        with pytest.raises(Overloaded, match="name cannot be looked up now: 3 lookups are running"):
-            await names.look_up("clip.test")
-        servers.answers.set()
-        while True:
-            with suppress(Overloaded):
-                assert await names.look_up("clip.test") == ["127.0.0.1"]
-                break
-            await asyncio.sleep(0.01)
-    assert await asyncio.gather(*(names.look_up("clip.test") for _ in range(3))) == [["127.0.0.1"]] * 3
+    await until(lambda: servers.waiting == 3)
+    for each in left:
+        each.cancel()
+    await asyncio.wait(left)
+    with pytest.raises(Overloaded, match="name cannot be looked up now: 3 lookups are running"):
+        await names.look_up("clip.test")
+    servers.answers.set()
+    found: Sequence[str] = []
+    while not found:
+        with suppress(Overloaded):
+            found = await names.look_up("clip.test")
+        await asyncio.sleep(0.01)
 
 
-async def test_a_slow_lookup_is_rejected_with_host_and_limit(servers: NameServers) -> None:
-    with pytest.raises(MediaRejected) as refused:
-        await Fetcher(policy(80, look_up_s=0.1)).fetch("video", "http://dead.test/")
-    told = "video.url has a host whose name lookup took longer than the allowed 0.1 s: 'dead.test'"
-    assert str(refused.value) == told
-
-
-async def test_a_slow_lookup_of_a_redirect_does_not_name_its_target() -> None:
-    known = Resolver(clip_test=[["127.0.0.1"]])
-
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("http://dead.test/", r"has a host whose name lookup took .* 0\.1 s: 'dead\.test'"),
+        ("http://clip.test:{port}/", r"redirects to a host whose name lookup took .* 0\.1 s"),
+    ],
+)
+async def test_a_slow_lookup_is_rejected_without_naming_the_target_of_a_redirect(url: str, told: str) -> None:
     async def resolve(host: str) -> Sequence[str]:
-        if host == "dead.test":
-            await asyncio.sleep(TIMEOUT_S)
-        return await known(host)
+        await asyncio.sleep(TIMEOUT_S if host == "dead.test" else 0)
+        return ["127.0.0.1"]
 
     async with serving(redirect("http://dead.test/")) as server:
-        with pytest.raises(MediaRejected) as refused:
-            await Fetcher(policy(server.port, look_up_s=0.1), resolve).fetch(
-                "video", f"http://clip.test:{server.port}/"
-            )
-    told = "video.url redirects to a host whose name lookup took longer than the allowed 0.1 s"
-    assert str(refused.value) == told
+        with pytest.raises(MediaRejected, match=rf"^video\.url {told}$"):
+            await Fetcher(policy(server.port, look_up_s=0.1), resolve).fetch("video", url.format(port=server.port))

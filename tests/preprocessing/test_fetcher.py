@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
-import resource
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import ExitStack
 
 import pytest
 
 from common.contract.errors import MediaRejected, Overloaded
-from services.preprocessing.fetch.fetcher import MAX_CONCURRENT_FETCHES, Fetcher
+from services.preprocessing.fetch.fetcher import MAX_CONCURRENT_FETCHES
 from tests.preprocessing.media_server import (
     BODY,
     Resolver,
@@ -22,14 +19,13 @@ from tests.preprocessing.media_server import (
     forever,
     head,
     ok,
-    open_files,
-    policy,
     redirect,
     serving,
     url_of,
 )
+from tests.preprocessing.worker_jobs import no_descriptor_left, open_descriptors, until
 
-pytestmark = pytest.mark.usefixtures("no_name_is_looked_up")
+CHUNKED = head(200, "Transfer-Encoding: chunked")
 
 
 async def test_a_body_arrives_whole_and_the_request_has_only_necessary_headers() -> None:
@@ -47,12 +43,12 @@ async def test_a_body_arrives_whole_and_the_request_has_only_necessary_headers()
     "answer",
     [
         head(200) + BODY,
-        head(200, "Transfer-Encoding: chunked") + b"40000;x=y\r\n" + BODY + b"\r\n0\r\nTrailer: x\r\n\r\n",
+        CHUNKED + b"40000;x=y\r\n" + BODY + b"\r\n0\r\nTrailer: x\r\n\r\n",
         head(100) + head(103, "Link: </a>") + ok(),
-        ok(BODY, f"Content-Length: {len(BODY)}", "Content-Encoding: Identity"),
+        ok(BODY, "Content-Encoding: Identity"),
         ok() + b"more than Content-Length says",
     ],
-    ids=["no length", "chunked", "informational answers first", "its length twice", "more than its length"],
+    ids=["no length", "chunked", "informational answers first", "identity", "more than its length"],
 )
 async def test_a_body_of_exactly_the_limit_ends_where_http_says(answer: bytes) -> None:
     async with serving(answer) as server:
@@ -64,20 +60,13 @@ async def test_a_body_of_exactly_the_limit_ends_where_http_says(answer: bytes) -
     [
         (head(404, "Content-Length: 0"), "status 404"),
         (head(206, "Content-Length: 1") + b"a", "status 206"),
-        (head(204), "status 204"),
-        (head(304), "status 304"),
-        (head(101, "Connection: upgrade", "Upgrade: x"), "broke off"),
         (head(302, "Content-Length: 0"), "status 302"),
         (ok(b""), "is empty"),
         (ok(BODY, "Content-Encoding: gzip"), "Content-Encoding 'gzip'"),
         (ok(BODY, "Content-Encoding: identity, br"), "Content-Encoding 'identity, br'"),
-        (head(200, "Transfer-Encoding: gzip, chunked") + b"0\r\n\r\n", "broke off"),
         (head(200, "Content-Length: 5") + b"1234", "broke off"),
         (head(200, "Content-Length: 5", "Content-Length: 6") + b"123456", "broke off"),
-        (head(200, "Content-Length: -1") + b"1", "broke off"),
-        (head(200, "Content-Length: " + "9" * 5000), "broke off"),
-        (head(200, "Transfer-Encoding: chunked") + b"3\r\nabc\r\n", "broke off"),
-        (head(200, "Transfer-Encoding: chunked") + b"-1\r\nabc\r\n0\r\n\r\n", "broke off"),
+        (CHUNKED + b"3\r\nabc\r\n", "broke off"),
         (head(200, "X: " + "a" * 200_000), "broke off"),
         (b"\0\1\2 no http at all\r\n\r\n", "broke off"),
         (b"", "broke off"),
@@ -89,28 +78,20 @@ async def test_an_incomplete_or_encoded_body_is_rejected(answer: bytes, why: str
             await fetched(server)
 
 
-@pytest.mark.parametrize("length", [f"Content-Length: {len(BODY)}", f"Content-Length: {10**19}"])
-async def test_a_declared_length_above_the_limit_is_refused_before_the_body_arrives(length: str) -> None:
+async def test_a_declared_length_above_the_limit_is_refused_before_the_body_arrives() -> None:
     async def only_a_head(writer: asyncio.StreamWriter) -> None:
-        writer.write(head(200, length))
+        writer.write(head(200, f"Content-Length: {len(BODY)}"))
         await asyncio.sleep(60)
 
-    async with serving(only_a_head) as server:
-        start = time.perf_counter()
+    async with serving(only_a_head) as server, asyncio.timeout(30):
         with pytest.raises(MediaRejected, match=f"more than the {len(BODY) - 1} bytes"):
-            await fetched(server, max_bytes=len(BODY) - 1)
-        assert time.perf_counter() - start < 30
+            await fetched(server, max_bytes=len(BODY) - 1, total_s=60.0)
 
 
-@pytest.mark.parametrize(
-    ("start", "piece"),
-    [(head(200), bytes(65536)), (head(200, "Transfer-Encoding: chunked"), b"10000\r\n" + bytes(65536) + b"\r\n")],
-    ids=["no length", "chunked"],
-)
-async def test_a_body_without_length_is_cut_at_the_limit(start: bytes, piece: bytes) -> None:
+async def test_a_body_without_length_is_cut_at_the_limit() -> None:
     async def endless(writer: asyncio.StreamWriter) -> None:
-        writer.write(start)
-        await forever(writer, piece)
+        writer.write(head(200))
+        await forever(writer, bytes(65536))
 
     async with serving(endless) as server:
         with pytest.raises(MediaRejected, match="more than the 1000000 bytes"):
@@ -119,96 +100,30 @@ async def test_a_body_without_length_is_cut_at_the_limit(start: bytes, piece: by
 
 @pytest.mark.parametrize(
     ("start", "piece"),
-    [
-        (b"", b""),
-        (b"", b"HTTP/1.1 200 X\r\n"[:1]),
-        (b"HTTP/1.1 200 X\r\nX: ", b"a"),
-        (b"", head(100)),
-        (head(200, "Content-Length: 1000"), b"a"),
-        (head(200, "Transfer-Encoding: chunked"), b"1\r\na\r\n"),
-        (head(200, "Transfer-Encoding: chunked") + b"1;", b"x"),
-    ],
-    ids=["silent", "status line", "header", "informational answers", "body", "chunks", "chunk extension"],
+    [(b"", b""), (b"HTTP/1.1 200 X\r\nX: ", b"a"), (b"", head(100)), (CHUNKED, b"1\r\na\r\n")],
+    ids=["silent", "header", "informational answers", "chunks"],
 )
 async def test_a_slow_server_is_abandoned_when_the_time_is_up(start: bytes, piece: bytes) -> None:
     async def drip(writer: asyncio.StreamWriter) -> None:
         writer.write(start)
         await forever(writer, piece, every_s=0.02)
 
-    before, start_s = open_files(), time.perf_counter()
+    before, start_s = open_descriptors(), time.perf_counter()
     async with serving(drip) as server:
-        with pytest.raises(
-            MediaRejected, match=r"^video\.url (took longer than the allowed 0\.4 s|could not be fetched)"
-        ):
+        with pytest.raises(MediaRejected, match=r"^video\.url (took longer than the allowed 0\.4 s|could not be)"):
             await fetched(server, total_s=0.4)
         assert time.perf_counter() - start_s < 20
-    await asyncio.sleep(0)  # lets asyncio close the connections that the server aborted
-    assert open_files() <= before
+    await until(lambda: open_descriptors() <= before)
 
 
-async def test_the_time_limit_includes_redirects_and_lookups() -> None:
+async def test_the_time_limit_includes_redirects() -> None:
     async def slowly_elsewhere(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.2)
         writer.write(redirect("/again"))
 
-    async def slow(host: str) -> Sequence[str]:
-        await asyncio.sleep(60)
-        return ["127.0.0.1"]
-
     async with serving(slowly_elsewhere) as server:
         with pytest.raises(MediaRejected, match=r"longer than the allowed 0\.5 s"):
             await fetched(server, total_s=0.5, max_redirects=100)
-    with pytest.raises(MediaRejected, match=r"longer than the allowed 0\.1 s"):
-        await Fetcher(policy(80, total_s=0.1), slow).fetch("video", "http://clip.test/")
-
-
-async def test_cancelling_closes_connection_and_file() -> None:
-    async def endless(writer: asyncio.StreamWriter) -> None:
-        writer.write(head(200))
-        await forever(writer, b"a", every_s=0.01)
-
-    before = open_files()
-    async with serving(endless) as server:
-        fetching = asyncio.create_task(fetched(server))
-        while not server.requests:
-            await asyncio.sleep(0.01)
-        fetching.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await fetching
-    await asyncio.sleep(0)
-    assert open_files() <= before
-
-
-async def test_a_fetched_file_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    async with serving(ok()) as server:
-        source = await Fetcher(policy(server.port), Resolver(clip_test=[["127.0.0.1"]])).fetch(
-            "video", f"http://clip.test:{server.port}/"
-        )
-        assert not list(tmp_path.iterdir())
-        source.close()
-
-
-# --- fetches side by side -------------------------------------------------------------------------------------------
-
-
-async def test_urls_are_fetched_side_by_side_and_named() -> None:
-    together = asyncio.Event()
-
-    async def when_all_have_asked(writer: asyncio.StreamWriter) -> None:
-        path = server.requests[-1].split(" ")[1]
-        if len(server.requests) == 3:
-            together.set()
-        await together.wait()
-        writer.write(ok(path.encode()))
-
-    async with serving(when_all_have_asked) as server:
-        fetched = await fetcher_of(server).fetch_all({name: url_of(server, f"/{name}") for name in "abc"})
-    for name, source in fetched.items():
-        with source.open() as file:
-            assert (source.name, file.read()) == (name, f"/{name}".encode())
-        source.close()
-    assert list(fetched) == list("abc")
 
 
 async def test_a_failed_fetch_cancels_the_others_and_closes_everything() -> None:
@@ -226,15 +141,13 @@ async def test_a_failed_fetch_cancels_the_others_and_closes_everything() -> None
         await asyncio.sleep(0.1)
         return writer.write(head(404, "Content-Length: 0"))
 
-    before = open_files()
+    before = open_descriptors()
     async with serving(by_path) as server:
+        urls = {name: url_of(server, f"/{name}") for name in ("brought", "drips", "gone")}
         with pytest.raises(MediaRejected, match=r"^gone\.url was answered with status 404"):
-            await fetcher_of(server).fetch_all(
-                {name: url_of(server, f"/{name}") for name in ("brought", "drips", "gone")}
-            )
-    await asyncio.sleep(0)
+            await fetcher_of(server).fetch_all(urls)
     assert brought.is_set()
-    assert open_files() <= before
+    await until(lambda: open_descriptors() <= before)
 
 
 async def test_concurrent_fetches_are_limited() -> None:
@@ -247,28 +160,25 @@ async def test_concurrent_fetches_are_limited() -> None:
     async with serving(when_told) as server:
         urls = {str(number): url_of(server) for number in range(MAX_CONCURRENT_FETCHES + 3)}
         fetching = asyncio.create_task(fetcher_of(server).fetch_all(urls))
-        while server.connections < MAX_CONCURRENT_FETCHES:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.connections >= MAX_CONCURRENT_FETCHES)
         await asyncio.sleep(0.1)
         assert server.connections == MAX_CONCURRENT_FETCHES
         enough.set()
         for source in (await fetching).values():
             source.close()
-    assert server.connections == MAX_CONCURRENT_FETCHES + 3
 
 
 async def test_files_share_the_disk_budget_until_they_are_closed() -> None:
     async with serving(ok()) as server:
         fetcher = fetcher_of(server, max_bytes=len(BODY), disk_bytes=2 * len(BODY) - 1)
         first = await fetcher.fetch("first", url_of(server))
-        for _ in range(3):
-            with pytest.raises(Overloaded, match=rf"^second\.url finds no room: .* {2 * len(BODY) - 1} bytes together"):
-                await fetcher.fetch("second", url_of(server))
+        with pytest.raises(Overloaded, match=rf"^second\.url finds no room: .* {2 * len(BODY) - 1} bytes together"):
+            await fetcher.fetch("second", url_of(server))
         first.close()
         (await fetcher.fetch("second", url_of(server))).close()
 
 
-async def test_a_cancelled_fetch_releases_its_disk_budget() -> None:
+async def test_a_cancelled_fetch_releases_its_connection_its_file_and_its_disk_budget() -> None:
     sent = asyncio.Event()
 
     async def half(writer: asyncio.StreamWriter) -> None:
@@ -277,6 +187,7 @@ async def test_a_cancelled_fetch_releases_its_disk_budget() -> None:
         sent.set()
         await asyncio.sleep(60)
 
+    before = open_descriptors()
     async with serving(half) as server:
         fetcher = fetcher_of(server, disk_bytes=len(BODY), max_bytes=len(BODY))
         fetching = asyncio.create_task(fetcher.fetch("video", url_of(server)))
@@ -287,47 +198,18 @@ async def test_a_cancelled_fetch_releases_its_disk_budget() -> None:
             await fetching
         server.answer = ok()
         (await fetcher.fetch("video", url_of(server))).close()
+    await until(lambda: open_descriptors() <= before)
 
 
-@pytest.mark.parametrize("lack", [errno.ENOSPC, errno.EDQUOT])
-async def test_a_full_disk_is_overloaded(monkeypatch: pytest.MonkeyPatch, lack: int) -> None:
-    class FullDisk:
-        def write(self, piece: bytes) -> int:
-            raise OSError(lack, os.strerror(lack))
+async def test_a_fetch_without_free_descriptors_is_overloaded() -> None:
+    with ExitStack() as shortage:
 
-        def close(self) -> None:
-            pass
+        class Exhausting(Resolver):
+            async def __call__(self, host: str) -> Sequence[str]:
+                shortage.enter_context(no_descriptor_left())
+                return await super().__call__(host)
 
-    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: FullDisk())
-    async with serving(ok()) as server:
-        with pytest.raises(Overloaded, match=rf"^video\.url cannot be opened now: {os.strerror(lack)}$"):
-            await fetched(server)
-
-
-async def test_a_lookup_without_free_descriptors_is_overloaded() -> None:
-    async def lacking(host: str) -> Sequence[str]:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    with pytest.raises(Overloaded, match=r"^video\.url cannot be opened now: Too many open files"):
-        await Fetcher(policy(80), lacking).fetch("video", "http://clip.test/")
-
-
-@pytest.mark.parametrize("at", ["its file", "its connection"])
-async def test_a_fetch_without_free_descriptors_is_overloaded(at: str) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    class Exhausting(Resolver):
-        async def __call__(self, host: str) -> Sequence[str]:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-            return await super().__call__(host)
-
-    async with serving(ok()) as server:
-        fetcher = Fetcher(policy(server.port), Exhausting(clip_test=[["127.0.0.1"]]))
-        if at == "its file":
-            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-        try:
+        async with serving(ok()) as server:
             with pytest.raises(Overloaded, match=r"^video\.url cannot be opened now: Too many open files"):
-                await fetcher.fetch("video", url_of(server))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                await fetched(server, Exhausting(clip_test=[["127.0.0.1"]]))
     assert server.connections == 0

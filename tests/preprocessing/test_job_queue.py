@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+import threading
 from dataclasses import replace
-from pathlib import Path
 from time import monotonic_ns
 
 import pytest
 
 from common.contract.errors import MediaRejected, StartupError, Unavailable
-from services.preprocessing.sources.source import path_source
+from services.preprocessing.rpc.planning_threads import PlanningThreads
 from services.preprocessing.workers.job_queue import InFlightBudget, JobQueue, Share, started
 from services.preprocessing.workers.media_reader import MediaReader
-from services.preprocessing.workers.process import Fault, WorkerProcess
-from tests.preprocessing.preprocessing_media import clip
+from services.preprocessing.workers.process import Fault
 from tests.preprocessing.worker_jobs import (
     ENTRY,
     LIMITS,
@@ -24,9 +22,9 @@ from tests.preprocessing.worker_jobs import (
     Ask,
     children,
     counting,
-    open_descriptors,
     open_memories,
     pieces_made,
+    read,
     until,
 )
 
@@ -36,71 +34,41 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def test_time_counts_while_the_worker_works_and_not_while_its_reader_does(
     queue: JobQueue, monkeypatch: pytest.MonkeyPatch, replaced: list[Fault]
 ) -> None:
-    monkeypatch.setattr(queue.inflight, "size_bytes", MIB)
+    queue.inflight.size_bytes = MIB
     monkeypatch.setattr(queue, "_limits", replace(LIMITS, wall_s=0.8))
     async with queue.stream(counting(5, piece_s=0.01)) as pieces:
-        read = []
         async for each in pieces:
-            read.append(each)
+            assert each
             await asyncio.sleep(0.2)
-    assert pieces_made(read) == list(range(5))
-    async with queue.stream(counting(50, piece_s=0.05)) as pieces:
-        with pytest.raises(MediaRejected, match=r"^video cannot be decoded: it took more than 0\.8 s$"):
-            _ = [each async for each in pieces]
+    with pytest.raises(MediaRejected, match=r"^video cannot be decoded: it took more than 0\.8 s$"):
+        await read(queue, counting(50, piece_s=0.05))
     assert replaced == [Fault.SLOW]
+    replaced.clear()
 
 
-@pytest.mark.parametrize("inflight", [1, 3])
-async def test_a_worker_runs_ahead_of_its_reader_by_the_bytes_in_flight(
-    queue: JobQueue, monkeypatch: pytest.MonkeyPatch, inflight: int
-) -> None:
-    monkeypatch.setattr(queue.inflight, "size_bytes", inflight * MIB)
+async def test_a_worker_runs_ahead_of_its_reader_by_the_bytes_in_flight(queue: JobQueue) -> None:
+    queue.inflight.size_bytes = 3 * MIB
     before = open_memories()
 
     async def unread_pieces_stay_at_the_limit() -> None:
-        await until(lambda: open_memories() == before + inflight)
+        await until(lambda: open_memories() == before + 3)
         await asyncio.sleep(0.1)
-        assert open_memories() == before + inflight
+        assert open_memories() == before + 3
 
     async with queue.stream(counting(100)) as pieces:
-        first = await anext(pieces)
+        assert pieces_made([await anext(pieces)]) == [0]
         await unread_pieces_stay_at_the_limit()
-        second = await anext(pieces)
-        assert pieces_made([first, second]) == [0, 1]
-        del first, second
+        assert pieces_made([await anext(pieces)]) == [1]
         await unread_pieces_stay_at_the_limit()
 
 
-async def test_a_slow_reader_lends_its_worker_to_waiting_jobs_and_continues_later(
-    queue: JobQueue, monkeypatch: pytest.MonkeyPatch, replaced: list[Fault]
-) -> None:
-    monkeypatch.setattr(queue.inflight, "size_bytes", 2 * MIB)
+async def test_a_slow_reader_lends_its_worker_to_waiting_jobs_and_continues_later(queue: JobQueue) -> None:
+    queue.inflight.size_bytes = 2 * MIB
     async with queue.stream(counting(12)) as slow:
-        read = [await anext(slow)]
-        async with asyncio.timeout(20), queue.stream(counting(30)) as quick:
-            assert pieces_made([each async for each in quick]) == list(range(30))
-        read += [each async for each in slow]
-    assert pieces_made(read) == list(range(12))
-    assert replaced == []
-
-
-async def test_many_jobs_on_one_worker_all_end(
-    queue: JobQueue, monkeypatch: pytest.MonkeyPatch, replaced: list[Fault]
-) -> None:
-    monkeypatch.setattr(queue.inflight, "size_bytes", 3 * MIB)
-
-    async def read(pause_s: float) -> list[int]:
-        numbers = []
-        async with queue.stream(counting(8)) as pieces:
-            async for facts, _ in pieces:
-                numbers.append(facts.integer("number", 0, 100))
-                await asyncio.sleep(pause_s)
-        return numbers
-
-    async with asyncio.timeout(60):
-        found = await asyncio.gather(*(read(0.01 * (each % 3)) for each in range(4)))
-    assert found == [list(range(8))] * 4
-    assert replaced == []
+        made = [await anext(slow)]
+        assert pieces_made(await asyncio.wait_for(read(queue, counting(30)), 20)) == list(range(30))
+        made += [each async for each in slow]
+    assert pieces_made(made) == list(range(12))
 
 
 async def test_a_reader_that_leaves_frees_its_worker_at_the_next_piece(queue: JobQueue) -> None:
@@ -112,18 +80,16 @@ async def test_a_reader_that_leaves_frees_its_worker_at_the_next_piece(queue: Jo
 
 
 @pytest.mark.parametrize("attempts", [15, pytest.param(90, marks=pytest.mark.deep)])
-async def test_readers_cancelled_at_any_moment_leak_nothing(
-    queue: JobQueue, monkeypatch: pytest.MonkeyPatch, attempts: int
-) -> None:
-    monkeypatch.setattr(queue.inflight, "size_bytes", 4 * MIB)
+async def test_readers_cancelled_at_any_moment_leak_nothing(queue: JobQueue, attempts: int) -> None:
+    queue.inflight.size_bytes = 4 * MIB
 
-    async def read() -> None:
+    async def read_slowly() -> None:
         async with queue.stream(counting(50, piece_s=0.002)) as pieces:
             async for _ in pieces:
                 await asyncio.sleep(0.001)
 
     for attempt in range(attempts):
-        reader = asyncio.create_task(read())
+        reader = asyncio.create_task(read_slowly())
         await asyncio.sleep(attempt * 0.06 / attempts)
         reader.cancel()
         await asyncio.wait([reader])
@@ -145,28 +111,6 @@ async def test_gauges_count_running_and_waiting_jobs(queue: JobQueue) -> None:
         assert (queue.jobs, workers.busy, workers.oldest_ns) == (1, 1, None)
 
 
-# --- starting and stopping ----------------------------------------------------------------------------------------
-
-
-async def test_queues_start_side_by_side_and_stop_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(_: WorkerProcess) -> None:
-        await asyncio.Event().wait()
-
-    async def start() -> None:
-        async with started(*(JobQueue(1, LIMITS, MIB, print, ENTRY) for _ in range(2))):
-            pass
-
-    monkeypatch.setattr(WorkerProcess, "ready", never)
-    before, descriptors = children(), open_descriptors()
-    starting = asyncio.create_task(start())
-    await until(lambda: len(children()) == len(before) + 2)
-    starting.cancel()
-    await asyncio.wait([starting])
-    assert starting.cancelled()
-    assert children() == before
-    assert open_descriptors() <= descriptors
-
-
 async def test_a_queue_whose_workers_do_not_start_stops_the_others() -> None:
     before = children()
     with pytest.raises(StartupError, match="ended with status 1"):
@@ -181,16 +125,20 @@ async def test_stopping_kills_the_workers_and_fails_all_jobs() -> None:
         hanging = asyncio.create_task(queue.call(Ask("hang")))
         await until(lambda: queue.workers.busy == 1)
         # The task of this job has not taken its first step when the queue stops.
-        pieces = await (unstarted := queue.stream(counting(1))).__aenter__()
+        unstarted = asyncio.create_task(queue.call(counting(1)))
+        await asyncio.sleep(0)
     assert children() == before
     async with asyncio.timeout(5):
-        for waiting in (hanging, anext(pieces), queue.call(counting(1))):
+        for waiting in (hanging, unstarted, queue.call(counting(1))):
             with pytest.raises(Unavailable, match="stopping"):
                 await waiting
-        await unstarted.__aexit__(None, None, None)
 
 
-# --- the in-flight budget -----------------------------------------------------------------------------------------
+async def test_a_cancelled_request_reads_nothing(queue: JobQueue) -> None:
+    reader = MediaReader(queue)
+    reader.cancel()
+    with pytest.raises(Unavailable, match="was cancelled"):
+        await asyncio.to_thread(reader.packets, SOURCE)
 
 
 def acquired(share: Share) -> int:
@@ -237,56 +185,27 @@ async def test_a_job_with_more_than_its_share_makes_nothing_until_others_have_th
     assert (budget.held_bytes, budget.shares) == (0, 0)
 
 
-# --- reading for a planning thread --------------------------------------------------------------------------------
+async def test_planning_threads_end_without_deadlock_while_a_plan_uses_the_event_loop() -> None:
+    loop = asyncio.get_running_loop()
+    started = threading.Event()
+
+    def ask() -> int:
+        started.set()
+        return asyncio.run_coroutine_threadsafe(asyncio.sleep(0.1, 42), loop).result(5)
+
+    async with PlanningThreads(1) as threads:
+        asked = asyncio.create_task(threads.call(ask))
+        await asyncio.to_thread(started.wait, 5)
+    assert await asked == 42
 
 
-async def test_a_cancelled_request_reads_nothing(queue: JobQueue) -> None:
-    reader = MediaReader(queue)
-    reader.check_cancelled()
-    reader.cancel()
-    for read in (reader.packets, reader.picture):
-        with pytest.raises(Unavailable, match="was cancelled"):
-            await asyncio.to_thread(read, SOURCE)
-    with pytest.raises(Unavailable, match="was cancelled"):
-        reader.check_cancelled()
-
-
-async def test_requests_cancelled_while_they_read_leave_nothing_behind(
-    queue: JobQueue, replaced: list[Fault], tmp_path: Path
-) -> None:
-    (tmp_path / "clip.mp4").write_bytes(clip(10))
-
-    def read(reader: MediaReader) -> int:
-        source = path_source("video", "clip.mp4", tmp_path)
-        try:
-            return len(reader.packets(source).times.ticks)
-        finally:
-            source.close()
-
-    ends: list[int | BaseException] = []
-    for attempt in range(20):
-        reader = MediaReader(queue)
-        job = asyncio.create_task(asyncio.to_thread(read, reader))
-        await asyncio.sleep(attempt * 0.001)
-        reader.cancel()
-        ends += await asyncio.gather(job, return_exceptions=True)
-    assert queue.jobs == 0
-    assert await asyncio.to_thread(read, MediaReader(queue)) == 10
-    assert {type(each) for each in ends} <= {int, Unavailable}
-    assert Unavailable in {type(each) for each in ends}
-    assert replaced == []
-
-
-async def test_pieces_of_several_jobs_stop_at_the_shared_budget(
-    queue: JobQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(queue.inflight, "size_bytes", 4 * MIB)
-    before = open_memories()
-    async with AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(queue.stream(counting(20))) for _ in range(2)]
-        first = [await anext(pieces) for pieces in streams]
-        await until(lambda: open_memories() == before + 4)
-        await asyncio.sleep(0.1)
-        assert open_memories() == before + 4
-        assert [pieces_made([each]) for each in first] == [[0], [0]]
-        del first
+async def test_a_function_that_is_cancelled_while_it_waits_for_a_planning_thread_is_forgotten() -> None:
+    held = threading.Event()
+    async with PlanningThreads(1) as threads:
+        running, waiting = (asyncio.create_task(threads.call(lambda: held.wait(5))) for _ in range(2))
+        await until(lambda: threads.waiting == 1)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert (threads.jobs, threads.waiting, threads.oldest_ns) == (1, 0, None)
+        held.set()
+        await running

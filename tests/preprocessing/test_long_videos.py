@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -15,21 +16,20 @@ import pytest
 
 from common.checkpoint import Checkpoint
 from common.contract.plan import Modality
-from services.preprocessing.planner import Conversation, MediaRequest, PlannedPrompt, Planner
+from services.preprocessing.planner import Conversation, MediaRequest, Planner
 from services.preprocessing.prompt.tokens import Turn
-from services.preprocessing.sources.source import Source, path_source
 from services.preprocessing.video import decode
 from services.preprocessing.video.packets import read_packets
 from services.preprocessing.video.sampling import FrameSampling
-from services.preprocessing.video.slices import PlannedVideo
+from services.preprocessing.video.slices import PlannedVideo, Slice
 from services.preprocessing.workers.job_queue import JobQueue
 from services.preprocessing.workers.jobs import IndexVideo, VideoSlices
 from services.preprocessing.workers.limits import Limits
 from tests.awake import awake
 from tests.preprocessing.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, number_of, transformers_indices
+from tests.preprocessing.worker_jobs import MIB, read
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-MIB = 2**20
 RATE, GROUP, HOUR_S = 24, 48, 3600
 FRAMES = RATE * HOUR_S
 LIMITS = Limits(wall_s=20, memory_bytes=192 * MIB, file_bytes=64 * MIB, frames=FRAMES, length_s=HOUR_S, pixels=2**38)
@@ -55,13 +55,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hour(folder: Path) -> Iterator[Source]:
-    source = path_source("video", "hour.mp4", folder)
-    yield source
-    source.close()
-
-
-@pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with every frame that is decoded, selected or not."""
     frames: list[int] = []
@@ -69,55 +62,60 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return frames
 
 
-@contextmanager
-def planned(checkpoint: Path, folder: Path, **wish: float) -> Iterator[tuple[PlannedPrompt, PlannedVideo]]:
-    request = MediaRequest("video", Modality.VIDEO, "hour.mp4", FrameSampling(**wish))  # type: ignore[arg-type]
-    prompt = Planner(Checkpoint(checkpoint), folder).plan(Conversation((Turn("user", (Modality.VIDEO,)),), (request,)))
-    with prompt.files:
-        (video,) = prompt.media
-        assert isinstance(video, PlannedVideo)
-        yield prompt, video
+@pytest.fixture
+def planned(tiny_checkpoint: Path, folder: Path) -> Iterator[Callable[..., PlannedVideo]]:
+    """Plans the hour with these settings, to be sent at its own size."""
+    with ExitStack() as files:
+
+        def plan(**wish: Any) -> PlannedVideo:
+            request = MediaRequest("video", Modality.VIDEO, "hour.mp4", FrameSampling(**wish))
+            conversation = Conversation((Turn("user", (Modality.VIDEO,)),), (request,))
+            prompt = Planner(Checkpoint(tiny_checkpoint), folder).plan(conversation)
+            files.enter_context(prompt.files)
+            (video,) = prompt.media
+            assert isinstance(video, PlannedVideo)
+            return replace(video, height_px=HEIGHT_PX, width_px=WIDTH_PX)
+
+        yield plan
 
 
-async def test_its_packets_are_read_in_little_memory_and_time(queue: JobQueue, hour: Source) -> None:
+def numbers_of(slices: Iterable[Slice]) -> list[int]:
+    return [number_of(row) for each in slices for row in each.pixels]
+
+
+async def test_its_packets_are_read_in_little_memory_and_time(
+    queue: JobQueue, planned: Callable[..., PlannedVideo]
+) -> None:
+    source = planned().source
     with awake() as passed_s:
-        index = await queue.call(IndexVideo(hour))
+        index = await queue.call(IndexVideo(source))
         assert passed_s() < 10
-    assert index == read_packets(hour)
-    assert len(index.times.ticks) == FRAMES
+    assert index == read_packets(source)
+    assert (len(index.times.ticks), len(index.keyframes)) == (FRAMES, FRAMES // GROUP)
     assert index.times.length_s == HOUR_S
-    assert len(index.keyframes) == FRAMES // GROUP
 
 
 async def test_frames_from_all_over_it_are_the_selected_ones(
-    queue: JobQueue, tiny_checkpoint: Path, folder: Path, decoded: list[int]
+    queue: JobQueue, planned: Callable[..., PlannedVideo], decoded: list[int]
 ) -> None:
-    with planned(tiny_checkpoint, folder) as (prompt, video):
-        assert prompt.plan.media[0].frames == 768
-        assert list(video.places) == transformers_indices(FRAMES, RATE, 2.0, 4, 768)
-        small = replace(video, height_px=HEIGHT_PX, width_px=WIDTH_PX)
-        async with queue.stream(VideoSlices(small)) as slices:
-            sent = [number_of(row) for each in [each async for each in slices] for row in each.pixels]
-        assert sent == [place % GROUP for place in video.places]
-        first = replace(small, places=video.places[:96])
-        assert [number_of(row) for each in first.slices() for row in each.pixels] == sent[:96]
+    video = planned()
+    assert list(video.places) == transformers_indices(FRAMES, RATE, 2.0, 4, 768)
+    sent = numbers_of(await read(queue, VideoSlices(video)))
+    assert sent == [place % GROUP for place in video.places]
+    first = replace(video, places=video.places[:96])
+    assert numbers_of(first.slices()) == sent[:96]
     # From the keyframe before each frame to the frame, and the frames that reordering and threads hold back.
-    assert len(decoded) <= 96 * (GROUP + 8)
-    assert len(decoded) < first.places[-1]
+    assert len(decoded) <= 96 * (GROUP + 8) < first.places[-1]
 
 
 @pytest.mark.parametrize(("start_s", "end_s"), [(0.0, 10.0), (1801.0, 1811.0), (3590.0, 3600.0)])
 async def test_ten_seconds_of_it_are_decoded_alone(
-    tiny_checkpoint: Path, folder: Path, decoded: list[int], start_s: float, end_s: float
+    planned: Callable[..., PlannedVideo], decoded: list[int], start_s: float, end_s: float
 ) -> None:
-    with planned(tiny_checkpoint, folder, start_s=start_s, end_s=end_s) as (_, video):
-        assert {start_s <= place / RATE < end_s for place in video.places} == {True}
-        frames = [
-            row for each in replace(video, height_px=HEIGHT_PX, width_px=WIDTH_PX).slices() for row in each.pixels
-        ]
-        times_s = np.array(decoded) * float(video.index.times.time_base)
-    assert [number_of(row) for row in frames] == [place % GROUP for place in video.places]
+    video = planned(start_s=start_s, end_s=end_s)
+    assert {start_s <= place / RATE < end_s for place in video.places} == {True}
+    assert numbers_of(video.slices()) == [place % GROUP for place in video.places]
+    times_s = np.array(decoded) * float(video.index.times.time_base)
     # FFmpeg always decodes the first frame, because it begins there.
-    near = [time_s for time_s in times_s if time_s >= 1]
-    assert all(start_s - GROUP / RATE <= time_s <= end_s + 1 for time_s in near)
+    assert all(start_s - GROUP / RATE <= time_s <= end_s + 1 for time_s in times_s if time_s >= 1)
     assert len(decoded) <= 12 * RATE + 16

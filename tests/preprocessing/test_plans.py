@@ -1,12 +1,10 @@
-"""Plans of encoded media have the tokens, runs and positions of transformers, and positions follow the formula."""
+"""Plans of encoded media have the frames, sizes, tokens, runs and positions of transformers."""
 
 from __future__ import annotations
 
-import io
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
 from importlib import import_module
@@ -17,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers import AutoTokenizer
 
 from common.checkpoint import Checkpoint
@@ -25,6 +22,7 @@ from common.contract.plan import Modality, PromptPlan
 from services.preprocessing.planner import Conversation, MediaRequest, Planner
 from services.preprocessing.prompt.tokens import Turn
 from services.preprocessing.video.sampling import FrameSampling
+from tests import media
 from tests.families import FAMILIES
 from tests.preprocessing.preprocessing_media import (
     HEIGHT_PX,
@@ -47,9 +45,7 @@ class Picture:
 
     @property
     def data(self) -> bytes:
-        file = io.BytesIO()
-        Image.new("RGB", (self.width, self.height), "green").save(file, "PNG")
-        return file.getvalue()
+        return media.picture(self.width, self.height)
 
 
 @dataclass(frozen=True)
@@ -87,58 +83,57 @@ Part = str | Picture | Video
 Message = tuple[str, Sequence[Part]]
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What transformers' processor makes of a media item: its frames before padding, their size, and its text."""
+
+    frames: int
+    height_px: int
+    width_px: int
+    text: str
+
+
 @cache
 def tokenizer_of(checkpoint: Path) -> Any:
     return AutoTokenizer.from_pretrained(checkpoint)
 
 
-def expected_ids(family: str, checkpoint: Path, messages: Sequence[Message]) -> list[int]:
-    """What transformers' processor and tokenizer make of the conversation."""
+def expected_item(family: str, checkpoint: Path, part: Picture | Video) -> Expected:
     known = FAMILIES[family]
-    tokenizer = tokenizer_of(checkpoint)
     processor = transformers_processor(family, known.merge, known.temporal_patch)
-    images, videos = [], []
-    for part in (part for _, parts in messages for part in parts):
-        if isinstance(part, Picture):
-            height, width = transformers_smart_resize(
-                part.height, part.width, known.token_px, *edges(checkpoint, "preprocessor_config.json")
-            )
-            grids = torch.tensor([[1, height // known.patch_px, width // known.patch_px]])
-            images.append(processor.replace_image_token({"image_grid_thw": grids}, 0))
-        elif isinstance(part, Video):
-            metadata = part.metadata(family)
-            height, width = transformers_video_size(
-                len(metadata.frames_indices),
-                HEIGHT_PX,
-                WIDTH_PX,
-                known.token_px,
-                *edges(checkpoint, "video_preprocessor_config.json"),
-                cap=None,
-                max_tokens=0,
-                family=family,
-            )
-            slices = -(-len(metadata.frames_indices) // known.temporal_patch)
-            grids = torch.tensor([[slices, height // known.patch_px, width // known.patch_px]])
-            videos.append(processor.replace_video_token({"video_grid_thw": grids, "video_metadata": [metadata]}, 0))
-    rendered = tokenizer.apply_chat_template(
-        [{"role": role, "content": [content_of(part) for part in parts]} for role, parts in messages],
-        add_generation_prompt=True,
-        tokenize=False,
+    kind = "preprocessor_config" if isinstance(part, Picture) else "video_preprocessor_config"
+    size = json.loads((checkpoint / f"{kind}.json").read_text())["size"]
+    edges = size["shortest_edge"], size["longest_edge"]
+    if isinstance(part, Picture):
+        height, width = transformers_smart_resize(part.height, part.width, known.token_px, *edges)
+        grids = torch.tensor([[1, height // known.patch_px, width // known.patch_px]])
+        return Expected(1, height, width, processor.replace_image_token({"image_grid_thw": grids}, 0))
+    metadata = part.metadata(family)
+    frames = len(metadata.frames_indices)
+    height, width = transformers_video_size(frames, HEIGHT_PX, WIDTH_PX, known.token_px, *edges, None, family)
+    slices = -(-frames // known.temporal_patch)
+    grids = torch.tensor([[slices, height // known.patch_px, width // known.patch_px]])
+    text = processor.replace_video_token({"video_grid_thw": grids, "video_metadata": [metadata]}, 0)
+    return Expected(frames, height, width, text)
+
+
+def expected_ids(family: str, checkpoint: Path, messages: Sequence[Message], items: Sequence[Expected]) -> list[int]:
+    """What transformers' processor and tokenizer make of the conversation."""
+    parts = [part for _, parts in messages for part in parts if not isinstance(part, str)]
+    images, videos = (
+        [item.text for part, item in zip(parts, items, strict=True) if isinstance(part, kind)]
+        for kind in (Picture, Video)
     )
-    (text,), _ = processor.get_text_with_replacements([rendered], images, videos)
+    tokenizer = tokenizer_of(checkpoint)
+    kinds = {Picture: "image", Video: "video", str: "text"}
+    conversation = [
+        {"role": role, "content": [{"type": kinds[type(part)], "text": part} for part in parts]}
+        for role, parts in messages
+    ]
+    rendered = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+    (text,), _ = transformers_processor(family, 0, 0).get_text_with_replacements([rendered], images, videos)
     ids: list[int] = tokenizer(text)["input_ids"]
     return ids
-
-
-def content_of(part: Part) -> dict[str, str]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    return {"type": "image" if isinstance(part, Picture) else "video"}
-
-
-def edges(checkpoint: Path, file: str) -> tuple[int, int]:
-    size = json.loads((checkpoint / file).read_text())["size"]
-    return size["shortest_edge"], size["longest_edge"]
 
 
 def planned_of(checkpoint: Path, messages: Sequence[Message]) -> PromptPlan:
@@ -163,9 +158,8 @@ def rope_index(family: str, checkpoint: Path, plan: PromptPlan) -> list[list[int
     model_class = FAMILIES[family].model
     config = model_class.config_class.from_pretrained(checkpoint)
     side = config.vision_config.spatial_merge_size
-    inner = vars(import_module(model_class.__module__))[
-        model_class.__name__.replace("ForConditionalGeneration", "Model")
-    ]
+    name = model_class.__name__.replace("ForConditionalGeneration", "Model")
+    inner = vars(import_module(model_class.__module__))[name]
     model = inner.__new__(inner)
     torch.nn.Module.__init__(model)
     model.config = config
@@ -192,13 +186,25 @@ def rope_index(family: str, checkpoint: Path, plan: PromptPlan) -> list[list[int
     return found
 
 
-def assert_planned_as_by_transformers(family: str, checkpoint: Path, messages: Sequence[Message]) -> None:
+def assert_planned_as_by_transformers(family: str, checkpoint: Path, *messages: Message) -> None:
     plan = planned_of(checkpoint, messages)
-    assert plan.input_ids.tolist() == expected_ids(family, checkpoint, messages)
-    alone = FAMILIES[family].slices_stand_alone
-    for item in plan.media:
+    parts = [part for _, parts in messages for part in parts if not isinstance(part, str)]
+    expected = [expected_item(family, checkpoint, part) for part in parts]
+    assert plan.input_ids.tolist() == expected_ids(family, checkpoint, messages, expected)
+    alone, token_px = FAMILIES[family].slices_stand_alone, FAMILIES[family].token_px
+    for part, item, its in zip(parts, plan.media, expected, strict=True):
+        assert (item.frame_height_px, item.frame_width_px) == (its.height_px, its.width_px)
+        assert (item.grid.h, item.grid.w) == (its.height_px // token_px, its.width_px // token_px)
         slices = item.grid.t if alone else 1
         assert [run.length for run in item.runs] == [item.grid.tokens // slices] * slices
+        if isinstance(part, Picture):
+            assert (item.grid.t, item.frames, item.seconds_per_grid, item.timestamps_s) == (1, 1, None, ())
+            continue
+        metadata = part.metadata(family)
+        shown = metadata.frames_indices / metadata.fps
+        assert item.timestamps_s == (*shown, *shown[its.frames - its.frames % 2 :])
+        assert item.frames == 2 * item.grid.t == len(item.timestamps_s)
+        assert item.seconds_per_grid == 2 * part.frames / (its.frames * part.average_rate)
     # Elsewhere transformers resumes text inside the video once its time exceeds the longer side of a frame.
     if alone or all(
         (item.grid.t - 1) * (item.seconds_per_grid or 0) * TOKENS_PER_SECOND < max(item.grid.h, item.grid.w)
@@ -207,48 +213,29 @@ def assert_planned_as_by_transformers(family: str, checkpoint: Path, messages: S
         assert plan.positions.tolist() == rope_index(family, checkpoint, plan)
 
 
-CLIPS = [Video(40, 1), Video(90, 2), Video(150, FILM), Video(181, NTSC)]
+RATES = [Video(frames, rate, fps) for frames, rate in ((90, 2), (150, FILM), (181, NTSC)) for fps in (1.0, 2.0, 29.97)]
+SLICES = [Video(frames, rate, float(rate)) for frames in (4, 5, 65, 128) for rate in (1, FILM)]
 
 
-@pytest.mark.parametrize("video", CLIPS, ids=lambda video: f"{video.frames}@{float(video.rate):.2f}")
-def test_a_video_is_planned_as_by_transformers_at_any_rate(family: str, family_checkpoint: Path, video: Video) -> None:
-    for fps in (1.0, 2.0, 23.976, 29.97):
-        messages = [("user", (replace(video, fps=fps), "What moves?"))]
-        assert_planned_as_by_transformers(family, family_checkpoint, messages)
+@pytest.mark.parametrize("video", [*RATES, *SLICES], ids=lambda each: f"{each.frames} at {float(each.rate):.2f}")
+def test_a_video_is_planned_as_by_transformers(family: str, family_checkpoint: Path, video: Video) -> None:
+    assert_planned_as_by_transformers(family, family_checkpoint, ("user", (video, "What moves?")))
 
 
-@pytest.mark.parametrize("slices", [2, 3, 33, 64])
-def test_a_video_is_planned_as_by_transformers_for_2_to_64_slices(
-    family: str, family_checkpoint: Path, slices: int
-) -> None:
-    for rate in (1, FILM):
-        for frames in (2 * slices - 1, 2 * slices):
-            messages = [("user", (Video(max(4, frames), rate, float(rate)), "What moves?"))]
-            assert_planned_as_by_transformers(family, family_checkpoint, messages)
-
-
-@pytest.mark.parametrize("fps", [1.0, 29.97])
-def test_timestamps_of_a_variable_rate_video_are_its_presentation_times(
-    family: str, family_checkpoint: Path, fps: float
-) -> None:
-    generator = np.random.default_rng(int(fps))
-    pts = (0, *np.cumsum(generator.choice([10, 33, 40, 150, 400], 119)).tolist())
-    video = Video(120, 30, fps, pts)
-    messages = [("user", (video, "What moves?"))]
-    assert_planned_as_by_transformers(family, family_checkpoint, messages)
-    if FAMILIES[family].slices_stand_alone:
-        steady = [("user", (replace(video, pts=None, rate=video.average_rate), "What moves?"))]
-        assert expected_ids(family, family_checkpoint, steady) != expected_ids(family, family_checkpoint, messages)
+def test_timestamps_of_a_variable_rate_video_are_its_presentation_times(family: str, family_checkpoint: Path) -> None:
+    steps = np.random.default_rng(1).choice([10, 33, 40, 150, 400], 119)
+    video = Video(120, 30, 29.97, pts=(0, *np.cumsum(steps).tolist()))
+    assert_planned_as_by_transformers(family, family_checkpoint, ("user", (video, "What moves?")))
 
 
 SHORT, LONG = Video(30, 30), Video(200, NTSC, 4.0)
 WIDE, TALL = Picture(60, 190), Picture(190, 60)
 MIXES: dict[str, Sequence[Message]] = {
     "no media": [("user", ("What is it?",))],
-    "an image before a video": [("user", (WIDE, "and", SHORT, "?"))],
     "a brief video before an image": [("user", ("so " * 300, Video(8, 8, 8.0), TALL, "Which is it?"))],
     "several videos and images": [("user", (SHORT, WIDE, LONG, "then", Video(77, FILM), TALL, "So?"))],
-    "twenty images": [("user", (*[Picture(30 + 9 * side, 100) for side in range(20)], "How many?"))],
+    "images of many sizes": [("user", (*[Picture(30 + 9 * side, 100) for side in range(20)], "How many?"))],
+    "extreme images": [("user", (Picture(1, 1), Picture(300, 20), "and", Picture(1000, 700), "?"))],
     "media in earlier turns": [
         ("system", ("Be brief.",)),
         ("user", (SHORT, TALL, "What moves?")),
@@ -260,68 +247,4 @@ MIXES: dict[str, Sequence[Message]] = {
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_every_mix_of_media_is_planned_as_by_transformers(family: str, family_checkpoint: Path, mix: str) -> None:
-    assert_planned_as_by_transformers(family, family_checkpoint, MIXES[mix])
-
-
-# --- positions against the formula ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("frames", "rate", "fps", "sampled"),
-    [
-        (120, FILM, 1.0, 4),  # 5.005 s
-        (120, FILM, 2.0, 10),
-        (120, FILM, 4.0, 20),
-        (120, FILM, 23.976, 118),  # 5.005 · 23.976 = 119.99988, floored to whole pairs
-        (240, Fraction(30), 2.0, 16),
-        (1100, Fraction(1), 1.0, 768),  # 1100 s: the last slices are beyond position 2,048
-    ],
-)
-def test_slices_of_a_clip_are_placed_by_their_sampled_times(
-    tiny_checkpoint: Path, frames: int, rate: Fraction, fps: float, sampled: int
-) -> None:
-    # 300 words before the clip put it beyond position 256.
-    plan = planned_of(tiny_checkpoint, [("user", ("so " * 300, Video(frames, rate, fps), "what?"))])
-    (item,) = plan.media
-    (run,) = item.runs
-    assert item.frames == sampled
-    step = 2 * frames / (sampled * rate) * TOKENS_PER_SECOND
-    start = run.offset
-    assert start > 256
-    expected = [
-        [start + math.floor(i * step), start + j, start + k]
-        for i in range(sampled // 2)
-        for j in range(item.grid.h)
-        for k in range(item.grid.w)
-    ]
-    assert plan.positions[:, run.offset : run.end].T.tolist() == expected
-    after = max(map(max, expected)) + 1
-    assert plan.positions[:, run.end :].tolist() == [list(range(after, after + plan.tokens - run.end))] * 3
-    if frames == 1100:
-        assert after > 2048
-
-
-@pytest.mark.parametrize(
-    ("frames", "rate", "fps", "sampled"),
-    [
-        (120, FILM, 1.0, 5),  # 5.005 s
-        (120, FILM, 23.976, 119),  # 5.005 · 23.976 = 119.99988
-        (1100, Fraction(1), 1.0, 768),
-    ],
-)
-def test_slices_of_their_own_are_placed_between_their_timestamps(
-    tmp_path: Path, frames: int, rate: Fraction, fps: float, sampled: int
-) -> None:
-    checkpoint = FAMILIES["qwen3_vl"].write(tmp_path / "checkpoint", 1)
-    plan = planned_of(checkpoint, [("user", ("so " * 300, Video(frames, rate, fps), "what?"))])
-    (item,) = plan.media
-    assert len(item.runs) == item.grid.t == (sampled + 1) // 2
-    # Each slice takes max(h, w) positions for its h · w tokens.
-    saved = item.grid.slice_tokens - max(item.grid.h, item.grid.w)
-    for index, run in enumerate(item.runs):
-        start = run.offset - index * saved
-        expected = [[start, start + j, start + k] for j in range(item.grid.h) for k in range(item.grid.w)]
-        assert plan.positions[:, run.offset : run.end].T.tolist() == expected
-    last = item.runs[-1].end
-    after = last - item.grid.t * saved
-    assert plan.positions[:, last:].tolist() == [list(range(after, after + plan.tokens - last))] * 3
+    assert_planned_as_by_transformers(family, family_checkpoint, *MIXES[mix])

@@ -1,17 +1,12 @@
-"""Resized pixels are within two levels of transformers and Pillow, and sizes shrink to a limit."""
+"""Resized pixels are within two levels of transformers, and sizes shrink to a limit."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from PIL import Image
 
 from services.preprocessing.video.resize import resize, shrink_to
 
@@ -29,79 +24,17 @@ def test_a_size_is_shrunk_no_more_than_necessary(rows: int, columns: int, tokens
         assert (min(height, width) + 28) * max(height, width) > tokens * 28 * 28
 
 
-def scene(height: int, width: int, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """A gradient with sharp coloured shapes and a little noise: edges are where resamplers differ."""
-    generator = np.random.default_rng(seed)
-    rows, columns = np.mgrid[:height, :width]
-    picture = np.stack([rows * 255 / height, columns * 255 / width, (rows + columns) % 256], -1)
-    for _ in range(12):
-        top, left = generator.integers(height), generator.integers(width)
-        picture[top : top + height // 4, left : left + width // 5] = generator.integers(0, 256, 3)
-    return np.clip(picture + generator.normal(0, 4, picture.shape), 0, 255).astype(np.uint8)
+SIDES_PX = st.integers(2, 150)  # torch itself fails for some sides of 1
 
 
-def noise(height: int, width: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Noise, on which two resamplers do not agree by chance."""
-    return np.random.default_rng(3).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-@pytest.mark.parametrize("seed", [1, None])
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        ((240, 320), (140, 196)),
-        ((480, 640), (476, 644)),
-        ((480, 640), (504, 616)),
-        ((90, 120), (140, 196)),
-        ((37, 53), (28, 84)),
-        ((541, 963), (140, 252)),
-    ],
-)
-def test_pixels_are_within_two_levels_of_transformers(
-    source: tuple[int, int], target: tuple[int, int], seed: int | None
-) -> None:
-    pixels = noise(*source) if seed is None else scene(*source, seed)
-    theirs = F.interpolate(
-        torch.from_numpy(pixels).permute(2, 0, 1)[None].contiguous(), size=target, mode="bicubic", antialias=True
-    )
-    ours = resize(pixels, *target)
-    assert ours.shape == (*target, 3)
-    difference = np.abs(ours.astype(int) - theirs[0].permute(1, 2, 0).numpy().astype(int))
-    assert difference.max() <= 2
-    assert (difference == 0).mean() >= 0.99
-
-
-SIDES_PX = st.integers(1, 150)
-
-
-@given(rows=SIDES_PX, columns=SIDES_PX, height=SIDES_PX, width=SIDES_PX, reversed_=st.booleans())
-def test_pixels_equal_pillows_horizontal_then_vertical_pass(
-    rows: int, columns: int, height: int, width: int, reversed_: bool
-) -> None:
-    pixels = noise(rows, columns)[:: -1 if reversed_ else 1]
-    across = Image.fromarray(np.ascontiguousarray(pixels)).resize((width, rows), Image.Resampling.BICUBIC)
-    theirs = np.asarray(across.resize((width, height), Image.Resampling.BICUBIC)).astype(int)
-    difference = np.abs(resize(pixels, height, width) - theirs)
+@given(rows=SIDES_PX, columns=SIDES_PX, height=SIDES_PX, width=SIDES_PX)
+@example(rows=480, columns=640, height=476, width=644)
+@example(rows=541, columns=963, height=140, width=252)
+def test_pixels_are_within_two_levels_of_transformers(rows: int, columns: int, height: int, width: int) -> None:
+    pixels = np.random.default_rng(3).integers(0, 256, (rows, columns, 3), dtype=np.uint8)
+    planes = torch.from_numpy(pixels).permute(2, 0, 1)[None].contiguous()
+    theirs = F.interpolate(planes, size=(height, width), mode="bicubic", antialias=True)[0].permute(1, 2, 0)
+    difference = np.abs(resize(pixels, height, width) - theirs.numpy().astype(int))
     # Sums of exactly half a level, frequent where a side is doubled or halved, round by the last bit of the weights.
     assert difference.max() <= 2
     assert (difference != 0).sum() <= 3 + 0.05 * difference.size
-
-
-def test_a_frame_of_the_right_size_is_returned_as_it_is() -> None:
-    pixels = scene(56, 84, seed=2)
-    assert resize(pixels, 56, 84) is pixels
-
-
-def test_resizing_needs_little_memory_after_import() -> None:
-    lines = (
-        "import resource, numpy as np",
-        "from pathlib import Path",
-        "from services.preprocessing.video.resize import resize",
-        "frame = np.zeros((720, 1280, 3), np.uint8)",
-        "used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()",
-        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, used + 2**24))",
-        "resize(frame, 28, 28)",
-    )
-    environment = {"OPENBLAS_NUM_THREADS": "1"}  # as in workers
-    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env=environment)
-    assert ended.returncode == 0, ended.stderr

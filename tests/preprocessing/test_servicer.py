@@ -1,17 +1,18 @@
-"""A stream's messages come in order: the plan, then the frames of each selected item, wherever the media come from."""
+"""A stream: the plan, then the frames of each selected item, wherever the media come from; or a refusal with a reason.
+
+One event loop for the module, because the workers belong to it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import io
 import os
+import re
 import signal
-from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
-import av
 import grpc
 import numpy as np
 import pytest
@@ -20,33 +21,34 @@ from prometheus_client import REGISTRY
 from common.contract.plan import PromptPlan
 from common.contract.wire import PlanReceiver
 from framesieve.v1 import prompt_pb2
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS
 from services.preprocessing.rpc.messages import frames_responses, plan_responses
 from services.preprocessing.video.slices import Slice
-from tests.preprocessing.media_server import fetched_files, ok
+from tests.preprocessing.media_server import fetched_files, ok, url_of
 from tests.preprocessing.media_server import serving as web_server
-from tests.preprocessing.preprocessing_media import clip, transformers_indices, without_packets
+from tests.preprocessing.preprocessing_media import clip, sound, transformers_indices, without_packets
 from tests.preprocessing.service import (
     EVERYTHING,
     INFLIGHT_SLICES,
-    Queues,
+    Service,
     asked,
-    by_url,
-    fetching_from,
     frames_of,
     plan_of,
     prompt_of,
+    refused,
     select,
     sent,
-    serving,
-    settled,
+    serves,
     stopped,
     text,
     video,
 )
+from tests.preprocessing.worker_jobs import until
 
-# One event loop for the module, because the workers belong to it.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CLIP = clip(30)
 
 
 def metric(name: str, **labels: str) -> float:
@@ -56,197 +58,193 @@ def metric(name: str, **labels: str) -> float:
 async def test_everything_can_be_selected_at_once_and_is_counted(stub: Any) -> None:
     stages = {stage: metric("stage_busy_seconds_count", stage=stage) for stage in ("plan", "decode", "resize")}
     counted = metric("preprocessing_frames_total", outcome="decoded")
-    call = await asked(stub, prompt_of(video(clip(60)), text("and"), video(clip(30)), text("?")), EVERYTHING)
-    plan = await plan_of(call)
-    order, frames, repaired = await frames_of(call, plan)
-    assert (order, repaired) == ([0, 1], 0)
-    for item, length in zip(plan.media, (60, 30), strict=True):
-        assert item.frames == len(transformers_indices(length, 30.0, 2.0, 4, 768))
-    assert [len(frames[index]) for index in order] == [item.frames for item in plan.media]
-    total = sum(item.frames for item in plan.media)
-    assert metric("preprocessing_frames_total", outcome="decoded") == counted + total
+    call = await asked(stub, prompt_of(video(clip(60)), text("and"), video(CLIP), text("?")), EVERYTHING)
+    frames, repaired = await frames_of(call, await plan_of(call))
+    expected = {index: len(transformers_indices(length, 30.0, 2.0, 4, 768)) for index, length in ((0, 60), (1, 30))}
+    assert {index: len(each) for index, each in frames.items()} == expected
+    assert repaired == 0
+    assert metric("preprocessing_frames_total", outcome="decoded") == counted + sum(expected.values())
     for stage, count in stages.items():
         assert metric("stage_busy_seconds_count", stage=stage) == count + (1 if stage == "plan" else 2)
 
 
 async def test_items_come_in_the_order_of_their_selection_and_no_others(stub: Any) -> None:
-    call = await asked(stub, prompt_of(*[video(clip(30)) for _ in range(3)]), select(2), select(0))
-    order, _, _ = await frames_of(call, await plan_of(call))
-    assert order == [2, 0]
+    assert await serves(stub, prompt_of(*[video(CLIP)] * 3), select(2), select(0)) == [2, 0]
 
 
-async def test_selecting_embeddings_sends_nothing(tiny_checkpoint: Path, tmp_path: Path, queues: Queues) -> None:
-    embeds = prompt_pb2.MediaEmbeds(
-        grid=prompt_pb2.Grid(t=3, h=2, w=2), seconds_per_grid=prompt_pb2.Rational(numerator=1, denominator=2)
-    )
-    parts = [video(clip(30)), prompt_pb2.Part(video=prompt_pb2.Media(embeds=embeds)), video(clip(30))]
-    async with serving(tiny_checkpoint, None, tmp_path, queues) as made:
-        for selects, expected in (([EVERYTHING], [0, 2]), ([select(1), select(2)], [2]), ([select(1)], [])):
-            call = await asked(made, prompt_of(*parts), *selects)
-            plan = await plan_of(call)
-            assert [item.brings_embeds for item in plan.media] == [False, True, False]
-            assert (await frames_of(call, plan))[0] == expected
+async def test_selecting_embeddings_sends_nothing(stub: Any) -> None:
+    second = prompt_pb2.Rational(numerator=1, denominator=1)
+    embeds = prompt_pb2.MediaEmbeds(grid=prompt_pb2.Grid(t=3, h=2, w=2), seconds_per_grid=second)
+    prompt = prompt_of(video(CLIP), video(embeds=embeds), video(CLIP))
+    assert await serves(stub, prompt) == [0, 2]
+    assert await serves(stub, prompt, select(1)) == []
 
 
 async def test_nothing_is_decoded_before_it_is_selected(stub: Any, decoded: list[int]) -> None:
-    call = stub.Preprocess()
-    await call.write(prompt_of(video(clip(60)), video(clip(60))))
+    call = await sent(stub, prompt_of(video(CLIP), video(CLIP)))
     plan = await plan_of(call)
     await asyncio.sleep(0.1)
     assert decoded == []
     await call.write(select(1))
     await call.done_writing()
-    order, _, _ = await frames_of(call, plan)
-    assert order == [1]
-    assert len(decoded) == plan.media[1].frames
-    unselected = stub.Preprocess()
-    await unselected.write(prompt_of(video(clip(60))))
-    await unselected.done_writing()
-    assert (await frames_of(unselected, await plan_of(unselected)))[0] == []
+    frames, _ = await frames_of(call, plan)
+    assert list(frames) == [1]
     assert len(decoded) == plan.media[1].frames
 
 
 async def test_a_slow_reader_pauses_the_decoder_and_cancelling_ends_it(stub: Any, decoded: list[int]) -> None:
-    call = stub.Preprocess()
-    await call.write(prompt_of(video(large(), fps=30.0, max_pixels=1024 * 1024)))
-    plan = await plan_of(call)
-    await call.write(select(0))
+    large = clip(60, codec="mpeg4", size=(1024, 1024))
+    call = await sent(stub, prompt_of(video(large, frame_sampling={"fps": 30.0, "max_pixels": 2**20})), select(0))
     await call.read()
-    while True:
+    count = -1
+    while count < len(decoded):
         count = len(decoded)
         await asyncio.sleep(0.6)
-        if len(decoded) == count:
-            break
-    assert 2 * INFLIGHT_SLICES <= count < plan.media[0].frames / 2
+    assert 2 * INFLIGHT_SLICES <= count < 30
     call.cancel()
     await asyncio.sleep(0.2)
     assert len(decoded) <= count + 2
-    # The only worker is free again.
-    again = await asked(stub, prompt_of(video(clip(30))))
-    assert (await frames_of(again, await plan_of(again)))[0] == [0]
+    assert await serves(stub, prompt_of(video(CLIP))) == [0]  # by the only worker
 
 
-def large() -> bytes:
-    """60 frames of 1024 × 1024."""
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as output:
-        stream = output.add_stream("mpeg4", rate=30)
-        stream.width, stream.height, stream.pix_fmt = 1024, 1024, "yuv420p"
-        for _ in range(60):
-            frame = av.VideoFrame.from_ndarray(np.zeros((1024, 1024, 3), np.uint8), format="rgb24")
-            output.mux(stream.encode(frame))
-        output.mux(stream.encode())
-    return file.getvalue()
-
-
-async def test_text_is_planned_while_all_readers_hang_and_other_prompts_wait(
-    tiny_checkpoint: Path, tmp_path: Path, queues: Queues
-) -> None:
+async def test_text_is_planned_while_all_readers_hang_and_other_prompts_wait(service: Service) -> None:
     def planning(what: str, threads: str) -> float:
         return metric(f"preprocessing_planning_{what}", threads=threads)
 
-    async def asking(*parts: Any) -> Any:
-        call = stub.Preprocess()
-        await call.write(prompt_of(*parts))
-        return call
-
-    data = clip(10)
-    async with serving(tiny_checkpoint, None, tmp_path, queues, threads=2) as stub:
-        with stopped(queues.reading) as pid:
-            held = [await asking(video(data), text("?")) for _ in range(2)]
-            assert await settled(lambda: queues.reading.jobs == 2)
+    reading = service.queues.reading
+    async with service.serving(threads=2) as stub:
+        with stopped(reading) as pid:
+            held = [await sent(stub, prompt_of(video(CLIP), text("?"))) for _ in range(2)]
+            await until(lambda: reading.jobs == 2)
             assert planning("jobs", "slow") == 2
             assert planning("waiting", "slow") == planning("oldest_seconds", "slow") == 0
-            held += [await asking(video(data)), await asking(text("x" * (LARGE_TEXT_CHARS + 1)))]
-            assert await settled(lambda: planning("waiting", "slow") == 2)
-            assert planning("jobs", "slow") == 4
+            held += [await sent(stub, prompt_of(part)) for part in (video(CLIP), text("x" * (LARGE_TEXT_CHARS + 1)))]
+            await until(lambda: planning("waiting", "slow") == 2)
             first_s = planning("oldest_seconds", "slow")
             async with asyncio.timeout(20):
-                assert not (await plan_of(await asking(text("x" * 1000)))).media
+                assert not (await plan_of(await sent(stub, prompt_of(text("x" * 1000))))).media
             assert planning("oldest_seconds", "slow") > first_s > 0
             assert planning("jobs", "quick") == planning("oldest_seconds", "quick") == 0
             os.kill(pid, signal.SIGCONT)
             async with asyncio.timeout(30):
                 assert [len((await plan_of(call)).media) for call in held] == [1, 1, 1, 0]
-        assert await settled(lambda: planning("jobs", "slow") == planning("oldest_seconds", "slow") == 0)
-
-
-# --- what slices and plans say of themselves ----------------------------------------------------------------------
+        await until(lambda: planning("jobs", "slow") == planning("oldest_seconds", "slow") == 0)
 
 
 async def test_repaired_frames_are_reported_with_their_slice(stub: Any) -> None:
     data = without_packets(clip(60, container="matroska", codec="mjpeg"), [20])
-    call = await asked(stub, prompt_of(video(data, fps=15.0)))
-    _, frames, repaired = await frames_of(call, await plan_of(call))
+    call = await asked(stub, prompt_of(video(data, frame_sampling={"fps": 15.0})))
+    frames, repaired = await frames_of(call, await plan_of(call))
     assert repaired == 1
     assert np.array_equal(frames[0][10], frames[0][9])
-
-
-async def test_each_slice_says_how_long_ago_it_was_decoded_and_resized(stub: Any) -> None:
-    call = await asked(stub, prompt_of(video(clip(60)), video(clip(30))), EVERYTHING)
-    first = await call.read()
-    assert not first.HasField("fetched_ago_s")
-    held = await call.read()
-    await asyncio.sleep(0.2)  # slices that wait for their reader grow older
-    chunks = [held.frames]
-    while (response := await call.read()) is not grpc.aio.EOF:
-        chunks.append(response.frames)
-    assert len(chunks) > 3
-    for chunk in chunks:
-        assert 0 < chunk.resized_ago_s < chunk.decoded_ago_s < 60
-    assert len({chunk.decoded_ago_s for chunk in chunks}) == len(chunks)
 
 
 async def test_only_the_first_chunk_of_a_plan_or_slice_has_its_ages_and_repairs() -> None:
     ids = np.zeros(200_000, np.int32)
     plan = PromptPlan(ids, np.tile(ids, (3, 1)), (), 0, bytes(32))
-    first, *others = plan_responses(plan, monotonic_ns() - 10**9)
+    now_ns = monotonic_ns()
+    first, *others = plan_responses(plan, now_ns - 10**9)
     assert others
     assert first.fetched_ago_s >= 1
     assert not any(each.HasField("fetched_ago_s") for each in (*others, *plan_responses(plan, None)))
-    now_ns = monotonic_ns()
     pixels = np.zeros((2, 1000, 1000, 3), np.uint8)
     made = Slice(0, pixels, 1, 0.5, 0.5, decoded_ns=now_ns - 3 * 10**9, resized_ns=now_ns - 2 * 10**9)
     head, *tail = (response.frames for response in frames_responses(7, made))
-    assert tail
     assert head.repaired_frames == 1
-    assert head.decoded_ago_s >= 3
-    assert head.decoded_ago_s > head.resized_ago_s >= 2
+    assert head.decoded_ago_s >= 3 > head.resized_ago_s >= 2
     assert {(each.repaired_frames, each.decoded_ago_s, each.resized_ago_s) for each in tail} == {(0, 0.0, 0.0)}
 
 
-# --- media by path, URL and data URI ------------------------------------------------------------------------------
-
-
-async def test_media_by_path_and_by_data_uri_equal_media_by_bytes(stub: Any, tmp_path: Path) -> None:
-    data = clip(30)
-    (tmp_path / "media" / "clip.mp4").write_bytes(data)
-    uri = "data:video/mp4;base64," + base64.b64encode(data).decode()
-    others = [prompt_pb2.Part(video=media) for media in (prompt_pb2.Media(path="clip.mp4"), prompt_pb2.Media(url=uri))]
-    call = await asked(stub, prompt_of(video(data), *others))
-    plan = await plan_of(call)
-    assert len({item.content_hash for item in plan.media}) == 1
-    _, frames, _ = await frames_of(call, plan)
-    for each in (1, 2):
-        assert np.array_equal(frames[each], frames[0])
-
-
-async def test_media_by_url_equal_media_by_bytes(tiny_checkpoint: Path, tmp_path: Path, queues: Queues) -> None:
-    data = clip(30)
+async def test_media_by_path_by_data_uri_and_by_url_equal_media_by_bytes(service: Service) -> None:
+    (service.media_root / "clip.mp4").write_bytes(CLIP)
     count = metric("stage_busy_seconds_count", stage="fetch")
     fetched_bytes = metric("preprocessing_fetched_bytes_total")
-    async with web_server(ok(data)) as server, fetching_from(server, tiny_checkpoint, tmp_path, queues) as stub:
-        call = await sent(stub, prompt_of(by_url(server), text("and"), video(data), by_url(server)))
+    async with web_server(ok(CLIP)) as web, service.serving(web) as stub:
+        uri = "data:video/mp4;base64," + base64.b64encode(CLIP).decode()
+        ways = [video(path="clip.mp4"), video(url=uri), video(url=url_of(web)), video(url=url_of(web))]
+        call = await sent(stub, prompt_of(video(CLIP), text("and"), *ways))
         response = await call.read()
         assert 0 < response.fetched_ago_s < 60
         plan = PlanReceiver().add(response.plan)
         assert plan
-        assert fetched_files(tmp_path) == 2
+        assert fetched_files(service.folder) == 2
         await call.write(EVERYTHING)
         await call.done_writing()
-        _, frames, _ = await frames_of(call, plan)
+        frames, _ = await frames_of(call, plan)
     assert len({item.content_hash for item in plan.media}) == 1
-    for each in (0, 2):
-        assert np.array_equal(frames[each], frames[1])
+    assert all(np.array_equal(frames[way], frames[0]) for way in range(5))
     assert metric("stage_busy_seconds_count", stage="fetch") == count + 1
-    assert metric("preprocessing_fetched_bytes_total") == fetched_bytes + 2 * len(data)
+    assert metric("preprocessing_fetched_bytes_total") == fetched_bytes + 2 * len(CLIP)
+
+
+def image(**fields: Any) -> prompt_pb2.Part:
+    return prompt_pb2.Part(image=prompt_pb2.Media(**fields))
+
+
+NO_PROMPT = "first request of a stream must be a prompt"
+WITHOUT_ROLE = prompt_pb2.Prompt(messages=[prompt_pb2.Message(parts=[text("hi")])])
+INLINE = [video(url="data:," + "x" * 9 * 2**20), video(bytes(8 * 2**20))]
+FPS_0 = video(CLIP, frame_sampling={"fps": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("requests", "named"),
+    [
+        ([], NO_PROMPT),
+        ([select(0)], NO_PROMPT),
+        ([prompt_of(video(CLIP)), prompt_of(video(CLIP))], "must be a select"),
+        ([prompt_of(video(CLIP)), select(1)], "below the plan's 1 media, got 1"),
+        ([prompt_of(video(CLIP)), select(-1)], "below the plan's 1 media, got -1"),
+        ([prompt_of(video(CLIP)), select(0), select(0)], "0 was selected before"),
+        ([PreprocessRequest(prompt=prompt_pb2.Prompt())], "prompt.messages must hold at least one message"),
+        ([prompt_of()], r"prompt.messages\[0\].parts must hold at least one part"),
+        ([prompt_of(text(""), text(""))], "no media and only empty text"),
+        ([prompt_of(prompt_pb2.Part())], r"prompt.messages\[0\].parts\[0\] must hold text, image or video"),
+        ([PreprocessRequest(prompt=WITHOUT_ROLE)], r"messages\[0\].role must be system, user or assistant, got 0"),
+        ([prompt_of(text("x"), video())], r"parts\[1\].video must hold data, url, path or embeds"),
+        (
+            [prompt_of(text("x"), image(url="a.org"))],
+            r"^prompt.messages\[0\].parts\[1\].image.url must start",
+        ),
+        ([prompt_of(video(url="DATA:;base64,a"))], r"\[0\].parts\[0\].video.url must be base64 after its comma"),
+        ([prompt_of(*[video(url="http://127.0.0.1/")] * 33)], "33 media by URL, at most 32 are allowed"),
+        ([prompt_of(*INLINE)], "17825792 bytes of inline media, at most 16777216 are allowed"),
+        ([prompt_of(FPS_0)], r"video.frame_sampling.fps must be above 0 and at most 1000, got 0.0"),
+        ([prompt_of(image(data=b"x", frame_sampling={"fps": 2.0}))], "image.frame_sampling.fps is for videos"),
+    ],
+)
+async def test_a_wrong_request_is_refused_with_its_field(
+    stub: Any, requests: list[PreprocessRequest], named: str
+) -> None:
+    code, reason, message = await refused(await sent(stub, *requests))
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+    assert re.search(named, message)
+
+
+DAMAGED = without_packets(clip(30, container="matroska", codec="mjpeg"), range(4, 30))
+
+
+@pytest.mark.parametrize(
+    ("media", "code", "reason"),
+    [
+        ({"data": b"garbage" * 99}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
+        ({"data": sound()}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
+        ({"data": b""}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
+        ({"url": "data:,"}, "INVALID_ARGUMENT", "MEDIA_REJECTED"),
+        ({"url": "http://127.0.0.1/clip.mp4"}, "PERMISSION_DENIED", "MEDIA_FORBIDDEN"),
+        ({"path": "../socket"}, "PERMISSION_DENIED", "MEDIA_FORBIDDEN"),
+        ({"data": DAMAGED}, "INVALID_ARGUMENT", "MEDIA_DAMAGED"),
+    ],
+)
+async def test_bad_media_are_refused_with_status_and_reason(
+    stub: Any, media: dict[str, Any], code: str, reason: str
+) -> None:
+    call = await sent(stub, prompt_of(video(**media)), *[EVERYTHING] * (reason == "MEDIA_DAMAGED"))
+    assert (await refused(call))[:2] == (grpc.StatusCode[code], reason)
+
+
+async def test_a_fetched_file_that_is_no_media_is_refused_with_its_field(service: Service) -> None:
+    async with web_server(ok(b"garbage" * 99)) as web, service.serving(web) as stub:
+        code, reason, message = await refused(await sent(stub, prompt_of(video(CLIP), video(url=url_of(web)))))
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MEDIA_REJECTED")
+    assert message.startswith("prompt.messages[0].parts[1].video")

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from services.preprocessing.sources.source import Source, bytes_source
 from services.preprocessing.video.resize import UInt8Array
-from services.preprocessing.workers.jobs import Order
+from services.preprocessing.workers.job_queue import JobQueue
+from services.preprocessing.workers.jobs import Job, Order
 from services.preprocessing.workers.limits import Limits
 from services.preprocessing.workers.protocol import Facts
+
+T = TypeVar("T")
 
 SOURCE = bytes_source("video", b"media")
 ENTRY = "tests.preprocessing.misbehaving_worker"
@@ -53,6 +56,12 @@ def pieces_made(pieces: list[tuple[Facts, UInt8Array]]) -> list[int]:
     return [facts.values["number"] for facts, _ in pieces]
 
 
+async def read(queue: JobQueue, job: Job[T]) -> list[T]:
+    """All pieces of a job."""
+    async with queue.stream(job) as pieces:
+        return [each async for each in pieces]
+
+
 def open_descriptors() -> int:
     gc.collect()
     return len(list(Path("/proc/self/fd").iterdir()))
@@ -74,26 +83,18 @@ def open_memories() -> int:
     return sum(path.name.startswith("memfd:framesieve") for path in open_paths())
 
 
-def open_paths() -> list[Path]:
-    """Paths that this process has open, while other threads open and close files."""
+def open_paths(process: int | str = "self") -> list[Path]:
+    """Paths that a process has open, while its threads open and close files."""
     found = []
-    for each in Path("/proc/self/fd").iterdir():
+    for each in Path(f"/proc/{process}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed since it was listed
             found.append(each.readlink())
     return found
 
 
 def children() -> set[int]:
-    """Process ids of this process's workers; it may have other children."""
-    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return {int(each) for each in found if _runs_isolated(Path(f"/proc/{each}/cmdline"))}
-
-
-def _runs_isolated(command: Path) -> bool:
-    try:
-        return b"\0-I\0-c\0" in command.read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    """Process ids of this process's children."""
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
 
 
 def runs(pid: int) -> bool:

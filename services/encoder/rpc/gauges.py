@@ -10,15 +10,15 @@ from common.telemetry.metrics import age_seconds
 from services.encoder.items.batcher import Batcher
 from services.encoder.items.cache import EmbedsCache
 from services.encoder.metrics import (
+    BUFFER_BYTES,
+    BUFFER_BYTES_USED,
+    BUFFER_OLDEST_SECONDS,
+    BUFFER_WAITING,
     CACHE_BYTES,
     CACHE_BYTES_USED,
     CACHE_WAITERS,
     QUEUE_OLDEST_SECONDS,
     QUEUE_SLICES,
-    ROOM_BYTES,
-    ROOM_BYTES_USED,
-    ROOM_OLDEST_SECONDS,
-    ROOM_WAITING,
 )
 
 
@@ -34,7 +34,7 @@ def watch(batcher: Batcher, cache: EmbedsCache, output_bytes: ByteSemaphore) -> 
 
 
 def _watch_semaphore(name: str, semaphore: ByteSemaphore) -> None:
-    ROOM_BYTES.labels(name).set(semaphore.size_bytes)
-    ROOM_BYTES_USED.labels(name).set_function(lambda: semaphore.held_bytes)
-    ROOM_WAITING.labels(name).set_function(lambda: semaphore.waiting)
-    ROOM_OLDEST_SECONDS.labels(name).set_function(lambda: age_seconds(semaphore.oldest_ns))
+    BUFFER_BYTES.labels(name).set(semaphore.size_bytes)
+    BUFFER_BYTES_USED.labels(name).set_function(lambda: semaphore.held_bytes)
+    BUFFER_WAITING.labels(name).set_function(lambda: semaphore.waiting)
+    BUFFER_OLDEST_SECONDS.labels(name).set_function(lambda: age_seconds(semaphore.oldest_ns))

@@ -33,7 +33,7 @@ def data_parallel(settings: EncoderSettings) -> Iterator[DataParallelTower]:
     with closing(Ranks(_RANK, count, facts, rank_failure.record)) as others:
         own = load_rank(settings, device)  # while the other ranks load theirs
         for rank in range(1, count):
-            others.hear(rank)
+            others.receive(rank)
         # After loading and capturing: joining has a timeout, and NCCL's work must not get into a captured graph.
         group = join(meeting, 0, count, device) if count > 1 else None
         try:

@@ -51,8 +51,8 @@ def main() -> ExitStatus:
 def run_shares(orders: Orders, tower: Tower, exchange: Exchange, most_tokens: int) -> None:
     """Encodes share after share until the service hangs up. most_tokens: of one forward."""
     packing = packing_of(tower, most_tokens)
-    while (told := orders.receive()) is not None:
-        shapes = json.loads(told)
+    while (order := orders.receive()) is not None:
+        shapes = json.loads(order)
         with torch.inference_mode():
             values = torch.empty(sum(map(math.prod, shapes)), dtype=torch.uint8, device=tower.device)
             slices = unpacked(exchange.receive(values, 0), shapes)

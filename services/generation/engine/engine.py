@@ -221,7 +221,8 @@ class Engine:
             # Triton's kernels, among others, launch on torch's current device: it must be the model's.
             with torch.cuda.device_of(self._runner.model.embed_tokens.weight):
                 while not self._stopping:
-                    if not self.step():
+                    # `stop` may have come since the loop's condition, and `step` may have taken its wake-up.
+                    if not self.step() and not self._stopping:
                         self._run_command(*self._commands.get())
             self._run_commands()
             with self._lock:

@@ -31,7 +31,7 @@ class OutOfStep(Exception):
 class Workers(Protocol):
     """The other ranks of a tensor-parallel model."""
 
-    def tell(self, packed: Packed, features: Tensor | None) -> None:
+    def broadcast(self, packed: Packed, features: Tensor | None) -> None:
         """Makes each of them compute what this rank computes next."""
 
 
@@ -83,7 +83,7 @@ class Runner:
         """Computes the keys and values of windows in packed order.
 
         Returns raw logits, float32 [S, vocab_size]: for each window that samples, in order, one row for each draft
-        token and one for the token before them. Any failure after the workers have been told raises OutOfStep; a
+        token and one for the token before them. Any failure after the broadcast raises OutOfStep; a
         failure before leaves them untouched.
         """
         packed, media = pack(windows, self._cache.sizes.block_tokens)
@@ -92,7 +92,7 @@ class Runner:
         if self._workers is None:
             return self.compute(packed, features)
         try:
-            self._workers.tell(packed, features)
+            self._workers.broadcast(packed, features)
             return self.compute(packed, features)
         except Exception as error:
             raise OutOfStep(str(error)) from error

@@ -112,9 +112,9 @@ class WorkerRanks:
         """From now on calls `on_lost`, in a thread of its own, when a worker ends, instead of ending this process."""
         self._on_lost = on_lost
 
-    def tell(self, packed: Packed, features: Tensor | None) -> None:
+    def broadcast(self, packed: Packed, features: Tensor | None) -> None:
         """Sends the next step to all workers. features: as in `Runner.compute`. Raises OSError if a worker ended."""
-        self.ranks.tell(to_bytes(packed))
+        self.ranks.broadcast(to_bytes(packed))
         if features is not None:
             self.group.from_first(features)
 

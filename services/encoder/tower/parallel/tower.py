@@ -1,7 +1,7 @@
 """The towers of several ranks as one: slices of a forward are shared out, encoded in parallel, returned in order.
 
-    rank 0   assign ─▶ tell, send ─▶ encode its own share ─▶ hear ─▶ receive ─▶ restore the order
-    rank r                 receive ─▶ encode its share ─▶ answer ─▶ send
+    rank 0   assign ─▶ send order, patches ─▶ encode its own share ─▶ receive answer, embeddings ─▶ restore the order
+    rank r            receive order, patches ─▶ encode its share ─▶ send answer, embeddings
 
 If a rank ends, the tower has failed for good, and the error names the rank and how it ended. A forward that fails on
 one rank fails as a whole; the next one runs. It knows neither how ranks are started nor what a batch is.
@@ -36,9 +36,9 @@ log = structlog.get_logger()
 class Others(Protocol):
     """The part of `common.ranks.Ranks` that rank 0 uses."""
 
-    def tell_one(self, rank: int, message: bytes) -> None: ...
+    def send(self, rank: int, message: bytes) -> None: ...
 
-    def hear(self, rank: int, within_s: float) -> bytes: ...
+    def receive(self, rank: int, within_s: float) -> bytes: ...
 
     def kill(self) -> None: ...
 
@@ -130,14 +130,14 @@ class DataParallelTower:
 
     def _send(self, share: _Share) -> Any:
         with _in_step():
-            self._others.tell_one(share.rank, share.shapes)
+            self._others.send(share.rank, share.shapes)
             return self._exchange.send(share.frames, share.rank)
 
     def _collect(self, share: _Share, work: Any) -> list[Exception]:
         """Receives the embeddings of a share, or returns the rank's error."""
         with _in_step():
             work.wait()
-            answer = self._others.hear(share.rank, TIMEOUT.total_seconds())
+            answer = self._others.receive(share.rank, TIMEOUT.total_seconds())
             if answer == DONE:
                 self._exchange.receive(share.embeds, share.rank)
         if answer == DONE:

@@ -1,4 +1,4 @@
-"""The fixture `models` of the engine's tests. A test file names this module as its `pytest_plugins`."""
+"""The model that most tests of the engine use."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 @dataclass(frozen=True)
 class Span:
-    """A received span, ids in hexadecimal. service: the process that sent it."""
+    """A received span, ids in hexadecimal. service: the one that sent it, without "framesieve-"."""
 
     service: str
     name: str
@@ -52,9 +52,12 @@ class Collector(TraceServiceServicer):
         with self._lock:
             self.sent += request.SerializeToString()
             for resource in request.resource_spans:
-                service = _values(resource.resource.attributes)["service.name"]
-                for scope in resource.scope_spans:
-                    self.spans += [_span(service, each) for each in scope.spans]
+                service = _values(resource.resource.attributes)["service.name"].removeprefix("framesieve-")
+                for span in (span for scope in resource.scope_spans for span in scope.spans):
+                    ids = [each.hex() for each in (span.trace_id, span.span_id, span.parent_span_id)]
+                    failed = span.status.code == Status.STATUS_CODE_ERROR
+                    times_ns = span.start_time_unix_nano, span.end_time_unix_nano
+                    self.spans.append(Span(service, span.name, *ids, *times_ns, failed, _values(span.attributes)))
         return ExportTraceServiceResponse()
 
     def of_request(self, request_id: str) -> list[Span]:
@@ -74,20 +77,6 @@ def collecting() -> Iterator[Collector]:
         yield collector
     finally:
         server.stop(grace=None).wait()
-
-
-def _span(service: str, sent: Any) -> Span:
-    return Span(
-        service=service,
-        name=sent.name,
-        trace_id=sent.trace_id.hex(),
-        span_id=sent.span_id.hex(),
-        parent_id=sent.parent_span_id.hex(),
-        start_ns=sent.start_time_unix_nano,
-        end_ns=sent.end_time_unix_nano,
-        failed=sent.status.code == Status.STATUS_CODE_ERROR,
-        attributes=_values(sent.attributes),
-    )
 
 
 def _values(attributes: Any) -> dict[str, Any]:

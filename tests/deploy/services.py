@@ -1,0 +1,26 @@
+"""The services' settings, and what docker-compose.yml and its variants say about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.serving.settings import ServiceSettings
+from services.encoder.settings import EncoderSettings
+from services.generation.settings import GenerationSettings
+from services.preprocessing.settings import PreprocessingSettings
+
+ROOT = Path(__file__).parents[2]
+SETTINGS: Mapping[str, type[ServiceSettings]] = {
+    "preprocessing": PreprocessingSettings,
+    "encoder": EncoderSettings,
+    "generation": GenerationSettings,
+}
+
+
+def compose(name: str = "docker-compose.yml") -> dict[str, Any]:
+    """The services of a compose file."""
+    return dict(yaml.safe_load((ROOT / name).read_text())["services"])

@@ -1,0 +1,46 @@
+"""Changed copies of checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+def changed(
+    folder: Path,
+    to: Path,
+    weights: Callable[[dict[str, Tensor]], object] = id,
+    text_config: dict[str, Any] | None = None,
+    **config: Any,
+) -> Path:
+    """A copy of a checkpoint. weights: changes them in place; text_config, config: fields to set."""
+    shutil.copytree(folder, to)
+    held = load_file(to / "model.safetensors")
+    weights(held)
+    save_file(held, to / "model.safetensors", metadata={"format": "pt"})
+    written = json.loads((to / "config.json").read_text()) | config
+    written["text_config"] |= text_config or {}
+    (to / "config.json").write_text(json.dumps(written))
+    return to
+
+
+def tied(folder: Path, to: Path) -> Path:
+    """A copy whose output layer is its embeddings."""
+    tie = {"tie_word_embeddings": True}
+    return changed(folder, to, lambda weights: weights.pop("lm_head.weight"), tie, **tie)
+
+
+def with_swapped_experts(folder: Path, to: Path) -> Path:
+    """A copy whose experts have their last two axes swapped, as published checkpoints store them."""
+
+    def swap(weights: dict[str, Tensor]) -> None:
+        for name in [each for each in weights if ".experts." in each]:
+            weights[name] = weights[name].mT.contiguous()
+
+    return changed(folder, to, swap)

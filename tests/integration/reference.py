@@ -1,0 +1,96 @@
+"""Answers of transformers' whole model, from the ids and frames that preprocessing makes of a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from common.channels import open_channel
+from common.contract.plan import Modality
+from common.contract.wire import PlanReceiver
+from framesieve.client.answer import Answer
+from framesieve.client.messages import prompt_message
+from framesieve.client.prompt import Part, user_turn
+from framesieve.v1 import prompt_pb2
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
+from tests.families import FamilyUnderTest
+
+NEW_TOKENS = 8
+# Below this distance of the two best logits, either token is right.
+CLEAR_MARGIN = 2e-4
+
+
+async def model_inputs(
+    preprocessing: str, parts: Sequence[Part], question: str, family: FamilyUnderTest, folder: Path, config: Any
+) -> dict[str, Tensor]:
+    """The inputs that transformers' processor makes of the ids and frames of that service."""
+    requests = [
+        PreprocessRequest(prompt=prompt_message([user_turn(list(parts), question)])),
+        PreprocessRequest(select=prompt_pb2.Select(all=True)),
+    ]
+    receiver, plan, frames = PlanReceiver(), None, defaultdict[int, bytearray](bytearray)
+    async with open_channel(preprocessing) as channel:
+        async for response in PreprocessingServiceStub(channel).Preprocess(iter(requests)):
+            if response.HasField("plan"):
+                plan = receiver.add(response.plan) or plan
+            else:
+                frames[response.frames.media_index] += response.frames.chunk.data
+    assert plan is not None
+    ids = torch.from_numpy(plan.input_ids.astype(np.int64))[None]
+    types = torch.zeros_like(ids)
+    types[ids == config.image_token_id] = 1
+    types[ids == config.video_token_id] = 2
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
+    for modality, pixels, grids in (
+        (Modality.IMAGE, "pixel_values", "image_grid_thw"),
+        (Modality.VIDEO, "pixel_values_videos", "video_grid_thw"),
+    ):
+        items = [(index, item) for index, item in enumerate(plan.media) if item.modality is modality]
+        if items:
+            shapes = [(item.frames, item.frame_height_px, item.frame_width_px, 3) for _, item in items]
+            shown = [frames[index] for index, _ in items]
+            inputs[pixels] = torch.cat([_patches(*each, folder, family) for each in zip(shown, shapes, strict=True)])
+            sides = [(item.grid.t, item.grid.h * family.merge, item.grid.w * family.merge) for _, item in items]
+            inputs[grids] = torch.tensor(sides)
+    steps = [float(item.seconds_per_grid) for item in plan.media if item.seconds_per_grid]
+    if steps and not family.slices_stand_alone:
+        inputs["second_per_grid_ts"] = torch.tensor(steps)
+    return inputs
+
+
+def _patches(data: bytearray, shape: Sequence[int], folder: Path, family: FamilyUnderTest) -> Tensor:
+    """Frames [F, H, W, 3] as patches of transformers' video processor, float32 [patches, values]."""
+    px, merge, deep = family.patch_px, family.merge, family.temporal_patch
+    frames = np.frombuffer(data, np.uint8).reshape(shape)
+    frames = np.concatenate([frames, frames[-1:].repeat(-len(frames) % deep, 0)])
+    settings = json.loads((folder / "video_preprocessor_config.json").read_text())
+    mean, std = np.array(settings["image_mean"]), np.array(settings["image_std"])
+    values = ((frames / 255 - mean) / std).transpose(0, 3, 1, 2)
+    rows, columns = values.shape[2] // px // merge, values.shape[3] // px // merge
+    cut = values.reshape(-1, deep, 3, rows, merge, px, columns, merge, px)
+    patches = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, 3 * deep * px**2)
+    return torch.from_numpy(patches).float()
+
+
+def check_answer(answer: Answer, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Compares a greedy answer of NEW_TOKENS with log-probabilities with the model's; returns its first logits."""
+    generated = model.generate(
+        **inputs, max_new_tokens=NEW_TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    logits = torch.cat(generated.logits)
+    best, second = logits.topk(2, dim=-1).values.T
+    assert (best - second > CLEAR_MARGIN).all(), "choose another clip: a tie proves nothing"
+    expected = generated.sequences[0, inputs["input_ids"].shape[1] :]
+    assert list(answer.token_ids) == expected.tolist()
+    logprobs = logits.log_softmax(dim=-1).gather(1, expected[:, None])[:, 0]
+    assert answer.logprobs == pytest.approx(logprobs.tolist(), abs=1e-4)
+    return logits[0]
