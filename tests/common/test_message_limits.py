@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from common import channels
-from common.channels import MAX_ANSWER_BYTES, MAX_RECEIVE_BYTES, open_channel, read_from
+from common.channels import MAX_ANSWER_BYTES, open_channel, read_from
 from common.contract.errors import InvalidRequest, PeerContract
 from common.serving import guards
 from common.serving.interceptors import RequestInterceptor
@@ -40,20 +40,21 @@ def request_of(size_bytes: int) -> bytes:
     return request.SerializeToString()
 
 
-@pytest.mark.parametrize("own_limit", [True, False], ids=["by the channel", "by the listener"])
-async def test_a_request_above_the_limit_is_refused_and_the_service_goes_on(tmp_path: Path, own_limit: bool) -> None:
-    assert MAX_RECEIVE_BYTES == 20 * 2**20  # 16 MiB of media, 4 MiB of text
-    unlimited = [("grpc.max_send_message_length", -1)]
+async def test_a_request_above_the_limit_is_refused_and_the_service_goes_on(tmp_path: Path) -> None:
+    limit = 2**20 + 4 * 2**20  # --max-inline-bytes, and 4 MiB of text
     echo = Echo()
-    async with guarded(f"unix:{tmp_path}/s", echo) as service:
-        address = service.address
-        async with open_channel(address) if own_limit else grpc.aio.insecure_channel(address, unlimited) as channel:
-            call = channel.stream_stream(METHOD)
-            assert await call(iter([request_of(MAX_RECEIVE_BYTES)]), timeout=TIMEOUT_S).read()
-            with pytest.raises(InvalidRequest, match=rf"at most {MAX_RECEIVE_BYTES} .*\({MAX_RECEIVE_BYTES + 1} "):
-                await read_from(call(iter([request_of(MAX_RECEIVE_BYTES + 1)]), timeout=TIMEOUT_S), "encoder")
-            assert len(echo.received) == 1
-            assert await ask(channel, 7) == 7
+    async with (
+        guarded(f"unix:{tmp_path}/s", echo, max_inline_bytes=2**20) as service,
+        open_channel(service.address) as channel,
+    ):
+        call = channel.stream_stream(METHOD)
+        assert await call(iter([request_of(limit)]), timeout=TIMEOUT_S).read()
+        with pytest.raises(
+            InvalidRequest, match=rf"too large for encoder \({limit + 1} bytes, it takes {limit}; --max-inl"
+        ):
+            await read_from(call(iter([request_of(limit + 1)]), timeout=TIMEOUT_S), "encoder")
+        assert len(echo.received) == 1
+        assert await ask(channel, 7) == 7
 
 
 async def test_a_response_above_the_limit_breaks_the_contract(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ class Large: ...
 async def test_a_request_and_its_bytes_are_released_once_it_is_parsed_and_dropped(
     tmp_path: Path, kind: Callable[..., Any], streamed: bool
 ) -> None:
-    """They may be 16 MiB of media, and the call runs for as long as its answer takes."""
+    """They may be 64 MiB of media, and the call runs for as long as its answer takes."""
     received: list[bytes] = []
     held: list[int] = []
     left: list[Large | None] = []

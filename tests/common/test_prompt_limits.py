@@ -13,7 +13,8 @@ import pytest
 from common.channels import open_channel, upstream_errors
 from common.checkpoint import Checkpoint
 from common.contract import errors
-from common.contract.requests import MAX_INLINE_BYTES, MAX_PARTS, MAX_TEXT_BYTES
+from common.contract.limits import MAX_INLINE_BYTES
+from common.contract.requests import MAX_PARTS, MAX_TEXT_BYTES
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling

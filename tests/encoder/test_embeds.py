@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from common.contract import errors
+from common.contract.limits import MAX_INLINE_BYTES
 from common.contract.plan import Grid
-from common.contract.requests import MAX_INLINE_BYTES
 from framesieve.v1 import tensor_pb2
 from services.encoder.rpc.messages import take_embeds
 from services.encoder.tower.tower import Tower
@@ -153,6 +153,6 @@ async def test_files_and_embeddings_count_together_against_the_inline_limit(stac
     request = first_request([IMAGE, media])
     picture = request.prompt.prompt.messages[0].parts[0].image
     picture.data = bytes(MAX_INLINE_BYTES - len(media.embeds.tensor.data) + 1)
-    with pytest.raises(errors.InvalidRequest, match=rf"hold {MAX_INLINE_BYTES + 1} bytes .* at most"):
+    with pytest.raises(errors.InvalidRequest, match=rf"hold {MAX_INLINE_BYTES + 1} bytes .* is {MAX_INLINE_BYTES}"):
         await stack.encode(request)
     assert stack.preprocessing.prompts == []

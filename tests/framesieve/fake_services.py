@@ -64,6 +64,7 @@ class FakeServices(
     def __init__(self) -> None:
         self.plan = PLAN
         self.kept: list[int] | None = [0, 1, 2, 3]
+        self.refusal = REFUSAL
         self.asked: list[Any] = []
         self.running = self.most_running = 0
         self.hangs = threading.Event()
@@ -75,12 +76,12 @@ class FakeServices(
         self.most_running = max(self.most_running, self.running)
         ended = threading.Event()
         context.add_callback(ended.set)
-        question = request.prompt.messages[0].parts[-1].text
+        question = request.prompt.messages[-1].parts[-1].text
         if question == "refuse":
-            details = status_details(REFUSAL).SerializeToString()
+            details = status_details(self.refusal).SerializeToString()
             context.set_trailing_metadata(((DETAILS_KEY, details),))
             self.running -= 1
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(REFUSAL))
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(self.refusal))
         video = generation_pb2.MediaUsage(
             modality=prompt_pb2.MODALITY_VIDEO,
             grid=prompt_pb2.Grid(t=2, h=2, w=2),
@@ -118,6 +119,8 @@ class FakeServices(
         delta = generation_pb2.Delta(choice_index=index, text=text, token_ids=[token_id])
         if sampling.logprobs:
             delta.logprobs.append(-0.5)
+            delta.token_texts[token_id] = text
+            delta.token_texts[9] = "nine"
         if sampling.top_logprobs:
             delta.top_logprobs.add(token_ids=[token_id, 9], logprobs=[-0.5, -1.5])
         return generation_pb2.GenerateResponse(delta=delta)

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 from typer.testing import Result
 
+from common.contract.errors import MediaDamaged
 from framesieve.v1 import generation_pb2
 from tests.framesieve.conftest import COMMAND, SIGINT_IGNORED
 from tests.framesieve.fake_services import FakeServices
@@ -90,16 +92,16 @@ def test_json_is_one_object_with_all_completions(framesieve: Run, address: str, 
     assert (printed["usage"]["prompt_tokens_full"], printed["usage"]["completion_tokens"]) == (12, 4)
     assert printed["usage"]["media"][0] == {
         "modality": "video", "grid": {"t": 2, "h": 2, "w": 2}, "kept_tokens": 4,
-        "repaired_frames": 3, "first_slice_only": True,
+        "repaired_frames": 3, "first_slice_only": True, "missing_frames": 0,
     }  # fmt: skip
     assert printed["timings"]["decode_s"] == 0.5
 
 
 def test_json_has_log_probabilities_on_request(framesieve: Run, address: str) -> None:
     printed = json.loads(framesieve("ask", "?", "--server", address, "--json", "--top-logprobs", "2").stdout)
-    own = {"token_id": 1, "logprob": -0.5}
+    own = {"token_id": 1, "text": "A red ", "logprob": -0.5}
     first, _ = printed["choices"][0]["tokens"]
-    assert first == {**own, "top_logprobs": [own, {"token_id": 9, "logprob": -1.5}]}
+    assert first == {**own, "top_logprobs": [own, {"token_id": 9, "text": "nine", "logprob": -1.5}]}
     printed = json.loads(framesieve("ask", "?", "--server", address, "--json", "--top-logprobs", "0").stdout)
     assert printed["choices"][0]["tokens"][0] == {**own, "top_logprobs": []}
 
@@ -136,13 +138,70 @@ def test_a_missing_file_is_named_in_one_line(framesieve: Run, address: str) -> N
         (("ask", "?", "--pruning-rate", "nan"), "nan"),
         (("ask", "?", "--method", "magic"), "evs, vidcom2"),
         (("ask", "?", "--top-logprobs", "2"), "--json"),
+        (("ask", __file__), "add a question"),
+        (("ask", "clip.mp4"), "add a question"),
+        (("ask", "clip.mp4", " "), "the question is empty"),
+        (("ask", "s3://bucket/clip.mp4", "?"), "has the scheme s3"),
         (("inspect", "clip.mp4", "--encoder", "localhost:1"), "--preprocessing"),
+        (("inspect", "clip.mp4", "-o", "kept.gif"), "must end with .png, .jpg"),
     ],
 )
 def test_wrong_usage_exits_with_2(framesieve: Run, arguments: tuple[str, ...], words: str) -> None:
     result = framesieve(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert words in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_several_questions_are_asked_in_turn_about_the_same_part_of_the_clip(
+    framesieve: Run, services: FakeServices, address: str, clip: str
+) -> None:
+    flags = ["--system", "Be brief.", "--start-s", "1", "--end-s", "2.5", "--max-pixels", "4000", "--allow-truncated"]
+    result = framesieve("ask", clip, "-q", "What moves?", "-q", "And then?", *flags, "--server", address)
+    assert result.stdout == "A red ball ⚽\nA red ball ⚽\n"
+    for asked, question in zip(services.asked, ("What moves?", "And then?"), strict=True):
+        system, user = asked.prompt.messages
+        assert [part.text for part in system.parts] == ["Be brief."]
+        sampling = user.parts[0].video.frame_sampling
+        assert (sampling.start_s, sampling.end_s, sampling.max_pixels, sampling.allow_truncated) == (1, 2.5, 4000, True)
+        assert user.parts[1].text == question
+    printed = json.loads(framesieve("ask", clip, "-q", "1?", "-q", "2?", "--server", address, "--json").stdout)
+    assert [each["question"] for each in printed["answers"]] == ["1?", "2?"]
+
+
+def test_with_json_an_error_is_json_on_stdout_and_names_the_file_and_the_flag(
+    framesieve: Run, services: FakeServices, address: str, clip: str
+) -> None:
+    services.refusal = MediaDamaged("prompt.messages[0].parts[0].video.frame_sampling.fps must be above 0, got -1")
+    result = framesieve("ask", clip, "refuse", "--server", address, "--json")
+    assert (result.exit_code, result.stderr) == (1, "")
+    message = f"--fps of {clip} must be above 0, got -1"
+    assert json.loads(result.stdout) == {"error": {"reason": "MEDIA_DAMAGED", "message": message}}
+
+
+def test_the_address_can_come_from_the_environment(
+    framesieve: Run, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FRAMESIEVE_SERVER", address)
+    assert framesieve("ask", "?").stdout == "A red ball ⚽\n"
+
+
+def test_a_conversation_keeps_its_media_questions_and_answers(services: FakeServices, address: str, clip: str) -> None:
+    command = [*COMMAND, "chat", clip, "--system", "Be brief.", "--server", address]
+    result = subprocess.run(command, input="What moves?\n\nAnd then?\n", capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "A red ball ⚽\nA red ball ⚽\n")
+    first, second = (asked.prompt.messages for asked in services.asked)
+    assert [message.role for message in second] == [1, 2, 3, 2]
+    assert list(second[:2]) == list(first)
+    assert [part.text for message in second[2:] for part in message.parts] == ["A red ball ⚽", "And then?"]
+
+
+def test_an_animated_gif_is_a_video(framesieve: Run, services: FakeServices, address: str, tmp_path: Path) -> None:
+    frames = [PIL.Image.new("P", (16, 16), color) for color in (0, 1)]
+    frames[0].save(tmp_path / "moves.gif", save_all=True, append_images=frames[1:])
+    frames[0].save(tmp_path / "still.gif")
+    framesieve("ask", str(tmp_path / "moves.gif"), str(tmp_path / "still.gif"), "?", "--server", address)
+    kinds = [part.WhichOneof("content") for part in services.asked[0].prompt.messages[0].parts]
+    assert kinds == ["video", "image", "text"]
 
 
 def test_ctrl_c_exits_with_130_and_cancels_the_request_even_if_it_was_inherited_as_ignored(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 import typer
 
 from common.channels import open_channel
@@ -59,10 +63,17 @@ def test_a_connection_closed_by_a_tls_listener_is_reported_with_the_tls_flags(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     error = Unavailable("generation cannot be reached", "generation")
-    error.add_note("last error: UNAVAILABLE: ipv4:10.0.0.7:50053: Socket closed")
-    with pytest.raises(typer.Exit), reported_errors("10.0.0.7:50053"):
-        raise error
-    assert "--tls-ca" in capsys.readouterr().err
+    error.add_note("last error: UNAVAILABLE: ipv4:127.0.0.1:50053: Socket closed")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(
+            target=lambda: context.wrap_socket(listener.accept()[0], server_side=True), daemon=True
+        ).start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(typer.Exit), reported_errors(address):
+            raise error
+    assert f"{address} requires TLS: pass --tls-ca" in capsys.readouterr().err
 
 
 def test_the_command_reads_its_token_from_the_file_or_else_the_environment(

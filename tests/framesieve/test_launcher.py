@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from common.checkpoint import DEMO_MODEL
 from common.contract.errors import StartupError
 from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
 from tests.framesieve.stack import stopped
@@ -25,7 +26,7 @@ def is_running(pid: int) -> bool:
 
 
 async def test_services_get_their_flags_and_stop_from_the_right(record: Path) -> None:
-    model = record / "model"
+    model = DEMO_MODEL
     async with LocalStack(model, media_root=record, flags={"generation": ["--extra", "7"]}) as stack:
         processes = dict(stack.processes)
         addresses, ports = stack.addresses, stack.metrics_ports

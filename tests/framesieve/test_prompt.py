@@ -215,20 +215,19 @@ def test_options_about_frames_are_rejected_with_embeddings() -> None:
         Image(embeds=embeds, max_pixels=784)
 
 
-def test_embeddings_files_and_urls_share_sixteen_mebibytes(tmp_path: Path) -> None:
-    rows = np.zeros((2**12, 2**10 - 1), dtype=np.float32)  # 16 KiB are left
-    (tmp_path / "fits.png").write_bytes(bytes(2**14))
-    (tmp_path / "more.png").write_bytes(bytes(2**14 + 1))
-    fits, more, data = Image(tmp_path / "fits.png"), Image(tmp_path / "more.png"), Image(data=bytes(2**14 + 1))
-    for values, raw in ((rows, {}), (rows.tobytes(), {"dtype": "float32", "shape": rows.shape})):
-        video = Video(embeds=Embeds(values, Grid(1, 64, 64), seconds_per_slice=1, **raw))  # type: ignore[arg-type]
-        assert prompt_message([Message("user", (fits, video))]).ByteSize() > 16 * MIB
-        for parts, told in (
-            ((data, video), "Embeds.values"),
-            ((video, data), "Image.data"),
-            ((video, more), "more.png"),
-        ):
-            with rejected(rf"{told} has .* MiB, a prompt carries at most 16 MiB of media"):
-                prompt_message([Message("user", parts)])
-    with rejected(r"Video\.url has 16\.0 MiB, a prompt carries at most 16 MiB"):
-        parts_of("data:," + "x" * 16 * MIB)
+def test_embeddings_files_and_urls_share_a_limit_that_no_service_exceeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("framesieve.client.messages.GREATEST_INLINE_BYTES", MIB)
+    (tmp_path / "clip.mp4").write_bytes(bytes(MIB // 2 + 1))
+    rows = np.zeros((2**7, 2**10), dtype=np.float32)
+    half = Video(embeds=Embeds(rows, Grid(1, 8, 16), seconds_per_slice=1))
+    fits = Image(data=bytes(MIB // 2))
+    assert prompt_message([Message("user", (fits, half))]).ByteSize() > MIB
+    for part, named in (
+        (Video(tmp_path / "clip.mp4"), "clip.mp4"),
+        (Image(data=bytes(MIB // 2 + 1)), "Image.data"),
+        (Video(url="data:," + "x" * (MIB // 2)), "Video.url"),
+    ):
+        with rejected(rf"{named} has 0.5 MiB, a request carries at most 1 MiB of media \(0.5 MiB are left\)"):
+            prompt_message([Message("user", (half, part))])

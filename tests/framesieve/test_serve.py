@@ -57,7 +57,7 @@ def test_a_service_that_cannot_start_ends_serve_with_2(record: Path) -> None:
     with served(record, "--refuse-to-start") as process:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == ExitStatus.CANNOT_START
-    assert "ended with status 2" in errors
+    assert "cannot start, for the reason above" in errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
