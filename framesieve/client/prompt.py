@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -242,8 +243,26 @@ def names_image(location: StrPath) -> bool:
 
 
 def _is_animated(path: Path) -> bool:
-    """Whether a GIF has several pictures: each has a graphic control extension, behind the end of another block."""
-    return path.is_file() and path.read_bytes().count(b"\x00\x21\xf9\x04") > 1
+    """Whether a GIF has several pictures. Source: the GIF89a specification, sections 15 to 23."""
+    data = path.read_bytes() if path.is_file() else b""
+    with suppress(IndexError):
+        place, pictures = 13 + _colours_bytes(data[10]), 0
+        while data[place] in (0x21, 0x2C):  # an extension or a picture, then sub-blocks up to an empty one
+            if data[place] == 0x2C:
+                pictures += 1
+                place += _colours_bytes(data[place + 9]) + 9
+            place += 2
+            while data[place]:
+                place += data[place] + 1
+            place += 1
+            if pictures > 1:
+                return True
+    return False
+
+
+def _colours_bytes(flags: int) -> int:
+    """The size of a GIF's colour table."""
+    return 3 * 2 ** ((flags & 7) + 1) if flags & 0x80 else 0
 
 
 def file_name(location: StrPath) -> str:

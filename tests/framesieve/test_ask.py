@@ -196,7 +196,7 @@ def test_a_conversation_keeps_its_media_questions_and_answers(services: FakeServ
 
 
 def test_an_animated_gif_is_a_video(framesieve: Run, services: FakeServices, address: str, tmp_path: Path) -> None:
-    frames = [PIL.Image.new("P", (16, 16), color) for color in (0, 1)]
+    frames = [PIL.Image.new("RGB", (16, 16), colour) for colour in ("red", "blue")]
     frames[0].save(tmp_path / "moves.gif", save_all=True, append_images=frames[1:])
     frames[0].save(tmp_path / "still.gif")
     framesieve("ask", str(tmp_path / "moves.gif"), str(tmp_path / "still.gif"), "?", "--server", address)

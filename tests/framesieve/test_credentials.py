@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,13 @@ def test_a_connection_closed_by_a_tls_listener_is_reported_with_the_tls_flags(
     error.add_note("last error: UNAVAILABLE: ipv4:127.0.0.1:50053: Socket closed")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(
-            target=lambda: context.wrap_socket(listener.accept()[0], server_side=True), daemon=True
-        ).start()
+
+    def shake_hands(listener: socket.socket) -> None:
+        with listener.accept()[0] as connection, context.wrap_socket(connection, server_side=True):
+            pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        pool.submit(shake_hands, listener)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(typer.Exit), reported_errors(address):
             raise error

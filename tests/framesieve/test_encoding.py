@@ -18,7 +18,7 @@ from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
 from common.contract.retention import RANDOM, VIDCOM2
 from common.contract.tensors import DType, TensorBuffer
 from common.contract.wire import int32_tensor, plan_messages, tensor_chunks
-from framesieve import Encoded, Image, Message, Pruning, Text, Video, encode
+from framesieve import Encoded, Image, Message, Pruning, Video, encode
 from framesieve.client.messages import prompt_message
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 from tests.common.loopback import serving
@@ -119,13 +119,6 @@ async def test_items_arrive_whole_and_can_replace_their_pixels_in_a_prompt(tmp_p
         assert (media.embeds.grid.t, media.embeds.grid.h, media.embeds.grid.w) == (grid.t, grid.h, grid.w)
     assert not image.image.embeds.HasField("seconds_per_grid")
     assert not image.image.embeds.timestamps_s
-
-
-async def test_a_prompt_larger_than_the_services_accept_is_rejected_before_it_is_sent(tmp_path: Path) -> None:
-    async with served(tmp_path, []) as (address, fake):
-        with pytest.raises(errors.InvalidRequest, match=rf"the request has \d+ bytes, at most {20 * MIB} are"):
-            await encode(address, Text("x" * (20 * MIB)))
-    assert not fake.asked.ListFields()
 
 
 @pytest.mark.parametrize(
