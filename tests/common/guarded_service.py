@@ -88,8 +88,13 @@ def select(index: int) -> encoder_pb2.EncodeRequest:
 
 async def ask(channel: grpc.aio.Channel, index: int = 7, **call: Any) -> int:
     """Selects an item and returns the index of the answer."""
-    stub = encoder_pb2_grpc.EncoderServiceStub(channel)
-    response = await stub.Encode(iter([select(index)]), timeout=TIMEOUT_S, **call).read()
+    # One request, not a stream: gRPC may report INTERNAL for a call that is refused while its caller still writes.
+    encode = channel.unary_stream(
+        METHOD,
+        request_serializer=encoder_pb2.EncodeRequest.SerializeToString,
+        response_deserializer=encoder_pb2.EncodeResponse.FromString,
+    )
+    response = await encode(select(index), timeout=TIMEOUT_S, **call).read()
     return int(response.progress.media_index)
 
 

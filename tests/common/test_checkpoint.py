@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,31 +25,90 @@ def copy(tiny_checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    [("tokenizer.json", 1), ("video_preprocessor_config.json", 1), ("model.safetensors", -1), ("model.safetensors", 9)],
+    [
+        ("tokenizer.json", b"}"),
+        ("video_preprocessor_config.json", b"}"),
+        ("model.safetensors", b""),  # the last byte of the weights
+        ("model.safetensors", b"weight"),  # of a name in the header
+    ],
 )
-def test_a_fingerprint_covers_json_files_and_weights(tiny_checkpoint: Path, copy: Path, name: str, place: int) -> None:
+def test_a_fingerprint_covers_json_files_and_weights(
+    tiny_checkpoint: Path, copy: Path, name: str, place: bytes
+) -> None:
     fingerprint = Checkpoint(tiny_checkpoint).fingerprint
     assert Checkpoint(copy).fingerprint == fingerprint
     changed = bytearray((copy / name).read_bytes())
-    changed[place] ^= 1
+    changed[changed.index(place) if place else -1] ^= 1
     (copy / name).write_bytes(changed)
     assert Checkpoint(copy).fingerprint != fingerprint
 
 
-def test_an_unusable_folder_is_refused(copy: Path, tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=r"no config\.json"):
-        Checkpoint(tmp_path / "nowhere")
-    (copy / "model.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(StartupError, match="no safetensors file"):
-        _ = Checkpoint(copy).fingerprint
-    (copy / "model.safetensors").unlink()
-    with pytest.raises(StartupError, match=r"no \.safetensors"):
-        Checkpoint(copy)
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("model.safetensors", None, r"it has no \.safetensors file"),
+        ("config.json", None, r"it has no config\.json"),
+        ("model.safetensors", b"", "model.safetensors is not a whole safetensors file, it has 0 bytes: download"),
+        ("model.safetensors", b"\xff" * 100, "model.safetensors is not a whole safetensors file, it has 100 bytes"),
+        ("model.safetensors", LFS_POINTER, "model.safetensors is a Git LFS pointer, .* `git lfs pull`"),
+        ("tokenizer.json", LFS_POINTER, "tokenizer.json is a Git LFS pointer"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}',
+            "lacks model-2.safetensors, which model.safetensors.index.json names",
+        ),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_refused_by_the_file_to_mend(
+    copy: Path, name: str, content: bytes | None, complaint: str
+) -> None:
+    if content is None:
+        (copy / name).unlink()
+    else:
+        (copy / name).write_bytes(content)
+    with pytest.raises(StartupError, match=complaint):
+        Checkpoint.find(copy)
+
+
+def test_a_truncated_file_and_a_folder_that_does_not_exist_are_refused(copy: Path, tmp_path: Path) -> None:
+    weights = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").write_bytes(weights[:-1])
+    with pytest.raises(StartupError, match=rf"has {len(weights) - 1} bytes, its header says {len(weights)}: download"):
+        Checkpoint.find(copy)
+    with pytest.raises(StartupError, match="does not exist: pass a folder"):
+        Checkpoint.find(tmp_path / "nowhere")
+
+
+def test_a_repository_is_found_in_the_cache_of_hugging_face_and_offline_only_there(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "hub" / "models--a--b" / "snapshots" / "0123"
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(tiny_checkpoint, snapshot)
+    (tmp_path / "hub" / "models--a--b" / "refs").mkdir()
+    (tmp_path / "hub" / "models--a--b" / "refs" / "main").write_text("0123")
+    script = (
+        "import sys; from pathlib import Path; from common.checkpoint import Checkpoint; "
+        "print(Checkpoint.find(Path(sys.argv[1])).folder)"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+
+    def find(repository: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", script, repository]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    assert find("a/b").stdout.strip() == str(snapshot)
+    assert "could not be downloaded from Hugging Face" in find("a/other").stderr
 
 
 def test_every_service_has_the_families_that_are_tested(copy: Path) -> None:
     for registry in (services.preprocessing.families, services.encoder.families, services.generation.families):
         assert set(registry.FAMILIES) == set(FAMILIES)
     (copy / "config.json").write_text('{"model_type": "llava"}')
-    with pytest.raises(StartupError, match=r"is a 'llava', supported are qwen2_5_vl, qwen3_vl, qwen3_vl_moe"):
+    with pytest.raises(
+        StartupError, match=r"has the model_type 'llava'; supported: qwen2_5_vl, qwen3_vl, qwen3_vl_moe"
+    ):
         Checkpoint(copy).pick(FAMILIES)

@@ -77,6 +77,8 @@ class FakeServices(
         ended = threading.Event()
         context.add_callback(ended.set)
         question = request.prompt.messages[-1].parts[-1].text
+        if question == "hang":  # here: of a call that is cancelled at once, gRPC does not read a second response
+            context.add_callback(self.cancelled.set)
         if question == "refuse":
             details = status_details(self.refusal).SerializeToString()
             context.set_trailing_metadata(((DETAILS_KEY, details),))
@@ -100,7 +102,6 @@ class FakeServices(
         if question == "hang":
             self.hangs.set()
             ended.wait(20)
-            self.cancelled.set()
         for index in indices:
             yield self._delta(request.sampling, index, COMPLETIONS[index][1], 2)
         usage.completion_tokens = 2

@@ -111,7 +111,6 @@ def test_a_service_that_ends_by_itself_makes_serve_end_with_1(record: Path) -> N
 
 # --- commands that start services for one run -------------------------------------------------------------------
 
-# It sleeps instead of calling `stack.watch`: a signal inside Popen.poll may leave Popen's lock taken.
 UNWIND = """
 import sys, time
 from framesieve.cli.launcher import LocalStack
@@ -120,7 +119,8 @@ unwind_on_signals()
 try:
     with LocalStack(flags={"generation": sys.argv[1:]}):
         print("ready", flush=True)
-        time.sleep(60)
+        while True:
+            time.sleep(0.1)  # briefly: a signal that the kernel gives to another thread does not end a sleep
 except KeyboardInterrupt:
     raise SystemExit(1) from None
 """

@@ -199,6 +199,5 @@ async def test_a_draining_generation_finishes_what_it_can_and_fails_the_rest(
             # The client retries a call that has had no event yet, and may then find no service.
             assert not asked.events or str(asked.failed) == "generation is draining, and its grace period is over"
             assert asked.ended_s - signalled_s >= DRAIN_S
-        assert load.asked["prefilling"].failed is None
         assert await asyncio.to_thread(fleet.generation.ended) == ExitStatus.CUT_OFF
         await at_rest(fleet.first[:2], within_s=SOON_S)
