@@ -86,15 +86,18 @@ def select(index: int) -> encoder_pb2.EncodeRequest:
     return encoder_pb2.EncodeRequest(select=prompt_pb2.Select(media_index=index))
 
 
-async def ask(channel: grpc.aio.Channel, index: int = 7, **call: Any) -> int:
-    """Selects an item and returns the index of the answer."""
-    # One request, not a stream: gRPC may report INTERNAL for a call that is refused while its caller still writes.
-    encode = channel.unary_stream(
+def encode_of(channel: grpc.aio.Channel) -> Any:
+    """Encode with a single request: gRPC may report INTERNAL for a stream that is refused while its caller writes."""
+    return channel.unary_stream(
         METHOD,
         request_serializer=encoder_pb2.EncodeRequest.SerializeToString,
         response_deserializer=encoder_pb2.EncodeResponse.FromString,
     )
-    response = await encode(select(index), timeout=TIMEOUT_S, **call).read()
+
+
+async def ask(channel: grpc.aio.Channel, index: int = 7, **call: Any) -> int:
+    """Selects an item and returns the index of the answer."""
+    response = await encode_of(channel)(select(index), timeout=TIMEOUT_S, **call).read()
     return int(response.progress.media_index)
 
 

@@ -17,7 +17,19 @@ from common.security.credentials import Credentials
 from common.serving.interceptors import passed_on
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
-from tests.common.guarded_service import ALICE, BOB, METHOD, Echo, GuardedService, ask, guarded, refusal, shown, well
+from tests.common.guarded_service import (
+    ALICE,
+    BOB,
+    METHOD,
+    Echo,
+    GuardedService,
+    ask,
+    encode_of,
+    guarded,
+    refusal,
+    shown,
+    well,
+)
 from tests.common.loopback import TIMEOUT_S
 
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
@@ -86,12 +98,12 @@ class Forwarding(encoder_pb2_grpc.EncoderServiceServicer):
     """Forwards each request to another encoder with its own token."""
 
     def __init__(self, upstream: grpc.aio.Channel, token: str) -> None:
-        self._upstream = encoder_pb2_grpc.EncoderServiceStub(upstream)
+        self._upstream = encode_of(upstream)
         self._credentials = Credentials(token=token)
 
     async def Encode(self, requests: Any, context: Any) -> AsyncIterator[encoder_pb2.EncodeResponse]:
         with upstream_errors("encoder"):
-            async for response in self._upstream.Encode(requests, **passed_on(context, self._credentials)):
+            async for response in self._upstream(await anext(aiter(requests)), **passed_on(context, self._credentials)):
                 yield response
 
 
