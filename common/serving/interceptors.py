@@ -32,7 +32,11 @@ from common.telemetry.metrics import MESSAGE_BYTES, REFUSALS, REQUEST_SECONDS, R
 from common.telemetry.tracing import RequestSpan, passed_on_trace
 
 OUR_METHODS = "/framesieve."
-DEFAULT_PORTS = {"preprocessing": 50051, "encoder": 50052, "generation": 50053}
+_PORTS = {
+    "/framesieve.v1.PreprocessingService/Preprocess": 50051,
+    "/framesieve.v1.EncoderService/Encode": 50052,
+    "/framesieve.v1.GenerationService/Generate": 50053,
+}
 MAX_REQUEST_ID_CHARACTERS = 128
 
 _DO_NOT_RETRY = ("grpc-retry-pushback-ms", "-1")
@@ -86,13 +90,11 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if not method.startswith(OUR_METHODS) or method.count("/") != 2:
+        if handler is None:
+            return _elsewhere(self._stage, method) if method in _PORTS else None
+        if not method.startswith(OUR_METHODS):
             return handler
         _, service, name = method.split("/")
-        if handler is None:
-            return _not_here(
-                f"this is the {self._stage} service, which has no method {name}: {_where_is(stage_of(service))}"
-            )
         behaviour = self._quotas.limited(parsed(handler, _count_received(handler.request_deserializer, name)))
         # Every method is served as a stream: gRPC keeps the bytes of a unary request until the call ends.
         return grpc.stream_stream_rpc_method_handler(
@@ -133,17 +135,18 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         return drained
 
 
-def _not_here(message: str) -> grpc.RpcMethodHandler[Any, Any]:
+def _elsewhere(stage: str, method: str) -> grpc.RpcMethodHandler[Any, Any]:
+    """Refuses a method of another service. Only known methods: each gets a label in the metrics."""
+    _, service, name = method.split("/")
+    message = (
+        f"this is the {stage} service, which has no method {name}: {stage_of(service)} listens at another address, by "
+        f"default on port {_PORTS[method]}"
+    )
+
     async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-def _where_is(stage: str) -> str:
-    """Where a service listens, as far as another one knows it."""
-    port = DEFAULT_PORTS.get(stage)
-    return f"{stage} listens at another address, by default on port {port}" if port else f"no service is named {stage}"
 
 
 def _written(behaviour: Behaviour) -> Callable[[Any, Any], Coroutine[Any, Any, None]]:

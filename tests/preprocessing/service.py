@@ -39,6 +39,8 @@ INFLIGHT_SLICES = 4
 SLICE_BYTES = 2 * 1024 * 1024 * 3
 EVERYTHING = PreprocessRequest(select=prompt_pb2.Select(all=True))
 
+MAX_INLINE_BYTES = 16 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class Queues:
@@ -87,7 +89,9 @@ class Service:
             fetcher = fetcher_of(web) if web else Fetcher(FetchPolicy())
         async with PlanningThreads(1) as quick, PlanningThreads(threads) as slow:
             watch(self.queues.reading, self.queues.decoding, quick, slow)
-            made = PreprocessingServicer(planner, fetcher, quick, slow, self.queues.reading, self.queues.decoding)
+            made = PreprocessingServicer(
+                planner, fetcher, quick, slow, self.queues.reading, self.queues.decoding, MAX_INLINE_BYTES
+            )
             preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(made, server)
             address = f"unix:{self.folder}/socket"
             server.add_insecure_port(address)
@@ -118,14 +122,16 @@ def select(index: int) -> PreprocessRequest:
 
 
 async def sent(stub: Any, *requests: PreprocessRequest) -> Any:
-    """An open call that has sent these requests, those after the first one once the plan has arrived.
+    """An open call that has sent these requests, those after the prompt and its files once the plan has arrived.
 
     grpc.aio loses the status of a refusal that arrives while the client writes, hence the wait.
     """
     call = stub.Preprocess()
+    planned = False
     for index, request in enumerate(requests):
-        if index == 1:
+        if index and not planned and not request.HasField("file"):
             await plan_of(call)
+            planned = True
         await call.write(request)
     if not requests:
         await call.done_writing()

@@ -24,6 +24,8 @@ from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS
 from services.preprocessing.rpc.messages import frames_responses, plan_responses
+from services.preprocessing.sources.source import bytes_source
+from services.preprocessing.video.packets import read_packets
 from services.preprocessing.video.slices import Slice
 from tests.preprocessing.media_server import fetched_files, ok, url_of
 from tests.preprocessing.media_server import serving as web_server
@@ -177,6 +179,24 @@ async def test_media_by_path_by_data_uri_and_by_url_equal_media_by_bytes(service
     assert metric("preprocessing_fetched_bytes_total") == fetched_bytes + 2 * len(CLIP)
 
 
+def file_pieces(data: bytes, size_bytes: int) -> list[PreprocessRequest]:
+    pieces = (data[offset : offset + size_bytes] for offset in range(0, len(data), size_bytes))
+    return [PreprocessRequest(file=prompt_pb2.FilePiece(data=piece)) for piece in pieces]
+
+
+async def test_files_that_follow_the_prompt_in_pieces_equal_inline_ones(stub: Any) -> None:
+    other = clip(8)
+    announced = [video(CLIP), video(data_bytes=len(CLIP)), video(data_bytes=len(other))]
+    pieces = file_pieces(CLIP, 1000) + file_pieces(other, len(other))
+    call = await sent(stub, prompt_of(*announced), *pieces)
+    plan = await plan_of(call)
+    await call.write(EVERYTHING)
+    await call.done_writing()
+    frames, _ = await frames_of(call, plan)
+    assert plan.media[0].content_hash == plan.media[1].content_hash != plan.media[2].content_hash
+    assert np.array_equal(frames[0], frames[1])
+
+
 def image(**fields: Any) -> prompt_pb2.Part:
     return prompt_pb2.Part(image=prompt_pb2.Media(**fields))
 
@@ -201,14 +221,20 @@ FPS_0 = video(CLIP, frame_sampling={"fps": 0.0})
         ([prompt_of(text(""), text(""))], "no media and only empty text"),
         ([prompt_of(prompt_pb2.Part())], r"prompt.messages\[0\].parts\[0\] must hold text, image or video"),
         ([PreprocessRequest(prompt=WITHOUT_ROLE)], r"messages\[0\].role must be system, user or assistant, got 0"),
-        ([prompt_of(text("x"), video())], r"parts\[1\].video must hold data, url, path or embeds"),
+        ([prompt_of(text("x"), video())], r"parts\[1\].video must hold data, data_bytes, url, path or embeds"),
         (
             [prompt_of(text("x"), image(url="a.org"))],
             r"^prompt.messages\[0\].parts\[1\].image.url must start",
         ),
         ([prompt_of(video(url="DATA:;base64,a"))], r"\[0\].parts\[0\].video.url must be base64 after its comma"),
         ([prompt_of(*[video(url="http://127.0.0.1/")] * 33)], "33 media by URL, at most 32 are allowed"),
-        ([prompt_of(*INLINE)], "17825792 bytes of inline media, at most 16777216 are allowed"),
+        ([prompt_of(*INLINE)], "17825792 bytes of inline media, --max-inline-bytes is 16777216"),
+        ([prompt_of(video(data_bytes=2**25))], "33554432 bytes of inline media, --max-inline-bytes is 16777216"),
+        ([prompt_of(video(data_bytes=0))], r"parts\[0\].video.data_bytes must be at least 1, got 0"),
+        ([prompt_of(video(data_bytes=-1))], "data_bytes must be at least 1"),
+        ([prompt_of(video(data_bytes=9)), *file_pieces(CLIP, 10)], "expected a file piece of 1 to 9 bytes, got 10"),
+        ([prompt_of(video(data_bytes=9)), select(0)], "expected a file piece of 1 to 9 bytes, got 0"),
+        ([prompt_of(video(CLIP)), *file_pieces(b"x", 1)], "must be a select"),
         ([prompt_of(FPS_0)], r"video.frame_sampling.fps must be above 0 and at most 1000, got 0.0"),
         ([prompt_of(image(data=b"x", frame_sampling={"fps": 2.0}))], "image.frame_sampling.fps is for videos"),
     ],
@@ -221,6 +247,8 @@ async def test_a_wrong_request_is_refused_with_its_field(
     assert re.search(named, message)
 
 
+FASTSTART = clip(30, codec="mjpeg", container_options={"movflags": "faststart"})
+CUT_OFF = FASTSTART[: len(FASTSTART) * 2 // 3]
 DAMAGED = without_packets(clip(30, container="matroska", codec="mjpeg"), range(4, 30))
 
 
@@ -234,6 +262,7 @@ DAMAGED = without_packets(clip(30, container="matroska", codec="mjpeg"), range(4
         ({"url": "http://127.0.0.1/clip.mp4"}, "PERMISSION_DENIED", "MEDIA_FORBIDDEN"),
         ({"path": "../socket"}, "PERMISSION_DENIED", "MEDIA_FORBIDDEN"),
         ({"data": DAMAGED}, "INVALID_ARGUMENT", "MEDIA_DAMAGED"),
+        ({"data": CUT_OFF}, "INVALID_ARGUMENT", "MEDIA_DAMAGED"),
     ],
 )
 async def test_bad_media_are_refused_with_status_and_reason(
@@ -241,6 +270,25 @@ async def test_bad_media_are_refused_with_status_and_reason(
 ) -> None:
     call = await sent(stub, prompt_of(video(**media)), *[EVERYTHING] * (reason == "MEDIA_DAMAGED"))
     assert (await refused(call))[:2] == (grpc.StatusCode[code], reason)
+
+
+async def test_a_file_that_was_cut_off_is_taken_on_request_and_its_missing_frames_are_counted(stub: Any) -> None:
+    """By the index of an MP4 and by the duration of a Matroska file, whose frames are all of one size."""
+    matroska = clip(60, container="matroska", codec="rawvideo")
+    cut = {"mp4": CUT_OFF, "matroska": matroska[: len(matroska) // 2]}
+    for container, data in cut.items():
+        there = len(read_packets(bytes_source("video", data)).times.ticks)
+        call = await sent(stub, prompt_of(video(data, frame_sampling={"allow_truncated": True})))
+        (media,) = (await plan_of(call)).media
+        promised = {"mp4": 30, "matroska": 60}[container]
+        assert abs(media.missing_frames - (promised - there)) <= 1, container
+        assert there < promised * 0.8
+        call.cancel()
+    whole = await sent(stub, prompt_of(video(FASTSTART), video(matroska)))
+    assert [media.missing_frames for media in (await plan_of(whole)).media] == [0, 0]
+    early = {"start_s": 0.0, "end_s": 0.2}  # all of it is there
+    call = await sent(stub, prompt_of(video(CUT_OFF, frame_sampling=early)))
+    assert [media.missing_frames for media in (await plan_of(call)).media] == [0]
 
 
 async def test_a_fetched_file_that_is_no_media_is_refused_with_its_field(service: Service) -> None:

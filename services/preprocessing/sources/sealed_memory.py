@@ -27,6 +27,8 @@ class SealedMemory:
     Raises OSError without descriptors or memory.
     """
 
+    descriptor = -1  # for `close`, if there is no descriptor left
+
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("framesieve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
