@@ -48,7 +48,8 @@ from framesieve.cli.options import (
 from framesieve.cli.terminal import MediaBars, print_cost, reported_errors, stderr
 from framesieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Progress, cost_of
 from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
-from framesieve.client.prompt import Image, Message, Options, Text, Video, is_url
+from framesieve.client.messages import media_named
+from framesieve.client.prompt import Image, Message, Options, Text, Video, is_url, user_turn
 
 
 def ask(
@@ -171,7 +172,8 @@ def ask(
         async with FramesieveClient(server, **access) as client:
             for each in questions:
                 if as_json:
-                    answers.append(_answer_json(await client.ask(parts, each, history=history, **options)))
+                    with media_named([*history, user_turn(parts, each)]):
+                        answers.append(_answer_json(await client.ask(parts, each, history=history, **options)))
                     continue
                 if len(questions) > 1:
                     stderr.print(f"[bold]{escape(each)}[/]", soft_wrap=True)
@@ -219,7 +221,7 @@ async def stream(
     """Prints the completions, after progress bars on stderr. Returns how they ended, and the first one's text."""
     printer = Printer(options.get("n") or 1)
     try:
-        with MediaBars() as bars:
+        with media_named([*history, user_turn(parts, question)]), MediaBars() as bars:
             async for event in client.stream(parts, question, history=history, **options):
                 match event:
                     case Accepted():

@@ -19,7 +19,7 @@ from common.channels import REQUEST_ID_KEY, open_channel, upstream_errors
 from common.contract.errors import PeerContract
 from framesieve.client.answer import Accepted, Answer, Delta, Event, Finished, choice_of, cost_of
 from framesieve.client.credentials import Access, credentials_of
-from framesieve.client.messages import event_of, generate_request, media_named
+from framesieve.client.messages import event_of, generate_request, in_words_of_python
 from framesieve.client.prompt import Message, Options, PartLike, user_turn
 from framesieve.v1 import generation_pb2_grpc
 
@@ -119,7 +119,7 @@ class FramesieveClient:
         # gRPC metadata holds printable ASCII only. Any other id is sent in the request alone; the service rejects it.
         name = request.request_id
         named = ((REQUEST_ID_KEY, name),) if name.isascii() and name.isprintable() and name else ()
-        with media_named(messages), upstream_errors("generation"):
+        with in_words_of_python(), upstream_errors("generation"):
             call = self._generation.Generate(request, timeout=options.get("timeout_s"), metadata=(*named, *self._token))
             try:
                 async for response in call:

@@ -145,7 +145,17 @@ def media_named(messages: Sequence[Message]) -> Iterator[None]:
     try:
         yield
     except FramesieveError as error:
-        error.args = (_FIELD_OF_MEDIA.sub(named, str(error)).replace(LARGER_FILES, IN_PYTHON),)
+        error.args = (_FIELD_OF_MEDIA.sub(named, str(error)),)
+        raise
+
+
+@contextmanager
+def in_words_of_python() -> Iterator[None]:
+    """Says in a refusal of large files how a caller of this package names a file without sending it."""
+    try:
+        yield
+    except FramesieveError as error:
+        error.args = (str(error).replace(LARGER_FILES, IN_PYTHON),)
         raise
 
 
