@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,6 +13,9 @@ from prometheus_client import REGISTRY
 
 from common.checkpoint import Checkpoint
 from common.contract import errors
+from common.process import free_port
+from common.serving.guards import serve_metrics
+from common.serving.settings import ServiceSettings
 from common.telemetry.metrics import begin
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from tests.common.guarded_service import Echo, ask, refusal
@@ -61,3 +66,15 @@ async def test_a_refusal_is_counted_once_by_its_reason(
         assert (await refusal(ask(channel)))[0] is grpc.StatusCode[code]
         await eventually(lambda: counted()[0] > requests)
     assert counted() == (requests + 1, refusals + 1)
+
+
+def test_metrics_are_at_their_path_alone_and_name_the_model_as_it_is_served(tiny_checkpoint: Path) -> None:
+    begin("encoder", "Unheard", Checkpoint(tiny_checkpoint), "traffic-7b")
+    port = free_port()
+    serve_metrics(ServiceSettings(listen="127.0.0.1:1", metrics_port=port))
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+        assert 'framesieve_model_info{device="",dtype="",family="qwen2_5_vl"' in (text := answer.read().decode())
+    assert 'model="traffic-7b"' in text
+    with pytest.raises(urllib.error.HTTPError, match="404") as refused:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=20)
+    refused.value.close()

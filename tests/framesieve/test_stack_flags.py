@@ -1,0 +1,61 @@
+"""Flags of the services through `framesieve serve` and `framesieve settings`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from common.contract.errors import StartupError
+from framesieve.cli.stack_flags import service_flags
+from tests.framesieve.conftest import COMMAND
+
+
+def settings(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, "settings", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_settings_prints_the_value_of_each_service_and_where_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FRAMESIEVE_LOG_LEVEL", "debug")
+    config = tmp_path / "stack.toml"
+    config.write_text('[generation]\nmax-num-seqs = 7\ndtype = "float16"\n[encoder]\nmetrics_tls = false\n')
+    flags = ["--config", str(config), "--generation-dtype", "bfloat16"]
+    printed = json.loads(settings(*flags, "--json").stdout)
+    rows = {service: {row["flag"]: row for row in each} for service, each in printed.items()}
+    assert rows["generation"]["--dtype"]["value"] == "bfloat16"  # the command line is above the file
+    places = rows["generation"]["--max-num-seqs"]
+    assert (places["variable"], places["value"], places["source"]) == ("FRAMESIEVE_MAX_NUM_SEQS", 7, "flag")
+    assert rows["encoder"]["--metrics-tls"]["source"] == "flag"
+    assert {each["--log-level"]["source"] for each in rows.values()} == {"variable"}
+    assert rows["encoder"]["--dtype"]["source"] == "default"
+    assert re.search(r"--max-num-seqs +7 +flag +default: \d+", settings(*flags).stdout)
+
+
+@pytest.mark.parametrize(
+    ("toml", "extra", "complaint"),
+    [
+        ("", ["--foo", "1"], "--foo is unknown; a flag of a service begins with its name"),
+        ("", ["clip.mp4"], "unexpected argument clip.mp4"),
+        ("x = [", [], "is not TOML"),
+        ("[serve]", [], "expected the tables preprocessing, encoder, generation, got 'serve'"),
+        ('[encoder]\nlisten = "a:1"', [], "encoder.listen is set by `framesieve serve`"),
+    ],
+)
+def test_flags_of_no_service_and_broken_files_are_refused(
+    tmp_path: Path, toml: str, extra: list[str], complaint: str
+) -> None:
+    (tmp_path / "stack.toml").write_text(toml)
+    with pytest.raises(StartupError, match=complaint):
+        service_flags(tmp_path / "stack.toml", extra)
+
+
+def test_a_wrong_value_ends_settings_with_2_and_names_the_flag() -> None:
+    result = settings("--generation-dtype", "float8")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("STARTUP: --dtype: ")
