@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from benchmarks.media_hop import hop
+from benchmarks.media_inline import inline
 from benchmarks.media_memory import memory
 from benchmarks.media_overlap import overlap
 from benchmarks.media_pruning import pruning
@@ -31,6 +32,7 @@ MEASUREMENTS: Mapping[str, Callable[[int], list[Row]]] = {
     "overlap": overlap,
     "second-question": second_question,
     "hop": hop,
+    "inline": inline,
     "pruning": pruning,
     "memory": memory,
 }

@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from framesieve.client.messages import prompt_message
+from framesieve.client.messages import generate_request
 from framesieve.client.prompt import Video, user_turn
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 
 
 async def responses(channel: grpc.aio.Channel, video: Video) -> AsyncIterator[PreprocessResponse]:
-    prompt = await asyncio.to_thread(prompt_message, [user_turn(video, "")])
-    requests = [PreprocessRequest(prompt=prompt), PreprocessRequest(select=prompt_pb2.Select(all=True))]
+    question = await asyncio.to_thread(generate_request, [user_turn(video, "")], {})
+    requests = [PreprocessRequest(prompt=question.prompt), PreprocessRequest(select=prompt_pb2.Select(all=True))]
     stub = preprocessing_pb2_grpc.PreprocessingServiceStub(channel)
     async for response in stub.Preprocess(iter(requests)):
         yield response

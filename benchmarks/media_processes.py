@@ -19,8 +19,17 @@ def tree(pid: int) -> Iterator[int]:
 
 def resident_bytes(pid: int) -> int:
     """Resident memory of the process and its descendants; shared memory counts for each."""
-    lines = (line for each in tree(pid) for line in _text(Path(f"/proc/{each}/status")).splitlines())
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+    return sum(_status_bytes(each, "VmRSS") for each in tree(pid))
+
+
+def peak_bytes(pid: int) -> int:
+    """The most resident memory that the process ever had, without its descendants."""
+    return _status_bytes(pid, "VmHWM")
+
+
+def _status_bytes(pid: int, field: str) -> int:
+    lines = _text(Path(f"/proc/{pid}/status")).splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def cpu_s(pid: int) -> float:

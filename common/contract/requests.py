@@ -27,10 +27,7 @@ MAX_TEXT_BYTES = 4 * 2**20
 
 def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_BYTES) -> None:
     """Raises InvalidRequest for a prompt with too many parts, media, bytes of inline media or bytes of text."""
-    parts = len(prompt.messages)
-    for message in prompt.messages[: MAX_PARTS + 1]:
-        parts += len(message.parts)
-    _check("messages and parts", parts, MAX_PARTS)
+    _check_parts(prompt)
     media = [item for _, _, item in named_media(prompt)]
     _check("media", len(media), MAX_MEDIA)
     if any(item.data_bytes < 0 for item in media):
@@ -40,6 +37,13 @@ def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_B
     )
     text = sum(len(part.text.encode()) for message in prompt.messages for part in message.parts)
     _check("bytes of text", text, MAX_TEXT_BYTES)
+
+
+def _check_parts(prompt: prompt_pb2.Prompt) -> None:
+    parts = len(prompt.messages)
+    for message in prompt.messages[: MAX_PARTS + 1]:
+        parts += len(message.parts)
+    _check("messages and parts", parts, MAX_PARTS)
 
 
 def check_inline_bytes(size_bytes: int, max_inline_bytes: int) -> None:
@@ -57,31 +61,36 @@ def _check(what: str, count: int, limit: int) -> None:
 
 
 def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[bytes]]:
-    """A copy of the prompt that announces its larger files by their sizes, and these files, in order."""
+    """A copy of the prompt that announces its larger files by their sizes, and these files, in order.
+
+    Raises InvalidRequest for a prompt with too many parts. Reads each file once, since every read of a field of bytes
+    copies them.
+    """
+    _check_parts(prompt)
     files = []
     without = prompt_pb2.Prompt()
     for message in prompt.messages:
         copy = without.messages.add(role=message.role)
         for part in message.parts:
             kind = part.WhichOneof("content")
-            if kind not in ("image", "video") or len(getattr(part, kind).data) <= PIECE_BYTES:
+            media = getattr(part, kind) if kind in ("image", "video") else None
+            if media is None or media.WhichOneof("source") != "data" or media.ByteSize() <= PIECE_BYTES:
                 copy.parts.add().CopyFrom(part)
                 continue
-            media = getattr(part, kind)
             files.append(media.data)
             detached = getattr(copy.parts.add(), kind)
-            detached.data_bytes = len(media.data)
+            detached.data_bytes = len(files[-1])
             for field in ("frame_sampling", "pruning"):
                 if media.HasField(field):
                     getattr(detached, field).CopyFrom(getattr(media, field))
     return without, files
 
 
-def file_pieces(files: Iterable[bytes]) -> Iterator[prompt_pb2.FilePiece]:
-    """The messages that bring detached files."""
+def file_pieces(files: Iterable[bytes]) -> Iterator[bytes]:
+    """What the messages that bring detached files hold."""
     for file in files:
         for _, piece in pieces(memoryview(file)):
-            yield prompt_pb2.FilePiece(data=bytes(piece))
+            yield bytes(piece)
 
 
 async def received_pieces(requests: Requests, prompt: prompt_pb2.Prompt) -> AsyncIterator[tuple[str, bytes]]:

@@ -48,7 +48,7 @@ from framesieve.cli.signals import unwind_on_signals
 from framesieve.cli.terminal import reported_errors, stderr
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.encoding import SELECT_ALL, encode, responses
-from framesieve.client.messages import media_named, prompt_message
+from framesieve.client.messages import add_messages, media_named
 from framesieve.client.prompt import Image, Message, Video, file_name
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 
@@ -142,8 +142,8 @@ async def _frames(
     address: str, media: Image | Video, credentials: Credentials
 ) -> tuple[PromptPlan, NDArray[np.uint8], int]:
     """The plan, the frames of its one item, and how many of them were repaired."""
-    prompt = await asyncio.to_thread(prompt_message, [Message("user", (media,))])
-    first = preprocessing_pb2.PreprocessRequest(prompt=prompt)
+    first = preprocessing_pb2.PreprocessRequest()
+    await asyncio.to_thread(add_messages, first.prompt, [Message("user", (media,))])
     select_all = preprocessing_pb2.PreprocessRequest(select=SELECT_ALL)
     plans, plan, repaired = PlanReceiver(), None, 0
     buffer: TensorBuffer | None = None

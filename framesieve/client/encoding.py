@@ -26,7 +26,7 @@ from common.contract.retention import Pruning, retained_count
 from common.contract.tensors import DType, TensorBuffer
 from common.contract.wire import PlanReceiver, add_chunk, buffer_for, int32_array, prunings_of
 from framesieve.client.credentials import Access, credentials_of
-from framesieve.client.messages import prompt_message, pruning_message
+from framesieve.client.messages import add_messages, pruning_message
 from framesieve.client.prompt import Embeds, PartLike, user_turn
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 
@@ -101,9 +101,9 @@ async def encode(
     service takes (64 MiB by default), OSError for a file that cannot be read.
     """
     credentials = credentials_of(access)
-    prompt = await asyncio.to_thread(prompt_message, [user_turn(media, "")])
-    question = encoder_pb2.EncodePrompt(prompt=prompt, pruning=pruning_message(pruning))
-    first, select_all = encoder_pb2.EncodeRequest(prompt=question), encoder_pb2.EncodeRequest(select=SELECT_ALL)
+    first = encoder_pb2.EncodeRequest(prompt=encoder_pb2.EncodePrompt(pruning=pruning_message(pruning)))
+    await asyncio.to_thread(add_messages, first.prompt.prompt, [user_turn(media, "")])
+    select_all = encoder_pb2.EncodeRequest(select=SELECT_ALL)
     plans, plan = PlanReceiver(), None
     pieces: dict[int, list[encoder_pb2.EmbedsChunk]] = defaultdict(list)
     async with open_channel(encoder, credentials) as channel:
@@ -114,7 +114,7 @@ async def encode(
                     plan = plans.add(response.plan)
                 elif response.WhichOneof("response") == "embeds":
                     pieces[response.embeds.media_index].append(response.embeds)
-    prunings = prunings_of(prompt, question.pruning)
+    prunings = prunings_of(first.prompt.prompt, first.prompt.pruning)
     if plan is None or len(plan.media) != len(prunings):
         raise PeerContract(f"the encoder's plan is incomplete or does not have {len(prunings)} images and videos")
     if sorted(pieces) != list(range(len(prunings))):

@@ -1,6 +1,7 @@
 """Converts prompts and options to protobuf requests, and protobuf responses to events.
 
-Files are read here, so `generate_request` and `prompt_message` block on the disk: call them in a thread.
+Files are read here, so `generate_request` and `add_messages` block on the disk: call them in a thread. Files and
+embeddings are set in the request that is sent, because each message that is put into another is copied.
 """
 
 from __future__ import annotations
@@ -76,9 +77,8 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
     stop = options.get("stop") or ()
     if isinstance(stop, str):
         raise InvalidRequest(f"stop must be a sequence of strings, got the string {stop!r}")
-    return _message(
+    request = _message(
         generation_pb2.GenerateRequest,
-        prompt=prompt_message(messages),
         pruning=_message(
             prompt_pb2.Pruning,
             rate=options.get("pruning_rate") or 0.0,
@@ -106,17 +106,17 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
         request_id=options.get("request_id") or "",
         adapter=options.get("adapter"),
     )
+    add_messages(request.prompt, messages)
+    return request
 
 
-def prompt_message(messages: Sequence[Message]) -> prompt_pb2.Prompt:
-    """The prompt, with the contents of local files. Raises the same errors as `generate_request`."""
+def add_messages(prompt: prompt_pb2.Prompt, messages: Sequence[Message]) -> None:
+    """Adds messages to a prompt, with the contents of local files. Raises the same errors as `generate_request`."""
     budget = _InlineBudget()
-    return prompt_pb2.Prompt(
-        messages=[
-            prompt_pb2.Message(role=_ROLES[message.role], parts=[_part(part, budget) for part in message.parts])
-            for message in messages
-        ]
-    )
+    for message in messages:
+        added = prompt.messages.add(role=_ROLES[message.role])
+        for part in message.parts:
+            _set_part(added.parts.add(), part, budget)
 
 
 _FIELD_OF_MEDIA = re.compile(r"prompt\.messages\[(\d+)\]\.parts\[(\d+)\]\.(?:image|video)((?:\.\w+)*)")
@@ -182,13 +182,13 @@ class _InlineBudget:
         self._left_bytes -= size_bytes
 
 
-def _part(part: Part, budget: _InlineBudget) -> prompt_pb2.Part:
+def _set_part(message: prompt_pb2.Part, part: Part, budget: _InlineBudget) -> None:
     match part:
         case Text():
-            return _message(prompt_pb2.Part, text=part.text)
+            message.MergeFrom(_message(prompt_pb2.Part, text=part.text))
         case Image():
             sampling = _message(prompt_pb2.FrameSampling, max_pixels=part.max_pixels)
-            return prompt_pb2.Part(image=_media(part, sampling, budget))
+            _set_media(message.image, part, sampling, budget)
         case Video():
             sampling = _message(
                 prompt_pb2.FrameSampling,
@@ -200,46 +200,52 @@ def _part(part: Part, budget: _InlineBudget) -> prompt_pb2.Part:
                 end_s=part.end_s,
                 allow_truncated=bool(part.allow_truncated),
             )
-            media = _media(part, sampling, budget)
+            _set_media(message.video, part, sampling, budget)
             if part.pruning is not None:
-                media.pruning.CopyFrom(pruning_message(part.pruning))
-            return prompt_pb2.Part(video=media)
+                message.video.pruning.CopyFrom(pruning_message(part.pruning))
 
 
-def _media(part: Image | Video, sampling: prompt_pb2.FrameSampling, budget: _InlineBudget) -> prompt_pb2.Media:
+def _set_media(
+    message: prompt_pb2.Media, part: Image | Video, sampling: prompt_pb2.FrameSampling, budget: _InlineBudget
+) -> None:
     if part.embeds is not None:
-        return prompt_pb2.Media(embeds=_embeds(part.embeds, budget))
+        _set_embeds(message.embeds, part.embeds, budget)
+        return
+    message.frame_sampling.CopyFrom(sampling)
     if part.server_path is not None:
-        return _message(prompt_pb2.Media, path=part.server_path, frame_sampling=sampling)
-    if part.url is not None:
+        message.MergeFrom(_message(prompt_pb2.Media, path=part.server_path))
+    elif part.url is not None:
         budget.take_file(len(part.url), f"{type(part).__name__}.url")  # a data: URI may be long
-        return _message(prompt_pb2.Media, url=part.url, frame_sampling=sampling)
-    if part.path is not None:
-        return prompt_pb2.Media(data=budget.read(part.path), frame_sampling=sampling)
-    data = part.data or b""
-    budget.take_file(len(data), f"{type(part).__name__}.data")
-    return prompt_pb2.Media(data=data, frame_sampling=sampling)
+        message.MergeFrom(_message(prompt_pb2.Media, url=part.url))
+    elif part.path is not None:
+        message.data = budget.read(part.path)
+    else:
+        data = part.data or b""
+        budget.take_file(len(data), f"{type(part).__name__}.data")
+        message.data = data
 
 
-def _embeds(embeds: Embeds, budget: _InlineBudget) -> prompt_pb2.MediaEmbeds:
+def _set_embeds(message: prompt_pb2.MediaEmbeds, embeds: Embeds, budget: _InlineBudget) -> None:
     values, shape = embeds.values, embeds.array_shape
     size_bytes = len(values) if isinstance(values, bytes) else values.nbytes
     budget.take(size_bytes, "Embeds.values", "send fewer slices, 16-bit values, or the media file")
     if isinstance(values, np.ndarray):
         values = values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
     step = embeds.seconds_per_slice
-    return _message(
-        prompt_pb2.MediaEmbeds,
-        tensor=_message(
-            tensor_pb2.Tensor,
-            dtype=_DTYPES[embeds.array_dtype],
-            shape=shape if len(shape) == 3 else (1, *shape),
-            data=values,
-        ),
-        grid=grid_message(embeds.grid),
-        seconds_per_grid=None if step is None else _rational(step),
-        timestamps_s=embeds.timestamps_s,
+    message.MergeFrom(
+        _message(
+            prompt_pb2.MediaEmbeds,
+            tensor=_message(
+                tensor_pb2.Tensor,
+                dtype=_DTYPES[embeds.array_dtype],
+                shape=shape if len(shape) == 3 else (1, *shape),
+            ),
+            grid=grid_message(embeds.grid),
+            seconds_per_grid=None if step is None else _rational(step),
+            timestamps_s=embeds.timestamps_s,
+        )
     )
+    message.tensor.data = values
 
 
 def _rational(seconds: Fraction | float) -> prompt_pb2.Rational:

@@ -19,7 +19,7 @@ from common.contract.retention import RANDOM, VIDCOM2
 from common.contract.tensors import DType, TensorBuffer
 from common.contract.wire import int32_tensor, plan_messages, tensor_chunks
 from framesieve import Encoded, Image, Message, Pruning, Video, encode
-from framesieve.client.messages import prompt_message
+from framesieve.client.messages import generate_request
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 from tests.common.loopback import serving
 
@@ -109,7 +109,7 @@ async def test_items_arrive_whole_and_can_replace_their_pixels_in_a_prompt(tmp_p
     assert (first.kept.tolist(), second.kept.tolist()) == (list(range(4)), list(range(18)))
     assert (first.repaired_frames, second.repaired_frames) == (0, 2)
     again = [Message("user", (Image(embeds=first.as_embeds()), Video(embeds=second.as_embeds())))]
-    image, video = prompt_message(again).messages[0].parts
+    image, video = generate_request(again, {}).prompt.messages[0].parts
     for item, media, tensor in ((first, image.image, photo), (second, video.video, clip)):
         assert item.values.dtype == (np.float16 if dtype is DType.FLOAT16 else np.float32)
         np.testing.assert_array_equal(item.values, tensor.float().numpy())

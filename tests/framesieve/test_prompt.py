@@ -15,7 +15,7 @@ import torch
 
 from common.contract import errors
 from framesieve import Embeds, Grid, Image, Message, Pruning, Text, Video
-from framesieve.client.messages import generate_request, prompt_message
+from framesieve.client.messages import generate_request
 from framesieve.client.prompt import IMAGE_SUFFIXES, Options, user_turn
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.generation_pb2 import Sampling
@@ -27,13 +27,13 @@ ROWS = np.array([[1, 2, 3], [4, 5, 6]], dtype=np.float32)
 
 
 def parts_of(media: Any, question: str = "?") -> Any:
-    (message,) = prompt_message([user_turn(media, question)]).messages
+    (message,) = generate_request([user_turn(media, question)], {}).prompt.messages
     return message.parts
 
 
 def sent(part: Image | Video) -> prompt_pb2.Media:
     """The part as it is in a prompt."""
-    (message,) = prompt_message([Message("user", (part,))]).messages
+    (message,) = generate_request([Message("user", (part,))], {}).prompt.messages
     return message.parts[0].image if isinstance(part, Image) else message.parts[0].video
 
 
@@ -140,7 +140,7 @@ def test_an_option_that_its_field_cannot_hold_is_rejected_by_name(options: Any, 
 )
 def test_a_part_that_its_field_cannot_hold_is_rejected_by_name(part: Any, message: str) -> None:
     with rejected(re.escape(message)):
-        prompt_message([Message("user", (part,))])
+        generate_request([Message("user", (part,))], {})
 
 
 # --- embeddings -------------------------------------------------------------------------------------------------
@@ -223,11 +223,11 @@ def test_embeddings_files_and_urls_share_a_limit_that_no_service_exceeds(
     rows = np.zeros((2**7, 2**10), dtype=np.float32)
     half = Video(embeds=Embeds(rows, Grid(1, 8, 16), seconds_per_slice=1))
     fits = Image(data=bytes(MIB // 2))
-    assert prompt_message([Message("user", (fits, half))]).ByteSize() > MIB
+    assert generate_request([Message("user", (fits, half))], {}).prompt.ByteSize() > MIB
     for part, named in (
         (Video(tmp_path / "clip.mp4"), "clip.mp4"),
         (Image(data=bytes(MIB // 2 + 1)), "Image.data"),
         (Video(url="data:," + "x" * (MIB // 2)), "Video.url"),
     ):
         with rejected(rf"{named} has 0.5 MiB, a request carries at most 1 MiB of media \(0.5 MiB are left\)"):
-            prompt_message([Message("user", (half, part))])
+            generate_request([Message("user", (half, part))], {})

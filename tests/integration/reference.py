@@ -17,7 +17,7 @@ from common.channels import open_channel
 from common.contract.plan import Modality
 from common.contract.wire import PlanReceiver
 from framesieve.client.answer import Answer
-from framesieve.client.messages import prompt_message
+from framesieve.client.messages import generate_request
 from framesieve.client.prompt import Part, user_turn
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
@@ -34,7 +34,7 @@ async def model_inputs(
 ) -> dict[str, Tensor]:
     """The inputs that transformers' processor makes of the ids and frames of that service."""
     requests = [
-        PreprocessRequest(prompt=prompt_message([user_turn(list(parts), question)])),
+        PreprocessRequest(prompt=generate_request([user_turn(list(parts), question)], {}).prompt),
         PreprocessRequest(select=prompt_pb2.Select(all=True)),
     ]
     receiver, plan, frames = PlanReceiver(), None, defaultdict[int, bytearray](bytearray)

@@ -121,7 +121,7 @@ class PreprocessStream:
     async def _write_prompt(self, prompt: prompt_pb2.Prompt, files: AsyncIterator[tuple[str, bytes]]) -> None:
         await write_to(self._call, PreprocessRequest(prompt=prompt))
         async for _, piece in files:
-            await write_to(self._call, PreprocessRequest(file=prompt_pb2.FilePiece(data=piece)))
+            await write_to(self._call, PreprocessRequest(file={"data": piece}))
 
     async def _read_plan(self, modalities: Sequence[Modality], brought: Mapping[int, Grid]) -> PromptPlan:
         receiver = PlanReceiver()

@@ -66,11 +66,13 @@ class MediaClient:
         call: timeout and metadata of the upstream call.
         Raises InvalidRequest, PromptTooLong if the media exceed the whole buffer, PeerContract, and upstream errors.
         """
+        # Files may be large: only `upstream` keeps them, for as long as it may have to retry. A field of the request
+        # keeps the whole request in memory, so these are copies.
+        prompt, files = detach_files(prompt)
+        pruning = prompt_pb2.Pruning.FromString(pruning.SerializeToString())
         check_prompt(prompt, self._max_inline_bytes)
         prunings = prunings_of(prompt, pruning)
         modalities = modalities_of(prompt)
-        # Inline media may be large: only `upstream` keeps them, for as long as it may have to retry.
-        prompt, files = detach_files(prompt)
         upstream = self._encode(prompt, files, pruning, call) if modalities else self._preprocess(prompt, call)
         del files
         try:
@@ -206,7 +208,7 @@ async def _encode_requests(
     """The prompt and its files; then, once bytes are reserved, the selected items."""
     yield encoder_pb2.EncodeRequest(prompt=encoder_pb2.EncodePrompt(prompt=prompt, pruning=pruning))
     for piece in file_pieces(files):
-        yield encoder_pb2.EncodeRequest(file=piece)
+        yield encoder_pb2.EncodeRequest(file={"data": piece})
     for index in await selected:
         yield encoder_pb2.EncodeRequest(select=prompt_pb2.Select(media_index=index))
 

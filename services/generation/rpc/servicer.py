@@ -85,8 +85,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if adapter:
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
         call = passed_on(context, self._credentials)
-        async with self._media.open(request.prompt, request.pruning, clock, **call) as session:
-            del request  # inline media may be large; the session drops them once all encoded media have arrived
+        opening = self._media.open(request.prompt, request.pruning, clock, **call)
+        del request  # files may be large; the session drops them once all encoded media have arrived
+        async with opening as session:
             plan, prunings, kept_counts = session.plan, session.prunings, session.kept_counts
             answer_tokens = self._limit.answer_tokens(plan, prunings, kept_counts, wanted.max_new_tokens)
             usage = usage_message(plan, prunings, kept_counts)
