@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import Counter
 from typing import Any
 
@@ -67,6 +68,25 @@ async def test_a_picture_of_several_pieces_is_answered(client: FramesieveClient)
     picture = Image(data=media.picture(1204, 1204), max_pixels=1204 * 1204)
     answer = await client.ask(picture, QUESTION, max_new_tokens=1, timeout_s=60)
     assert str(answer.usage.media[0].grid) == "1×43×43"
+
+
+async def test_clips_that_travel_in_pieces_are_answered_like_small_ones(client: FramesieveClient) -> None:
+    """A box that readers skip makes the clips 1.5 and 3 MiB large: pieces of at most 1 MiB follow the prompt."""
+    clips = [media.clip(seed=61), media.clip(seed=62)]
+    padding = [struct.pack(">I4s", size, b"free") + bytes(size - 8) for size in (3 * 2**19, 3 * 2**20)]
+    large = [clip + free for clip, free in zip(clips, padding, strict=True)]
+    small_answer, large_answer = [
+        await client.ask(
+            [Video(data=first), Image(data=media.picture(56, 56)), Video(data=second)],
+            QUESTION,
+            max_new_tokens=8,
+            temperature=0,
+            logprobs=True,
+        )
+        for first, second in (clips, large)
+    ]
+    assert large_answer.token_ids == small_answer.token_ids
+    assert large_answer.logprobs == pytest.approx(small_answer.logprobs, abs=1e-4)
 
 
 # --- caches -------------------------------------------------------------------------------------------------------
