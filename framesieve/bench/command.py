@@ -150,9 +150,9 @@ def bench(
     if output is not None and not output.parent.is_dir():
         raise typer.BadParameter(f"--plot needs an existing folder, {output.parent} does not exist")
     if on_server and workload is None:
-        raise typer.BadParameter("--on-server needs --workload")
+        raise typer.BadParameter("--on-server requires --workload")
     if with_records and not as_json:
-        raise typer.BadParameter("--records needs --json")
+        raise typer.BadParameter("--records requires --json")
     with reported_errors(server or DEFAULT_ADDRESS):
         if output is not None:
             check_plotting()
@@ -176,7 +176,7 @@ def bench(
         "server": target.description,
         "load": run.load,
         "media": _media_description(workload, unique),
-        "warmup": f"{warmup} requests, uncounted, of which {outcome.warmup_failed} failed" if warmup else "none",
+        "warmup": f"{warmup} requests, not counted, {outcome.warmup_failed} of them failed" if warmup else "none",
     }
     if as_json:
         result = {
@@ -244,5 +244,5 @@ def _media_description(workload: Path | None, unique: bool | None) -> str:
     if workload is not None:
         return f"{workload}; repeated media may hit caches"
     if unique is False:
-        return "synthesised clips that repeat and hit caches"
-    return "synthesised clips, each new to every cache"
+        return "synthetic clips that repeat and hit caches"
+    return "synthetic clips, all different: none hits a cache"

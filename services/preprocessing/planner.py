@@ -275,7 +275,7 @@ def _missing(index: PacketIndex, sampling: FrameSampling) -> int:
     if missing * 10 > found + missing and not sampling.allow_truncated:
         raise MediaDamaged(
             f"is cut off: {missing} of its {found + missing} frames are missing, at most a tenth may be; "
-            f"frame_sampling.allow_truncated takes the {found} that are there"
+            f"frame_sampling.allow_truncated accepts the other {found}"
         )
     return missing
 

@@ -81,7 +81,7 @@ def test_the_table_shows_the_run_and_its_errors(bench: Callable[..., Result], tm
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0].startswith("framesieve bench --server unix:")
-    assert "warmup:  3 requests, uncounted, of which 1 failed" in lines
+    assert "warmup:  3 requests, not counted, 1 of them failed" in lines
     assert any(line.startswith("4 answered, 2 failed in ") for line in lines)
     assert "  2 × INVALID_ARGUMENT MEDIA_DAMAGED: 12 of 40 frames [0.30] cannot be decoded" in lines
 
@@ -129,8 +129,8 @@ def test_a_missing_extra_is_reported_before_any_request(
         (["--model", "here"], "--server and --model exclude each other"),
         (["--duration-s", "nan"], "--duration-s must be above 0"),
         (["--pruning-rate", "1"], "below 1, got 1.0"),
-        (["--on-server"], "--on-server needs --workload"),
-        (["--records"], "--records needs --json"),
+        (["--on-server"], "--on-server requires --workload"),
+        (["--records"], "--records requires --json"),
         (["--plot", "no/such/folder/load.png"], "no/such/folder"),
     ],
 )

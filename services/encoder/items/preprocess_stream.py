@@ -224,7 +224,7 @@ class PreprocessStream:
         """Every slice of every selected item. Raises PeerContract if the stream ends before it should."""
         while (first := await self._read_frames()) is not None:
             if not self._selected:
-                raise PeerContract(f"frames of media {first.media_index} came unasked or beyond its plan")
+                raise PeerContract(f"frames of media {first.media_index} were not selected or exceed its plan")
             media_index, item = self._selected[0]
             for start in range(0, item.frames, self._temporal_patch):
                 chunk = first if start == 0 else await self._read_frames()
