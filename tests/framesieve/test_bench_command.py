@@ -45,7 +45,7 @@ def test_a_closed_loop_is_reported(bench: Callable[..., Result], services: FakeS
     assert all(len(record["token_gaps_s"]) == 1 for record in report["records"])
     assert report["run"]["command"].endswith("--clients 3 --requests 12 --warmup 2 --json --records")
     assert report["run"]["load"] == "3 clients in a closed loop, 12 requests"
-    assert "each new to every cache" in report["run"]["media"]
+    assert "all different" in report["run"]["media"]
 
 
 def test_pruning_and_sampling_flags_are_sent(bench: Callable[..., Result], services: FakeServices) -> None:
