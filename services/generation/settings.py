@@ -65,8 +65,8 @@ class GenerationSettings(UpstreamSettings):
     kv_cache_tokens: int | None = Field(
         None,
         ge=1,
-        description="size of the KV cache in tokens, over all requests; unset: 32768 on the CPU; on CUDA as many "
-        "as fit beside the largest step, measured at startup",
+        description="size of the KV cache in tokens, over all requests; unset: 32768 on the CPU; on CUDA as many as "
+        "fit into the memory that the largest step leaves free, measured at startup",
     )
     gpu_memory_fraction: float = Field(
         0.9,
