@@ -124,6 +124,8 @@ async def test_a_method_that_the_model_does_not_support_is_refused_before_prepro
     tmp_path: Path, tower: Tower, request_: EncodeRequest, field: str
 ) -> None:
     async with running(tmp_path, replace(tower, pruning_methods=("evs", "none"))) as stack:
-        with pytest.raises(errors.InvalidRequest, match=f"^{field} 'random' .* evs, none$"):
+        with pytest.raises(
+            errors.InvalidRequest, match=f"^{field} must be one of .*evs, none for this model, got 'random'$"
+        ):
             await stack.encode(request_, SELECT_ALL)
         assert stack.preprocessing.prompts == []
