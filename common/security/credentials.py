@@ -46,9 +46,7 @@ class Credentials:
             self._check_private(address)
             return None
         if "," in address:
-            raise StartupError(
-                f"with TLS, the address must be one name (of one or several replicas), not a list, got {address}"
-            )
+            raise StartupError(f"with TLS, the replicas must be the addresses of one name, not a list, got {address}")
         key, chain = (self.pair.key, self.pair.chain) if self.pair else (None, None)
         return grpc.ssl_channel_credentials(self.authorities, key, chain)
 

@@ -133,7 +133,7 @@ def capacity(
         raise typer.BadParameter(f"--requests-per-s must be above 0 and finite, got {requests_per_s:g}")
     if not 0 < utilisation <= 1:
         raise typer.BadParameter(f"--utilisation must be above 0 and at most 1, got {utilisation:g}")
-    with reported_errors():
+    with reported_errors(as_json=as_json):
         measured = Measured.read(result)
     load = Load(requests_per_s, utilisation, kv_cache_tokens, media_buffer_bytes)
     request = measured.request
@@ -171,7 +171,7 @@ def _lines(request: Request, load: Load, needed: Plan) -> Iterator[str]:
             ),
         )
     yield ""
-    yield _row("held by generation", ("× s/request", "held", "of one", "replicas"))
+    yield _row("held by generation", ("× s/request", "held", "capacity", "replicas"))
     for name, of_request, need, of_one, unit in (
         ("KV cache, tokens", request.kv_token_s, needed.kv_cache, load.kv_cache_tokens, 1.0),
         ("media buffer, MB", request.embeds_byte_s, needed.media_buffer, load.media_buffer_bytes, 1e6),

@@ -200,7 +200,7 @@ def bench(
         raise typer.BadParameter("--on-server requires --workload")
     if with_records and not as_json:
         raise typer.BadParameter("--records requires --json")
-    with reported_errors(server or DEFAULT_ADDRESS):
+    with reported_errors(server or DEFAULT_ADDRESS, as_json=as_json):
         if output is not None:
             check_plotting()
         prunings = [pruning_of(each, method) for each in pruning_rate or [0.0]]

@@ -101,7 +101,7 @@ def inspect(
         raise typer.BadParameter(f"--output must end with {', '.join(_FORMATS)}, got {output}")
     if (preprocessing is None) != (encoder is None):
         raise typer.BadParameter("--preprocessing and --encoder must be given together")
-    with reported_errors():
+    with reported_errors(as_json=as_json):
         access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
         if preprocessing is not None and encoder is not None:
             inspected = asyncio.run(inspect_media(preprocessing, encoder, part, pruning, **access))

@@ -212,6 +212,21 @@ def test_with_json_an_error_is_json_on_stdout_and_names_the_file_and_the_flag(
     assert json.loads(result.stdout) == {"error": {"reason": "MEDIA_DAMAGED", "message": message}}
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect", "no.mp4", "--preprocessing", "127.0.0.1:1", "--encoder", "127.0.0.1:1"),
+        ("bench", "--workload", "no.mp4", "--server", "127.0.0.1:1"),
+        ("capacity", "no.mp4", "--requests-per-s", "1"),
+    ],
+)
+def test_every_command_reports_an_error_as_json_on_request(framesieve: Run, arguments: tuple[str, ...]) -> None:
+    result = framesieve(*arguments, "--json")
+    assert (result.exit_code, result.stderr) == (1, "")
+    message = "no.mp4: No such file or directory"
+    assert json.loads(result.stdout) == {"error": {"reason": "FILE", "message": message}}
+
+
 def test_the_address_can_come_from_the_environment(
     framesieve: Run, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
