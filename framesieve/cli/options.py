@@ -30,7 +30,7 @@ _WORDS = {
     "pruning.method": "--method",
     "adapter must be": "--adapter must be",
     "the deadline passed": "the deadline of --timeout-s passed",
-    IN_PYTHON: "a larger file by --on-server with its path below --media-root, or as a URL",
+    IN_PYTHON: "a larger file as a path below --media-root with --on-server, or as a URL",
 }
 # "a frame_sampling of max_pixels=50176, or fps=0.5 and max_pixels=100352, would fit"
 _ADVISED, _ADVICE = "a frame_sampling of ", re.compile(r"\b(max_pixels|fps)=([\d.]+)")

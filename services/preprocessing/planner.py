@@ -217,7 +217,7 @@ class Planner:
         token, wished = self._family.token_px**2, request.sampling.max_pixels
         if wished is not None and wished < token:
             name = f"{request.name}.frame_sampling.max_pixels"
-            raise InvalidRequest(f"{name} must be at least one token's {token}, got {wished}")
+            raise InvalidRequest(f"{name} must be at least {token}, the pixels of one token, got {wished}")
 
     def _within(self, size: tuple[int, int], max_pixels: int | None) -> tuple[int, int]:
         return size if max_pixels is None else shrink_to(*size, self._family.token_px, max_pixels)

@@ -111,7 +111,7 @@ class Engine:
         """
         if request.max_tokens > self._capacity_tokens:
             raise PromptTooLong(
-                f"a prompt of {request.rope.tokens} tokens and sampling.max_new_tokens of "
+                f"a prompt of {request.rope.tokens} tokens and sampling.max_new_tokens "
                 f"{request.sampling.max_new_tokens} need room for {request.max_tokens} tokens, "
                 f"the cache holds {self._capacity_tokens}"
             )

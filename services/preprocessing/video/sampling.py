@@ -111,8 +111,8 @@ class FrameTimes:
         if first >= end:
             asked = f"{start_s or 0:g} s and {'the end' if end_s is None else f'{end_s:g} s'}"
             raise InvalidRequest(
-                f"frame_sampling.start_s or end_s is out of range: no frame appears between {asked}, the video lasts "
-                f"{float(self.length_s):.3f} s"
+                f"frame_sampling.start_s and frame_sampling.end_s select nothing: no frame appears between {asked}, "
+                f"the video lasts {float(self.length_s):.3f} s"
             )
         tail = self.tail_ticks if end == len(self.ticks) else self.ticks[end] - self.ticks[end - 1]
         return FrameTimes(self.ticks[first:end], tail, self.time_base, self.rates)
