@@ -16,6 +16,8 @@ def check_address(name: str, address: str) -> None:
     """Raises StartupError, which begins with `name`, unless the address is host:port or unix:/path."""
     if is_unix(address):
         return
+    if address.startswith(("http://", "https://")):
+        raise StartupError(f"{name} {address}: must be host:port without http:// or https://")
     host, _, port = address.rpartition(":")
     if not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
         raise StartupError(f"{name} {address}: must end with a port from 1 to 65535, such as 127.0.0.1:50053")

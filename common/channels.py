@@ -176,7 +176,7 @@ async def read_from(call: Any, stage: str) -> Any:
     with upstream_errors(stage):
         message = await call.read()
     if message is None:
-        raise PeerContract(f"{stage} sent bytes that are no message")
+        raise PeerContract(f"{stage} sent bytes that cannot be parsed as a message")
     return None if message is grpc.aio.EOF else message
 
 
@@ -195,16 +195,18 @@ def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveErro
     message = error.details() or f"{stage} failed without a reason"
     leaf = _BY_REASON.get(details.reason) or _BY_STATUS.get(error.code())
     if leaf is DeadlinePassed and not details.reason:  # raised by gRPC here, whose text says nothing to a caller
-        return DeadlinePassed(f"the deadline passed while {stage} was at work")
+        return DeadlinePassed(f"the deadline passed before {stage} finished")
     if leaf:
         return leaf(message)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         if details.reason != Overloaded.reason and "larger than max" in message:
             if "CLIENT: Received" in message:
                 return PeerContract(f"{stage} sent a message above {MAX_ANSWER_BYTES} bytes: {message}")
-            sizes = "{} bytes, it takes {}".format(*found.groups()) if (found := _SIZES.search(message)) else message
+            sizes = (
+                "{} bytes, the limit is {}".format(*found.groups()) if (found := _SIZES.search(message)) else message
+            )
             return InvalidRequest(
-                f"the request is too large for {stage} ({sizes}; --max-inline-bytes): send {LARGER_FILES}"
+                f"the request is too large for {stage} ({sizes}, set by --max-inline-bytes): send {LARGER_FILES}"
             )
         return Overloaded(message, min(max(0, details.retry_after_s), 60) or 1.0)
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):

@@ -57,7 +57,7 @@ def check_inline_bytes(size_bytes: int, max_inline_bytes: int) -> None:
 
 def _check(what: str, count: int, limit: int) -> None:
     if count > limit:
-        raise InvalidRequest(f"prompt.messages hold {count} {what}, at most {limit} are allowed in sum")
+        raise InvalidRequest(f"prompt.messages hold {count} {what}, at most {limit} are allowed in total")
 
 
 def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[bytes]]:
@@ -127,7 +127,7 @@ async def selections(requests: Requests, media: int) -> AsyncIterator[int]:
     async for request in requests:
         if not request.HasField("select"):
             raise InvalidRequest(
-                "after the prompt, every request of a stream must be a select, after the files that it announces"
+                "after the prompt and the files that it announces, every request of a stream must be a select"
             )
         if request.select.all:
             indices = [index for index in range(media) if index not in selected]
@@ -142,5 +142,5 @@ def _checked(index: int, media: int, selected: set[int]) -> int:
     if not 0 <= index < media:
         raise InvalidRequest(f"select.media_index must be below the plan's {media} media, got {index}")
     if index in selected:
-        raise InvalidRequest(f"select.media_index {index} was selected before, each is sent once")
+        raise InvalidRequest(f"select.media_index {index} was already selected, each item can be selected once")
     return index

@@ -40,7 +40,7 @@ class Pruning:
         if not (math.isfinite(self.rate) and 0 <= self.rate < 1):
             raise InvalidRequest(f"pruning.rate must be at least 0 and below 1, got {self.rate}")
         if self.method not in METHODS:
-            raise InvalidRequest(f"pruning.method {self.method!r} does not exist, the methods are {', '.join(METHODS)}")
+            raise InvalidRequest(f"pruning.method must be one of {', '.join(METHODS)}, got {self.method!r}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise InvalidRequest(f"pruning.seed must be at least 0 and below 2^63, got {self.seed}")
 

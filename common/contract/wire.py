@@ -189,7 +189,7 @@ class PlanReceiver:
             self._first = message
             self._layout = buffer_for(message.layout, [DType.INT32], shape)
         elif message.media or message.embed_levels or message.fingerprint:
-            raise PeerContract("a later message of a plan holds more than layout")
+            raise PeerContract("only the first message of a plan may hold more than layout")
         add_chunk(self._layout, message.layout)
         return self._plan(self._first, self._layout) if self._layout.complete else None
 

@@ -80,7 +80,7 @@ class ServedCertificate:
         try:
             configuration = self._read()
         except StartupError as error:
-            log.error("the replaced certificate cannot be used, the previous one stays: %s", error)
+            log.error("the new certificate cannot be used, the previous one stays in use: %s", error)
             return None
         log.info("the certificate %s was reloaded", self._cert)
         return configuration

@@ -46,15 +46,15 @@ class Credentials:
             self._check_private(address)
             return None
         if "," in address:
-            raise StartupError(f"with TLS, replicas are the addresses of one name, not a list, got {address}")
+            raise StartupError(f"with TLS, the replicas must be the addresses of one name, not a list, got {address}")
         key, chain = (self.pair.key, self.pair.chain) if self.pair else (None, None)
         return grpc.ssl_channel_credentials(self.authorities, key, chain)
 
     def _check_private(self, address: str) -> None:
         if self.token is not None and not self.plaintext_token and not is_local(address):
             raise StartupError(
-                f"the token would go to {address} in plain text: set the authorities of its certificate for TLS "
-                "(--tls-ca, of a service --upstream-tls-ca), or --allow-plaintext-token if the network is private"
+                f"the token would be sent to {address} in plain text: enable TLS with --tls-ca (of a service: "
+                "--upstream-tls-ca), or pass --allow-plaintext-token if the network is private"
             )
 
 

@@ -89,7 +89,7 @@ class ClientQuotas:
             raise InvalidRequest(f"the request has {own_bytes} bytes, --max-bytes-per-client is {self._max_bytes}")
         if own_bytes + others_bytes > self._max_bytes:
             raise Overloaded(
-                f"{client} has requests of {others_bytes} bytes running and one of {own_bytes} to add, "
+                f"{client} has {others_bytes} bytes in running requests, this request has {own_bytes} more, "
                 f"--max-bytes-per-client is {self._max_bytes}"
             )
 

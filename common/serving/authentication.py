@@ -43,4 +43,4 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
-    raise Unauthenticated("the call needs a known bearer token")
+    raise Unauthenticated("the call must carry a valid bearer token")

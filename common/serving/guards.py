@@ -51,7 +51,7 @@ def guarded_server(settings: ServiceSettings, requests: RequestInterceptor) -> g
     if settings.auth_tokens_file is not None:
         interceptors.insert(0, AuthenticationInterceptor(Tokens.read(settings.auth_tokens_file)))
         if settings.tls_cert is None and not is_local(settings.listen):
-            log.warning("tokens come in plain text, unless something else encrypts them", listen=settings.listen)
+            log.warning("callers send tokens in plain text, because --tls-cert is not set", listen=settings.listen)
     # gRPC refuses a larger request before it has read it.
     limit = ("grpc.max_receive_message_length", settings.max_inline_bytes + REQUEST_OVERHEAD_BYTES)
     return grpc.aio.server(interceptors=interceptors, options=(*_OPTIONS, limit))

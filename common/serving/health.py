@@ -71,8 +71,8 @@ class Health:
         if self.watchers >= MAX_WATCHERS or self._watchers[client] >= MAX_WATCHERS_PER_CLIENT:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{self.watchers} calls watch, {self._watchers[client]} of them of {client}: "
-                f"at most {MAX_WATCHERS} may, and {MAX_WATCHERS_PER_CLIENT} of one client",
+                f"{self.watchers} Watch calls are open, {self._watchers[client]} of them by {client}; at most "
+                f"{MAX_WATCHERS} are allowed in total, {MAX_WATCHERS_PER_CLIENT} per client",
             )
         with self._counted(client):
             sent = None
@@ -110,5 +110,5 @@ async def _service_of(request: bytes, context: Context) -> str:
     try:
         return str(health_pb2.HealthCheckRequest.FromString(request).service)
     except DecodeError:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no HealthCheckRequest")
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be parsed as a HealthCheckRequest")
         raise

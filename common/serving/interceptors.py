@@ -179,7 +179,7 @@ def parsed(handler: Any, parse: Parse) -> Behaviour:
         request = await anext(_Parsed(requests, parse), None)
         if request is None:
             await asyncio.sleep(_CANCELLED_S)
-            raise InvalidRequest("the call ended without its request")
+            raise InvalidRequest("the call ended before its request arrived")
         answering = handler.unary_stream(request, context)
         del request
         async with aclosing(answering) as responses:
@@ -207,7 +207,7 @@ def _message(data: bytes, parse: Parse) -> Any:
     try:
         return parse(data)
     except DecodeError as error:
-        raise InvalidRequest(f"a request of {len(data)} bytes is no message of this method") from error
+        raise InvalidRequest(f"a request of {len(data)} bytes cannot be parsed as a message of this method") from error
 
 
 def _count_received(parse: Any, method: str) -> Parse:

@@ -38,7 +38,7 @@ def own_credentials(address: str, environment: Mapping[str, str]) -> Credentials
     if not cert or is_unix(address):
         return NO_CREDENTIALS
     if not authorities:
-        raise StartupError(f"FRAMESIEVE_TLS_CERT {cert} needs FRAMESIEVE_UPSTREAM_TLS_CA, to ask for health by TLS")
+        raise StartupError(f"FRAMESIEVE_TLS_CERT {cert} needs FRAMESIEVE_UPSTREAM_TLS_CA, to query health over TLS")
     pair = read_pair(Path(cert), Path(key), ssl.Purpose.SERVER_AUTH) if key else None
     return Credentials(read_authorities("--upstream-tls-ca", Path(authorities)), pair)
 

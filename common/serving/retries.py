@@ -17,7 +17,7 @@ from common.contract.errors import Unavailable
 COST = 10
 BURST = 200 * COST
 
-RETRIES = Counter("framesieve_upstream_retries_total", "Calls that were lost halfway and tried again", ["stage"])
+RETRIES = Counter("framesieve_upstream_retries_total", "Calls that broke off and were retried", ["stage"])
 
 
 class Retries:

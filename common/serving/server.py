@@ -1,4 +1,4 @@
-"""Runs one gRPC service, with health, reflection and metrics beside it, until a signal stops it."""
+"""Runs one gRPC service with health, reflection and metrics, until a signal stops it."""
 
 from __future__ import annotations
 

@@ -80,7 +80,8 @@ class ServiceSettings(BaseSettings):
     )
     tls_key: Path | None = Field(None, description="private key of --tls-cert in PEM, without a password")
     tls_client_ca: Path | None = Field(
-        None, description="authorities in PEM: callers must have a certificate of theirs (mutual TLS)"
+        None,
+        description="certificate authorities in PEM: callers must have a certificate from one of them (mutual TLS)",
     )
     metrics_tls: bool = Field(False, description="serve /metrics with the same TLS as --listen")
     auth_tokens_file: Path | None = Field(
@@ -90,18 +91,18 @@ class ServiceSettings(BaseSettings):
         MAX_INLINE_BYTES,
         ge=0,
         le=GREATEST_INLINE_BYTES,
-        description="bytes of files and embeddings that a request may carry; the same for all three services",
+        description="maximum bytes of files and embeddings in one request; set the same in all three services",
     )
     max_requests_per_client: int | None = Field(
         None,
         ge=1,
-        description="running requests of one client at most; a client is identified by its token, else its "
+        description="maximum running requests of one client; a client is identified by its token, else its "
         "certificate, else its address; unset: no limit",
     )
     max_bytes_per_client: int | None = Field(
         None,
         ge=1,
-        description="bytes of the running requests of one client at most, mainly inline media; unset: no limit",
+        description="maximum bytes of one client's running requests, mainly inline media; unset: no limit",
     )
 
     _old_names: tuple[tuple[str, str], ...] = PrivateAttr(())
@@ -149,11 +150,12 @@ class UpstreamSettings(ServiceSettings):
 
     upstream_tls_ca: Path | None = Field(
         None,
-        description="authorities in PEM: upstream services are called with TLS and must have a certificate of theirs",
+        description="certificate authorities in PEM: upstream services are called with TLS and must have a certificate "
+        "from one of them",
     )
     upstream_token_file: Path | None = Field(None, description="file with the bearer token for upstream services")
     allow_plaintext_token: bool = Field(
-        False, description="send the token to other machines without TLS; for networks that are secured otherwise"
+        False, description="send the token to other machines without TLS, if something else protects the network"
     )
 
 

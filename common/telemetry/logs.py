@@ -94,10 +94,10 @@ def _redirect_all_to(handler: logging.Handler) -> None:
     log = structlog.get_logger()
 
     def log_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        log.critical("the process ended by a bug", exc_info=(kind, error, trace))
+        log.critical("a bug ended the process", exc_info=(kind, error, trace))
 
     def log_thread_exception(given: threading.ExceptHookArgs) -> None:
-        log.critical("a thread ended by a bug", exc_info=given.exc_value, thread=given.thread and given.thread.name)
+        log.critical("a bug ended a thread", exc_info=given.exc_value, thread=given.thread and given.thread.name)
 
     sys.excepthook = log_exception
     threading.excepthook = log_thread_exception

@@ -26,7 +26,7 @@ COLUMNS = 100
 PATH = Path(__file__).parent / "dashboards" / "framesieve.json"
 
 ROWS = {
-    "Is it well, and if not, which stage?": overview.well,
+    "Health, and the stage at fault": overview.well,
     "Requests": overview.requests,
     "Latency": overview.latency,
     "Preprocessing": services.preprocessing,

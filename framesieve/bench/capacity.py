@@ -20,6 +20,8 @@ from framesieve.cli.terminal import reported_errors
 
 _KV_CACHE_TOKENS = 32768
 _MEDIA_BUFFER_BYTES = 2**30
+_LOAD = "Load"
+_REPLICA = "Each replica of generation"
 _NAME_WIDTH = 26
 _WORKERS_STAGES = ("decode", "resize")
 
@@ -96,24 +98,31 @@ class Measured(BaseModel):
 
 def capacity(
     result: Annotated[Path, typer.Argument(help="The output of framesieve bench --json.")],
-    requests_per_s: Annotated[float, typer.Option(help="The load to plan for, in requests per second.")],
+    requests_per_s: Annotated[
+        float, typer.Option(help="The load to plan for, in requests per second.", rich_help_panel=_LOAD)
+    ],
     utilisation: Annotated[
-        float, typer.Option(help="Fraction of time and memory that the plan may use; the rest absorbs bursts.")
+        float,
+        typer.Option(
+            help="Fraction of time and memory that the plan may use; the rest absorbs bursts.", rich_help_panel=_LOAD
+        ),
     ] = 0.7,
     kv_cache_tokens: Annotated[
-        int, typer.Option(min=1, help="--kv-cache-tokens of each generation replica.")
+        int, typer.Option(min=1, help="Its setting --kv-cache-tokens.", rich_help_panel=_REPLICA)
     ] = _KV_CACHE_TOKENS,
     media_buffer_bytes: Annotated[
-        int, typer.Option(min=1, help="--media-buffer-bytes of each generation replica.")
+        int, typer.Option(min=1, help="Its setting --media-buffer-bytes.", rich_help_panel=_REPLICA)
     ] = _MEDIA_BUFFER_BYTES,
     as_json: JsonOption = False,
 ) -> None:
     """Compute how many replicas of each service a load needs, from a bench of the same requests on the same machines.
 
-    The bench must have read the services' metrics: run it with --start, or with --metrics of all three services. For
-    each service the table shows the seconds that a request keeps it busy, the processor time of a request, the
-    requests that one replica works on at once, and the requests that must be worked on at a time. If other processes
-    kept the machine busy during the bench, busy times are too long and replicas too many. docs/capacity.md has the
+    The bench must have read the services' metrics: run it with --start, or with --metrics for all three services.
+
+    The first table shows for each service: the seconds that one request keeps it busy, the processor time of one
+    request, how many requests one replica works on at once, and how many must be worked on at once under this load.
+
+    Other processes on the machine lengthen the busy times, so the plan has too many replicas. docs/capacity.md has the
     formulas and their limits.
 
     Example: framesieve bench --start --clients 4 --json > bench.json
@@ -124,7 +133,7 @@ def capacity(
         raise typer.BadParameter(f"--requests-per-s must be above 0 and finite, got {requests_per_s:g}")
     if not 0 < utilisation <= 1:
         raise typer.BadParameter(f"--utilisation must be above 0 and at most 1, got {utilisation:g}")
-    with reported_errors():
+    with reported_errors(as_json=as_json):
         measured = Measured.read(result)
     load = Load(requests_per_s, utilisation, kv_cache_tokens, media_buffer_bytes)
     request = measured.request
@@ -145,7 +154,7 @@ def capacity(
 
 
 def _lines(request: Request, load: Load, needed: Plan) -> Iterator[str]:
-    yield f"load:      {load.requests_per_s:g} requests/s, {load.utilisation:.0%} of time and room used"
+    yield f"load:      {load.requests_per_s:g} requests/s, at most {load.utilisation:.0%} of time and memory used"
     yield ""
     yield _row("work", ("busy, s", "cpu, s", "at once", "needed", "replicas", "cores"))
     for service, cost in request.costs.items():
@@ -162,7 +171,7 @@ def _lines(request: Request, load: Load, needed: Plan) -> Iterator[str]:
             ),
         )
     yield ""
-    yield _row("held by generation", ("× s/request", "held", "of one", "replicas"))
+    yield _row("held by generation", ("× s/request", "held", "capacity", "replicas"))
     for name, of_request, need, of_one, unit in (
         ("KV cache, tokens", request.kv_token_s, needed.kv_cache, load.kv_cache_tokens, 1.0),
         ("media buffer, MB", request.embeds_byte_s, needed.media_buffer, load.media_buffer_bytes, 1e6),

@@ -22,6 +22,7 @@ from framesieve.bench.report import Report, record_json, report_json, table
 from framesieve.bench.run import Run, measure, served
 from framesieve.bench.workload import Entry, Workload, read_workload, synthesised
 from framesieve.cli.options import (
+    OUTPUT,
     JsonOption,
     PlaintextTokenOption,
     TlsCaOption,
@@ -36,6 +37,10 @@ from framesieve.cli.terminal import reported_errors
 from framesieve.client.client import DEFAULT_ADDRESS
 from framesieve.client.prompt import Options
 
+_SERVER = "Server"
+_LOAD = "Load"
+_QUESTIONS = "Questions"
+
 _CLIENTS = 8
 _REQUESTS = 100
 
@@ -47,73 +52,113 @@ def bench(
         str | None,
         typer.Option(
             help=f"Address of generation. Default: {DEFAULT_ADDRESS} if a server listens there (framesieve serve), "
-            "otherwise as with --start."
+            "otherwise as with --start.",
+            rich_help_panel=_SERVER,
         ),
     ] = None,
     start: Annotated[
-        bool, typer.Option("--start", help="Start the three services for this run and stop them afterwards.")
+        bool,
+        typer.Option(
+            "--start", help="Start the three services for this run and stop them afterwards.", rich_help_panel=_SERVER
+        ),
     ] = False,
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder; implies --start. Default: the embedded demo model.")
+        Path | None,
+        typer.Option(
+            help="Checkpoint folder; implies --start. Default: the embedded demo model.", rich_help_panel=_SERVER
+        ),
     ] = None,
     metrics: Annotated[
         list[str] | None,
         typer.Option(
             help="host:port of a service's /metrics (plain HTTP); repeat for every replica of all three services. "
-            "--json then includes their costs, for framesieve capacity. Not needed with --start."
+            "--json then includes their costs, for framesieve capacity. Not needed with --start.",
+            rich_help_panel=_SERVER,
         ),
     ] = None,
     clients: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Closed loop: clients that each keep one request running. Default: {_CLIENTS}."),
+        typer.Option(
+            min=1,
+            help=f"Closed loop: number of clients, each with one request at a time. Default: {_CLIENTS}.",
+            rich_help_panel=_LOAD,
+        ),
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(help="Open loop: Poisson arrivals at this mean rate, in requests per second."),
+        typer.Option(help="Open loop: requests per second on average, with Poisson arrivals.", rich_help_panel=_LOAD),
     ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help=f"Number of requests. Default: {_REQUESTS}.")] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help=f"Number of requests. Default: {_REQUESTS}.", rich_help_panel=_LOAD)
+    ] = None,
     duration_s: Annotated[
-        float | None, typer.Option(help="Instead of --requests: begin requests for this many seconds.")
+        float | None,
+        typer.Option(help="Instead of --requests: send requests for this many seconds.", rich_help_panel=_LOAD),
     ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests to send beforehand, not counted.")] = 8,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Number of requests sent before the measurement.", rich_help_panel=_LOAD)
+    ] = 8,
     workload: Annotated[
         Path | None,
         typer.Option(
             help="Questions as JSON Lines: question; video or image (paths relative to the file) or url; optionally "
-            "pruning_rate, method, max_new_tokens, weight. Default: questions about synthetic clips."
+            "pruning_rate, method, max_new_tokens, weight. Default: questions about synthetic clips.",
+            rich_help_panel=_QUESTIONS,
         ),
     ] = None,
     on_server: Annotated[
-        bool, typer.Option("--on-server", help="The workload's paths are below preprocessing's --media-root.")
+        bool,
+        typer.Option(
+            "--on-server",
+            help="The workload's paths are below preprocessing's --media-root.",
+            rich_help_panel=_QUESTIONS,
+        ),
     ] = False,
     unique: Annotated[
         bool | None,
         typer.Option(
             "--unique/--repeat",
-            help="Whether synthetic clips are all different, or a few repeat and hit caches. Default: --unique.",
+            help="Whether all synthetic clips are different, or a few repeat and hit caches. Default: --unique.",
+            rich_help_panel=_QUESTIONS,
         ),
     ] = None,
     pruning_rate: Annotated[
         list[float] | None,
         typer.Option(
-            help="Fraction of each video's tokens to drop. Repeat to alternate between several rates in one load."
+            help="Fraction of each video's tokens to drop. Repeat it to alternate between several rates.",
+            rich_help_panel=_QUESTIONS,
         ),
     ] = None,
-    method: Annotated[str, typer.Option(help=f"Which tokens are kept: {', '.join(METHODS)}.")] = EVS,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of each completion.")] = 64,
+    method: Annotated[
+        str, typer.Option(help=f"Which tokens are kept: {', '.join(METHODS)}.", rich_help_panel=_QUESTIONS)
+    ] = EVS,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum tokens of each completion.", rich_help_panel=_QUESTIONS)
+    ] = 64,
     ignore_eos: Annotated[
         bool,
-        typer.Option("--ignore-eos", help="Generate --max-new-tokens in every request, past the model's end tokens."),
+        typer.Option(
+            "--ignore-eos",
+            help="Always generate --max-new-tokens, past the model's end tokens.",
+            rich_help_panel=_QUESTIONS,
+        ),
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals and synthetic clips.")] = 0,
-    timeout_s: Annotated[float, typer.Option(help="Deadline of each request, in seconds.")] = 300.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals and synthetic clips.", rich_help_panel=_LOAD)] = 0,
+    timeout_s: Annotated[
+        float, typer.Option(help="Deadline of each request, in seconds.", rich_help_panel=_LOAD)
+    ] = 300.0,
     as_json: JsonOption = False,
     with_records: Annotated[
-        bool, typer.Option("--records", help="With --json: include the record of every request.")
+        bool,
+        typer.Option("--records", help="Requires --json: include the record of every request.", rich_help_panel=OUTPUT),
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--plot", help="Write a PNG with latency distributions and throughput; needs the extra 'plot'."),
+        typer.Option(
+            "--plot",
+            help="Write a PNG with latency distributions and throughput; needs matplotlib.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     tls_ca: TlsCaOption = None,
     tls_cert: TlsCertOption = None,
@@ -123,19 +168,21 @@ def bench(
 ) -> None:
     """Measure a server under load: latencies, throughput, and what pruning saves.
 
-    Without flags, 8 clients send 100 questions about synthetic clips to the services that run on this machine or, if
-    none do, to services started for the run with the embedded demo model.
+    Without flags, 8 clients send 100 questions about synthetic clips to the services on this machine. If none run,
+    the command starts them with the embedded demo model.
 
-    Latencies are measured by this client. With --rate they count from when a request was due, not from when it was
-    sent, so they include the backlog of a server that falls behind. Rejected requests count as failed and are not
-    retried. Ctrl-C ends the run early and still reports. Exit status 1 if every request failed.
+    This client measures the latencies. With --rate they count from when a request was due, not from when it was sent,
+    so they include the backlog of a server that falls behind. Rejected requests count as failed and are not retried.
+    Ctrl-C ends the run early and still prints the report. The exit status is 1 if every request failed.
 
-    Alternating pruning rates share the server's batches and affect each other: to measure the throughput of one rate,
-    run it alone.
+    Several pruning rates share the server's batches and affect each other. To measure the throughput of one rate, run
+    only that rate.
 
-    Example: framesieve bench --pruning-rate 0 --pruning-rate 0.75 --plot load.png
+    Example: framesieve bench --pruning-rate 0 --pruning-rate 0.75
 
-    Example: framesieve bench --server gpu-1:50053 --rate 4 --duration-s 60 --workload questions.jsonl --json
+    Example: framesieve bench --server gpu-1:50053 --rate 4 --duration-s 60
+
+    Example: framesieve bench --workload questions.jsonl --json > bench.json
     """
     _check_flags(
         {"--clients": clients, "--rate": rate},
@@ -150,10 +197,10 @@ def bench(
     if output is not None and not output.parent.is_dir():
         raise typer.BadParameter(f"--plot needs an existing folder, {output.parent} does not exist")
     if on_server and workload is None:
-        raise typer.BadParameter("--on-server needs --workload")
+        raise typer.BadParameter("--on-server requires --workload")
     if with_records and not as_json:
-        raise typer.BadParameter("--records needs --json")
-    with reported_errors(server or DEFAULT_ADDRESS):
+        raise typer.BadParameter("--records requires --json")
+    with reported_errors(server or DEFAULT_ADDRESS, as_json=as_json):
         if output is not None:
             check_plotting()
         prunings = [pruning_of(each, method) for each in pruning_rate or [0.0]]
@@ -176,7 +223,7 @@ def bench(
         "server": target.description,
         "load": run.load,
         "media": _media_description(workload, unique),
-        "warmup": f"{warmup} requests, uncounted, of which {outcome.warmup_failed} failed" if warmup else "none",
+        "warmup": f"{warmup} requests, not counted, {outcome.warmup_failed} of them failed" if warmup else "none",
     }
     if as_json:
         result = {
@@ -244,5 +291,5 @@ def _media_description(workload: Path | None, unique: bool | None) -> str:
     if workload is not None:
         return f"{workload}; repeated media may hit caches"
     if unique is False:
-        return "synthesised clips that repeat and hit caches"
-    return "synthesised clips, each new to every cache"
+        return "synthetic clips that repeat and hit caches"
+    return "synthetic clips, all different, so none hits a cache"

@@ -260,7 +260,7 @@ def _latencies(
 
 
 def _tokens(groups: Sequence[tuple[str, Group]]) -> Iterator[str]:
-    yield _row("tokens a request", ("unpruned", "prompt", "kept", "cached", "output"))
+    yield _row("tokens per request", ("unpruned", "prompt", "kept", "cached", "output"))
     for name, group in groups:
         count = max(group.answered, 1)
         yield _row(

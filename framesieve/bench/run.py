@@ -97,7 +97,7 @@ def served(server: str | None, start: bool, model: Path | None, metrics: Sequenc
     with stderr.status("starting three services …"):
         stack.start()
     try:
-        description = f"three services started for this run, {model or 'the embedded model'}"
+        description = f"three services started for this run, with {model or 'the embedded model'}"
         yield Target(stack.address, description, tuple(f"127.0.0.1:{port}" for port in stack.metrics_ports.values()))
     finally:
         stack.stop()

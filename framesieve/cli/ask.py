@@ -55,15 +55,15 @@ from framesieve.client.prompt import Image, Message, Options, Text, Video, is_ur
 def ask(
     *,
     inputs: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="[MEDIA]... QUESTION",
             help="Videos and images (by suffix), as files or URLs; then the question, unless -q is given.",
         ),
-    ],
+    ] = None,
     question: Annotated[
         list[str] | None,
-        typer.Option("--question", "-q", help="A question; several are asked one after another about the same media."),
+        typer.Option("--question", "-q", help="A question. Repeat it to ask several about the same media."),
     ] = None,
     pruning_rate: RateOption = 0.0,
     method: MethodOption = EVS,
@@ -89,31 +89,31 @@ def ask(
     ] = None,
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(help="Above 1: penalise tokens that occur in the prompt or completion.", rich_help_panel=SAMPLING),
+        typer.Option(help="Above 1: make tokens of the prompt and completion less likely.", rich_help_panel=SAMPLING),
     ] = None,
     presence_penalty: Annotated[
         float | None,
-        typer.Option(
-            help="Above 0, at most 2: penalise tokens that occur in the completion.", rich_help_panel=SAMPLING
-        ),
+        typer.Option(help="Above 0, at most 2: make tokens of the completion less likely.", rich_help_panel=SAMPLING),
     ] = None,
     frequency_penalty: Annotated[
         float | None,
-        typer.Option(help="Above 0, at most 2: the same, for each occurrence.", rich_help_panel=SAMPLING),
+        typer.Option(help="Above 0, at most 2: the same, once for each occurrence.", rich_help_panel=SAMPLING),
     ] = None,
     seed: SeedOption = None,
     adapter: AdapterOption = None,
     max_new_tokens: MaxNewTokensOption = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="End a completion before this text; may be repeated.", rich_help_panel=OUTPUT),
+        typer.Option(help="End a completion before this text. Repeat it for several texts.", rich_help_panel=OUTPUT),
     ] = None,
-    n: Annotated[int | None, typer.Option("--n", help="Number of completions.", rich_help_panel=OUTPUT)] = None,
+    n: Annotated[
+        int | None, typer.Option("--n", help="Number of completions, at most 16.", rich_help_panel=OUTPUT)
+    ] = None,
     as_json: JsonOption = False,
     top_logprobs: Annotated[
         int | None,
         typer.Option(
-            help="Requires --json: each token's log-probability, and this many of the most likely tokens in its place.",
+            help="Requires --json: print the log-probability of each token and of this many of the most likely tokens.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -127,22 +127,23 @@ def ask(
 ) -> None:
     """Ask a question about videos and images; the completion is streamed to stdout.
 
-    Images are never pruned. All videos have the same rate and method here; in Python, Video(pruning=...) sets its own.
+    Images are never pruned. All videos get the same pruning rate and method. In Python, each video can have its own.
 
-    An argument that starts with http://, https:// or data: is a URL. Preprocessing fetches it if its settings allow it.
+    An argument that starts with http://, https:// or data: is a URL. The preprocessing service fetches it if its
+    settings allow that.
 
     Example: framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75
 
     Example: framesieve ask clip.mp4 -q "What moves?" -q "Which colour is it?"
 
-    Example: framesieve ask film.mkv "What happens?" --start-s 60 --end-s 90 --fps 1
+    Example: framesieve ask film.mkv "What happens?" --start-s 60 --end-s 90
 
     Example: framesieve ask https://example.org/clip.mp4 "What moves?" --json
     """
     if top_logprobs is not None and not as_json:
         raise typer.BadParameter("--top-logprobs requires --json")
     pruning = pruning_of(pruning_rate, method)
-    locations, questions = _media_and_questions(inputs, question or [])
+    locations, questions = _media_and_questions(inputs or [], question or [])
     sampling = {"fps": fps, "max_frames": max_frames, "start_s": start_s, "end_s": end_s}
     sampling |= {"allow_truncated": allow_truncated}
     parts = [media_part(each, on_server, max_pixels, **sampling) for each in locations]
@@ -197,6 +198,8 @@ def _media_and_questions(inputs: Sequence[str], questions: Sequence[str]) -> tup
     """Raises BadParameter for a question that is empty or forgotten."""
     media = inputs
     if not questions:
+        if not inputs:
+            raise typer.BadParameter('a question is missing: framesieve ask clip.mp4 "What moves?"')
         *media, last = inputs
         if is_url(last) or Path(last).is_file() or _looks_like_media(last):
             raise typer.BadParameter(f'{last} is a media file, add a question: framesieve ask {last} "What moves?"')

@@ -6,6 +6,7 @@ import asyncio
 import readline  # noqa: F401  (gives `input` line editing and a history)
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -75,7 +76,7 @@ def chat(
 ) -> None:
     """Talk about videos and images: each question sees the ones before it and their answers.
 
-    One question a line; Ctrl-D ends the conversation. The services reuse what they have computed of it.
+    Type one question per line; Ctrl-D ends the conversation. The services reuse what they have already computed.
 
     Example: framesieve chat clip.mp4 --pruning-rate 0.75
     """
@@ -96,6 +97,8 @@ def chat(
 
     with reported_errors(server):
         access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
+        for path in (part.path for part in parts if part.path is not None):
+            Path(path).open("rb").close()  # a file that cannot be read is reported before the first question
         _converse(server, access, parts, system_message(system), options)
 
 

@@ -26,6 +26,7 @@ from common.security.credentials import Credentials
 from framesieve.cli.contact_sheet import contact_sheet
 from framesieve.cli.launcher import LocalStack
 from framesieve.cli.options import (
+    OUTPUT,
     FpsOption,
     JsonOption,
     MaxFramesOption,
@@ -54,6 +55,7 @@ from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 
 _METHOD_NAMES = {EVS: "EVS", VIDCOM2: "VidCom2", RANDOM: "a random choice", NONE: "no pruning"}
 
+_SERVICES = "Services"
 _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 
 
@@ -61,14 +63,22 @@ def inspect(
     media: Annotated[str, typer.Argument(help="A video or an image: a file or a URL.")],
     pruning_rate: RateOption = 0.75,
     method: MethodOption = EVS,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The PNG or JPEG file to write.")] = Path("kept.png"),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The PNG or JPEG file to write.", rich_help_panel=OUTPUT)
+    ] = Path("kept.png"),
     fps: FpsOption = None,
     max_frames: MaxFramesOption = None,
     max_pixels: MaxPixelsOption = None,
-    preprocessing: Annotated[str | None, typer.Option(help="Address of preprocessing.")] = None,
-    encoder: Annotated[str | None, typer.Option(help="Address of the encoder.")] = None,
+    preprocessing: Annotated[
+        str | None, typer.Option(help="Address of preprocessing.", rich_help_panel=_SERVICES)
+    ] = None,
+    encoder: Annotated[str | None, typer.Option(help="Address of the encoder.", rich_help_panel=_SERVICES)] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder, if no addresses are given. Default: the demo model.")
+        Path | None,
+        typer.Option(
+            help="Checkpoint of the services that this command starts. Default: the demo model.",
+            rich_help_panel=_SERVICES,
+        ),
     ] = None,
     allow_truncated: TruncatedOption = False,
     on_server: OnServerOption = False,
@@ -81,7 +91,7 @@ def inspect(
 ) -> None:
     """Draw which patches of a video pruning keeps: all frames side by side, pruned patches dimmed.
 
-    Without --preprocessing and --encoder, both services are started for this command and stopped again.
+    Without --preprocessing and --encoder, this command starts both services and stops them afterwards.
 
     Example: framesieve inspect clip.mp4 --pruning-rate 0.75 -o kept.png
     """
@@ -91,7 +101,7 @@ def inspect(
         raise typer.BadParameter(f"--output must end with {', '.join(_FORMATS)}, got {output}")
     if (preprocessing is None) != (encoder is None):
         raise typer.BadParameter("--preprocessing and --encoder must be given together")
-    with reported_errors():
+    with reported_errors(as_json=as_json):
         access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
         if preprocessing is not None and encoder is not None:
             inspected = asyncio.run(inspect_media(preprocessing, encoder, part, pruning, **access))

@@ -19,11 +19,19 @@ from framesieve.client.messages import IN_PYTHON
 from framesieve.client.prompt import Image, Video, check_scheme, is_url, names_image
 
 _MEDIA = "Media"
-SAMPLING = "Sampling (default: the model's)"
+SAMPLING = "Model and sampling (defaults: the model's)"
 OUTPUT = "Output"
 _CONNECTION = "Connection"
 
 _FIELD = re.compile(r"\b(?:frame_sampling|FrameSampling|sampling|Sampling)\.(\w+)")
+# Further words of errors, and what they are at the command line.
+_WORDS = {
+    "pruning.rate": "--pruning-rate",
+    "pruning.method": "--method",
+    "adapter must be": "--adapter must be",
+    "the deadline passed": "the deadline of --timeout-s passed",
+    IN_PYTHON: "a larger file as a path below --media-root with --on-server, or as a URL",
+}
 # "a frame_sampling of max_pixels=50176, or fps=0.5 and max_pixels=100352, would fit"
 _ADVISED, _ADVICE = "a frame_sampling of ", re.compile(r"\b(max_pixels|fps)=([\d.]+)")
 
@@ -54,17 +62,15 @@ MaxFramesOption = Annotated[
 ]
 MaxPixelsOption = Annotated[
     int | None,
-    typer.Option(help="Resize frames and images to at most this many pixels.", rich_help_panel=_MEDIA),
+    typer.Option(help="Resize each frame or image to at most this many pixels.", rich_help_panel=_MEDIA),
 ]
-StartOption = Annotated[
-    float | None, typer.Option(help="Second of each video at which to start.", rich_help_panel=_MEDIA)
-]
-EndOption = Annotated[float | None, typer.Option(help="Second of each video at which to end.", rich_help_panel=_MEDIA)]
+StartOption = Annotated[float | None, typer.Option(help="Start at this second of each video.", rich_help_panel=_MEDIA)]
+EndOption = Annotated[float | None, typer.Option(help="End at this second of each video.", rich_help_panel=_MEDIA)]
 TruncatedOption = Annotated[
     bool,
     typer.Option(
         "--allow-truncated",
-        help="Take videos that were cut off, even if more than a tenth of the frames is missing.",
+        help="Accept videos that were cut off, even if more than a tenth of the frames is missing.",
         rich_help_panel=_MEDIA,
     ),
 ]
@@ -77,17 +83,25 @@ OnServerOption = Annotated[
     ),
 ]
 SystemOption = Annotated[
-    str | None, typer.Option(help="Instructions for the model, as its system message.", rich_help_panel=SAMPLING)
+    str | None, typer.Option(help="System message: instructions for the model.", rich_help_panel=SAMPLING)
 ]
-TemperatureOption = Annotated[float | None, typer.Option(help="0: greedy decoding.", rich_help_panel=SAMPLING)]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option(help="Randomness of the choice; 0: always the most likely token.", rich_help_panel=SAMPLING),
+]
 TopPOption = Annotated[
     float | None,
     typer.Option(help="Sample from the most likely tokens with this total probability.", rich_help_panel=SAMPLING),
 ]
-SeedOption = Annotated[int | None, typer.Option(help="Makes sampling reproducible.", rich_help_panel=SAMPLING)]
+SeedOption = Annotated[
+    int | None,
+    typer.Option(help="Seed of sampling; the same seed gives the same completion.", rich_help_panel=SAMPLING),
+]
 MaxNewTokensOption = Annotated[
     int | None,
-    typer.Option(help="Maximum tokens of a completion. Default: what fits, at most 1024.", rich_help_panel=OUTPUT),
+    typer.Option(
+        help="Maximum number of tokens of a completion. Default: as many as fit, at most 1024.", rich_help_panel=OUTPUT
+    ),
 ]
 AdapterOption = Annotated[
     str | None,
@@ -104,19 +118,19 @@ ServerOption = Annotated[
     str,
     typer.Option(
         envvar="FRAMESIEVE_SERVER",
-        help="Address of generation; several replicas separated by commas.",
+        help="Address of generation, host:port; several replicas separated by commas.",
         rich_help_panel=_CONNECTION,
     ),
 ]
 TimeoutOption = Annotated[
-    float | None, typer.Option(help="Deadline of each request, in seconds.", rich_help_panel=_CONNECTION)
+    float | None, typer.Option(help="Deadline of each request, in seconds. Default: none.", rich_help_panel=_CONNECTION)
 ]
 TlsCaOption = Annotated[
     Path | None,
     typer.Option(
         "--tls-ca",
         envvar=["FRAMESIEVE_TLS_CA", "FRAMESIEVE_UPSTREAM_TLS_CA"],
-        help="Use TLS; verify the service's certificate against the authorities in this PEM file.",
+        help="Use TLS, and verify the service's certificate with the authorities in this PEM file.",
         rich_help_panel=_CONNECTION,
     ),
 ]
@@ -136,7 +150,7 @@ TokenFileOption = Annotated[
     Path | None,
     typer.Option(
         "--token-file",
-        help="File with the bearer token to send. Default: $FRAMESIEVE_TOKEN.",
+        help="File with the bearer token to send. Default: the variable FRAMESIEVE_TOKEN.",
         rich_help_panel=_CONNECTION,
     ),
 ]
@@ -164,7 +178,7 @@ def pruning_of(rate: float, method: str) -> Pruning:
     try:
         return Pruning(rate, method)
     except InvalidRequest as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(in_flags(str(error))) from error
 
 
 def media_part(location: str, on_server: bool, max_pixels: int | None, **of_videos: Any) -> Image | Video:
@@ -181,7 +195,8 @@ def media_part(location: str, on_server: bool, max_pixels: int | None, **of_vide
 
 def in_flags(text: str) -> str:
     """An error's text with flags in place of the fields of requests, as far as flags set them."""
-    text = text.replace(IN_PYTHON, "a larger file by --on-server with its path below --media-root, or as a URL")
+    for words, flags in _WORDS.items():
+        text = text.replace(words, flags)
     text = _FIELD.sub(lambda found: f"--{found[1].replace('_', '-')}", text)
     return _ADVICE.sub(lambda found: f"--{found[1].replace('_', '-')} {found[2]}", text.replace(_ADVISED, ""))
 

@@ -19,9 +19,12 @@ from framesieve.cli.stack_flags import service_flags
 from framesieve.cli.terminal import reported_errors, stderr
 from framesieve.client.client import DEFAULT_ADDRESS
 
+_MODEL = "Model and media"
+_ADDRESSES = "Addresses"
+
 ConfigOption = Annotated[
     Path | None,
-    typer.Option(help="TOML file with a table of flags for each service; deploy/stack.toml is an example."),
+    typer.Option(help="TOML file with a table of settings for each service; deploy/stack.toml is an example."),
 ]
 
 
@@ -33,37 +36,53 @@ def serve(
             envvar="FRAMESIEVE_MODEL",
             help="Checkpoint folder in transformers' format, or a Hugging Face repository. Default: the embedded demo "
             "model.",
+            rich_help_panel=_MODEL,
         ),
     ] = None,
     media_root: Annotated[
         Path | None,
-        typer.Option(envvar="FRAMESIEVE_MEDIA_ROOT", help="Folder that requests may read files from. Default: none."),
+        typer.Option(
+            envvar="FRAMESIEVE_MEDIA_ROOT",
+            help="Folder that requests may read files from. Default: none.",
+            rich_help_panel=_MODEL,
+        ),
     ] = None,
     config: ConfigOption = None,
     listen: Annotated[
-        str, typer.Option(help="Address of generation, which clients call: host:port or unix:/path.")
+        str,
+        typer.Option(
+            help="Address of generation, which clients call: host:port or unix:/path.", rich_help_panel=_ADDRESSES
+        ),
     ] = DEFAULT_ADDRESS,
-    preprocessing_listen: Annotated[str, typer.Option(help="Address of preprocessing.")] = "127.0.0.1:50051",
-    encoder_listen: Annotated[str, typer.Option(help="Address of the encoder.")] = "127.0.0.1:50052",
+    preprocessing_listen: Annotated[
+        str, typer.Option(help="Address of preprocessing.", rich_help_panel=_ADDRESSES)
+    ] = "127.0.0.1:50051",
+    encoder_listen: Annotated[
+        str, typer.Option(help="Address of the encoder.", rich_help_panel=_ADDRESSES)
+    ] = "127.0.0.1:50052",
     metrics_port: Annotated[
         int,
         typer.Option(
-            help="Port of preprocessing's /metrics; the encoder and generation use the next two ports. 0: no metrics."
+            help="Port of preprocessing's /metrics; the encoder and generation use the next two ports. 0: no metrics.",
+            rich_help_panel=_ADDRESSES,
         ),
     ] = 9101,
 ) -> None:
     """Run the three services on this machine until Ctrl-C.
 
-    The first Ctrl-C (or SIGTERM, or a closed terminal) lets running requests finish, for at most 30 seconds a service;
-    the second ends everything at once. Under nohup, closing the terminal has no effect.
+    After the first Ctrl-C (or SIGTERM, or a closed terminal), each service finishes its running requests, within 30
+    seconds. The second Ctrl-C ends everything at once. Under nohup, closing the terminal has no effect.
 
-    Every flag of a service can be given with the service's name before it, or in the file of --config. Other settings
-    are read from the FRAMESIEVE_… environment variables, except FRAMESIEVE_DRAIN_S. `framesieve settings` lists them.
+    Each flag of a service is also a flag here, with the service's name before it (--generation-dtype), and a line of
+    the --config file. The services also read the environment variables FRAMESIEVE_…, except FRAMESIEVE_DRAIN_S.
+    `framesieve settings` lists all settings.
 
     Exit status: 0 if all requests finished; 3 if some were cut off; 2 if a service could not start; 1 if a service
-    ended by itself; 130 (Ctrl-C), 143 (SIGTERM) or 129 (closed terminal) if ended at once or before all were ready.
+    failed; 130 (Ctrl-C), 143 (SIGTERM) or 129 (closed terminal) if stopped at once or before all services were ready.
 
-    Example: framesieve serve --model Qwen/Qwen2.5-VL-3B-Instruct --media-root ~/videos --generation-dtype bfloat16
+    Example: framesieve serve --media-root ~/videos
+
+    Example: framesieve serve --model ~/Qwen2.5-VL-3B --generation-dtype bfloat16
     """
     addresses = (preprocessing_listen, encoder_listen, listen)
     ports = (metrics_port, metrics_port + 1, metrics_port + 2) if metrics_port else (0, 0, 0)
@@ -99,9 +118,11 @@ def settings(
 ) -> None:
     """Print every setting of the three services: its value, where the value comes from, and its default.
 
-    Takes the flags of the services as `framesieve serve` does.
+    Accepts the same flags of services as `framesieve serve`.
 
-    Example: framesieve settings --config deploy/stack.toml --generation-dtype bfloat16
+    Example: framesieve settings --config deploy/stack.toml
+
+    Example: framesieve settings --generation-dtype bfloat16 --json
     """
     with reported_errors(cannot_start=ExitStatus.CANNOT_START, as_json=as_json):
         flags = service_flags(config, context.args)

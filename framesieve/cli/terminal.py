@@ -117,6 +117,10 @@ def _described(error: Exception, server: str | None) -> tuple[str, str]:
             message = ": ".join([str(error), *getattr(error, "__notes__", ())])
             if server and any(words in message for words in _NO_LISTENER):
                 message = f"no service listens at {server}; `framesieve serve` starts the services on this machine"
+            if server and "WRONG_VERSION_NUMBER" in message:
+                message = f"{server} does not use TLS: leave out --tls-ca"
+            if server and "Failed parsing HTTP/2" in message:
+                message = f"{server} is not a gRPC server; generation listens on port 50053 by default"
             if server and "Socket closed" in message and _speaks_tls(server):  # which it closes without a reason
                 message = f"{server} requires TLS: pass --tls-ca, and --tls-cert and --tls-key if it asks for them"
             return error.reason, message

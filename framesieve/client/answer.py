@@ -33,7 +33,7 @@ class MediaUsage:
 
     grid: its tokens before pruning.
     repaired_frames: frames that could not be decoded and were replaced by the previous frame.
-    missing_frames: frames that the file's container promises and the file does not hold, because it was cut off.
+    missing_frames: frames that the file's container declares but the file lacks, because it was cut off.
     first_slice_only: at this rate only the first temporal slice is kept, so the model sees no motion.
     """
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the encoder, beside those that every service has."""
+"""Prometheus metrics of the encoder, in addition to those that every service has."""
 
 from __future__ import annotations
 

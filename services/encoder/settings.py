@@ -16,43 +16,44 @@ class EncoderSettings(UpstreamSettings):
     model_config = SettingsConfigDict(cli_prog_name="python -m services.encoder")
 
     listen: str = Field("127.0.0.1:50052", description="address to serve on, host:port or unix:/path")
-    metrics_port: int = Field(9102, ge=0, le=65535, description="port for Prometheus' /metrics; 0 serves none")
+    metrics_port: int = Field(9102, ge=0, le=65535, description="port of Prometheus' /metrics; 0: no metrics")
     preprocessing: str = Field(
         "127.0.0.1:50051",
-        description="address of preprocessing: host:port (all addresses of the name are used), unix:/path, or several "
-        "ip:port separated by commas",
+        description="address of preprocessing: host:port (all addresses that the name resolves to), unix:/path, "
+        "or several ip:port separated by commas",
     )
     output_buffer_bytes: int = Field(
         2**30,
         ge=1,
-        description="limit of bytes of unpruned embeddings being encoded, and of pruned ones to send, of all requests",
+        description="maximum bytes, over all requests, of unpruned embeddings being encoded and pruned ones to be sent",
     )
     cache_bytes: int = Field(
-        2**30, ge=0, description="limit of bytes of unpruned embeddings cached for later requests; 0 caches none"
+        2**30, ge=0, description="maximum bytes of unpruned embeddings cached for later requests; 0: no cache"
     )
     batch_tokens: int = Field(
         2048,
         ge=1,
-        description="limit of merged tokens in one forward, over all requests; of each rank with --data-parallel",
+        description="maximum merged tokens in one forward, over all requests; with --data-parallel, in each rank",
     )
     data_parallel: int = Field(
         1,
         ge=1,
-        description="processes that share the slices of each forward, each with its own tower, on the GPU of "
-        "--device and the following ones or, for testing, on the CPU; the service ends if one of them ends",
+        description="number of processes that share the slices of each forward. Each has its own tower, on the GPUs "
+        "from --device on or, for testing, on the CPU. The service ends if one of them ends",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="of weights and embeddings; auto is bfloat16 if all weights are stored so, else float32",
+        description="dtype of weights and embeddings; auto: bfloat16 if all weights are stored so, else float32",
     )
     tower_attention: Literal["auto", "sdpa", "varlen"] = Field(
         "auto",
         description="sdpa (one call per sequence) or varlen (torch's variable-length flash kernel, one call for all); "
-        "auto is varlen on CUDA in half precision if torch has it, else sdpa",
+        "auto: varlen on CUDA in half precision if torch has it, else sdpa",
     )
     device: str = Field(
-        "auto", description="cpu, cuda or cuda:N; auto is cuda if available; with --data-parallel, of the first rank"
+        "auto",
+        description="cpu, cuda or cuda:N; auto: cuda if available, else cpu; with --data-parallel, of the first rank",
     )
     threads: int | None = Field(
-        None, ge=1, description="CPU threads per operation, in each rank; unset: torch's own choice"
+        None, ge=1, description="CPU threads per operation, in each rank; unset: torch's default"
     )

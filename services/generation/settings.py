@@ -49,7 +49,7 @@ class GenerationSettings(UpstreamSettings):
     model_config = SettingsConfigDict(cli_prog_name="python -m services.generation")
 
     listen: str = Field("127.0.0.1:50053", description="address to serve on, host:port or unix:/path")
-    metrics_port: int = Field(9103, ge=0, le=65535, description="port of Prometheus' /metrics; 0 turns it off")
+    metrics_port: int = Field(9103, ge=0, le=65535, description="port of Prometheus' /metrics; 0: no metrics")
     preprocessing: str = Field(
         "127.0.0.1:50051",
         description="address of preprocessing, used for prompts without media: host:port (all addresses that the name "
@@ -65,8 +65,8 @@ class GenerationSettings(UpstreamSettings):
     kv_cache_tokens: int | None = Field(
         None,
         ge=1,
-        description="size of the KV cache in tokens, over all requests; unset: 32768 on the CPU, on CUDA whatever "
-        "memory the largest step leaves free, measured at startup",
+        description="size of the KV cache in tokens, over all requests; unset: 32768 on the CPU; on CUDA as many as "
+        "fit into the memory that the largest step leaves free, measured at startup",
     )
     gpu_memory_fraction: float = Field(
         0.9,
@@ -78,7 +78,7 @@ class GenerationSettings(UpstreamSettings):
     max_model_len: int | None = Field(
         None,
         ge=2,
-        description="maximum number of tokens of one sequence, that is the prompt after pruning and its answer; "
+        description="maximum number of tokens of one sequence: the prompt after pruning and its answer; "
         "unset: the smaller of the model's context length and the KV cache",
         validation_alias=renamed("max_prompt_tokens", "max_model_len"),
     )
@@ -90,7 +90,7 @@ class GenerationSettings(UpstreamSettings):
         validation_alias=renamed("max_running_requests", "max_num_seqs"),
     )
     max_waiting_requests: int = Field(
-        256, ge=0, description="maximum number of requests in the waiting queue; further ones are refused"
+        256, ge=0, description="maximum number of requests in the waiting queue; more are refused"
     )
     speculative_tokens: int = Field(
         0,
@@ -109,7 +109,7 @@ class GenerationSettings(UpstreamSettings):
         description="number of tensor-parallel ranks, each a process with a part of every layer; on CUDA each uses one "
         "device, starting at --device. Must divide the model's attention heads and KV heads",
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads of one operation; unset: torch's default")
+    threads: int | None = Field(None, ge=1, description="CPU threads per operation; unset: torch's default")
     adapters: Annotated[tuple[Annotated[AdapterFolder, PlainValidator(AdapterFolder.parse)], ...], NoDecode] = Field(
         (),
         description="LoRA adapters that requests may name, NAME=DIR separated by commas, folders in PEFT's format: "

@@ -217,7 +217,7 @@ class Planner:
         token, wished = self._family.token_px**2, request.sampling.max_pixels
         if wished is not None and wished < token:
             name = f"{request.name}.frame_sampling.max_pixels"
-            raise InvalidRequest(f"{name} must be at least one token's {token}, got {wished}")
+            raise InvalidRequest(f"{name} must be at least {token}, the pixels of one token, got {wished}")
 
     def _within(self, size: tuple[int, int], max_pixels: int | None) -> tuple[int, int]:
         return size if max_pixels is None else shrink_to(*size, self._family.token_px, max_pixels)
@@ -275,7 +275,7 @@ def _missing(index: PacketIndex, sampling: FrameSampling) -> int:
     if missing * 10 > found + missing and not sampling.allow_truncated:
         raise MediaDamaged(
             f"is cut off: {missing} of its {found + missing} frames are missing, at most a tenth may be; "
-            f"frame_sampling.allow_truncated takes the {found} that are there"
+            f"frame_sampling.allow_truncated accepts the other {found}"
         )
     return missing
 

@@ -31,12 +31,14 @@ class PreprocessingSettings(ServiceSettings):
     model_config = SettingsConfigDict(cli_prog_name="python -m services.preprocessing")
 
     listen: str = Field("127.0.0.1:50051", description="address to serve on, host:port or unix:/path")
-    metrics_port: int = Field(9101, ge=0, le=65535, description="port for Prometheus' /metrics; 0 turns it off")
-    media_root: Path | None = Field(None, description="folder below which media paths may be opened; default: none")
+    metrics_port: int = Field(9101, ge=0, le=65535, description="port of Prometheus' /metrics; 0: no metrics")
+    media_root: Path | None = Field(
+        None, description="folder below which requests may read files by path; unset: requests cannot name paths"
+    )
     allow_media_domain: Annotated[tuple[Domain, ...], NoDecode] = Field(
         (),
-        description="hosts that URLs may name, at public addresses or also in the network given after =: "
-        "cdn.example.org,*.example.com,minio=10.20.0.0/16; default: every host at public addresses",
+        description="hosts that URLs may name, for example cdn.example.org,*.example.com,minio=10.20.0.0/16. Their "
+        "addresses must be public or in the network after =. Unset: every host with a public address",
     )
     fetch_schemes: Annotated[tuple[Literal["http", "https"], ...], NoDecode] = Field(
         ("http", "https"), description="allowed schemes of URLs: http,https or one of them; '' turns fetching off"
@@ -46,7 +48,7 @@ class PreprocessingSettings(ServiceSettings):
     )
     fetch_max_bytes: int = Field(2**30, ge=1, description="maximum bytes of one fetched URL")
     fetch_disk_bytes: int = Field(
-        2**32, ge=1, description="maximum bytes of all fetched media in TMPDIR together; further fetches are refused"
+        2**32, ge=1, description="maximum bytes of all fetched media in TMPDIR together; fetches beyond it are refused"
     )
     fetch_timeout_s: float = Field(
         60.0, gt=0, description="maximum seconds for fetching a URL, from the name lookup to the last byte"
@@ -55,13 +57,16 @@ class PreprocessingSettings(ServiceSettings):
     decode_workers: int = Field(
         default_factory=_cores,
         ge=1,
-        description="decoding processes, each of which decodes one media item at a time; default: one for each core",
+        description="number of decoding processes, each with one media item at a time; default: one per core",
     )
     inflight_bytes: int = Field(
         2**28, ge=1, description="maximum bytes of decoded slices that are not sent yet; decoding pauses at the limit"
     )
     decode_timeout_s: float = Field(
-        120.0, gt=0, description="maximum seconds of work on one media item; then it is refused, its process replaced"
+        120.0,
+        gt=0,
+        description="maximum seconds of work on one media item; beyond it, the item is refused and its process "
+        "replaced",
     )
     decode_memory_bytes: int = Field(
         2**31,

@@ -59,7 +59,7 @@ async def channel(service: GuardedService) -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def test_calls_without_a_known_token_are_refused(echo: Echo, channel: grpc.aio.Channel) -> None:
-    expected = (UNAUTHENTICATED, "UNAUTHENTICATED", "the call needs a known bearer token")
+    expected = (UNAUTHENTICATED, "UNAUTHENTICATED", "the call must carry a valid bearer token")
     for metadata in WRONG.values():
         assert await refusal(ask(channel, metadata=metadata)) == expected
     assert not echo.calls

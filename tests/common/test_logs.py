@@ -92,6 +92,6 @@ thread.join()
 1 / 0
 """
     lines = logged(code, status=1)
-    assert [line["event"] for line in lines] == ["a thread ended by a bug", "the process ended by a bug"]
+    assert [line["event"] for line in lines] == ["a bug ended a thread", "a bug ended the process"]
     assert {line["level"] for line in lines} == {"critical"}
     assert all(line["exception"].endswith("ZeroDivisionError: division by zero") for line in lines)

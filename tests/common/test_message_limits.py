@@ -50,7 +50,7 @@ async def test_a_request_above_the_limit_is_refused_and_the_service_goes_on(tmp_
         call = channel.stream_stream(METHOD)
         assert await call(iter([request_of(limit)]), timeout=TIMEOUT_S).read()
         with pytest.raises(
-            InvalidRequest, match=rf"too large for encoder \({limit + 1} bytes, it takes {limit}; --max-inl"
+            InvalidRequest, match=rf"too large for encoder \({limit + 1} bytes, the limit is {limit}, set by --max-inl"
         ):
             await read_from(call(iter([request_of(limit + 1)]), timeout=TIMEOUT_S), "encoder")
         assert len(echo.received) == 1
@@ -105,7 +105,11 @@ async def test_a_request_and_its_bytes_are_released_once_it_is_parsed_and_droppe
         call = channel.stream_stream(METHOD)
         assert await call(iter([b"x" * 2**20]), timeout=TIMEOUT_S).read() == b""
         if not streamed:
-            expected = (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", "the call ended without its request")
+            expected = (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "INVALID_REQUEST",
+                "the call ended before its request arrived",
+            )
             assert await refusal(call(iter([]), timeout=TIMEOUT_S).read()) == expected
     await server.stop(None)
     assert held == [sys.getrefcount(received[0])]  # `received` itself, and the call that counts

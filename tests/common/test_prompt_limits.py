@@ -103,10 +103,10 @@ async def test_oversized_and_malformed_requests_are_refused_before_a_peer_is_cal
                 await answers(channel, service, asking(service, prompt))
         question = asking(service, prompt_of(Part(text="What moves?")))
         for request in (b"\xff" * 40, b"\x0a\x7fabc", question.replace(b"moves", b"\xff\xfeves")):
-            with pytest.raises(errors.InvalidRequest, match=rf"^a request of {len(request)} bytes is no message"):
+            with pytest.raises(errors.InvalidRequest, match=rf"^a request of {len(request)} bytes cannot be parsed"):
                 await answers(channel, service, request)
         if service == "preprocessing":
-            with pytest.raises(errors.InvalidRequest, match="bytes is no message"):
+            with pytest.raises(errors.InvalidRequest, match="bytes cannot be parsed as a message"):
                 await answers(channel, service, question, b"\xff")
         assert peers_asked() == 0
         assert await answers(channel, service, question) >= 1

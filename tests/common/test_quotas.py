@@ -133,7 +133,7 @@ def test_a_client_gets_exactly_what_its_quota_leaves() -> None:
         bob(10)
         with quotas.request("alice") as second:
             second(5)
-            with pytest.raises(Overloaded, match="alice has requests of 4 bytes running and one of 7 to add"):
+            with pytest.raises(Overloaded, match="alice has 4 bytes in running requests, this request has 7 more"):
                 second(2)
             with pytest.raises(InvalidRequest, match="the request has 11 bytes"):
                 second(6)

@@ -66,7 +66,7 @@ def test_a_plan_of_128_k_tokens_is_sent_in_several_messages() -> None:
     assert [len(message.layout.data) for message in (first, second)] == [PIECE_BYTES, PIECE_BYTES]
     assert np.array_equal(receive(first, second).positions, sent.positions)
     second.media.add()
-    with pytest.raises(PeerContract, match="more than layout"):
+    with pytest.raises(PeerContract, match="only the first message of a plan"):
         receive(first, second)
 
 

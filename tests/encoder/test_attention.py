@@ -46,7 +46,7 @@ def test_the_kernel_is_chosen_by_device_dtype_and_head_size_unless_the_flag_says
 
 
 def test_a_wanted_kernel_that_is_unavailable_ends_the_start(levels_checkpoint: Path) -> None:
-    with pytest.raises(StartupError, match="--tower-attention varlen cannot be used: it needs a CUDA device"):
+    with pytest.raises(StartupError, match="--tower-attention varlen cannot be used: varlen needs a CUDA device"):
         load_tower(Checkpoint(levels_checkpoint), "bfloat16", CPU, "varlen")
 
 

@@ -205,7 +205,7 @@ def test_embeddings_come_back_in_the_towers_dtype(levels_checkpoint: Path, make:
         ("cuda:2", 5, ["cuda:2", "cuda:3", "cuda:4"]),
         ("auto", 3, ["cuda:0", "cuda:1", "cuda:2"]),
         ("auto", 0, ["cpu"] * 3),
-        ("cuda:1", 3, "wants as many CUDA devices from cuda:1 on, there are 3 in all"),
+        ("cuda:1", 3, "needs as many CUDA devices, starting at cuda:1; this machine has 3"),
         ("abacus", 0, "--device abacus cannot be used: "),
     ],
 )

@@ -100,7 +100,7 @@ async def test_large_embeddings_are_sent_in_pieces_of_1_mib(stack: Stack) -> Non
         ([first_request([VIDEO]), first_request([VIDEO])], "must be a select"),
         ([first_request([VIDEO]), select(1)], "below the plan's 1 media, got 1"),
         ([first_request([VIDEO]), select(-1)], "got -1"),
-        ([first_request([VIDEO]), select(0), select(0)], "0 was selected before"),
+        ([first_request([VIDEO]), select(0), select(0)], "0 was already selected"),
         ([first_request([VIDEO], 1.0)], r"pruning\.rate .* got 1\.0"),
     ],
 )
@@ -124,6 +124,8 @@ async def test_a_method_that_the_model_does_not_support_is_refused_before_prepro
     tmp_path: Path, tower: Tower, request_: EncodeRequest, field: str
 ) -> None:
     async with running(tmp_path, replace(tower, pruning_methods=("evs", "none"))) as stack:
-        with pytest.raises(errors.InvalidRequest, match=f"^{field} 'random' .* evs, none$"):
+        with pytest.raises(
+            errors.InvalidRequest, match=f"^{field} must be one of .*evs, none for this model, got 'random'$"
+        ):
             await stack.encode(request_, SELECT_ALL)
         assert stack.preprocessing.prompts == []

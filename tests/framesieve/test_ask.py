@@ -11,10 +11,12 @@ from typing import Any
 
 import PIL.Image
 import pytest
+from prometheus_client import CollectorRegistry, start_http_server
 from typer.testing import Result
 
 from common.contract.errors import MediaDamaged
 from framesieve.v1 import generation_pb2
+from tests.certificates import Authority
 from tests.framesieve.conftest import COMMAND, SIGINT_IGNORED
 from tests.framesieve.fake_services import FakeServices
 
@@ -132,15 +134,46 @@ def test_a_missing_file_is_named_in_one_line(framesieve: Run, address: str) -> N
     assert (result.exit_code, result.stderr) == (1, "FILE: no.mp4: No such file or directory\n")
 
 
+def test_a_missing_file_ends_a_conversation_before_its_first_question(framesieve: Run, address: str) -> None:
+    result = framesieve("chat", "no.mp4", "--server", address)
+    assert (result.exit_code, result.stderr) == (1, "FILE: no.mp4: No such file or directory\n")
+
+
+def test_a_deadline_that_passed_names_its_flag(framesieve: Run, services: FakeServices, address: str) -> None:
+    result = framesieve("ask", "hang", "--timeout-s", "0.5", "--server", address)
+    assert result.exit_code == 1
+    assert "DEADLINE_PASSED: the deadline of --timeout-s passed before generation finished\n" in result.stderr
+    assert services.cancelled.wait(20)
+
+
+def test_an_address_of_something_else_is_reported_with_what_to_change(framesieve: Run, tmp_path: Path) -> None:
+    Authority(tmp_path)
+    server, thread = start_http_server(0, "127.0.0.1", CollectorRegistry())
+    address = f"127.0.0.1:{server.server_port}"
+    try:
+        no_grpc = framesieve("ask", "?", "--server", address)
+        no_tls = framesieve("ask", "?", "--server", address, "--tls-ca", str(tmp_path / "ca.pem"))
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert no_grpc.stderr.startswith(f"UNAVAILABLE: {address} is not a gRPC server")
+    assert no_tls.stderr == f"UNAVAILABLE: {address} does not use TLS: leave out --tls-ca\n"
+    with_scheme = framesieve("ask", "?", "--server", f"http://{address}")
+    assert "must be host:port without http://" in with_scheme.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("ask", "?", "--pruning-rate", "nan"), "nan"),
-        (("ask", "?", "--method", "magic"), "evs, vidcom2"),
+        (("ask", "?", "--pruning-rate", "1"), "--pruning-rate must be at least 0 and below 1, got 1.0"),
+        (("ask", "?", "--method", "magic"), "--method must be one of evs, vidcom2, random, none, got 'magic'"),
         (("ask", "?", "--top-logprobs", "2"), "--json"),
         (("ask", __file__), "add a question"),
         (("ask", "clip.mp4"), "add a question"),
         (("ask", "clip.mp4", " "), "the question is empty"),
+        (("ask",), 'a question is missing: framesieve ask clip.mp4 "What moves?"'),
         (("ask", "s3://bucket/clip.mp4", "?"), "has the scheme s3"),
         (("inspect", "clip.mp4", "--encoder", "localhost:1"), "--preprocessing"),
         (("inspect", "clip.mp4", "-o", "kept.gif"), "must end with .png, .jpg"),
@@ -164,6 +197,7 @@ def test_several_questions_are_asked_in_turn_about_the_same_part_of_the_clip(
         sampling = user.parts[0].video.frame_sampling
         assert (sampling.start_s, sampling.end_s, sampling.max_pixels, sampling.allow_truncated) == (1, 2.5, 4000, True)
         assert user.parts[1].text == question
+    assert framesieve("ask", "-q", "What is a video?", "--server", address).stdout == "A red ball ⚽\n"
     printed = json.loads(framesieve("ask", clip, "-q", "1?", "-q", "2?", "--server", address, "--json").stdout)
     assert [each["question"] for each in printed["answers"]] == ["1?", "2?"]
 
@@ -176,6 +210,21 @@ def test_with_json_an_error_is_json_on_stdout_and_names_the_file_and_the_flag(
     assert (result.exit_code, result.stderr) == (1, "")
     message = f"--fps of {clip} must be above 0, got -1"
     assert json.loads(result.stdout) == {"error": {"reason": "MEDIA_DAMAGED", "message": message}}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect", "no.mp4", "--preprocessing", "127.0.0.1:1", "--encoder", "127.0.0.1:1"),
+        ("bench", "--workload", "no.mp4", "--server", "127.0.0.1:1"),
+        ("capacity", "no.mp4", "--requests-per-s", "1"),
+    ],
+)
+def test_every_command_reports_an_error_as_json_on_request(framesieve: Run, arguments: tuple[str, ...]) -> None:
+    result = framesieve(*arguments, "--json")
+    assert (result.exit_code, result.stderr) == (1, "")
+    message = "no.mp4: No such file or directory"
+    assert json.loads(result.stdout) == {"error": {"reason": "FILE", "message": message}}
 
 
 def test_the_address_can_come_from_the_environment(

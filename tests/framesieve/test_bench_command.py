@@ -45,7 +45,7 @@ def test_a_closed_loop_is_reported(bench: Callable[..., Result], services: FakeS
     assert all(len(record["token_gaps_s"]) == 1 for record in report["records"])
     assert report["run"]["command"].endswith("--clients 3 --requests 12 --warmup 2 --json --records")
     assert report["run"]["load"] == "3 clients in a closed loop, 12 requests"
-    assert "each new to every cache" in report["run"]["media"]
+    assert "all different" in report["run"]["media"]
 
 
 def test_pruning_and_sampling_flags_are_sent(bench: Callable[..., Result], services: FakeServices) -> None:
@@ -81,7 +81,7 @@ def test_the_table_shows_the_run_and_its_errors(bench: Callable[..., Result], tm
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0].startswith("framesieve bench --server unix:")
-    assert "warmup:  3 requests, uncounted, of which 1 failed" in lines
+    assert "warmup:  3 requests, not counted, 1 of them failed" in lines
     assert any(line.startswith("4 answered, 2 failed in ") for line in lines)
     assert "  2 × INVALID_ARGUMENT MEDIA_DAMAGED: 12 of 40 frames [0.30] cannot be decoded" in lines
 
@@ -129,8 +129,8 @@ def test_a_missing_extra_is_reported_before_any_request(
         (["--model", "here"], "--server and --model exclude each other"),
         (["--duration-s", "nan"], "--duration-s must be above 0"),
         (["--pruning-rate", "1"], "below 1, got 1.0"),
-        (["--on-server"], "--on-server needs --workload"),
-        (["--records"], "--records needs --json"),
+        (["--on-server"], "--on-server requires --workload"),
+        (["--records"], "--records requires --json"),
         (["--plot", "no/such/folder/load.png"], "no/such/folder"),
     ],
 )

@@ -114,7 +114,7 @@ def test_a_sequence_that_can_never_fit_is_refused(models: Models) -> None:
 
 def test_a_full_queue_refuses_until_a_request_ends(models: Models) -> None:
     tiny = TinyEngine(models.engine, max_num_seqs=1, max_waiting=1)
-    with pytest.raises(InvalidRequest, match=r"sampling\.n must be at most 2 here.*got 3"):
+    with pytest.raises(InvalidRequest, match=r"sampling\.n must be at most 2, the number.*got 3"):
         tiny.ask("can never run", PROMPT, SamplingParams(2), [SamplingParams(2)] * 2)
     tiny.ask("a", PROMPT, SamplingParams(2))
     second = tiny.ask("b", ABOUT_VIDEO, SamplingParams(2))

@@ -91,7 +91,9 @@ async def test_invalid_requests_are_refused_and_the_next_one_is_served(tmp_path:
         await check_invalid("request_id must be at most 128 printable ASCII characters", request_id="x" * 129)
         await check_invalid("request_id must be at most 128 printable ASCII characters", request_id="a\nb")
         await check_invalid("sampling.n must be between 1 and 16, got 17", sampling=Sampling(n=17))
-        await check_invalid("adapter must be unset, as none is loaded (--adapters), got ''", adapter="")
+        await check_invalid(
+            "adapter must be unset, because generation has loaded none (--adapters), got ''", adapter=""
+        )
         await check_invalid("rate", pruning=prompt_pb2.Pruning(rate=1.0))
         assert service.encoder.metadata == []
         await check_invalid("max_pixels=", "PROMPT_TOO_LONG", sampling=Sampling(max_new_tokens=LIMIT - 20))

@@ -52,7 +52,7 @@ def test_a_mixed_workload_is_measured_and_only_a_file_that_is_no_video_fails(sta
 @pytest.mark.deep
 def test_bench_can_start_the_services_itself() -> None:
     report = run("bench", "--start", "--requests", "4", "--warmup", "0")
-    assert "three services started for this run, the embedded model" in report
+    assert "three services started for this run, with the embedded model" in report
     assert "4 answered, 0 failed" in report
 
 

@@ -144,7 +144,7 @@ async def test_a_caller_without_a_token_of_the_service_is_refused(
     guarded: Guarded, name: str, shown: dict[str, None]
 ) -> None:
     async with guarded.client(name, **shown) as client:
-        with pytest.raises(errors.Unauthenticated, match="the call needs a known bearer token"):
+        with pytest.raises(errors.Unauthenticated, match="the call must carry a valid bearer token"):
             await client.ask(Video(CLIP), "What moves?", timeout_s=20)
 
 

@@ -60,7 +60,12 @@ async def test_no_name_of_this_machine_may_be_fetched_from_by_default(tiny_check
         # An allowed domain allows no other name of its address.
         ("127.0.0.1", ok(CLIP), errors.MediaForbidden, "url has no address that may be reached"),
         ("[::ffff:7f00:1]", ok(CLIP), errors.MediaForbidden, "url has no address that may be reached"),
-        ("localhost", redirect("http://127.0.0.2:{port}/"), errors.MediaForbidden, "redirects to what may not be"),
+        (
+            "localhost",
+            redirect("http://127.0.0.2:{port}/"),
+            errors.MediaForbidden,
+            "redirects to an address that may not be",
+        ),
         ("localhost", head(200) + bytes(FETCH_MAX_BYTES + 1), errors.MediaRejected, f"more than the {FETCH_MAX_BYTES}"),
         ("localhost", ok(b"<html>not here</html>"), errors.MediaRejected, ""),
     ],

@@ -145,7 +145,7 @@ def timed(*times_s: float) -> prompt_pb2.Media:
 @pytest.mark.parametrize(
     ("kind", "media", "named"),
     [
-        ("video", SAMPLED, r"frame_sampling must not be set beside embeds"),
+        ("video", SAMPLED, r"frame_sampling must not be set with embeds"),
         ("video", embeds(2, 2, 2), r"embeds\.seconds_per_grid or timestamps_s must be set: a video needs"),
         ("video", embeds(2, 2, 2, **SECOND, timestamps_s=[0, 1]), r"embeds\.seconds_per_grid and .* two time bases"),
         ("image", embeds(1, 2, 2, **SECOND), r"embeds\.seconds_per_grid and timestamps_s are for videos"),

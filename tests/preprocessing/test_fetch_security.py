@@ -71,7 +71,7 @@ async def test_a_redirect_to_a_forbidden_target_is_refused_without_naming_it(loc
     async with serving(ok(), "127.0.0.2") as canary, serving(b"") as server:
         server.answer = redirect(location.format(canary=canary.port))
         fetcher = Fetcher(replace(policy(server.port), ports=frozenset({server.port, canary.port, 80})), resolver)
-        with pytest.raises(MediaForbidden, match=r"^video\.url redirects to what may not be reached$"):
+        with pytest.raises(MediaForbidden, match=r"^video\.url redirects to an address that may not be reached$"):
             await fetcher.fetch("video", url_of(server))
     assert (server.connections, canary.connections) == (1, 0)
 
@@ -94,7 +94,7 @@ async def test_the_dialled_address_is_the_checked_one() -> None:
 async def test_a_name_is_checked_again_after_each_redirect() -> None:
     resolver = Resolver(clip_test=[["127.0.0.1"], ["127.0.0.2"]])
     async with serving(redirect("/again")) as server, serving(ok(), "127.0.0.2", server.port) as canary:
-        with pytest.raises(MediaForbidden, match="redirects to what may not be reached"):
+        with pytest.raises(MediaForbidden, match="redirects to an address that may not be reached"):
             await fetched(server, resolver)
     assert resolver.asked == ["clip.test", "clip.test"]
     assert (server.connections, canary.connections) == (1, 0)

@@ -172,7 +172,9 @@ async def test_files_share_the_disk_budget_until_they_are_closed() -> None:
     async with serving(ok()) as server:
         fetcher = fetcher_of(server, max_bytes=len(BODY), disk_bytes=2 * len(BODY) - 1)
         first = await fetcher.fetch("first", url_of(server))
-        with pytest.raises(Overloaded, match=rf"^second\.url finds no room: .* {2 * len(BODY) - 1} bytes together"):
+        with pytest.raises(
+            Overloaded, match=rf"^second\.url does not fit now: --fetch-disk-bytes is {2 * len(BODY) - 1}"
+        ):
             await fetcher.fetch("second", url_of(server))
         first.close()
         (await fetcher.fetch("second", url_of(server))).close()

@@ -115,14 +115,14 @@ def test_the_same_frames_at_other_times_have_another_hash(tiny: Planner) -> None
 @pytest.mark.parametrize(
     ("look", "error", "named"),
     [
-        (image(b"garbage"), MediaRejected, "image is not a readable image"),
+        (image(b"garbage"), MediaRejected, "image cannot be read as an image"),
         (image(picture(201, 1)), MediaRejected, "image has frames of 201×1 pixels, an aspect ratio of 201, at most"),
         (image(picture(170, 33_000), max_pixels=10**9), MediaRejected, "image would be sent .* at most 32768 .* side"),
         (video(clip(4), start_s=9.0), InvalidRequest, r"video\.frame_sampling\.start_s"),
         (
             video(clip(4), max_pixels=783),
             InvalidRequest,
-            r"video\.frame_sampling\.max_pixels .* one token's 784, got",
+            r"video\.frame_sampling\.max_pixels must be at least 784, the pixels of one token, got",
         ),
     ],
 )

@@ -215,7 +215,7 @@ FPS_0 = video(CLIP, frame_sampling={"fps": 0.0})
         ([prompt_of(video(CLIP)), prompt_of(video(CLIP))], "must be a select"),
         ([prompt_of(video(CLIP)), select(1)], "below the plan's 1 media, got 1"),
         ([prompt_of(video(CLIP)), select(-1)], "below the plan's 1 media, got -1"),
-        ([prompt_of(video(CLIP)), select(0), select(0)], "0 was selected before"),
+        ([prompt_of(video(CLIP)), select(0), select(0)], "0 was already selected"),
         ([PreprocessRequest(prompt=prompt_pb2.Prompt())], "prompt.messages must hold at least one message"),
         ([prompt_of()], r"prompt.messages\[0\].parts must hold at least one part"),
         ([prompt_of(text(""), text(""))], "no media and only empty text"),
@@ -287,7 +287,7 @@ async def test_a_file_that_was_cut_off_is_taken_on_request_and_its_missing_frame
         call.cancel()
     refusal = await refused(await sent(stub, prompt_of(video(CUT_OFF))))
     assert refusal[1] == "MEDIA_DAMAGED"
-    assert re.search(r"video is cut off: 1\d of its 3\d frames are missing.*allow_truncated takes", refusal[2])
+    assert re.search(r"video is cut off: 1\d of its 3\d frames are missing.*allow_truncated accepts", refusal[2])
     whole = await sent(stub, prompt_of(video(FASTSTART), video(matroska)))
     assert [media.missing_frames for media in (await plan_of(whole)).media] == [0, 0]
     early = {"start_s": 0.0, "end_s": 0.2}  # all of it is there

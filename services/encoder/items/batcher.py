@@ -134,14 +134,14 @@ class Batcher:
             while self._run_batch():
                 pass
         except Exception:
-            log.exception("the tower's thread ended by a bug")
+            log.exception("a bug ended the tower's thread")
             self.abort(_tower_ended())
 
     def _run_batch(self) -> bool:
         """Waits for a batch and runs it; False once closed. Keeps no reference to it: targets are large."""
         batch = self._next_batch()
         if batch and not self._run_forward(batch):
-            log.warning("a forward takes more memory than there is, its slices are run alone", slices=len(batch))
+            log.warning("out of memory in a forward, its slices are run one by one", slices=len(batch))
             for piece in batch:
                 self._run_forward([piece])
         return bool(batch)

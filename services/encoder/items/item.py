@@ -208,7 +208,7 @@ class Item:
 def _remedy(plan: MediaPlan) -> str:
     """Which request fields make the item smaller, and their effect so far."""
     if plan.brings_embeds:
-        return f"bring fewer than the {plan.grid} of embeds.grid"
+        return f"send fewer tokens than the {plan.grid} of embeds.grid"
     pixels = f"max_pixels (now {plan.frame_height_px}×{plan.frame_width_px} a frame)"
     if plan.modality is Modality.IMAGE:
         return f"lower {pixels}"

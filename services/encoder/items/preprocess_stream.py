@@ -224,7 +224,7 @@ class PreprocessStream:
         """Every slice of every selected item. Raises PeerContract if the stream ends before it should."""
         while (first := await self._read_frames()) is not None:
             if not self._selected:
-                raise PeerContract(f"frames of media {first.media_index} came unasked or beyond its plan")
+                raise PeerContract(f"frames of media {first.media_index} were not selected or exceed its plan")
             media_index, item = self._selected[0]
             for start in range(0, item.frames, self._temporal_patch):
                 chunk = first if start == 0 else await self._read_frames()
@@ -232,7 +232,7 @@ class PreprocessStream:
             self._selected.pop(0)
         if self._selected or not self._all_selected:
             due = ", ".join(str(index) for index, _ in self._selected) or "items that may still be selected"
-            raise PeerContract(f"the stream ended before the frames of media {due}")
+            raise PeerContract(f"the stream ended before the frames of media {due} had arrived")
 
     async def _read_slice(self, media_index: int, item: MediaPlan, start: int, chunk: FramesChunk | None) -> FrameSlice:
         """The slice that starts at frame `start`. chunk: its first piece."""
@@ -243,7 +243,7 @@ class PreprocessStream:
         while buffer is None or not buffer.complete:
             if chunk is None or (chunk.media_index, chunk.first_frame) != (media_index, start):
                 came = "nothing" if chunk is None else f"frame {chunk.first_frame} of media {chunk.media_index}"
-                raise PeerContract(f"frame {start} of {item.frames} of media {media_index} was due, {came} came")
+                raise PeerContract(f"expected frame {start} of {item.frames} of media {media_index}, got {came}")
             if buffer is None:
                 buffer = buffer_for(chunk.chunk, [DType.UINT8], shape)
                 repaired, heard_ns = chunk.repaired_frames, monotonic_ns()

@@ -108,6 +108,4 @@ def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
 def _check_method(name: str, message: prompt_pb2.Pruning, methods: Sequence[str]) -> None:
     method = message.method or EVS
     if (message.method or message.rate) and method not in methods:
-        raise InvalidRequest(
-            f"{name}.method {method!r} does not exist for this model, the methods are {', '.join(methods)}"
-        )
+        raise InvalidRequest(f"{name}.method must be one of {', '.join(methods)} for this model, got {method!r}")

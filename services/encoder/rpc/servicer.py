@@ -99,7 +99,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             await responses.put_plan(plan, stream.fetched_ns)
             await self._encode(selections(requests, len(plan.media)), plan, prunings, brought, stream, responses)
         except torch.OutOfMemoryError as error:
-            log.warning("the device is full", error=str(error))
+            log.warning("out of memory on the device", error=str(error))
             raise Overloaded("the encoder's device has no memory left") from error
         finally:
             stream.detach()

@@ -66,8 +66,8 @@ def device_of(settings: EncoderSettings, rank: int = 0) -> torch.device:
             first, found = device.index or 0, torch.cuda.device_count()
             if first + settings.data_parallel > found:
                 raise StartupError(
-                    f"--data-parallel {settings.data_parallel} wants as many CUDA devices from cuda:{first} on, there "
-                    f"are {found} in all"
+                    f"--data-parallel {settings.data_parallel} needs as many CUDA devices, starting at cuda:{first}; "
+                    f"this machine has {found}"
                 )
             device = torch.device("cuda", first + rank)
         torch.zeros(1, device=device)

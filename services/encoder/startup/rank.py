@@ -61,7 +61,7 @@ def run_shares(orders: Orders, tower: Tower, exchange: Exchange, most_tokens: in
             except torch.AcceleratorError:  # the process can use the device no more
                 raise
             except Exception as error:  # any other error fails this share and not the rank
-                log.exception("a share has failed")
+                log.exception("a rank failed to compute its share")
                 full = isinstance(error, torch.OutOfMemoryError)
                 orders.answer(NO_MEMORY if full else str(error).encode() or b"an error without a message")
                 continue

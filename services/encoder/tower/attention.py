@@ -64,11 +64,12 @@ def find_attention(
 def unsuitable(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why the variable-length kernel does not support such a tower; None if it does."""
     if device != "cuda":
-        return f"it needs a CUDA device, got {device}"
+        return f"varlen needs a CUDA device, got {device}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bfloat16 or float16, the tower (--dtype) in {str(dtype).removeprefix('torch.')}"
+        return f"varlen computes in bfloat16 or float16, the tower (--dtype) in {str(dtype).removeprefix('torch.')}"
     if head_dim % _HEAD_DIM_STEP or head_dim > _MOST_HEAD_DIM:
-        return f"it takes heads of multiples of {_HEAD_DIM_STEP} up to {_MOST_HEAD_DIM}, the tower's have {head_dim}"
+        most = f"{_HEAD_DIM_STEP} up to {_MOST_HEAD_DIM}"
+        return f"varlen takes head sizes that are multiples of {most}, the tower's have {head_dim}"
     return None
 
 
@@ -79,7 +80,7 @@ def _try_kernel(
         attend: Attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
         check_kernel(attend, device, dtype, heads, head_dim)
     except (ImportError, AttributeError, RuntimeError, ValueError, TypeError, AssertionError) as error:
-        return None, f"torch {torch.__version__} has no kernel for it on {device}: {error}"
+        return None, f"torch {torch.__version__} has no varlen kernel for {device}: {error}"
     return attend, None
 
 

@@ -111,8 +111,9 @@ class Engine:
         """
         if request.max_tokens > self._capacity_tokens:
             raise PromptTooLong(
-                f"a prompt of {request.rope.tokens} tokens and max_new_tokens of {request.sampling.max_new_tokens} "
-                f"need room for {request.max_tokens} tokens, the cache holds {self._capacity_tokens}"
+                f"a prompt of {request.rope.tokens} tokens and sampling.max_new_tokens "
+                f"{request.sampling.max_new_tokens} need room for {request.max_tokens} tokens, "
+                f"the cache holds {self._capacity_tokens}"
             )
         with self._lock:
             if self._stopping:
@@ -120,12 +121,12 @@ class Engine:
             answers = (request, *request.siblings)
             if len(answers) > self._max_requests:
                 raise InvalidRequest(
-                    f"sampling.n must be at most {self._max_requests} here, which is how many answers may run and wait "
+                    f"sampling.n must be at most {self._max_requests}, the number of answers that may run and wait "
                     f"(--max-num-seqs, --max-waiting-requests), got {len(answers)}"
                 )
             if self._in_flight + len(answers) > self._max_requests:
                 raise Overloaded(
-                    f"{self._in_flight} answers are running or waiting, {len(answers)} more are wanted, the limit is "
+                    f"{self._in_flight} answers are running or waiting, {len(answers)} more would exceed the limit of "
                     f"{self._max_requests}"
                 )
             self._in_flight += len(answers)
@@ -231,7 +232,7 @@ class Engine:
             log.error("the engine ended: ranks are out of step", error=str(error))
             self._end()
         except Exception:
-            log.exception("the engine ended by a bug")
+            log.exception("a bug ended the engine")
             self._end()
 
     def _end(self) -> None:

@@ -50,7 +50,11 @@ class Adapters:
     def find(self, name: str) -> Adapter:
         """Raises InvalidRequest for a name that is not loaded."""
         if name not in self._by_name:
-            known = f"one of {', '.join(self._by_name)}" if self._by_name else "unset, as none is loaded (--adapters)"
+            known = (
+                f"one of {', '.join(self._by_name)}"
+                if self._by_name
+                else "unset, because generation has loaded none (--adapters)"
+            )
             raise InvalidRequest(f"adapter must be {known}, got {name[:_NAME_CHARACTERS]!r}")
         return self._by_name[name]
 

@@ -39,7 +39,7 @@ class PromptLimit:
         prompt = text + between + sum(kept_counts)
         if prompt + answer <= self.tokens:
             return self.tokens - prompt
-        wanted = f"max_new_tokens of {answer}" if max_new_tokens else "an answer"
+        wanted = f"sampling.max_new_tokens {answer}" if max_new_tokens else "an answer"
         raise PromptTooLong(
             f"the prompt has {prompt} tokens after pruning, {text} of them text; with {wanted} it exceeds the limit of "
             f"{self.tokens} tokens{advice(plan.media, prunings, self.tokens - text - answer)}"

@@ -71,8 +71,8 @@ def device_of(settings: GenerationSettings, rank: int = 0) -> torch.device:
             first, found = device.index or 0, torch.cuda.device_count()
             if first + settings.tensor_parallel > found:
                 raise StartupError(
-                    f"--tensor-parallel {settings.tensor_parallel} needs as many CUDA devices from cuda:{first} on, "
-                    f"this machine has {found}"
+                    f"--tensor-parallel {settings.tensor_parallel} needs as many CUDA devices, starting at "
+                    f"cuda:{first}; this machine has {found}"
                 )
             device = torch.device("cuda", first + rank)
         torch.zeros(1, device=device)

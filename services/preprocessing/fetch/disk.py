@@ -21,7 +21,9 @@ class DiskBudget:
         """Raises Overloaded if not enough bytes are free."""
         with self._lock:
             if self.held_bytes + size_bytes > self.size_bytes:
-                raise Overloaded(f"finds no room: fetched media may take {self.size_bytes} bytes together")
+                raise Overloaded(
+                    f"does not fit now: --fetch-disk-bytes is {self.size_bytes} for all fetched media together"
+                )
             self.held_bytes += size_bytes
 
     def release(self, size_bytes: int) -> None:

@@ -73,7 +73,7 @@ class FetchPolicy:
     def check_url(self, url: Url) -> None:
         """Raises MediaForbidden for a scheme, a port or a host that is not allowed."""
         if not self.schemes:
-            raise MediaForbidden("may not be fetched: this service was started with no --fetch-schemes")
+            raise MediaForbidden("may not be fetched: --fetch-schemes is empty, so this service fetches nothing")
         if url.scheme not in self.schemes:
             raise MediaForbidden(f"must start with {_either(self.schemes)}, got {url.scheme!r}")
         if url.port not in self.ports:

@@ -81,7 +81,7 @@ class ChatTokens:
         try:
             self._template = _environment().from_string(_template(checkpoint, config))
         except TemplateError as error:
-            raise StartupError(f"the chat template of {checkpoint.folder} is wrong: {error}") from error
+            raise StartupError(f"the chat template of {checkpoint.folder} is invalid: {error}") from error
 
     def conversation(
         self, turns: Sequence[Turn], expansions: Sequence[Expansion], check_cancelled: Callable[[], None] = lambda: None

@@ -105,7 +105,7 @@ def _media(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaReque
             location = MediaFile(media.data_bytes)
         return MediaRequest(name, modality, location, _sampling(media.frame_sampling, modality, name))
     if media.HasField("frame_sampling"):
-        raise InvalidRequest(f"{name}.frame_sampling must not be set beside embeds: no frame is looked at")
+        raise InvalidRequest(f"{name}.frame_sampling must not be set with embeds, which have no frames")
     return MediaRequest(name, modality, _embeds(media.embeds, modality, name), FrameSampling())
 
 
@@ -149,7 +149,7 @@ def _sampling(message: prompt_pb2.FrameSampling, modality: Modality, name: str) 
     given = {field.name: value for field, value in message.ListFields()}
     useless = [field for field in _TIME_FIELDS if field in given]
     if modality is Modality.IMAGE and useless:
-        raise InvalidRequest(f"{name}.frame_sampling.{useless[0]} is for videos, an image has no frames to choose from")
+        raise InvalidRequest(f"{name}.frame_sampling.{useless[0]} is for videos only, an image has no frames to sample")
     try:
         return FrameSampling(**given)
     except InvalidRequest as error:

@@ -70,12 +70,12 @@ def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError) as error:
-            raise MediaRejected(f"{source.name} is not a readable video: {_reason(error)}") from error
+            raise MediaRejected(f"{source.name} cannot be read as a video: {_reason(error)}") from error
         with container:
             streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
             if not streams:
-                sound = " but sound" if container.streams.audio else ""
-                raise MediaRejected(f"{source.name} holds nothing{sound}: it has no video stream")
+                sound = ", only audio" if container.streams.audio else ""
+                raise MediaRejected(f"{source.name} has no video stream{sound}")
             yield container, streams[0]
 
 

@@ -43,7 +43,7 @@ def read_picture(source: Source) -> Picture:
                 f"{source.name} has far more pixels than the {MAX_FRAME_PX} that are allowed"
             ) from error
         except _UNREADABLE as error:
-            raise MediaRejected(f"{source.name} is not a readable image") from error
+            raise MediaRejected(f"{source.name} cannot be read as an image") from error
     check_frame_size(source.name, height, width)
     if orientation in ON_ITS_SIDE:
         height, width = width, height

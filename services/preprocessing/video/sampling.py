@@ -51,7 +51,7 @@ class FrameSampling:
                 raise InvalidRequest(f"frame_sampling.{name} must be at least 0, got {time}")
         if self.end_s is not None and self.end_s <= (self.start_s or 0):
             raise InvalidRequest(
-                f"frame_sampling.end_s must be above start_s {self.start_s or 0:g}, got {self.end_s:g}"
+                f"frame_sampling.end_s must be above frame_sampling.start_s {self.start_s or 0:g}, got {self.end_s:g}"
             )
 
 
@@ -109,10 +109,10 @@ class FrameTimes:
         if end_s is not None:
             end = bisect.bisect_left(self.ticks, _ticks_from(end_s, self.time_base))
         if first >= end:
-            asked = f"{start_s or 0:g} s and {'its end' if end_s is None else f'{end_s:g} s'}"
-            length_s = float(self.length_s)
+            asked = f"{start_s or 0:g} s and {'the end' if end_s is None else f'{end_s:g} s'}"
             raise InvalidRequest(
-                f"frame_sampling.start_s and end_s: no frame appears between {asked} of a video of {length_s:.3f} s"
+                f"frame_sampling.start_s and frame_sampling.end_s select nothing: no frame appears between {asked}, "
+                f"the video lasts {float(self.length_s):.3f} s"
             )
         tail = self.tail_ticks if end == len(self.ticks) else self.ticks[end] - self.ticks[end - 1]
         return FrameTimes(self.ticks[first:end], tail, self.time_base, self.rates)

@@ -101,7 +101,7 @@ class WorkerProcess:
         try:
             send(self._connection, Message(kind, facts or Facts(), descriptors))
         except OSError as error:
-            raise WorkerFault(Fault.CRASHED, "its decoder is gone") from error
+            raise WorkerFault(Fault.CRASHED, "its decoder process is gone") from error
         self.working |= kind is Kind.JOB
 
     async def receive(self) -> Message:
@@ -137,7 +137,7 @@ class WorkerProcess:
     def _exit_text(self) -> str:
         status = os.waitid(os.P_PIDFD, self._handle, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if status is None:
-            return "its decoder hung up"
+            return "its decoder process closed the connection"
         if status.si_code == os.CLD_EXITED:
             return f"its decoder ended with status {status.si_status}"
         return f"its decoder crashed (signal {status.si_status})"
