@@ -1,16 +1,20 @@
-"""What a process asks of its system: memory that malloc keeps, open files, free ports; and the status it exits with.
+"""What a process asks of its system: memory that malloc keeps, an OpenMP runtime, open files, free ports; and the
+status it exits with.
 
-Sources: mallopt(3), malloc_trim(3), getrlimit(2).
+Sources: mallopt(3), malloc_trim(3), dlopen(3), getrlimit(2); Intel's OpenMP runtime, KMP_BLOCKTIME.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import resource
 import socket
+import sys
 from enum import IntEnum
 from itertools import count
+from pathlib import Path
 
 # From glibc's malloc.h. 32 MiB is the largest threshold that glibc accepts.
 _M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES = -3, 32 * 2**20
@@ -63,6 +67,22 @@ def give_back_freed_memory() -> None:
     """Returns freed memory to the kernel once, for processes that will idle. Does nothing without glibc."""
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
+
+
+def use_intel_openmp() -> bool:
+    """Makes torch compute with Intel's OpenMP runtime instead of GNU's. Returns False where its wheel is not installed.
+
+    Its threads spin for KMP_BLOCKTIME, a millisecond unless the environment says otherwise, before they sleep: long
+    enough for the next operator of a small forward, too short to keep a core from another process. GNU's either sleep at
+    once or spin for long. Torch finds the functions of whichever runtime was loaded first, so this has no effect after
+    torch has been imported.
+    """
+    library = Path(sys.prefix, "lib", "libiomp5.so")
+    if "torch" in sys.modules or not library.exists():
+        return False
+    os.environ.setdefault("KMP_BLOCKTIME", "1")
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    return True
 
 
 def allow_open_files() -> None:
