@@ -73,9 +73,8 @@ def use_intel_openmp() -> bool:
     """Makes torch compute with Intel's OpenMP runtime instead of GNU's. Returns False where its wheel is not installed.
 
     Its threads spin for KMP_BLOCKTIME, a millisecond unless the environment says otherwise, before they sleep: long
-    enough for the next operator of a small forward, too short to keep a core from another process. GNU's either sleep at
-    once or spin for long. Torch finds the functions of whichever runtime was loaded first, so this has no effect after
-    torch has been imported.
+    enough for the next operator of a small forward, too short to keep a core from another process. GNU's either sleep
+    at once or spin for long. Torch uses the runtime that was loaded first, so this has no effect once it is imported.
     """
     library = Path(sys.prefix, "lib", "libiomp5.so")
     if "torch" in sys.modules or not library.exists():

@@ -4,8 +4,8 @@ import os
 
 from common.process import use_intel_openmp
 
-# Before torch loads OpenMP. GNU's threads spin for long while they wait, and where another process holds their core that
-# made a small forward take 310 ms instead of 4.
+# Before torch loads OpenMP. GNU's threads spin for long while they wait, and where another process holds their core
+# that made a small forward take 310 ms instead of 4.
 if not use_intel_openmp():
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # How many sizes of products oneDNN keeps ready, in its own cache and in torch's. By default so many that a service

@@ -78,7 +78,7 @@ async def main() -> ExitStatus:
             limit = PromptLimit(built.limit_tokens)
             servicer = GenerationServicer(engine, media, tokenizer, defaults, limit, credentials, model.adapters)
             register = partial(add_GenerationServiceServicer_to_server, servicer)
-            status = await serve(SERVICE, settings, register, lambda: engine.alive, broken)
+            status = await serve(SERVICE, settings, register, lambda: engine.well, broken)
     if workers and model.device.type == "cuda":  # see Group.leave
         os._exit(status)
     return status

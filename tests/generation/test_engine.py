@@ -162,21 +162,55 @@ def test_media_that_contradict_the_plan_fail_only_their_request(tiny: TinyEngine
     ("fault", "kind"),
     [(RuntimeError("the device caught fire"), FramesieveError), (torch.OutOfMemoryError("fire"), Overloaded)],
 )
-def test_a_failing_forward_fails_only_the_requests_of_its_step(
-    tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch, fault: Exception, kind: type[FramesieveError]
+def test_a_request_that_fails_in_a_step_fails_alone(
+    models: Models, tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch, fault: Exception, kind: type[FramesieveError]
 ) -> None:
-    asked = tiny.ask("a", PROMPT, SamplingParams(5))
-    later = tiny.ask("b", ABOUT_VIDEO, SamplingParams(5))
+    asked, neighbour = tiny.ask("a", PROMPT, SamplingParams(5)), tiny.ask("b", [Text((10, 11, 15))], SamplingParams(5))
     tiny.engine.step()
+    run = tiny.runner.run
+
+    def failing(windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
+        if any(window.request.id == "a" for window in windows):
+            raise fault
+        return run(windows)
+
     with monkeypatch.context() as patched:
-        patched.setattr(tiny.runner, "run", Mock(side_effect=fault))
+        patched.setattr(tiny.runner, "run", failing)
         tiny.engine.step()
     assert asked.failed
     assert type(asked.failed.error) is kind
     assert "fire" not in str(asked.failed.error)
-    tiny.deliver(later, 0, VIDEO, KEPT)
     tiny.drain()
-    assert later.finished == Finished(FinishReason.LENGTH, 5)
+    assert neighbour.answer == greedy_answer(models, [Text((10, 11, 15))], 5)
+
+
+def test_an_answer_whose_text_cannot_be_decoded_fails_alone(tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, neighbour = tiny.ask("a", PROMPT, SamplingParams(5)), tiny.ask("b", PROMPT, SamplingParams(5))
+    monkeypatch.setattr(asked.request.detokenizer, "add", Mock(side_effect=ValueError))
+    tiny.drain()
+    assert asked.failed
+    assert neighbour.finished
+
+
+def test_a_step_that_stands_still_makes_the_engine_unwell(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, begun, go_on = TinyEngine(models.engine), threading.Event(), threading.Event()
+    run = tiny.runner.run
+
+    def stuck(windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
+        begun.set()
+        assert go_on.wait(20)
+        return run(windows)
+
+    monkeypatch.setattr(tiny.runner, "run", stuck)
+    tiny.engine.start()
+    asked = tiny.ask("a", PROMPT, SamplingParams(1))
+    assert begun.wait(20)
+    assert tiny.engine.well
+    monkeypatch.setattr("services.generation.engine.engine.STUCK_S", 0.0)
+    assert not tiny.engine.well
+    go_on.set()
+    tiny.engine.stop()
+    assert asked.finished
 
 
 def test_a_failing_listener_costs_only_its_own_request(tiny: TinyEngine) -> None:

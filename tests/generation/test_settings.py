@@ -25,6 +25,12 @@ def test_a_limit_beyond_the_cache_is_refused(tiny_checkpoint: Path) -> None:
         build(settings, Checkpoint(tiny_checkpoint))
 
 
+def test_steps_too_small_for_the_sequences_that_decode_are_refused(tiny_checkpoint: Path) -> None:
+    settings = GenerationSettings.load(["--max-num-batched-tokens", "8", "--max-num-seqs", "9", "--device", "cpu"])
+    with pytest.raises(StartupError, match="--max-num-batched-tokens 8 is below --max-num-seqs 9"):
+        build(settings, Checkpoint(tiny_checkpoint))
+
+
 def test_a_missing_device_is_refused() -> None:
     with pytest.raises(StartupError, match="--device cuda:77 cannot be used"):
         device_of(GenerationSettings.load(["--device", "cuda:77"]))

@@ -33,6 +33,7 @@ from services.generation.to_device import tensor_to_device
 log = structlog.get_logger()
 
 STOP_WAIT_S = 30.0
+STUCK_S = 300.0  # many times what the largest step takes on a slow machine
 GIVEN_UP_WAIT_S = 1.0  # the thread may hang for good in a step that another rank has left
 
 
@@ -64,6 +65,7 @@ class Engine:
         self._encoded_media = EncodedMediaCache(max_last_rows=allocator.block_tokens - 1)
         self._commands: SimpleQueue[tuple[Request | None, Callable[[], None]]] = SimpleQueue()
         self._lock = threading.Lock()  # protects everything except the runner
+        self._step_began_ns: int | None = None  # None between steps
         self._in_flight = 0
         self._arrivals = 0
         self._stopping = False
@@ -79,6 +81,12 @@ class Engine:
     def alive(self) -> bool:
         """Whether requests are accepted: from `start` until the engine is stopped or fails."""
         return self._thread.is_alive() and not self._stopping
+
+    @property
+    def well(self) -> bool:
+        """Whether requests are accepted and the current step has not taken longer than STUCK_S."""
+        began_ns = self._step_began_ns
+        return self.alive and (began_ns is None or monotonic_ns() - began_ns < STUCK_S * 10**9)
 
     def start(self) -> None:
         self._thread.start()
@@ -155,23 +163,13 @@ class Engine:
     def step(self) -> bool:
         """Runs queued commands and one step. Returns False if there was nothing to compute."""
         self._run_commands()
-        began_ns = monotonic_ns()
-        windows: list[Window] = []
-        accepted = 0
-        try:
-            windows = self._schedule()
-            if windows:
-                sampled = self._runner.run(windows)
-                accepted = self._postprocess(windows, sampled)
-        except (torch.AcceleratorError, OutOfStep):  # the device or the other ranks are unusable: the thread must end
-            raise
-        except Exception as error:
-            log.exception("step failed", request_ids=[window.request.id for window in windows])
-            # If scheduling itself failed, the request at fault is unknown and the scheduler unusable: all of them fail.
-            with self._lock:
-                self._fail([window.request for window in windows] or self._scheduler.requests(), _as_failure(error))
+        began_ns = self._step_began_ns = monotonic_ns()
+        windows = self._schedule()
         if windows:
+            sampled = self._run(windows)
+            accepted = self._postprocess(windows, sampled)
             self._publish(windows, accepted, began_ns)
+        self._step_began_ns = None
         return bool(windows)
 
     def check_integrity(self) -> None:
@@ -180,12 +178,38 @@ class Engine:
 
     def _schedule(self) -> list[Window]:
         with self._lock:
-            windows = self._scheduler.schedule()
+            try:
+                windows = self._scheduler.schedule()
+            except Exception as error:
+                # The request at fault is unknown and the scheduler unusable: all of them fail.
+                log.exception("scheduling failed")
+                self._fail(self._scheduler.requests(), _as_failure(error))
+                return []
             for request in (window.request for window in windows):
                 if request.rope.complete and not request.prefill_announced:
                     request.prefill_announced = True
                     self._send(request, PrefillStarted())
         return windows
+
+    def _run(self, windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
+        """Computes windows and samples. If that fails, computes each by itself: only a request that fails alone fails.
+
+        Computing keys and values twice writes the same, and nothing that can fail comes after a random number is drawn.
+        """
+        try:
+            return self._runner.run(windows)
+        except (torch.AcceleratorError, OutOfStep):  # the device or the other ranks are unusable: the thread must end
+            raise
+        except Exception as error:
+            log.exception("step failed", request_ids=[window.request.id for window in windows])
+            if len(windows) == 1:
+                with self._lock:
+                    self._fail([windows[0].request], _as_failure(error))
+                return {}
+        sampled = {}
+        for window in windows:
+            sampled |= self._run([window])
+        return sampled
 
     def _postprocess(self, windows: Sequence[Window], sampled: Mapping[Window, Sequence[SampledToken]]) -> int:
         """Appends sampled tokens to their answers, ends answers and sends events. Returns the accepted draft tokens.
@@ -195,21 +219,31 @@ class Engine:
         total_accepted = 0
         with self._lock:
             for window in windows:
-                request, num_computed = window.request, window.end - window.num_draft_tokens
-                self._scheduler.mark_computed(request, num_computed)
-                for accepted, token in enumerate(sampled.get(window, ())):
-                    if request.status is Status.DONE:  # ended within the draft tokens
-                        break
-                    if accepted:  # the token before this one was a draft token: its keys and values are in the cache
-                        total_accepted += 1
-                        self._scheduler.mark_computed(request, num_computed + accepted)
-                    tokens, reason = request.append(token)
-                    self._scheduler.start_siblings(request)
-                    self._send(request, tokens)
-                    if reason:
-                        self._forget(request)
-                        self._send(request, Finished(reason, len(request.output_ids)))
+                request = window.request
+                try:
+                    total_accepted += self._append(window, sampled.get(window, ()))
+                except Exception as error:
+                    log.exception("request failed", request_id=request.id)
+                    self._fail([request], _as_failure(error))
         return total_accepted
+
+    def _append(self, window: Window, sampled: Sequence[SampledToken]) -> int:
+        """Appends the tokens of one window. Returns its accepted draft tokens."""
+        request, num_computed = window.request, window.end - window.num_draft_tokens
+        if request.status is Status.DONE:  # failed in this step
+            return 0
+        self._scheduler.mark_computed(request, num_computed)
+        for accepted, token in enumerate(sampled):
+            if accepted:  # the token before this one was a draft token: its keys and values are in the cache
+                self._scheduler.mark_computed(request, num_computed + accepted)
+            tokens, reason = request.append(token)
+            self._scheduler.start_siblings(request)
+            self._send(request, tokens)
+            if reason:
+                self._forget(request)
+                self._send(request, Finished(reason, len(request.output_ids)))
+                return accepted
+        return max(0, len(sampled) - 1)
 
     def _publish(self, windows: Sequence[Window], accepted: int, began_ns: int) -> None:
         preemptions = self._scheduler.preemptions - self._totals.preemptions

@@ -47,6 +47,11 @@ def build(
 
     group: this rank's; workers: on rank 0, the other ranks. Raises StartupError if the settings cannot be met.
     """
+    if settings.max_num_batched_tokens < settings.max_num_seqs:
+        raise StartupError(
+            f"--max-num-batched-tokens {settings.max_num_batched_tokens} is below --max-num-seqs "
+            f"{settings.max_num_seqs}: a step computes a token of each sequence that decodes"
+        )
     device = device_of(settings, group.rank if group else 0)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # some kernels and quantizers use the current device
