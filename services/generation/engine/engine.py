@@ -206,7 +206,7 @@ class Engine:
                 with self._lock:
                     self._fail([windows[0].request], _as_failure(error))
                 return {}
-        sampled = {}
+        sampled: dict[Window, list[SampledToken]] = {}
         for window in windows:
             sampled |= self._run([window])
         return sampled
