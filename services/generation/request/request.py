@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import chain
 from time import monotonic_ns
 from typing import TypeAlias
 
@@ -66,6 +67,16 @@ class Tokens:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+    @classmethod
+    def joined(cls, several: Sequence[Tokens]) -> Tokens:
+        """Events of one answer that follow each other, as one."""
+        return cls(
+            "".join(each.text for each in several),
+            tuple(chain.from_iterable(each.token_ids for each in several)),
+            tuple(chain.from_iterable(each.logprobs for each in several)),
+            tuple(chain.from_iterable(each.top_logprobs for each in several)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

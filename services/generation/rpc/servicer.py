@@ -7,8 +7,7 @@ session, in this event loop; tokens come from the engine, in the engine's thread
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from time import monotonic_ns
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import grpc
@@ -23,8 +22,9 @@ from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
 from services.generation.engine.engine import Engine
 from services.generation.model.adapters import NO_ADAPTERS, Adapters
 from services.generation.request.encoded_media import MediaItem
-from services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Tokens
+from services.generation.request.request import Failed, Finished, PrefillStarted, Request, Tokens
 from services.generation.rpc.arriving_item import Progress
+from services.generation.rpc.events import Dated, Events, Inbox
 from services.generation.rpc.media import MediaClient, MediaSession
 from services.generation.rpc.messages import (
     accepted_response,
@@ -76,6 +76,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._limit = limit
         self._credentials = credentials
         self._adapters = adapters
+        self._inbox = Inbox()
 
     async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:
         clock = StageClock()
@@ -92,7 +93,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             answer_tokens = self._limit.answer_tokens(plan, prunings, kept_counts, wanted.max_new_tokens)
             usage = usage_message(plan, prunings, kept_counts)
             first, *others = wanted.resolve(self._defaults, answer_tokens)
-            events = Events(1 + len(others))
+            events = Events(self._inbox, 1 + len(others))
             keys, listener = session.media_keys, events.listener
             question = Request(
                 request_id, plan, kept_counts, keys, first, self._detokenizer(first), listener(0), adapter=adapter
@@ -116,7 +117,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 yield accepted_response(request_id, usage)
                 responses = Responses(question, len(answers), usage, clock, self._tokenizer)
                 while not responses.complete:
-                    if response := responses.next(*await events.get()):
+                    for response in responses.of(await events.next()):
                         yield response
             except BaseException as error:
                 record_stages(clock, error)
@@ -176,27 +177,39 @@ class Responses:
     def complete(self) -> bool:
         return not self._unfinished
 
-    def next(self, at_ns: int, index: int, event: Event | Progress | Exception) -> GenerateResponse | None:
-        """The response to an event of answer `index`, if it has one. Raises the error of Failed, and exceptions."""
-        match event:
-            case Progress():
-                return progress_response(event)
-            case PrefillStarted():
-                self._clock.finish(Stage.WAIT_FOR_PREFILL, at_ns)
-                return None
-            case Tokens():
+    def of(self, events: Iterable[Dated]) -> Iterator[GenerateResponse]:
+        """The responses to events. Tokens of one answer that arrived together, as its caller reads slowly, become one.
+
+        Raises the error of Failed, and exceptions.
+        """
+        tokens: dict[int, list[Tokens]] = {}  # by answer, not yet in a response
+        for at_ns, index, event in events:
+            if isinstance(event, Tokens):
                 self._count(event, at_ns, index)
-                return delta_response(event, index, self._tokenizer)
-            case Finished():
-                self._unfinished -= 1
-                count_answer(event.reason)
-                self._usage.completion_tokens = event.completion_tokens
-                self._usage.cached_prompt_tokens = self._question.cached_tokens
-                return finished_response(event.reason, self._usage, self._clock, index)
-            case Failed():
-                raise event.error
-            case Exception():
-                raise event
+                tokens.setdefault(index, []).append(event)
+                continue
+            yield from self._deltas(tokens)
+            tokens = {}
+            match event:
+                case Progress():
+                    yield progress_response(event)
+                case PrefillStarted():
+                    self._clock.finish(Stage.WAIT_FOR_PREFILL, at_ns)
+                case Finished():
+                    self._unfinished -= 1
+                    count_answer(event.reason)
+                    self._usage.completion_tokens = event.completion_tokens
+                    self._usage.cached_prompt_tokens = self._question.cached_tokens
+                    yield finished_response(event.reason, self._usage, self._clock, index)
+                case Failed():
+                    raise event.error
+                case Exception():
+                    raise event
+        yield from self._deltas(tokens)
+
+    def _deltas(self, tokens: Mapping[int, Sequence[Tokens]]) -> Iterator[GenerateResponse]:
+        for index, several in tokens.items():
+            yield delta_response(Tokens.joined(several), index, self._tokenizer)
 
     def _count(self, tokens: Tokens, at_ns: int, index: int) -> None:
         if self._clock.token(at_ns):
@@ -208,40 +221,6 @@ class Responses:
         self._last_token_ns[index] = at_ns
         GENERATED_TOKENS.inc(len(tokens.token_ids))
         add_request_stats(completion_tokens=len(tokens.token_ids))
-
-
-class Events:
-    """An unbounded queue of the events of one request: (time, index of the answer, event). Never blocks the engine.
-
-    ended: set once the engine has finished all answers, even if their events are still unread.
-    """
-
-    def __init__(self, answers: int) -> None:
-        self.ended = asyncio.Event()
-        self._unfinished = answers
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, int, Event | Progress | Exception]] = asyncio.Queue()
-
-    def put(self, event: Progress | Exception) -> None:
-        self._queue.put_nowait((monotonic_ns(), 0, event))
-
-    def listener(self, index: int) -> Callable[[Event], None]:
-        """The callback of one answer, called in the engine's thread, whose time is recorded."""
-
-        def listen(event: Event) -> None:
-            self._loop.call_soon_threadsafe(self._take, monotonic_ns(), index, event)
-
-        return listen
-
-    async def get(self) -> tuple[int, int, Event | Progress | Exception]:
-        return await self._queue.get()
-
-    def _take(self, at_ns: int, index: int, event: Event) -> None:
-        self._queue.put_nowait((at_ns, index, event))
-        if isinstance(event, Finished | Failed):
-            self._unfinished -= 1
-            if not self._unfinished:
-                self.ended.set()
 
 
 def _note_repairs(usage: generation_pb2.Usage, question: Request) -> None:

@@ -1,0 +1,50 @@
+"""Events on their way from the engine's thread to the responses of an RPC."""
+
+from __future__ import annotations
+
+import asyncio
+from unittest.mock import Mock
+
+import pytest
+
+from framesieve.v1.generation_pb2 import Usage
+from services.generation.request.request import Finished, FinishReason, Tokens
+from services.generation.rpc.events import Events, Inbox
+from services.generation.rpc.servicer import Responses
+from services.generation.rpc.timing import StageClock
+
+STEPS = [[Tokens("a", (1,), (-0.5,)), Tokens("x", (7,), ())], [Tokens("b", (2,), (-0.25,)), Tokens("y", (8,), ())]]
+
+
+async def test_what_a_step_sends_to_several_requests_wakes_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    wake = Mock(wraps=loop.call_soon_threadsafe)
+    monkeypatch.setattr(loop, "call_soon_threadsafe", wake)
+    inbox = Inbox()
+    several = [Events(inbox, 1), Events(inbox, 1)]
+    listeners = [events.listener(0) for events in several]
+
+    def step(number: int) -> None:
+        for listen, event in zip(listeners, STEPS[number], strict=True):
+            listen(event)
+
+    for number in range(2):
+        wake.reset_mock()
+        step(number)
+        assert wake.call_count == 1
+        for events, event in zip(several, STEPS[number], strict=True):
+            assert [each for _, _, each in await events.next()] == [event]
+
+
+async def test_tokens_that_arrived_together_are_one_response_of_their_answer() -> None:
+    events = Events(Inbox(), 2)
+    for step in STEPS:
+        for index, event in enumerate(step):
+            events.listener(index)(event)
+    events.listener(0)(Finished(FinishReason.STOP, 2))
+    responses = Responses(Mock(cached_tokens=0), 2, Usage(), StageClock(), Mock(decode=Mock(return_value="?")))
+    first, second, end = responses.of(await events.next())
+    assert (first.delta.choice_index, first.delta.text) == (0, "ab")
+    assert (list(first.delta.token_ids), list(first.delta.logprobs)) == ([1, 2], [-0.5, -0.25])
+    assert (second.delta.choice_index, second.delta.text, list(second.delta.token_ids)) == (1, "xy", [7, 8])
+    assert end.HasField("finished")
