@@ -8,7 +8,7 @@ PIP_FLAGS ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gpu bench-media fuzz fuzz-rpc soak demo-model demo-eval up down clean
+.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gpu bench-media bench-peers fuzz fuzz-rpc soak demo-model demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ bench: setup  ## Measure against transformers' generate, and the cost of three p
 
 bench-engine: setup  ## Measure the engine against transformers' generate, with and without pruning
 	$(BIN)/python -m benchmarks.engine
+
+bench-peers: setup  ## Measure against vLLM, in an environment of its own, and transformers' generate (about an hour)
+	$(BIN)/python -m benchmarks.peers
 
 bench-gpu: setup  ## Measure tower, pruning and engine on a CUDA device against its peak rates
 	$(BIN)/python -m benchmarks.gpu

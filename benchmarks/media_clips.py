@@ -16,7 +16,7 @@ RATE = 30
 _FILES = itertools.count()
 
 
-def clip(frames: int, height_px: int, width_px: int, keyframe_every: int) -> bytes:
+def clip(frames: int, height_px: int, width_px: int, keyframe_every: int, fps: int = RATE) -> bytes:
     """An H.264 mp4 with B-frames and a keyframe at every `keyframe_every` frames only."""
     options: dict[str, object] = {
         "preset": "veryfast",
@@ -27,7 +27,7 @@ def clip(frames: int, height_px: int, width_px: int, keyframe_every: int) -> byt
     }
     with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
         with av.open(file.name, "w", options={"movflags": "faststart"}) as container:
-            stream = container.add_stream("libx264", rate=RATE)
+            stream = container.add_stream("libx264", rate=fps)
             stream.height, stream.width, stream.pix_fmt, stream.options = height_px, width_px, "yuv420p", options
             for picture in pictures(frames, height_px, width_px):
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))

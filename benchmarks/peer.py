@@ -48,13 +48,13 @@ class _FirstToken(BaseStreamer):
 
 
 class Peer:
-    """transformers' Qwen2.5-VL with one checkpoint, in float32."""
+    """transformers' Qwen2.5-VL with one checkpoint."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         checkpoint = Checkpoint(folder)
         self._video = checkpoint.read_json("video_preprocessor_config.json")
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self._model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        self._model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=dtype)
         self._model.eval()
 
     def ask(self, clip: bytes, question: str, max_new_tokens: int, min_new_tokens: int = 0) -> PeerAnswer:
