@@ -67,6 +67,8 @@ class VllmServer:
             "--max-num-seqs": "64",
             "--mm-processor-cache-gb": "0",
             "--limit-mm-per-prompt": '{"image": 0, "video": 1}',
+            # Its video loader has sampled the frames already; sampling them again reads past the end.
+            "--mm-processor-kwargs": '{"do_sample_frames": false}',
         } | ({"--video-pruning-rate": f"{rate:g}"} if rate else {})
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--no-enable-prefix-caching"]
         command += ["--skip-mm-profiling", *(part for flag in flags.items() for part in flag)]
@@ -120,7 +122,7 @@ class VllmServer:
         first_s, tokens = 0.0, 0
         async with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
-                raise RuntimeError(f"vLLM refused: {(await response.aread())[:500]!r}")
+                raise RuntimeError(f"vLLM refused: … {(await response.aread())[-500:]!r}")
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
