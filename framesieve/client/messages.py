@@ -72,8 +72,11 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
     """The request, with the contents of local files.
 
     Raises InvalidRequest for more inline media (files, bytes, data: URIs, embeddings) than any service takes and for
-    a value that its protobuf field cannot hold; OSError for a file that cannot be read.
+    a value that its protobuf field cannot hold; OSError for a file that cannot be read; TypeError for an unknown
+    option.
     """
+    if unknown := options.keys() - Options.__annotations__.keys():
+        raise TypeError(f"unknown option {sorted(unknown)[0]!r} (how frames are sampled is set in Video)")
     stop = options.get("stop") or ()
     if isinstance(stop, str):
         raise InvalidRequest(f"stop must be a sequence of strings, got the string {stop!r}")

@@ -129,6 +129,11 @@ def test_an_option_that_its_field_cannot_hold_is_rejected_by_name(options: Any, 
         generate_request([user_turn(None, "?")], options)
 
 
+def test_an_unknown_option_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="unknown option 'fps'"):
+        generate_request([user_turn(None, "?")], {"fps": 2.0})  # type: ignore[typeddict-unknown-key]
+
+
 @pytest.mark.parametrize(
     ("part", "message"),
     [
