@@ -76,7 +76,7 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
     option.
     """
     if unknown := options.keys() - Options.__annotations__.keys():
-        raise TypeError(f"unknown option {sorted(unknown)[0]!r} (how frames are sampled is set in Video)")
+        raise TypeError(f"unknown option {min(unknown)!r} (how frames are sampled is set in Video)")
     stop = options.get("stop") or ()
     if isinstance(stop, str):
         raise InvalidRequest(f"stop must be a sequence of strings, got the string {stop!r}")
