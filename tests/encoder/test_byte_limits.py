@@ -30,7 +30,7 @@ from tests.encoder.encoder_service import SELECT_ALL, Stack, first_request, item
             r"lower fps or max_frames \(now 10 frames\), or max_pixels \(now 64×96 a frame",
         ),
         (Modality.IMAGE, Grid(1, 5, 6), r"lower max_pixels \(now 160×192 a frame\)"),
-        (None, Grid(5, 2, 3), r"bring fewer than the 5×2×3 of embeds\.grid"),
+        (None, Grid(5, 2, 3), r"send fewer tokens than the 5×2×3 of embeds\.grid"),
     ],
 )
 async def test_an_item_that_can_never_fit_is_refused_with_the_limit_and_a_remedy(

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ async def test_responses_are_accepted_then_progress_then_tokens_then_finished(
         sampling = Sampling(max_new_tokens=5, logprobs=True, top_logprobs=2)
         responses = await answers(service.ask(request_id="mine-7", sampling=sampling))
         await eventually(service.idle)
-    kinds = [response.WhichOneof("response") for response in responses]
-    assert kinds == ["accepted", "progress", *["delta"] * 5, "finished"]
+    kinds = [kind for kind, _ in groupby(responses, key=lambda response: response.WhichOneof("response"))]
+    assert kinds == ["accepted", "progress", "delta", "finished"]
     accepted, finished = responses[0].accepted, responses[-1].finished
     assert accepted.request_id == "mine-7"
     assert service.encoder.metadata[0][REQUEST_ID_KEY] == "mine-7"
@@ -62,10 +63,12 @@ async def test_responses_are_accepted_then_progress_then_tokens_then_finished(
         assert (media.kept_tokens, media.repaired_frames, media.first_slice_only) == (12, repaired, False)
         assert (media.grid.t, media.grid.h, media.grid.w) == (4, 2, 3)
     assert finished.reason == generation_pb2.FINISH_REASON_LENGTH
-    for delta in (response.delta for response in responses[2:-1]):
-        [token], [logprob], [top] = delta.token_ids, delta.logprobs, delta.top_logprobs
-        assert (token, logprob) == (top.token_ids[0], top.logprobs[0])
-        assert 0 > top.logprobs[0] > top.logprobs[1]
+    deltas = [response.delta for response in responses[2:-1]]
+    assert sum(len(delta.token_ids) for delta in deltas) == 5
+    for delta in deltas:
+        for token, logprob, top in zip(delta.token_ids, delta.logprobs, delta.top_logprobs, strict=True):
+            assert (token, logprob) == (top.token_ids[0], top.logprobs[0])
+            assert 0 > top.logprobs[0] > top.logprobs[1]
 
 
 async def test_text_before_a_video_is_prefilled_while_the_video_is_encoded(

@@ -49,7 +49,7 @@ class Asked:
 
     @property
     def tokens(self) -> int:
-        return sum(isinstance(event, Delta) for event in self.events)
+        return sum(len(event.token_ids) for event in self.events if isinstance(event, Delta))
 
     @property
     def half_encoded(self) -> bool:
