@@ -48,7 +48,9 @@ def serve(
     metrics_port: Annotated[
         int,
         typer.Option(
-            help="Port of preprocessing's /metrics; the encoder and generation use the next two ports. 0: no metrics."
+            min=0,
+            max=2**16 - len(SERVICES),
+            help="Port of preprocessing's /metrics; the encoder and generation use the next two ports. 0: no metrics.",
         ),
     ] = 9101,
 ) -> None:
