@@ -20,10 +20,11 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYT
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def tracked(*folders: str) -> list[str]:
-    """Files of the repository."""
-    listed = subprocess.run(["git", "ls-files", "-z", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
-    return listed.stdout.rstrip("\0").split("\0")
+def files(*folders: str) -> list[str]:
+    """Files of the working tree that git does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *folders]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.rstrip("\0").split("\0") if (ROOT / name).exists()]
 
 
 def environment(folder: Path, *packages: str) -> Path:
@@ -36,9 +37,9 @@ def environment(folder: Path, *packages: str) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the sdist, which is built in a copy of the repository."""
+    """Built from the sdist, which is built in a copy of the working tree."""
     folder = tmp_path_factory.mktemp("build")
-    for name in tracked():
+    for name in files():
         (folder / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / "copy" / name)
     python = environment(folder / "builder", "build", "pip") / "python"
@@ -66,12 +67,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_the_wheel_holds_every_file_of_its_packages_and_the_code_of_the_protos(wheel: Path) -> None:
     generated = {
         f"framesieve/v1/{Path(name).stem}{end}"
-        for name in tracked("protos")
+        for name in files("protos")
         if name.endswith(".proto")
         for end in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
     }
     assert len(generated) == 15
-    expected = {*tracked("common", "demo", "framesieve", "services"), *generated, "framesieve/v1/__init__.py"}
+    expected = {*files("common", "demo", "framesieve", "services"), *generated, "framesieve/v1/__init__.py"}
     held = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == expected
 
