@@ -21,8 +21,10 @@ from framesieve.bench.command import bench
 from framesieve.cli.ask import ask
 from framesieve.cli.chat import chat
 from framesieve.cli.inspection import inspect
-from framesieve.cli.serve import serve, settings
+from framesieve.cli.serve import serve
+from framesieve.cli.settings import settings
 from framesieve.cli.signals import raise_on_interrupt
+from framesieve.cli.variables import Command
 
 app = typer.Typer(
     name="framesieve",
@@ -54,7 +56,7 @@ def _prepare(
 
 _FLAGS_OF_SERVICES = {"allow_extra_args": True, "ignore_unknown_options": True}
 for _command in (serve, settings, ask, chat, inspect, bench, capacity):
-    app.command(context_settings=_FLAGS_OF_SERVICES if _command in (serve, settings) else None)(_command)
+    app.command(cls=Command, context_settings=_FLAGS_OF_SERVICES if _command in (serve, settings) else None)(_command)
 
 if __name__ == "__main__":
     app()

@@ -1,7 +1,7 @@
 """Prints every setting of the three services.
 
-As Markdown: `python -m services.settings > docs/settings.md`. With values, for `framesieve settings`: --values prints a
-table, --json one object; --generation='["--dtype", "bfloat16"]' gives flags of a service.
+As Markdown: `python -m services.settings > docs/settings.md`. With values, for `framesieve settings`: --json prints one
+object; --generation='{"file": ["--dtype", "bfloat16"], "flag": []}' gives flags of a service by where they come from.
 """
 
 from __future__ import annotations
@@ -82,21 +82,20 @@ def _default(field: FieldInfo) -> str:
     return f"`{default}`"
 
 
-def values(settings: type[ServiceSettings], flags: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Each setting of a service, its value, and whether that is a flag's, a variable's or the default.
+def values(settings: type[ServiceSettings], flags: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Any]]:
+    """Each setting of a service, its value, default, and source: default, environment, or the last one in `flags`.
 
     Raises StartupError for a value that the service would refuse.
     """
-    loaded = settings.load(flags)
-    given = {flag.partition("=")[0].removeprefix("--no-").removeprefix("--") for flag in flags}
+    loaded = settings.load([each for given in flags.values() for each in given])
     variables = {name.upper() for name in os.environ}
     for name, field in settings.model_fields.items():
         names = [name, *old_names_of(name, field)]
-        source = "default"
-        if any(variable_of(each) in variables for each in names):
-            source = "variable"
-        if any(flag_of(each).removeprefix("--") in given for each in names):
-            source = "flag"
+        source = "environment" if any(variable_of(each) in variables for each in names) else "default"
+        for place, given in flags.items():
+            of_place = {flag.partition("=")[0].removeprefix("--no-").removeprefix("--") for flag in given}
+            if any(flag_of(each).removeprefix("--") in of_place for each in names):
+                source = place
         yield {
             "flag": flag_of(name),
             "variable": variable_of(name),
@@ -115,12 +114,11 @@ def _plain(value: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--values", action="store_true")
     parser.add_argument("--json", action="store_true")
     for title in _SERVICES:
-        parser.add_argument(f"--{title.lower()}", type=json.loads, default=[])
+        parser.add_argument(f"--{title.lower()}", type=json.loads, default={})
     arguments = parser.parse_args()
-    if not (arguments.values or arguments.json):
+    if not arguments.json:
         sys.stdout.write(page())
         return
     try:
@@ -131,20 +129,7 @@ def main() -> None:
     except StartupError as error:
         print(f"STARTUP: {error}", file=sys.stderr)
         sys.exit(ExitStatus.CANNOT_START)
-    if arguments.json:
-        print(json.dumps(found))
-        return
-    for service, rows in found.items():
-        print(service)
-        for row in rows:
-            default = "" if row["source"] == "default" else f"   default: {_shown(row['default'])}"
-            print(f"  {row['flag']:28} {_shown(row['value']):28} {row['source']}{default}")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        value = ",".join(map(str, value))
-    return "unset" if value in (None, "") else str(value)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import sys
 from typing import Any
@@ -40,6 +41,34 @@ _OPTIONS = (
 _METRICS_TIMEOUT_S = 10.0
 
 log = structlog.get_logger()
+
+
+def check_ports(settings: ServiceSettings) -> None:
+    """Raises StartupError for ports in use and for addresses of other machines, before a service loads its model."""
+    host, _, port = settings.listen.rpartition(":")
+    if not is_unix(settings.listen):
+        _try_to_bind(f"cannot listen on --listen {settings.listen}", host.strip("[]"), int(port))
+    if settings.metrics_port:
+        where = f"cannot serve metrics on --metrics-port {settings.metrics_port}"
+        _try_to_bind(where, _metrics_host(settings), settings.metrics_port)
+
+
+def _try_to_bind(what: str, host: str, port: int) -> None:
+    """Raises StartupError, which begins with `what`, unless one of the host's addresses can be bound."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise StartupError(f"{what}: {error.strerror}") from error
+    why = ""
+    for family, kind, _, _, address in found:
+        try:
+            with socket.socket(family, kind) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC and prometheus_client do
+                tried.bind(address)
+                return
+        except OSError as error:
+            why = str(error.strerror)
+    raise StartupError(f"{what}: {why}")
 
 
 def guarded_server(settings: ServiceSettings, requests: RequestInterceptor) -> grpc.aio.Server:
@@ -89,9 +118,8 @@ def serve_metrics(settings: ServiceSettings) -> None:
         if settings.tls_client_ca is not None:
             read_authorities("--tls-client-ca", settings.tls_client_ca)
             tls |= {"client_cafile": str(settings.tls_client_ca), "client_auth_required": True}
-    host = "127.0.0.1" if is_unix(settings.listen) else settings.listen.rpartition(":")[0].strip("[]")
     try:
-        server, _ = start_http_server(settings.metrics_port, host, **tls)
+        server, _ = start_http_server(settings.metrics_port, _metrics_host(settings), **tls)
     except OSError as error:
         raise StartupError(f"cannot serve metrics on --metrics-port {settings.metrics_port}: {error}") from error
     server.set_app(_only_metrics(server.get_app()))
@@ -100,6 +128,10 @@ def serve_metrics(settings: ServiceSettings) -> None:
         server.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
     server.RequestHandlerClass.timeout = _METRICS_TIMEOUT_S  # type: ignore[attr-defined]
     server.handle_error = _log_error  # type: ignore[method-assign]  # the default prints tracebacks to stderr
+
+
+def _metrics_host(settings: ServiceSettings) -> str:
+    return "127.0.0.1" if is_unix(settings.listen) else settings.listen.rpartition(":")[0].strip("[]")
 
 
 def _only_metrics(app: Any) -> Any:

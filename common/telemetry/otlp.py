@@ -31,10 +31,7 @@ def export_spans(service: str) -> Callable[[], None]:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
-        log.warning(
-            "no traces are sent: the extra otel is not installed (in the checkout: pip install -e '.[otel]')",
-            missing=error.name,
-        )
+        log.warning("no traces are sent: pip install 'framesieve[otel]'", missing=error.name)
         return lambda: None
     own = Resource({"service.name": f"framesieve-{service}", "service.version": version("framesieve")})
     provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)

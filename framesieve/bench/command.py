@@ -34,6 +34,7 @@ from framesieve.cli.options import (
     pruning_of,
 )
 from framesieve.cli.terminal import reported_errors
+from framesieve.cli.variables import source
 from framesieve.client.client import DEFAULT_ADDRESS
 from framesieve.client.prompt import Options
 
@@ -51,6 +52,7 @@ def bench(
     server: Annotated[
         str | None,
         typer.Option(
+            envvar="FRAMESIEVE_SERVER",
             help=f"Address of generation. Default: {DEFAULT_ADDRESS} if a server listens there (framesieve serve), "
             "otherwise as with --start.",
             rich_help_panel=_SERVER,
@@ -184,6 +186,8 @@ def bench(
 
     Example: framesieve bench --workload questions.jsonl --json > bench.json
     """
+    if (start or model) and source(context, "server") == "environment":  # the variable is that of all commands
+        server = context.params["server"] = None
     _check_flags(
         {"--clients": clients, "--rate": rate},
         {"--requests": requests, "--duration-s": duration_s},
@@ -272,13 +276,14 @@ def _entries(workload: Path, on_server: bool) -> list[Entry]:
 
 
 def _command(context: typer.Context) -> str:
-    """The command line with the flags that were given, quoted for a shell."""
+    """The command line with the flags that were given, also by the environment, quoted for a shell."""
     words = ["framesieve", "bench"]
     for flag in context.command.params:
-        source = context.get_parameter_source(flag.name or "")
-        if flag.name is None or source is None or source.name != "COMMANDLINE":
+        if flag.name is None or source(context, flag.name) == "default":
             continue
         value = context.params[flag.name]
+        if value is None:
+            continue
         if isinstance(value, bool):
             words.append(flag.opts[0] if value else (flag.secondary_opts or flag.opts)[0])
             continue

@@ -25,9 +25,7 @@ _MAX_BINS = 60
 def check_plotting() -> None:
     """Raises StartupError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise StartupError(
-            "--plot needs matplotlib, which is not installed: run pip install -e '.[plot]' in the checkout"
-        )
+        raise StartupError("--plot needs matplotlib, which is not installed: pip install 'framesieve[plot]'")
 
 
 def plot(records: Sequence[Record], wall_s: float, title: str, output: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -97,7 +98,8 @@ def served(server: str | None, start: bool, model: Path | None, metrics: Sequenc
     with stderr.status("starting three services …"):
         stack.start()
     try:
-        description = f"three services started for this run, with {model or 'the embedded model'}"
+        own = model or os.environ.get("FRAMESIEVE_MODEL")  # which the services read
+        description = f"three services started for this run, with {own or 'the embedded model'}"
         yield Target(stack.address, description, tuple(f"127.0.0.1:{port}" for port in stack.metrics_ports.values()))
     finally:
         stack.stop()

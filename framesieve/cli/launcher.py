@@ -126,6 +126,7 @@ class LocalStack:
     def start(self) -> None:
         """Starts the services and returns when all are ready."""
         try:
+            _check_packages(self._services)
             self._folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="framesieve-")))
             self._endpoints = dict(self._given or _own_endpoints(self._folder))
             if self._model:  # checked, and downloaded, once for all services
@@ -140,10 +141,7 @@ class LocalStack:
             raise
 
     def _prepare(self, service: str) -> None:
-        """Raises StartupError if a package is missing or the address is taken, which health checks would not notice."""
-        missing = next((name for name in PACKAGES[service] if find_spec(name) is None), None)
-        if missing:
-            raise StartupError(f"{service} needs {missing}: pip install 'framesieve[{service}]'")
+        """Raises StartupError if the address is taken, which health checks would not notice."""
         address, metrics_port = self._endpoints[service].address, self._endpoints[service].metrics_port
         flag = "--listen" if service == "generation" else f"--{service}-listen"
         check_address(flag, address)
@@ -314,6 +312,15 @@ class LocalStack:
         traceback: TracebackType | None,
     ) -> None:
         await asyncio.to_thread(self.stop)
+
+
+def _check_packages(services: Sequence[str]) -> None:
+    """Raises StartupError if packages are missing, with the extras that install them."""
+    missing = {service: [name for name in PACKAGES[service] if find_spec(name) is None] for service in services}
+    extras = [service for service, names in missing.items() if names]
+    if extras:
+        names = ", ".join(dict.fromkeys(name for service in extras for name in missing[service]))
+        raise StartupError(f"missing packages: {names}; they come with pip install 'framesieve[{','.join(extras)}]'")
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:

@@ -1,10 +1,7 @@
-"""The commands `framesieve serve`, which runs the three services until a signal, and `framesieve settings`."""
+"""The command `framesieve serve`, which runs the three services until a signal."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +9,7 @@ import typer
 
 from common.contract.errors import StartupError
 from common.process import ExitStatus, at_once
-from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack, environment
-from framesieve.cli.options import JsonOption
+from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
 from framesieve.cli.signals import DrainOnSignals
 from framesieve.cli.stack_flags import service_flags
 from framesieve.cli.terminal import reported_errors, stderr
@@ -24,7 +20,10 @@ _ADDRESSES = "Addresses"
 
 ConfigOption = Annotated[
     Path | None,
-    typer.Option(help="TOML file with a table of settings for each service; deploy/stack.toml is an example."),
+    typer.Option(
+        envvar="FRAMESIEVE_SERVE_CONFIG",
+        help="TOML file with a table of settings for each service; deploy/stack.toml is an example.",
+    ),
 ]
 
 
@@ -63,6 +62,8 @@ def serve(
     metrics_port: Annotated[
         int,
         typer.Option(
+            min=0,
+            max=2**16 - len(SERVICES),
             help="Port of preprocessing's /metrics; the encoder and generation use the next two ports. 0: no metrics.",
             rich_help_panel=_ADDRESSES,
         ),
@@ -109,24 +110,3 @@ def serve(
         finally:
             stack.stop()
     raise typer.Exit(stack.exit_status)
-
-
-def settings(
-    context: typer.Context,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Print every setting of the three services: its value, where the value comes from, and its default.
-
-    Accepts the same flags of services as `framesieve serve`.
-
-    Example: framesieve settings --config deploy/stack.toml
-
-    Example: framesieve settings --generation-dtype bfloat16 --json
-    """
-    with reported_errors(cannot_start=ExitStatus.CANNOT_START, as_json=as_json):
-        flags = service_flags(config, context.args)
-    given = [f"--{service}={json.dumps(each)}" for service, each in flags.items()]
-    how = "--json" if as_json else "--values"
-    command = [sys.executable, "-P", "-m", "services.settings", how, *given]
-    raise typer.Exit(subprocess.run(command, env=environment(), check=False).returncode)  # noqa: S603  (not a shell)

@@ -25,12 +25,12 @@ stderr = Console(stderr=True, highlight=False)
 
 
 class MediaBars:
-    """Two progress bars, if stderr is a terminal: slices decoded and slices encoded, over all media."""
+    """Two progress bars, if stderr is a terminal that can show them: slices decoded and encoded, over all media."""
 
     def __init__(self) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
         self._progress = Bars(
-            *columns, TimeElapsedColumn(), console=stderr, transient=True, disable=not stderr.is_terminal
+            *columns, TimeElapsedColumn(), console=stderr, transient=True, disable=not stderr.is_interactive
         )
         self._tasks: list[TaskID] = []
         self._seen: dict[int, Progress] = {}

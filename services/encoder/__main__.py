@@ -11,7 +11,7 @@ from common.channels import open_channel
 from common.checkpoint import Checkpoint
 from common.process import ExitStatus
 from common.security.credentials import Credentials
-from common.serving.guards import upstream_credentials
+from common.serving.guards import check_ports, upstream_credentials
 from common.serving.server import run, serve
 from common.telemetry.logs import configure_logging
 from common.telemetry.metrics import begin
@@ -28,6 +28,7 @@ from services.encoder.tower.parallel.tower import DataParallelTower
 async def main() -> ExitStatus:
     settings = EncoderSettings.load()
     configure_logging("encoder", settings.log_format, settings.log_level)
+    check_ports(settings)
     credentials = upstream_credentials(settings)
     checkpoint = Checkpoint.find(settings.model)
     with data_parallel(settings) as towers:

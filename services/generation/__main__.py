@@ -15,7 +15,7 @@ from common.byte_semaphore import ByteSemaphore
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
 from common.process import ExitStatus
-from common.serving.guards import upstream_credentials
+from common.serving.guards import check_ports, upstream_credentials
 from common.serving.server import run, serve
 from common.telemetry.logs import configure_logging
 from common.telemetry.metrics import begin
@@ -39,6 +39,7 @@ from services.generation.startup.build import BLOCK_TOKENS, build, device_of
 async def main() -> ExitStatus:
     settings = GenerationSettings.load()
     configure_logging("generation", settings.log_format, settings.log_level)
+    check_ports(settings)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     credentials = upstream_credentials(settings)

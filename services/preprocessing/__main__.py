@@ -7,6 +7,7 @@ from functools import partial
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from common.process import ExitStatus
+from common.serving.guards import check_ports
 from common.serving.server import run, serve
 from common.telemetry.logs import configure_logging
 from common.telemetry.metrics import begin
@@ -29,6 +30,7 @@ _READING_WORKERS = 2
 async def main() -> ExitStatus:
     settings = PreprocessingSettings.load()
     configure_logging("preprocessing", settings.log_format, settings.log_level)
+    check_ports(settings)
     if settings.media_root is not None and not settings.media_root.is_dir():
         raise StartupError(f"--media-root {settings.media_root} is not a folder")
     reading = JobQueue(_READING_WORKERS, settings.limits, settings.inflight_bytes, count_replaced)

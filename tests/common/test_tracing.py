@@ -145,7 +145,7 @@ os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:4317"
 export_spans("encoder")()
 """)
     assert printed.startswith("[]\n")
-    assert "pip install -e '.[otel]'" in printed
+    assert "pip install 'framesieve[otel]'" in printed
 
 
 def test_an_unreachable_collector_delays_the_exit_by_two_seconds_at_most() -> None:

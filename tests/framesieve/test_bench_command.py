@@ -119,7 +119,7 @@ def test_a_missing_extra_is_reported_before_any_request(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = bench("--plot", str(tmp_path / "load.png"))
     assert (result.exit_code, services.asked) == (1, [])
-    assert "pip install -e '.[plot]'" in result.stderr
+    assert "pip install 'framesieve[plot]'" in result.stderr
 
 
 @pytest.mark.parametrize(

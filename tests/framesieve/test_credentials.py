@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import socket
-import ssl
+import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
-import trustme
-import typer
+from typer.testing import Result
 
 from common.channels import open_channel
-from common.contract.errors import StartupError, Unavailable
+from common.contract.errors import StartupError
 from common.security.certificates import KeyPair
 from common.security.credentials import NO_CREDENTIALS
 from framesieve import FramesieveClient
 from framesieve.cli.options import access_of
-from framesieve.cli.terminal import reported_errors
 from framesieve.client.credentials import Access, credentials_of
 from tests.certificates import Authority
 
@@ -59,24 +58,18 @@ def test_incomplete_or_invalid_settings_are_rejected(access: Any, told: str) -> 
     assert str(info.value) == told
 
 
-def test_a_connection_closed_by_a_tls_listener_is_reported_with_the_tls_flags(
-    capsys: pytest.CaptureFixture[str],
+def test_plain_text_to_a_tls_listener_is_reported_with_the_flags_of_tls(
+    framesieve: Callable[..., Result], tmp_path: Path
 ) -> None:
-    error = Unavailable("generation cannot be reached", "generation")
-    error.add_note("last error: UNAVAILABLE: ipv4:127.0.0.1:50053: Socket closed")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
-
-    def shake_hands(listener: socket.socket) -> None:
-        with listener.accept()[0] as connection, context.wrap_socket(connection, server_side=True):
-            pass
-
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
-        pool.submit(shake_hands, listener)
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(typer.Exit), reported_errors(address):
-            raise error
-    assert f"{address} requires TLS: pass --tls-ca" in capsys.readouterr().err
+    own = Authority(tmp_path).issue("localhost")
+    server = grpc.server(ThreadPoolExecutor(1))
+    credentials = grpc.ssl_server_credentials([(own.key.read_bytes(), own.cert.read_bytes())])
+    address = f"localhost:{server.add_secure_port('localhost:0', credentials)}"
+    server.start()
+    result = framesieve("ask", "What moves?", "--server", address)
+    server.stop(0).wait()
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.fullmatch(rf"UNAVAILABLE: {address} .*TLS.* --tls-ca\b.*\n", result.stderr)
 
 
 def test_the_command_reads_its_token_from_the_file_or_else_the_environment(

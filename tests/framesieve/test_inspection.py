@@ -39,6 +39,18 @@ def test_inspect_writes_a_picture_and_prints_the_counts(
     assert encode.prompt.messages[0].parts[0].video.data == b"film"
 
 
+def test_the_suffix_of_the_picture_decides_its_format(
+    inspect: Callable[..., Result], clip: str, tmp_path: Path
+) -> None:
+    assert inspect(clip, "-o", str(tmp_path / "kept.JPG")).exit_code == 0
+    with Image.open(tmp_path / "kept.JPG") as picture:
+        assert picture.format == "JPEG"
+    refused = inspect(clip, "-o", str(tmp_path / "kept.tiff"))
+    assert refused.exit_code == 2
+    assert "--output" in refused.stderr
+    assert not (tmp_path / "kept.tiff").exists()
+
+
 def test_the_title_of_a_url_has_no_query(
     inspect: Callable[..., Result], services: FakeServices, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from ast import literal_eval
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,13 +47,20 @@ async def test_services_get_their_flags_and_stop_from_the_right(record: Path) ->
     assert (arguments["generation"]["encoder"], arguments["generation"]["extra"]) == (addresses["encoder"], "7")
 
 
-@pytest.mark.parametrize(("service", "flag"), [("encoder", "--encoder-listen"), ("generation", "--listen")])
-def test_an_address_in_use_is_reported_before_anything_starts(record: Path, service: str, flag: str) -> None:
+@pytest.mark.parametrize(
+    ("service", "flag"),
+    [("encoder", "--encoder-listen"), ("generation", "--listen"), ("encoder", "--metrics-port")],
+)
+def test_a_port_in_use_is_reported_before_anything_starts(record: Path, service: str, flag: str) -> None:
+    endpoints = {name: Endpoint(f"unix:{record}/{name}.sock", metrics_port=0) for name in SERVICES}
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        taken = f"127.0.0.1:{listener.getsockname()[1]}"
-        endpoints = {name: Endpoint(f"unix:{record}/{name}.sock", metrics_port=0) for name in SERVICES}
-        stack = LocalStack(endpoints={**endpoints, service: Endpoint(taken, metrics_port=0)})
-        with pytest.raises(StartupError, match=f"{taken} of {service} is already in use.* {flag}$"):
+        port = listener.getsockname()[1]
+        taken = replace(
+            endpoints[service],
+            **{"metrics_port": port} if flag == "--metrics-port" else {"address": f"127.0.0.1:{port}"},
+        )
+        stack = LocalStack(endpoints={**endpoints, service: taken})
+        with pytest.raises(StartupError, match=f"{port} of {service}.* in use.* {flag}\\b"):
             stack.start()
     assert not stack.processes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,14 +23,19 @@ ALL = ["generation", "encoder", "preprocessing"]
 
 
 @contextmanager
-def served(record: Path, more: str = "", before: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
-    """`framesieve serve` over stand-ins. more: flags of all stand-ins; before: the command that starts it."""
+def served(
+    record: Path, more: str = "", before: Sequence[str] = (), after: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """`framesieve serve` over stand-ins.
+
+    more: flags of all stand-ins; before: the command that starts it; after: more flags of its own.
+    """
     listens = (
         flag
         for name in ("preprocessing-", "encoder-", "")
         for flag in (f"--{name}listen", f"unix:{record}/{name}socket")
     )
-    command = [*before, *COMMAND, "serve", "--metrics-port", "0", *listens]
+    command = [*before, *COMMAND, "serve", "--metrics-port", "0", *listens, *after]
     environment = {**os.environ, "MORE": more}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -58,6 +64,20 @@ def test_a_service_that_cannot_start_ends_serve_with_2(record: Path) -> None:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == ExitStatus.CANNOT_START
     assert "cannot start, for the reason above" in errors
+
+
+@pytest.mark.parametrize(
+    ("flag", "address", "told"),
+    [("--listen", "127.0.0.1:99999", "port"), ("--encoder-listen", "0.0.0.0", "port"), ("--listen", ":50063", "host")],
+)
+def test_a_malformed_address_ends_serve_with_2_in_one_line_about_its_flag(
+    record: Path, flag: str, address: str, told: str
+) -> None:
+    with served(record, after=(flag, address)) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == ExitStatus.CANNOT_START
+    assert re.fullmatch(rf"STARTUP: {flag} {address}\b.* {told}\b.*\n", errors)
+    assert not list(record.glob("*.arguments"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

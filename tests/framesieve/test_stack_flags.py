@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from common.contract.errors import StartupError
+from framesieve.cli.launcher import SERVICES
 from framesieve.cli.stack_flags import service_flags
 from tests.framesieve.conftest import COMMAND
 
@@ -19,10 +21,11 @@ def settings(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_settings_prints_the_value_of_each_service_and_where_it_comes_from(
+def test_settings_prints_every_value_of_services_and_commands_and_where_it_comes_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FRAMESIEVE_LOG_LEVEL", "debug")
+    monkeypatch.setenv("FRAMESIEVE_ASK_MAX_NEW_TOKENS", "9")
     config = tmp_path / "stack.toml"
     config.write_text('[generation]\nmax-num-seqs = 7\ndtype = "float16"\n[encoder]\nmetrics_tls = false\n')
     flags = ["--config", str(config), "--generation-dtype", "bfloat16"]
@@ -30,11 +33,22 @@ def test_settings_prints_the_value_of_each_service_and_where_it_comes_from(
     rows = {service: {row["flag"]: row for row in each} for service, each in printed.items()}
     assert rows["generation"]["--dtype"]["value"] == "bfloat16"  # the command line is above the file
     places = rows["generation"]["--max-num-seqs"]
-    assert (places["variable"], places["value"], places["source"]) == ("FRAMESIEVE_MAX_NUM_SEQS", 7, "flag")
-    assert rows["encoder"]["--metrics-tls"]["source"] == "flag"
-    assert {each["--log-level"]["source"] for each in rows.values()} == {"variable"}
-    assert rows["encoder"]["--dtype"]["source"] == "default"
-    assert re.search(r"--max-num-seqs +7 +flag +default: \d+", settings(*flags).stdout)
+    assert (places["variable"], places["value"], places["source"]) == ("FRAMESIEVE_MAX_NUM_SEQS", 7, "file")
+    assert rows["encoder"]["--metrics-tls"]["source"] == "file"
+    assert {rows[service]["--log-level"]["source"] for service in SERVICES} == {"environment"}
+    assert [rows[service]["--dtype"]["source"] for service in ("encoder", "generation")] == ["default", "flag"]
+    tokens = {"flag": "--max-new-tokens", "variable": "FRAMESIEVE_ASK_MAX_NEW_TOKENS"}
+    assert rows["ask"]["--max-new-tokens"] == {**tokens, "value": 9, "source": "environment", "default": None}
+    assert rows["chat"]["--server"]["default"] == "127.0.0.1:50053"
+    assert (rows["serve"]["--config"]["value"], rows["serve"]["--config"]["source"]) == (str(config), "flag")
+    variables = {name: {row["variable"] for row in each.values()} for name, each in rows.items()}
+    commands = variables.keys() - set(SERVICES)
+    assert commands == {"serve", "ask", "chat", "inspect", "bench", "capacity"}
+    for command, service in product(commands, SERVICES):  # which get the environment of `serve`
+        assert not variables[command] & variables[service]
+    printed = settings(*flags).stdout
+    assert re.search(r"--max-num-seqs +7 +file +default: \d+", printed)
+    assert re.search(r"\nask: FRAMESIEVE_ASK_(.|\n)*--max-new-tokens +9 +environment", printed)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import struct
 from collections import Counter
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from framesieve.__main__ import app
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Answer, FinishReason
 from framesieve.client.client import FramesieveClient
@@ -140,3 +143,12 @@ async def test_the_next_turn_of_a_conversation_computes_only_what_is_new(
     second = await client.ask(None, "Why?", history=turns, pruning_rate=0.5, max_new_tokens=8, temperature=0)
     assert await work_done(stack) == before
     assert second.usage.cached_prompt_tokens > first.usage.prompt_tokens - 16
+
+
+@pytest.mark.parametrize("name", ["preprocessing", "encoder"])
+def test_the_address_of_another_service_is_reported_with_the_service_that_listens_there(
+    stack: LocalStack, name: str
+) -> None:
+    result = CliRunner().invoke(app, ["ask", QUESTION, "--server", stack.addresses[name]])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.fullmatch(rf"UNAVAILABLE: .*\bthis is the {name}\b.* generation .*50053\n", result.stderr)

@@ -1,0 +1,70 @@
+"""The command `framesieve settings`, which prints every setting of the services and every flag of the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+
+from common.process import ExitStatus
+from framesieve.cli.launcher import SERVICES, environment
+from framesieve.cli.options import JsonOption, print_json
+from framesieve.cli.serve import ConfigOption
+from framesieve.cli.stack_flags import service_flags
+from framesieve.cli.terminal import reported_errors
+from framesieve.cli.variables import source, values
+
+Settings = dict[str, list[dict[str, Any]]]
+
+
+def settings(
+    context: typer.Context,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print every setting of the three services and every flag of the other commands, with its value.
+
+    Each line also says where the value comes from (default, environment, file, flag), and the default if it differs.
+
+    Accepts the same flags of services as `framesieve serve`.
+
+    Example: framesieve settings --config deploy/stack.toml --generation-dtype bfloat16
+    """
+    with reported_errors(cannot_start=ExitStatus.CANNOT_START, as_json=as_json):
+        found = _of_services({"file": service_flags(config, ()), "flag": service_flags(None, context.args)})
+    for name, command in context.find_root().command.commands.items():  # type: ignore[attr-defined]
+        if name != context.command.name:
+            given = {"config": config} if name == "serve" and source(context, "config") == "flag" else {}
+            found[name] = list(values(context, command, given))
+    if as_json:
+        print_json(found)
+        return
+    for name, rows in found.items():
+        typer.echo(f"{name}: FRAMESIEVE_{'' if name in SERVICES else name.upper() + '_'}…")
+        for row in rows:
+            default = "" if row["source"] == "default" else f"   default: {_shown(row['default'])}"
+            typer.echo(f"  {row['flag']:28} {_shown(row['value']):28} {row['source']}{default}")
+
+
+def _of_services(given: Mapping[str, Mapping[str, list[str]]]) -> Settings:
+    """given: flags of services by their source, the stronger one last. Ends the command if a service would refuse them.
+
+    Another process imports the services, which the client must not.
+    """
+    flags = [f"--{service}={json.dumps({each: given[each][service] for each in given})}" for service in SERVICES]
+    command = [sys.executable, "-P", "-m", "services.settings", "--json", *flags]
+    ended = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=False)  # noqa: S603  (not a shell)
+    if ended.returncode:
+        raise typer.Exit(ended.returncode)
+    found: Settings = json.loads(ended.stdout)
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        value = ",".join(map(str, value))
+    return "unset" if value in (None, "") else str(value)

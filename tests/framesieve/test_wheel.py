@@ -1,0 +1,92 @@
+"""The sdist, the wheel that is built from it, and the wheel installed in an environment of its own (from PyPI)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Packages of this checkout and of the tests' own environment must not be found.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def files(*folders: str) -> list[str]:
+    """Files of the working tree that git does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *folders]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.rstrip("\0").split("\0") if (ROOT / name).exists()]
+
+
+def environment(folder: Path, *packages: str) -> Path:
+    """The `bin` folder of a new virtual environment with these packages."""
+    venv.create(folder)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
+    subprocess.run([*pip, "install", "--quiet", "--no-compile", *packages], env=ENVIRONMENT, check=True)
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist, which is built in a copy of the working tree."""
+    folder = tmp_path_factory.mktemp("build")
+    for name in files():
+        (folder / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / "copy" / name)
+    python = environment(folder / "builder", "build", "pip") / "python"
+    build = [str(python), "-m", "build", "--outdir", str(folder), str(folder / "copy")]
+    subprocess.run(build, cwd=folder, env=ENVIRONMENT, check=True)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a program of an environment with the wheel and its extra `client`, in an empty folder."""
+    folder = tmp_path_factory.mktemp("user")
+    programs = environment(folder / "venv", f"framesieve[client] @ {wheel.as_uri()}")
+    (folder / "empty").mkdir()
+
+    def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(programs / program), *arguments]
+        return subprocess.run(
+            command, cwd=folder / "empty", env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    return run
+
+
+def test_the_wheel_holds_every_file_of_its_packages_and_the_code_of_the_protos(wheel: Path) -> None:
+    generated = {
+        f"framesieve/v1/{Path(name).stem}{end}"
+        for name in files("protos")
+        if name.endswith(".proto")
+        for end in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
+    }
+    assert len(generated) == 15
+    expected = {*files("common", "demo", "framesieve", "services"), *generated, "framesieve/v1/__init__.py"}
+    held = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert held == expected
+
+
+def test_the_installed_package_is_imported_and_the_command_prints_its_version_and_help(installed: Run) -> None:
+    client = installed("python", "-c", "from framesieve import FramesieveClient, Video; import framesieve.sync")
+    assert (client.returncode, client.stderr) == (0, "")
+    version = installed("framesieve", "--version")
+    assert version.stdout == "framesieve 0.1.0\n"
+    assert "capacity" in installed("framesieve", "--help").stdout
+
+
+def test_serve_without_the_packages_of_the_services_names_all_missing_extras_at_once(installed: Run) -> None:
+    serve = installed("framesieve", "serve")
+    assert serve.returncode == 2
+    assert serve.stderr.splitlines()[-1].endswith("pip install 'framesieve[preprocessing,encoder,generation]'")
+    assert "Traceback" not in serve.stderr
