@@ -46,7 +46,7 @@ from tests.generation.generation_peers import (
 
 HIDDEN, CACHE_TOKENS, ROOM_BYTES, LIMIT = 64, 512, 2**16, 256
 VIDEO = (Modality.VIDEO, Grid(4, 2, 3))
-TEXT_BEFORE, TEXT_AFTER = 7, 5
+TEXT_BEFORE, TEXT_AFTER = 16, 5
 KEPT = [*range(6), 9, 14, 15, 16, 20, 23]
 HALF = prompt_pb2.Pruning(rate=0.5)
 

@@ -25,7 +25,7 @@ from tests.tiny import BLOCK_TOKENS, Models, TinyEngine
 PROMPT = [Text((10, 11, 12, 13, 14))]
 VIDEO = Item(2, 2, 2, Fraction(1), np.random.default_rng(1).normal(0, 0.3, (8, 64)).astype(np.float32), rate=0.25)
 KEPT = [0, 1, 2, 3, 5, 7]
-ABOUT_VIDEO = [Text((10, 11, 12)), VIDEO, Text((13, 14))]
+ABOUT_VIDEO = [Text((10, 11, 12, 13)), VIDEO, Text((14, 15))]
 
 
 def greedy_answer(models: Models, parts: Sequence[Text | Item], new_tokens: int) -> list[int]:
@@ -76,11 +76,11 @@ def test_an_end_token_ends_the_answer_and_has_no_text(models: Models, tiny: Tiny
 def test_prefill_is_announced_when_the_last_media_item_has_arrived(tiny: TinyEngine) -> None:
     asked = tiny.ask("a", ABOUT_VIDEO, SamplingParams(1))
     tiny.drain()
-    assert tiny.runner.steps == [[("a", 0, 3)]]
+    assert tiny.runner.steps == [[("a", 0, 4)]]
     assert asked.events == []
     tiny.deliver(asked, 0, VIDEO, KEPT)
     tiny.drain()
-    assert tiny.runner.steps == [[("a", 0, 3)], [("a", 3, 11)]]
+    assert tiny.runner.steps == [[("a", 0, 4)], [("a", 4, 12)]]
     assert asked.events[0] == PrefillStarted()
 
 
@@ -280,7 +280,7 @@ def test_the_thread_sleeps_while_nothing_can_run(models: Models) -> None:
     tiny = TinyEngine(models.engine)
     tiny.engine.start()
     waits = tiny.ask("waits", ABOUT_VIDEO, SamplingParams(1))
-    until(lambda: tiny.engine.stats().totals.tokens == 3)
+    until(lambda: tiny.engine.stats().totals.tokens == 4)
     assert tiny.engine._thread.ident is not None
     spent = time.pthread_getcpuclockid(tiny.engine._thread.ident)
     before = time.clock_gettime(spent)

@@ -61,15 +61,15 @@ def test_decodes_come_before_prefill_and_older_prompts_before_newer_ones() -> No
 
 def test_text_before_a_late_video_is_prefilled_from_the_spare_budget() -> None:
     desk = Desk(max_num_batched_tokens=10, max_num_seqs=1)
-    late = desk.add(8, 2, video=True)
+    late = desk.add(10, 2, video=True)
     prompt = desk.add(7, 3)
-    assert [(w.request, w.end) for w in desk.step()] == [(prompt, 7), (late, 3)]
+    assert [(w.request, w.end) for w in desk.step()] == [(prompt, 7)]  # the 3 tokens left fill no block
     assert [(w.request, w.end) for w in desk.step()] == [(prompt, 8), (late, 8)]
     assert late.status is Status.AWAITING_MEDIA
     assert [w.request for w in desk.step()] == [prompt]
     assert desk.step() == []
     desk.deliver(late)
-    assert [(w.request, w.start, w.end, w.samples) for w in desk.step()] == [(late, 8, 17, True)]
+    assert [(w.request, w.start, w.end, w.samples) for w in desk.step()] == [(late, 8, 18, False)]
 
 
 def test_a_request_awaiting_media_loses_its_blocks_before_one_whose_media_arrived() -> None:

@@ -194,13 +194,14 @@ class Scheduler:
         for request in self.awaiting_media:
             spare = max(0, self.allocator.free - promised)
             start = request.num_computed_tokens
-            fitting = (len(request.blocks) + spare) * self.allocator.block_tokens - start
-            tokens = min(budget, fitting, request.ready_tokens - start)
-            if request.reclaimed or tokens < 1:
+            fitting = (len(request.blocks) + spare) * self.allocator.block_tokens
+            # Whole blocks: what is left over costs no more together with the media, and a step by itself now.
+            end = self._whole_blocks(min(start + budget, fitting, request.ready_tokens))
+            if request.reclaimed or end <= start:
                 continue
-            windows.append(Window(request, start, start + tokens, samples=False))
-            request.blocks += self.allocator.allocate(self._missing_blocks(request, start + tokens))
-            budget -= tokens
+            windows.append(Window(request, start, end, samples=False))
+            request.blocks += self.allocator.allocate(self._missing_blocks(request, end))
+            budget -= end - start
             if not budget:
                 break
         return windows
@@ -275,6 +276,9 @@ class Scheduler:
         request.cached_tokens = len(blocks) * self.allocator.block_tokens
         self._pins.update(blocks)
         self._release(request)
+
+    def _whole_blocks(self, tokens: int) -> int:
+        return tokens - tokens % self.allocator.block_tokens
 
     def _missing_blocks(self, request: Request, tokens: int) -> int:
         return max(0, self.allocator.blocks_for(tokens) - len(request.blocks))
