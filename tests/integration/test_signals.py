@@ -25,7 +25,7 @@ from common.channels import upstream_errors
 from common.contract import errors
 from common.process import ExitStatus
 from framesieve.client.client import FramesieveClient
-from framesieve.client.messages import prompt_message
+from framesieve.client.messages import generate_request
 from framesieve.client.prompt import user_turn
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from tests.awake import SOON_S, within
@@ -75,7 +75,7 @@ async def test_a_service_limits_its_open_files_and_ends_with_0_without_requests(
 
 async def held_calls(service: Service, channel: grpc.aio.Channel, number: int) -> list[Any]:
     """Calls that get no answer while the workers that would read their media are stopped."""
-    prompt = prompt_message([user_turn(short_clip(0), "What moves?")])
+    prompt = generate_request([user_turn(short_clip(0), "What moves?")], {}).prompt
     calls = [preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess() for _ in range(number)]
     for call in calls:
         await call.write(preprocessing_pb2.PreprocessRequest(prompt=prompt))

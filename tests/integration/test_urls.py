@@ -14,7 +14,7 @@ from common.contract import errors
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Answer
 from framesieve.client.client import FramesieveClient
-from framesieve.client.messages import prompt_message
+from framesieve.client.messages import generate_request
 from framesieve.client.prompt import Video, user_turn
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from tests import media
@@ -47,7 +47,7 @@ async def test_no_name_of_this_machine_may_be_fetched_from_by_default(tiny_check
         async with serving(ok(CLIP), port=fetch_port) as canary, open_channel(alone.addresses["preprocessing"]) as own:
             stub = preprocessing_pb2_grpc.PreprocessingServiceStub(own)
             for url, why in refused:
-                prompt = prompt_message([user_turn(Video(url=url), "What moves?")])
+                prompt = generate_request([user_turn(Video(url=url), "What moves?")], {}).prompt
                 request = preprocessing_pb2.PreprocessRequest(prompt=prompt)
                 with pytest.raises(errors.MediaForbidden, match=why), upstream_errors("preprocessing"):
                     await stub.Preprocess(iter([request]), timeout=30).read()
