@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
+from demo.checkpoint import TINY, write_checkpoint
 from services.generation.families import load_language_model
 from services.generation.families.text_model import PackedLinear, pack_linears
 from services.generation.model.language_model import LanguageModel
@@ -138,6 +140,15 @@ def test_quantised_and_unsupported_layers_are_not_packed(change: Callable[[nn.Li
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.parametrize("tie", [False, True])
+def test_the_checkpoint_is_not_kept_in_memory_beside_packed_weights(tmp_path: Path, tie: bool) -> None:
+    folder = write_checkpoint(tmp_path / "model", replace(TINY, tie_word_embeddings=tie))
+    model = load(folder)
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    assert model.embed_tokens.weight.isfinite().all()
+
+
 def test_linear_layers_are_packed_on_the_cpu(tiny_checkpoint: Path) -> None:
     model = load(tiny_checkpoint)
     linear = [each for each in (*model.text.modules(), model.lm_head) if hasattr(each, "in_features")]

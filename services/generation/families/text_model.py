@@ -89,6 +89,8 @@ def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int
     if ranks == 1:  # packing would drop the hooks of transformers' tensor parallelism
         pack_linears(text)
         lm_head = packed(lm_head)
+        if isinstance(lm_head, PackedLinear):
+            own_parameters(text)
     return LanguageModel(
         text=text.train(False).requires_grad_(False),
         embed_tokens=text.embed_tokens,
@@ -164,7 +166,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_FOR_ROWS)
-        self._bias = None if linear.bias is None else linear.bias.detach()
+        self._bias = None if linear.bias is None else linear.bias.detach().clone()
 
     def forward(self, rows: Tensor) -> Tensor:
         computed: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
@@ -182,6 +184,15 @@ def pack_linears(model: nn.Module) -> None:
         for name, child in module.named_children():
             if type(child) is nn.Linear:
                 setattr(module, name, packed(child))
+
+
+def own_parameters(model: nn.Module) -> None:
+    """Copies the parameters that are left after packing.
+
+    They are views of the checkpoint's mapped file. Any of them would keep all of it mapped: all weights once more.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def _is_plain(linear: nn.Linear) -> bool:
