@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -77,16 +77,25 @@ class Measured:
 class Contender:
     """Rounds of one contender: (median time to first token, median time between tokens, tokens/s) by clients."""
 
-    def __init__(self, ask: Ask, peak: Callable[[], int], most_clients: int | None = None) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        peak: Callable[[], int],
+        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+        most_clients: int | None = None,
+    ) -> None:
+        """turn: entered for as long as it is asked."""
         self.ask = ask
         self.peak = peak
+        self.turn = turn
         self.most_clients = most_clients
         self.rounds: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
 
     async def run(self, data: bytes, clients: int, count: bool) -> None:
-        start = time.perf_counter()
-        timed = await asyncio.gather(*(self.ask(another_file(data)) for _ in range(clients)))
-        taken_s = time.perf_counter() - start
+        with self.turn():
+            start = time.perf_counter()
+            timed = await asyncio.gather(*(self.ask(another_file(data)) for _ in range(clients)))
+            taken_s = time.perf_counter() - start
         if count:
             first = statistics.median(each.first_token_s for each in timed)
             between = statistics.median((each.total_s - each.first_token_s) / (each.tokens - 1) for each in timed)
@@ -111,7 +120,7 @@ async def measure(
         client = await held.enter_async_context(FramesieveClient(stack.address))
         contenders = {
             OURS: Contender(lambda clip: _ask(client, clip, rate, usages), lambda: _peak(stack)),
-            VLLM: Contender(lambda clip: vllm.ask(clip, QUESTION, NEW_TOKENS), lambda: vllm.peak_bytes),
+            VLLM: Contender(lambda clip: vllm.ask(clip, QUESTION, NEW_TOKENS), lambda: vllm.peak_bytes, vllm.turn),
         }
         if not rate:
             contenders[GENERATE] = _generate(model, getattr(torch, dtype))
