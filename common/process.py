@@ -1,7 +1,8 @@
-"""What a process asks of its system: memory that malloc keeps, an OpenMP runtime, open files, free ports; and the
-status it exits with.
+"""What a process asks of its system: memory that malloc keeps, an OpenMP runtime, its share of the cores, open files,
+free ports; and the status it exits with.
 
-Sources: mallopt(3), malloc_trim(3), dlopen(3), getrlimit(2); Intel's OpenMP runtime, KMP_BLOCKTIME.
+Sources: mallopt(3), malloc_trim(3), dlopen(3), setpriority(2), sched(7) on autogroups, getrlimit(2); Intel's OpenMP
+runtime, KMP_BLOCKTIME.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import resource
 import socket
 import sys
+from contextlib import suppress
 from enum import IntEnum
 from itertools import count
 from pathlib import Path
@@ -82,6 +84,17 @@ def use_intel_openmp() -> bool:
     os.environ.setdefault("KMP_BLOCKTIME", "1")
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     return True
+
+
+def leave_cores_to_others(nice: int = 10) -> None:
+    """Lowers the priority of this process and of those that it starts. Cores that nobody else wants are still its own.
+
+    Where Linux groups processes by session, priorities count within a session only, and the group has one of its own.
+    """
+    os.setpriority(os.PRIO_PROCESS, 0, nice)
+    if os.getsid(0) == os.getpid():  # otherwise the group is a terminal's or a script's
+        with suppress(OSError):  # not Linux, or built without autogroups
+            Path("/proc/self/autogroup").write_text(str(nice))
 
 
 def allow_open_files() -> None:

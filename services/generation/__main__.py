@@ -14,7 +14,7 @@ import torch
 from common.byte_semaphore import ByteSemaphore
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
-from common.process import ExitStatus
+from common.process import ExitStatus, leave_cores_to_others
 from common.serving.guards import check_ports, upstream_credentials
 from common.serving.server import run, serve
 from common.telemetry.logs import configure_logging
@@ -42,6 +42,10 @@ async def main() -> ExitStatus:
     check_ports(settings)
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    if device_of(settings).type == "cpu":
+        # Otherwise it decodes the first answers one by one while the encoder, on the same cores, still encodes the
+        # videos of the next: a step with one answer reads as many weights as one with eight.
+        leave_cores_to_others()
     credentials = upstream_credentials(settings)
     checkpoint = Checkpoint.find(settings.model)
     defaults, tokenizer = sampling_defaults(checkpoint), load_tokenizer(checkpoint.folder)
