@@ -33,11 +33,15 @@ ENTRYPOINT ["python", "-m", "services.preprocessing"]
 CMD ["--listen", "0.0.0.0:50051"]
 
 FROM torch-dependencies AS encoder
+# The tower's layers are compiled at startup, unless it is very small.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+ENV XDG_CACHE_HOME=/var/cache
 COPY common common
 COPY services/__init__.py services/
+COPY services/cpu services/cpu
 COPY services/encoder services/encoder
 COPY demo/model demo/model
-RUN useradd --system --uid 10001 framesieve
+RUN useradd --system --uid 10001 framesieve && install --directory --owner=framesieve /var/cache/framesieve
 USER framesieve
 EXPOSE 50052 9102
 ENTRYPOINT ["python", "-m", "services.encoder"]
@@ -47,6 +51,7 @@ FROM torch-dependencies AS generation
 RUN pip install '.[lora]'
 COPY common common
 COPY services/__init__.py services/
+COPY services/cpu services/cpu
 COPY services/generation services/generation
 COPY demo/model demo/model
 RUN useradd --system --uid 10001 framesieve

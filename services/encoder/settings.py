@@ -54,6 +54,11 @@ class EncoderSettings(UpstreamSettings):
         "auto",
         description="cpu, cuda or cuda:N; auto: cuda if available, else cpu; with --data-parallel, of the first rank",
     )
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="whether the tower's layers are compiled for the CPU at startup, which needs a C++ compiler, and "
+        "some seconds at the first start; auto: unless the tower is very small",
+    )
     threads: int | None = Field(
         None, ge=1, description="CPU threads per operation, in each rank; unset: torch's default"
     )

@@ -20,6 +20,8 @@ from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from services.encoder.families import load_tower
 from services.encoder.families.vision_model import PREFIXES
+from services.encoder.startup.build import compile_tower
+from services.encoder.tower import attention
 from services.encoder.tower.patches import read_normalisation
 from services.encoder.tower.tower import Tower
 from services.encoder.tower.weights import find_weights, read_weights
@@ -106,9 +108,41 @@ def test_a_slice_is_encoded_equally_alone_and_packed(tower: Tower, shape: Family
         torch.testing.assert_close(among, tower.encode([alone])[0], atol=2e-6, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_compiled_tower_computes_the_same_and_compiles_nothing_after_the_start(
+    reference: Any, family_checkpoint: Path, shape: FamilyUnderTest, dtype: str
+) -> None:
+    plain, tower = (load_tower(Checkpoint(family_checkpoint), dtype, CPU) for _ in range(2))
+    assert compile_tower(tower)
+    torch.compiler.set_stance("fail_on_recompile")
+    for slices, rows, columns in ((3, 3, 4), (1, 1, 1), (4, 7, 6)):
+        video = frames_of(slices, rows, columns, shape)
+        exact = reference_embeds(reference, family_checkpoint, video, shape)
+        error, plain_error = (float((encode_all(each, video, shape) - exact).abs().mean()) for each in (tower, plain))
+        assert error < (1e-5 if dtype == "float32" else 1.2 * plain_error)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_tower_that_cannot_be_compiled_runs_all_the_same(
+    levels_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(tmp_path / "no-compiler"),))
+    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+    tower = load_tower(Checkpoint(levels_checkpoint), "float32", CPU)
+    torch._dynamo.reset()
+    assert not compile_tower(tower)
+    assert tower.encode([torch.zeros(2, 64, 64, 3, dtype=torch.uint8)])
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(4, 4), (12, 8), (1, 1)])  # whole windows, and part of one
-def test_a_slice_costs_what_torch_counts(tower: Tower, shape: FamilyUnderTest, rows: int, columns: int) -> None:
-    # As matrix products: fused attention on the CPU is not counted.
+def test_a_slice_costs_what_torch_counts(
+    family_checkpoint: Path, shape: FamilyUnderTest, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As matrix products that torch counts: operators of ours and fused attention on the CPU are not counted.
+    monkeypatch.setattr("services.encoder.families.vision_model.pack_linears", lambda model: None)
+    monkeypatch.setattr(attention, "attend_by_length", lambda *own: attention._attend_by_length(*own[:4]))
+    tower = load_tower(Checkpoint(family_checkpoint), "float32", CPU)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         tower.encode([frames_of(1, rows, columns, shape)])
     assert counted.get_total_flops() == 2 * tower.cost(rows * columns)

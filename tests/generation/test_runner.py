@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from demo.checkpoint import TINY, write_checkpoint
+from services.cpu.packed_linear import PackedLinear, pack_linears
 from services.generation.families import load_language_model
-from services.generation.families.text_model import PackedLinear, pack_linears
 from services.generation.model.language_model import LanguageModel
 from services.generation.sampling.sampler import SamplingParams
 from tests.families import FAMILIES, load_reference, write_qwen3_vl_moe
@@ -139,7 +139,6 @@ def test_quantised_and_unsupported_layers_are_not_packed(change: Callable[[nn.Li
     assert model[0] is linear
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 @pytest.mark.parametrize("tie", [False, True])
 def test_the_checkpoint_is_not_kept_in_memory_beside_packed_weights(tmp_path: Path, tie: bool) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
+from services.cpu.packed_linear import pack_linears
 from services.encoder.tower.attention import VARLEN, Wanted, find_attention
 from services.encoder.tower.packing import PackedLayout, TowerShape
 from services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
@@ -70,7 +71,8 @@ def make_tower(
     )
     if runs_in == torch.float16:
         saturate(model)
-    model.eval().requires_grad_(False).to(device)
+    sizes = _sizes(model, shape, windowed_layers)
+    pack_linears(model.eval().requires_grad_(False).to(device))
     heads = config.num_heads
     attend = find_attention(attention, device, runs_in, heads, config.hidden_size // heads)
     extra = {"attend": attend} if attend else {}
@@ -83,13 +85,13 @@ def make_tower(
         return levels(model(patches, grid_thw=None, **keywords(layout), **extra))
 
     return Tower(
-        forward=ModelForward(compute, shape, device, varlen=attend is not None),
+        forward=ModelForward(compute, shape, device, varlen=attend is not None, layers=model.blocks),
         patches=PatchShape(config.patch_size, config.spatial_merge_size, config.temporal_patch_size),
         embed_dim=config.out_hidden_size,
         embed_levels=embed_levels,
         dtype=runs_in,
         device=device,
-        sizes=_sizes(model, shape, windowed_layers),
+        sizes=sizes,
     )
 
 

@@ -10,13 +10,17 @@ import torch
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from common.ranks import Ranks, meeting_place
+from services.cpu.compiled import compile_layers
 from services.encoder.families import load_tower
 from services.encoder.settings import EncoderSettings
 from services.encoder.tower.graphs import with_graphs
 from services.encoder.tower.parallel.exchange import Exchange, join, leave
 from services.encoder.tower.parallel.rank_failure import RankFailure
 from services.encoder.tower.parallel.tower import DataParallelTower
-from services.encoder.tower.tower import Tower
+from services.encoder.tower.tower import ModelForward, Tower
+
+# Below, compiling takes longer than it saves in many requests.
+COMPILED_FROM_WEIGHTS = 4_000_000
 
 _RANK = "services.encoder.startup.rank"
 
@@ -52,7 +56,19 @@ def load_rank(settings: EncoderSettings, device: torch.device) -> Tower:
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     tower = load_tower(Checkpoint.find(settings.model), settings.dtype, device, settings.tower_attention)
+    large = tower.sizes.patch_weights >= COMPILED_FROM_WEIGHTS
+    if device.type == "cpu" and (settings.compile == "on" or (settings.compile == "auto" and large)):
+        compile_tower(tower)
     return with_graphs(tower, settings.batch_tokens)
+
+
+def compile_tower(tower: Tower) -> bool:
+    """Compiles a tower's layers for the CPU. Returns False if that fails."""
+    forward, shape = tower.forward, tower.patches
+    assert isinstance(forward, ModelForward)
+    sides = (shape.token_px * tokens for tokens in (2, 3))
+    slices = [torch.zeros(shape.temporal_patch, side, side, 3, dtype=torch.uint8) for side in sides]
+    return compile_layers(forward.layers, lambda: tower.encode(slices))
 
 
 def device_of(settings: EncoderSettings, rank: int = 0) -> torch.device:

@@ -1,15 +1,19 @@
-"""Attention of towers, as transformers calls it: SDPA per sequence, or one variable-length kernel call per layer.
+"""Attention of towers, as transformers calls it: once per layer for all sequences.
 
-    rows:  [ a a a ][ b b ] · ·        one call for all sequences; rows behind the last end are in none
-    ends:  0        3      5  5        read on the device, so a captured graph follows new ends
+    rows:  [ a a a ][ b b b ][ c c ] · ·     rows behind the last end are in no sequence
+    ends:  0        3        6      8  8
 
-torch's flash kernel provides the latter on CUDA in half precision; it is tested once at the start.
+On CUDA in half precision one call of torch's variable-length flash kernel, which is tested once at the start. It reads
+the ends on the device, so a captured graph follows new ones. Otherwise transformers calls SDPA for each sequence, or on
+a CPU `attend_by_length` computes neighbours of equal length together (a, b).
 Sources: `torch.nn.attention.varlen`, FlashAttention 2, arXiv 2307.08691; `transformers.AttentionInterface`.
 """
 
 from __future__ import annotations
 
 import importlib
+from functools import cache
+from itertools import groupby
 from typing import Any, Literal, Protocol, TypeAlias
 
 import structlog
@@ -25,6 +29,7 @@ VARLEN = "framesieve_flash_varlen"
 # The largest difference between two kernels on values of about one, in bfloat16.
 TOLERANCE = 2e-2
 _HEAD_DIM_STEP, _MOST_HEAD_DIM = 8, 256
+_CACHED_SCORES = 2**21  # 4 MiB in bfloat16
 
 Wanted: TypeAlias = Literal["auto", "sdpa", "varlen"]
 
@@ -43,7 +48,7 @@ class Attend(Protocol):
 def find_attention(
     wanted: Wanted, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int
 ) -> Attend | None:
-    """The variable-length kernel for a tower, or None for SDPA.
+    """What attends to all sequences of a tower, or None for transformers' SDPA.
 
     Raises StartupError if `wanted` is varlen and no kernel works.
     """
@@ -57,7 +62,10 @@ def find_attention(
         attend, obstacle = _try_kernel(device, dtype, heads, head_dim)
     if wanted == "varlen" and obstacle is not None:
         raise StartupError(f"--tower-attention varlen cannot be used: {obstacle}")
-    log.info("tower attention", attention="varlen" if attend else "sdpa", device=str(device), reason=obstacle)
+    if device.type == "cpu":
+        attend = attend_by_length
+    name = "sdpa" if obstacle or not attend else "varlen"
+    log.info("tower attention", attention=name, device=str(device), reason=obstacle)
     return attend
 
 
@@ -108,6 +116,72 @@ def check_kernel(attend: Attend, device: torch.device, dtype: torch.dtype, heads
     )
     difference = float((found.float() - expected).abs().max())
     assert difference < TOLERANCE, f"wrong by {difference}"
+
+
+def attend_by_length(
+    query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int
+) -> Tensor:
+    """Implements `Attend` on a CPU: a call for each run of sequences of equal length.
+
+    Slices of one size have the same windows, and are computed together:
+
+        lengths:  4 4 2 2 1   4 4 2 2 1        three calls, of 2 × 2, 2 × 2 and 2 × 1 sequences
+    """
+    attended: Tensor = torch.ops.framesieve.attend_by_length(query, key, value, ends_q)
+    return attended
+
+
+def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor:
+    lengths, rows = ends.diff().tolist(), int(ends[-1])
+    period = next(n for n in range(1, len(lengths) + 1) if lengths == lengths[:n] * (len(lengths) // n))
+    repeats = len(lengths) // period
+    attend = _softmax_of_products if _multiplies_fast(query.dtype) else F.scaled_dot_product_attention
+    out = torch.empty_like(query)
+    end = 0
+    for length, run in groupby(lengths[:period]):
+        count = sum(1 for _ in run)
+        begin, end = end, end + count * length
+        # (repeats, count, heads, length, head_dim)
+        *own, target = (
+            each[:rows].unflatten(0, (repeats, -1))[:, begin:end].unflatten(1, (count, length)).transpose(2, 3)
+            for each in (query, key, value, out)
+        )
+        target.copy_(attend(*(each.flatten(0, 1) for each in own)).view(target.shape))
+    return out
+
+
+# An operator of its own is opaque to the compiler: which calls it makes depends on the ends.
+_library = torch.library.Library("framesieve", "FRAGMENT")
+_library.define("attend_by_length(Tensor query, Tensor key, Tensor value, Tensor ends) -> Tensor")
+_library.impl("attend_by_length", _attend_by_length, "CPU")
+_library.impl("attend_by_length", lambda query, key, value, ends: torch.empty_like(query), "Meta")
+
+
+def _softmax_of_products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """As SDPA, (S, heads, length, head_dim) each. Scores are rounded to the dtype, as in transformers' eager attention.
+
+    SDPA's kernel multiplies at a third of the rate of oneDNN's in bfloat16. Products are computed in parts whose scores
+    stay in the processor's cache.
+    """
+    shape, (length, head_dim) = query.shape, query.shape[2:]
+    rows = max(1, min(length, _CACHED_SCORES // length))
+    at_once = max(1, _CACHED_SCORES // (rows * length))
+    query, key, value = (each.flatten(0, 1) for each in (query, key, value))
+    out = torch.empty(query.shape, dtype=query.dtype)
+    for first in range(0, len(query), at_once):
+        own = slice(first, first + at_once)
+        keys, values = key[own].transpose(1, 2), value[own]
+        for row in range(0, length, rows):
+            asking = query[own, row : row + rows]
+            scores = torch.baddbmm(asking.new_empty(()), asking, keys, beta=0, alpha=head_dim**-0.5)
+            out[own, row : row + rows] = torch.bmm(scores.softmax(-1), values)
+    return out.view(shape)
+
+
+@cache
+def _multiplies_fast(dtype: torch.dtype) -> bool:
+    """Whether the processor multiplies numbers of a dtype faster than float32."""
+    return dtype == torch.bfloat16 and bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def varlen_attention(

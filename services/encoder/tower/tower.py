@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.contract.retention import METHODS
 from services.encoder.tower.graph_buckets import PackingLimit
@@ -30,12 +30,14 @@ class ModelForward:
     compute: patches uint8 (P, patch_values) and their layout, to (1 + embed_levels, P / merge², embed_dim).
     varlen: attention reads the ends of sequences from the device, so a captured graph of `compute` follows the layout.
         Otherwise attention reads them on the host, once per forward.
+    layers: those of the model, of one class.
     """
 
     compute: Callable[[Tensor, PackedLayout[Tensor]], Tensor]
     shape: TowerShape
     device: torch.device
     varlen: bool
+    layers: Sequence[nn.Module] = ()
 
     def __call__(self, patches: Tensor, sides: Sequence[Side]) -> Tensor:
         return self.compute(patches, self._send(lay_out(sides, self.shape)))

@@ -14,16 +14,13 @@ from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
+from services.cpu.packed_linear import pack_linears, packed
 from services.generation.model.attention import ATTENTION
 from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
 from services.generation.parallel.sharding import Shard, check_sizes, layers_plan, shard
 
 LM_HEAD_PREFIX = "lm_head."
-
-# oneDNN chooses the layout of a packed weight for this number of rows. Of the numbers tried, which ranged from one row
-# to two thousand, its layout was the fastest.
-PACKED_FOR_ROWS = 64
 
 
 def check_text(text_config: Any) -> None:
@@ -89,8 +86,6 @@ def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int
     if ranks == 1:  # packing would drop the hooks of transformers' tensor parallelism
         pack_linears(text)
         lm_head = packed(lm_head)
-        if isinstance(lm_head, PackedLinear):
-            own_parameters(text)
     return LanguageModel(
         text=text.train(False).requires_grad_(False),
         embed_tokens=text.embed_tokens,
@@ -153,56 +148,3 @@ def fill(module: nn.Module, weights: dict[str, Tensor], prefix: str) -> None:
         if weights[name].shape != shape:
             raise StartupError(f"config.json expects {prefix + name} {list(shape)}, got {list(weights[name].shape)}")
     module.load_state_dict(weights, assign=True)
-
-
-class PackedLinear(nn.Module):
-    """A linear layer whose weight is reordered once for the CPU; torch would reorder it in every call.
-
-    Uses the oneDNN operators that torch's compiler uses for frozen linear layers. [.., in_features] to
-    [.., out_features].
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_FOR_ROWS)
-        self._bias = None if linear.bias is None else linear.bias.detach().clone()
-
-    def forward(self, rows: Tensor) -> Tensor:
-        computed: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
-        return computed
-
-
-def packed(linear: nn.Linear) -> nn.Module:
-    """The packed layer; or the layer itself if it is quantised or oneDNN does not support its dtype or device."""
-    return PackedLinear(linear) if _is_plain(linear) and _can_pack(linear.weight) else linear
-
-
-def pack_linears(model: nn.Module) -> None:
-    """Replaces all linear layers of `model` by packed ones, one at a time, so that few weights are held twice."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child) is nn.Linear:
-                setattr(module, name, packed(child))
-
-
-def own_parameters(model: nn.Module) -> None:
-    """Copies the parameters that are left after packing.
-
-    They are views of the checkpoint's mapped file. Any of them would keep all of it mapped: all weights once more.
-    """
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-
-
-def _is_plain(linear: nn.Linear) -> bool:
-    """Quantizers keep a layer's class but replace its weight, remove it, or override the layer's forward."""
-    return "forward" not in vars(linear) and type(linear._parameters.get("weight")) in (Tensor, nn.Parameter)
-
-
-def _can_pack(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32

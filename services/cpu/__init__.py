@@ -1,0 +1,1 @@
+"""How the encoder and generation compute on a CPU."""

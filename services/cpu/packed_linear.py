@@ -1,0 +1,99 @@
+"""Linear layers whose weights are reordered once for the CPU. torch would reorder them in every call."""
+
+from __future__ import annotations
+
+from itertools import count
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+# oneDNN chooses the layout of a packed weight for this number of rows. Of the numbers tried, which ranged from one row
+# to two thousand, its layout was the fastest.
+PACKED_FOR_ROWS = 64
+
+_numbers = count()
+
+
+class _PackedWeight:
+    """A weight in oneDNN's layout, which torch's compiler does not know, and its number, which it passes on."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_FOR_ROWS)
+        self.bias = None if linear.bias is None else linear.bias.detach().clone()
+        self.number = next(_numbers)
+        _packed[self.number] = self
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+        return product
+
+
+_packed: WeakValueDictionary[int, _PackedWeight] = WeakValueDictionary()
+
+
+class PackedLinear(nn.Module):
+    """Computes a linear layer by the oneDNN operators that torch's compiler uses for frozen ones.
+
+    [.., in_features] to [.., out_features].
+    """
+
+    number: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._packed = _PackedWeight(linear)
+        # A tensor: the compiler makes other code for each value of a number, but one code for all layers otherwise.
+        self.register_buffer("number", torch.tensor(self._packed.number), persistent=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            computed: Tensor = torch.ops.framesieve.packed_linear(rows, self.number, self.out_features)
+            return computed
+        return self._packed.multiply(rows)
+
+
+def packed(linear: nn.Linear) -> nn.Module:
+    """The packed layer; or the layer itself if it is quantised or oneDNN does not support its dtype or device."""
+    return PackedLinear(linear) if _is_plain(linear) and _can_pack(linear.weight) else linear
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Replaces all linear layers of `model` by packed ones, one at a time, so that few weights are held twice.
+
+    What is left is copied if any was packed. It is a view of the checkpoint's mapped file, and any view would keep all
+    of that mapped: all weights once more.
+    """
+    packs = False
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear:
+                replacement = packed(child)
+                setattr(module, name, replacement)
+                packs |= replacement is not child
+    if packs:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+
+
+# An operator of its own is opaque to the compiler.
+_library = torch.library.Library("framesieve", "FRAGMENT")
+_library.define("packed_linear(Tensor rows, Tensor number, int out_features) -> Tensor")
+_library.impl("packed_linear", lambda rows, number, out_features: _packed[int(number)].multiply(rows), "CPU")
+_library.impl(
+    "packed_linear", lambda rows, number, out_features: rows.new_empty((*rows.shape[:-1], out_features)), "Meta"
+)
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    """Quantizers keep a layer's class but replace its weight, remove it, or override the layer's forward."""
+    return "forward" not in vars(linear) and type(linear._parameters.get("weight")) in (Tensor, nn.Parameter)
+
+
+def _can_pack(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
