@@ -172,12 +172,17 @@ async def test_media_beyond_a_limit_are_rejected_with_the_limit() -> None:
             with pytest.raises(MediaRejected, match=text):
                 await queue.call(IndexVideo(source))
         assert len((await queue.call(IndexVideo(video(59, 30)))).times.ticks) == 59
-        # Frames between the selected ones count, because they are decoded too.
-        source = video(60, options={"g": "60"})
-        index = read_packets(source)
-        assert numbers_of(await read(queue, VideoSlices(planned(source, index, (0, 30))))) == [0, 30]
-        with pytest.raises(MediaRejected, match=f"video has more than {limits.pixels} pixels"):
-            await read(queue, VideoSlices(planned(source, index, (0, 59))))
+        # Frames between the selected ones count if others refer to them: then they are decoded too.
+        for options, fits in (({"g": "60", "bf": "2", "b_adapt": "0"}, True), ({"g": "60", "bf": "0"}, False)):
+            source = video(60, options=options)
+            index = read_packets(source)
+            assert numbers_of(await read(queue, VideoSlices(planned(source, index, (0, 29))))) == [0, 29]
+            last = read(queue, VideoSlices(planned(source, index, (0, 58))))
+            if fits:
+                assert numbers_of(await last) == [0, 58]
+                continue
+            with pytest.raises(MediaRejected, match=f"video has more than {limits.pixels} pixels"):
+                await last
     assert faults == []
 
 

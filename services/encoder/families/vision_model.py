@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from services.cpu.packed_linear import pack_linears
-from services.encoder.tower.attention import VARLEN, Wanted, find_attention
+from services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
 from services.encoder.tower.packing import PackedLayout, TowerShape
 from services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
 from services.encoder.tower.saturation import saturate
@@ -76,6 +76,7 @@ def make_tower(
     heads = config.num_heads
     attend = find_attention(attention, device, runs_in, heads, config.hidden_size // heads)
     extra = {"attend": attend} if attend else {}
+    varlen = attend not in (None, attend_by_length)
     if attend:
         # The private name: transformers' setter accepts no names with "flash" except its own.
         config._attn_implementation_internal = VARLEN
@@ -85,7 +86,7 @@ def make_tower(
         return levels(model(patches, grid_thw=None, **keywords(layout), **extra))
 
     return Tower(
-        forward=ModelForward(compute, shape, device, varlen=attend is not None, layers=model.blocks),
+        forward=ModelForward(compute, shape, device, varlen, model.blocks),
         patches=PatchShape(config.patch_size, config.spatial_merge_size, config.temporal_patch_size),
         embed_dim=config.out_hidden_size,
         embed_levels=embed_levels,

@@ -1,6 +1,7 @@
 """Decodes the selected frames of a video in order, with as little decoding as possible.
 
-It owns seeking and the repair of damage. It seeks whenever a later keyframe precedes the next selected frame:
+It owns seeking and the repair of damage. It seeks whenever a later keyframe precedes the next selected frame, and has
+the codec skip frames that are neither selected nor referred to by others:
 
     packets    K . . . . . . . K . . . . . . . K . . .
     selected       ^     ^                     ^
@@ -35,8 +36,12 @@ from services.preprocessing.video.resize import UInt8Array
 
 MAX_REPAIRED_SHARE = 0.1
 
-# More threads hardly speed up one video. Without a bound, codecs start one for each core in every worker.
-_CODEC_THREADS = 2
+# More threads hardly speed up one video, and two cost a quarter more work than one, which small frames do not win back.
+# Without a bound, codecs start one for each core in every worker.
+_CODEC_THREADS, _THREADED_FROM_PX = 2, 640 * 360
+
+# Codecs whose frames outside AVDISCARD_NONREF no other frame refers to: H.264's nal_ref_idc of 0.
+_SKIPPING_CODECS = ("h264",)
 
 # The largest pixel of common formats: three channels of 16 bits.
 _LARGEST_PIXEL_BYTES = 6
@@ -75,7 +80,7 @@ def decode_frames(
     whole, repaired = (places.whole, places.repaired) if isinstance(places, RemainingPlaces) else (len(places), 0)
     allowed = MAX_REPAIRED_SHARE * whole
     with ExitStack() as stack:
-        frames = _Frames(source, index, max_pixels, stack)
+        frames = _Frames(source, index, places, max_pixels, stack)
         last: DecodedFrame | None = None
         last_place: int | None = None
         for place in places:
@@ -90,7 +95,9 @@ def decode_frames(
 class _Frames:
     """A forward-only reader of decoded frames by presentation time: `behind` is shown before `ahead`."""
 
-    def __init__(self, source: Source, index: PacketIndex, max_pixels: float, stack: ExitStack) -> None:
+    def __init__(
+        self, source: Source, index: PacketIndex, places: Sequence[int], max_pixels: float, stack: ExitStack
+    ) -> None:
         self._source = source
         self._max_pixels = max_pixels
         self._pixels = 0
@@ -100,6 +107,7 @@ class _Frames:
         self._reformatter = VideoReformatter()
         self._keys = range(len(index.times.ticks)) if index.pts is None else index.pts
         self._by_order = index.pts is None
+        self._wanted = {self._keys[place] for place in places}
         self._orientation = index.orientation
         self._keyframes: Sequence[int] = index.keyframes
         self._behind: VideoFrame | None = None
@@ -151,7 +159,8 @@ class _Frames:
     def _open(self) -> None:
         self._container, self._stream = self._stack.enter_context(open_video(self._source))
         self._stream.thread_type = "FRAME"
-        self._stream.codec_context.thread_count = _CODEC_THREADS
+        codec = self._stream.codec_context
+        codec.thread_count = _CODEC_THREADS if codec.height * codec.width >= _THREADED_FROM_PX else 1
         self._decoded = self._decode(self._stream, packets_of(self._container, self._stream))
 
     def _seek(self, keyframe: int) -> None:
@@ -174,7 +183,10 @@ class _Frames:
     def _decode(self, stream: VideoStream, packets: Iterable[Packet[VideoStream]]) -> Iterator[tuple[int, VideoFrame]]:
         """(presentation time or ordinal, frame) of each frame that can be decoded."""
         order = 0
+        skips = not self._by_order and stream.codec_context.name in _SKIPPING_CODECS
         for packet in chain(packets, (None,)):
+            if skips and packet:
+                stream.codec_context.skip_frame = "DEFAULT" if packet.pts in self._wanted else "NONREF"
             try:
                 frames = stream.decode(packet)
             except av.FFmpegError as error:
