@@ -91,7 +91,7 @@ def leave_cores_to_others(nice: int = 10) -> None:
 
     Where Linux groups processes by session, priorities count within a session only, and the group has one of its own.
     """
-    os.setpriority(os.PRIO_PROCESS, 0, nice)
+    os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
     if os.getsid(0) == os.getpid():  # otherwise the group is a terminal's or a script's
         with suppress(OSError):  # not Linux, or built without autogroups
             Path("/proc/self/autogroup").write_text(str(nice))

@@ -12,3 +12,6 @@ if not use_intel_openmp():
 # which sees prompts of every length grows by hundreds of MiB.
 for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(cache, "128")
+# Tensors of megabytes in huge pages, where the system gives them to those who ask: reading large weights took a fifth
+# longer without.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

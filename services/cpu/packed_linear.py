@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 from weakref import WeakValueDictionary
 
@@ -18,9 +19,9 @@ _numbers = count()
 class _PackedWeight:
     """A weight in oneDNN's layout, which torch's compiler does not know, and its number, which it passes on."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_FOR_ROWS)
-        self.bias = None if linear.bias is None else linear.bias.detach().clone()
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR_ROWS)
+        self.bias = None if bias is None else bias.detach().clone()
         self.number = next(_numbers)
         _packed[self.number] = self
 
@@ -43,7 +44,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._packed = _PackedWeight(linear)
+        self._packed = _PackedWeight(linear.weight, linear.bias)
         # A tensor: the compiler makes other code for each value of a number, but one code for all layers otherwise.
         self.register_buffer("number", torch.tensor(self._packed.number), persistent=False)
 
@@ -52,6 +53,58 @@ class PackedLinear(nn.Module):
             computed: Tensor = torch.ops.framesieve.packed_linear(rows, self.number, self.out_features)
             return computed
         return self._packed.multiply(rows)
+
+
+class JoinedLinear(nn.Module):
+    """One of several layers that are called with the same rows, one after another, and computed by the first of them.
+
+    A product of one row takes as long as reading its weights, and small ones take longer to begin than to read.
+    """
+
+    def __init__(self, linear: nn.Linear, product: _Product, begin: int, last: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._product, self._columns, self._last = product, slice(begin, begin + linear.out_features), last
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self._product.of(rows, self._last)[..., self._columns]
+
+
+class _Product:
+    """The product of joined layers, from the first one's call to the last one's."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        biases = [each.bias for each in linears]
+        self._packed = _PackedWeight(torch.cat([each.weight for each in linears]), _joined(biases))
+        self._computed: tuple[Tensor, Tensor] | None = None
+
+    def of(self, rows: Tensor, last: bool) -> Tensor:
+        if self._computed is None or self._computed[0] is not rows:
+            self._computed = rows, self._packed.multiply(rows)
+        product = self._computed[1]
+        if last:
+            self._computed = None
+        return product
+
+
+def _joined(biases: Sequence[Tensor | None]) -> Tensor | None:
+    found = [bias for bias in biases if bias is not None]
+    return torch.cat(found) if found else None
+
+
+def join_linears(model: nn.Module, *groups: Sequence[str]) -> None:
+    """Joins the linear layers of these names, which their module calls with the same rows in this order."""
+    for module in model.modules():
+        for names in groups:
+            linears = [module._modules.get(name) for name in names]
+            if not all(type(each) is nn.Linear and _is_plain(each) and _can_pack(each.weight) for each in linears):
+                continue
+            if len({each.bias is None for each in linears}) > 1:
+                continue
+            product, begin = _Product(linears), 0
+            for name, linear in zip(names, linears, strict=True):
+                setattr(module, name, JoinedLinear(linear, product, begin, last=name == names[-1]))
+                begin += linear.out_features
 
 
 def packed(linear: nn.Linear) -> nn.Module:
@@ -94,6 +147,9 @@ def _is_plain(linear: nn.Linear) -> bool:
 def _can_pack(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and multiplies_bfloat16())
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether oneDNN has kernels for bfloat16 on this processor. Without, products take many times longer."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

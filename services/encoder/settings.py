@@ -43,7 +43,8 @@ class EncoderSettings(UpstreamSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="dtype of weights and embeddings; auto: bfloat16 if all weights are stored so, else float32",
+        description="dtype of weights and embeddings; auto: bfloat16 if all weights are stored so and the "
+        "processor can multiply it, else float32",
     )
     tower_attention: Literal["auto", "sdpa", "varlen"] = Field(
         "auto",

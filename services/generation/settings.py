@@ -100,7 +100,9 @@ class GenerationSettings(UpstreamSettings):
         "answer; does not change answers; 0 turns speculative decoding off",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="dtype of weights and KV cache; auto: the checkpoint's"
+        "auto",
+        description="dtype of weights and KV cache; auto: the checkpoint's, but float32 instead of bfloat16 on a CPU "
+        "that cannot multiply it",
     )
     device: str = Field("auto", description="cpu, cuda or cuda:N; auto: cuda if available, else cpu")
     tensor_parallel: int = Field(

@@ -67,3 +67,18 @@ def test_torch_in_a_service_computes_with_the_openmp_of_intel() -> None:
     environment = {**os.environ, "KMP_SETTINGS": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert re.search(r"KMP_BLOCKTIME=1\b", done.stdout + done.stderr)
+
+
+AUTOGROUP = Path("/proc/self/autogroup")
+
+
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="Linux was built without autogroups")
+def test_a_process_that_leaves_cores_to_others_lowers_its_session_too() -> None:
+    program = "import os; from common.process import leave_cores_to_others as leave; leave()\n"
+    program += f"print(os.nice(0), open({str(AUTOGROUP)!r}).read().split()[-1])"
+    ran = [
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, start_new_session=own)
+        for own in (True, False)
+    ]
+    nice, shared = str(max(10, os.nice(0))), AUTOGROUP.read_text().split()[-1]
+    assert [each.stdout.split() for each in ran] == [[nice, "10"], [nice, shared]]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from demo.checkpoint import TINY, write_checkpoint
-from services.cpu.packed_linear import PackedLinear, pack_linears
+from services.cpu.packed_linear import JoinedLinear, PackedLinear, pack_linears
 from services.generation.families import load_language_model
 from services.generation.model.language_model import LanguageModel
 from services.generation.sampling.sampler import SamplingParams
@@ -151,4 +151,6 @@ def test_the_checkpoint_is_not_kept_in_memory_beside_packed_weights(tmp_path: Pa
 def test_linear_layers_are_packed_on_the_cpu(tiny_checkpoint: Path) -> None:
     model = load(tiny_checkpoint)
     linear = [each for each in (*model.text.modules(), model.lm_head) if hasattr(each, "in_features")]
-    assert {type(each) for each in linear} == {PackedLinear}
+    assert {type(each) for each in linear} == {PackedLinear, JoinedLinear}
+    joined = [name for name, each in model.text.named_modules() if type(each) is JoinedLinear and ".0." in name]
+    assert [name.split(".")[-1] for name in joined] == ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]

@@ -58,7 +58,7 @@ def make_tower(
     with torch.device("meta"):
         model = model_class(config)
     stored = find_weights(checkpoint, PREFIXES)
-    runs_in = choose_dtype(stored, dtype)
+    runs_in = choose_dtype(stored, dtype, device)
     weights = read_weights(stored, runs_in, device)
     fill(model, weights, runs_in)
     # Made again off the meta device: its frequencies are computed, not stored, and stay float32.

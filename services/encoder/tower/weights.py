@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
+from services.cpu.packed_linear import multiplies_bfloat16
 
 PATCH_EMBED = "patch_embed.proj."
 
@@ -82,8 +83,9 @@ def fill(module: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> N
     module.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
 
 
-def choose_dtype(stored: Mapping[str, Stored], wanted: str) -> torch.dtype:
-    """The dtype to run in: `wanted`, or for "auto" bfloat16 if every tensor is stored so, else float32.
+def choose_dtype(stored: Mapping[str, Stored], wanted: str, device: torch.device) -> torch.dtype:
+    """The dtype to run in: `wanted`, or for "auto" bfloat16 if every tensor is stored so and the device multiplies it, else
+    float32.
 
     Raises StartupError for a quantised tower.
     """
@@ -95,7 +97,8 @@ def choose_dtype(stored: Mapping[str, Stored], wanted: str) -> torch.dtype:
             )
     if wanted != "auto":
         return _DTYPES[wanted]
-    return torch.bfloat16 if {each.dtype for each in stored.values()} == {"BF16"} else torch.float32
+    suits = device.type != "cpu" or multiplies_bfloat16()
+    return torch.bfloat16 if suits and {each.dtype for each in stored.values()} == {"BF16"} else torch.float32
 
 
 def _first_of(names: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
-from services.cpu.packed_linear import pack_linears, packed
+from services.cpu.packed_linear import join_linears, pack_linears, packed
 from services.generation.model.attention import ATTENTION
 from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
@@ -84,6 +84,7 @@ def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int
     """
     sizes = config.text_config
     if ranks == 1:  # packing would drop the hooks of transformers' tensor parallelism
+        join_linears(text, ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
         pack_linears(text)
         lm_head = packed(lm_head)
     return LanguageModel(

@@ -10,6 +10,7 @@ import torch
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
+from services.cpu.packed_linear import multiplies_bfloat16
 from services.generation.families import load_language_model
 from services.generation.model.graphs import CudaCapture
 from services.generation.model.language_model import LanguageModel
@@ -55,7 +56,7 @@ def build(
     device = device_of(settings, group.rank if group else 0)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # some kernels and quantizers use the current device
-    model = load_language_model(checkpoint, _dtype(settings, checkpoint), device, group)
+    model = load_language_model(checkpoint, _dtype(settings, checkpoint, device), device, group)
     load_adapters(settings.adapters, model, group)
     blocks = -(-_cache_tokens(settings, model, group) // BLOCK_TOKENS)
     limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
@@ -163,11 +164,13 @@ def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_toke
     return settings.max_model_len
 
 
-def _dtype(settings: GenerationSettings, checkpoint: Checkpoint) -> torch.dtype:
+def _dtype(settings: GenerationSettings, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     config = checkpoint.config
     own = config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
     name = (own or "float32") if settings.dtype == "auto" else settings.dtype
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise StartupError(f"config.json: dtype must be a floating-point dtype, got {name!r}")
+    if settings.dtype == "auto" and dtype == torch.bfloat16 and device.type == "cpu" and not multiplies_bfloat16():
+        return torch.float32
     return dtype
