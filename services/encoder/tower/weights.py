@@ -84,8 +84,8 @@ def fill(module: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> N
 
 
 def choose_dtype(stored: Mapping[str, Stored], wanted: str, device: torch.device) -> torch.dtype:
-    """The dtype to run in: `wanted`, or for "auto" bfloat16 if every tensor is stored so and the device multiplies it, else
-    float32.
+    """The dtype to run in: `wanted`, or for "auto" bfloat16 if every tensor is stored so and the device can multiply
+    it, else float32.
 
     Raises StartupError for a quantised tower.
     """
