@@ -96,10 +96,12 @@ def join_linears(model: nn.Module, *groups: Sequence[str]) -> None:
     """Joins the linear layers of these names, which their module calls with the same rows in this order."""
     for module in model.modules():
         for names in groups:
-            linears = [module._modules.get(name) for name in names]
-            if not all(type(each) is nn.Linear and _is_plain(each) and _can_pack(each.weight) for each in linears):
-                continue
-            if len({each.bias is None for each in linears}) > 1:
+            linears = [
+                each
+                for each in map(module._modules.get, names)
+                if type(each) is nn.Linear and _is_plain(each) and _can_pack(each.weight)
+            ]
+            if len(linears) < len(names) or len({each.bias is None for each in linears}) > 1:
                 continue
             product, begin = _Product(linears), 0
             for name, linear in zip(names, linears, strict=True):
