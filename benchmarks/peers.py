@@ -22,7 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -31,7 +31,9 @@ from benchmarks.media_clips import another_file, clip
 from benchmarks.media_processes import peak_bytes, tree
 from benchmarks.peer import Peer
 from benchmarks.peers_checkpoints import checkpoint
-from benchmarks.peers_limits import Limits, limits
+from benchmarks.peers_figures import Figures, Measured
+from benchmarks.peers_limits import limits
+from benchmarks.peers_plot import draw
 from benchmarks.peers_vllm import VllmServer, environment_of
 from benchmarks.report import Beginning
 from benchmarks.timing import Timed
@@ -47,31 +49,6 @@ CLIP_S, CLIP_FPS, CLIP_SIZE = 8, 24, (240, 320)
 OURS, VLLM, GENERATE = "framesieve", "vLLM", "transformers"
 
 Ask = Callable[[bytes], Awaitable[Timed]]
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Medians over rounds of one contender at one load. peak_bytes: of all its processes, since they started."""
-
-    contender: str
-    dtype: str
-    rate: float
-    clients: int
-    first_token_s: float
-    between_tokens_s: float
-    tokens_per_s: float
-    peak_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Everything of one dtype and rate."""
-
-    dtype: str
-    rate: float
-    prompt_tokens: int
-    limits: Limits
-    figures: tuple[Figures, ...]
 
 
 class Contender:
@@ -202,6 +179,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, action="append")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "framesieve-peers")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draws the figures, as a PNG")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     configure_logging("benchmarks", "auto", "warning")  # to stderr
@@ -216,6 +194,8 @@ def main() -> None:
             log = args.folder / f"vllm-{args.model}-{dtype}-{rate:g}.log"
             run = measure(model, python, data, dtype, rate, args.clients or (1, 8, 32), args.rounds, log)
             measured.append(asyncio.run(run))
+    if args.plot:
+        draw(measured, args.plot)
     if args.json:
         print(json.dumps(asdict(beginning) | {"measured": [asdict(each) for each in measured]}, indent=2))
     else:
