@@ -15,3 +15,6 @@ for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
 # Tensors of megabytes in huge pages, where the system gives them to those who ask: reading large weights took a fifth
 # longer without.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# Where compiled layers are kept. torch's own default is a folder in /tmp that another user may have made.
+if caches := os.environ.get("XDG_CACHE_HOME") or (os.environ.get("HOME") and f"{os.environ['HOME']}/.cache"):
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{caches}/framesieve")

@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import structlog
+import torch
+import torch._inductor.config
 from torch import nn
 
 log = structlog.get_logger()
@@ -23,11 +24,8 @@ def compile_layers(layers: Iterable[nn.Module], warm_up: Callable[[], object]) -
 
     Returns False, and leaves them as they were, if that fails, as it does without a C++ compiler.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "framesieve")
-    log.info("compiling layers", cache=os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache)))
+    log.info("compiling layers", cache=os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
     start = time.perf_counter()
-    import torch._inductor.config
-
     torch._inductor.config.compile_threads = 1  # others would be processes that stay
     layers = list(layers)
     torch.compiler.set_stance("default")
