@@ -20,6 +20,9 @@ RUN pip install '.[preprocessing,otel]'
 FROM base AS torch-dependencies
 ARG TORCH=torch==2.13.0
 RUN pip install "$TORCH" && pip install '.[encoder,generation,otel]'
+# Forwards on a CPU allocate a tensor in every operator: tcmalloc does so faster than glibc.
+RUN apt-get update && apt-get install --yes --no-install-recommends libtcmalloc-minimal4 && rm -rf /var/lib/apt/lists/*
+ENV LD_PRELOAD=libtcmalloc_minimal.so.4
 
 FROM preprocessing-dependencies AS preprocessing
 COPY common common

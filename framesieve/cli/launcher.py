@@ -19,7 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from ctypes.util import find_library
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -178,7 +180,7 @@ class LocalStack:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=environment(),
+                env=environment() | ({} if service == "preprocessing" else _faster_malloc()),
                 start_new_session=True,
             )
 
@@ -356,3 +358,10 @@ def environment() -> dict[str, str]:
     """This process's environment, with the folder of this checkout or installation on PYTHONPATH."""
     path = filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+@cache
+def _faster_malloc() -> dict[str, str]:
+    """Preloads tcmalloc where the system has it: forwards allocate a tensor in every operator. {} without it."""
+    library = find_library("tcmalloc_minimal")
+    return {"LD_PRELOAD": " ".join(filter(None, (os.environ.get("LD_PRELOAD"), library)))} if library else {}
