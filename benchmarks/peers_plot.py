@@ -24,7 +24,7 @@ def draw(measured: Sequence[Measured], path: Path) -> None:
             panel.set_title(f"{dtype}, {number} client{'s' * (number > 1)}: tokens/s", fontsize=9)
         _bars(row[-1], own, 1, lambda figures: 1e3 * figures.first_token_s)
         row[-1].set_title(f"{dtype}, 1 client: first token, ms", fontsize=9)
-    panels[0][0].legend(fontsize=8)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=110)
 
 
