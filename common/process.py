@@ -87,7 +87,8 @@ def use_intel_openmp() -> bool:
 
 
 def leave_cores_to_others(nice: int = 10) -> None:
-    """Lowers the priority of this process and of those that it starts. Cores that nobody else wants are still its own.
+    """Lowers the priority of this thread, and of threads and processes that it starts from now on. Cores that nobody else
+    wants are still its own.
 
     Where Linux groups processes by session, priorities count within a session only, and the group has one of its own.
     """

@@ -42,10 +42,6 @@ async def main() -> ExitStatus:
     check_ports(settings)
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    if device_of(settings).type == "cpu":
-        # Otherwise it decodes the first answers one by one while the encoder, on the same cores, still encodes the
-        # videos of the next: a step with one answer reads as many weights as one with eight.
-        leave_cores_to_others()
     credentials = upstream_credentials(settings)
     checkpoint = Checkpoint.find(settings.model)
     defaults, tokenizer = sampling_defaults(checkpoint), load_tokenizer(checkpoint.folder)
@@ -69,6 +65,11 @@ async def main() -> ExitStatus:
         dtype = str(model.dtype).removeprefix("torch.")
         begin("generation", "Generate", checkpoint, settings.served_model_name, dtype, str(model.device))
         watch(engine, media_buffer, settings.max_num_seqs, settings.max_waiting_requests)
+        if model.device.type == "cpu":
+            # Otherwise it decodes the first answers one by one while the encoder, on the same cores, still encodes the
+            # videos of the next: a step with one answer reads as many weights as one with eight. The engine's thread
+            # and those that it computes with inherit the priority.
+            leave_cores_to_others()
         engine.start()
         ends.callback(engine.stop)
         if workers:
