@@ -89,7 +89,8 @@ def use_intel_openmp() -> bool:
 def leave_cores_to_others(nice: int = 10) -> None:
     """Lowers the priority of this thread, and of threads and processes that it starts from now on.
 
-    Cores that nobody else wants are still their own. Where Linux groups processes by session, priorities count within a session only, and the group has one of its own.
+    Cores that nobody else wants are still their own. Where Linux groups processes by session, priorities count within a
+    session only, and the group has one of its own.
     """
     os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
     if os.getsid(0) == os.getpid():  # otherwise the group is a terminal's or a script's
