@@ -23,6 +23,9 @@ RUN pip install "$TORCH" && pip install '.[encoder,generation,otel]'
 # Forwards on a CPU allocate a tensor in every operator: tcmalloc does so faster than glibc.
 RUN apt-get update && apt-get install --yes --no-install-recommends libtcmalloc-minimal4 && rm -rf /var/lib/apt/lists/*
 ENV LD_PRELOAD=libtcmalloc_minimal.so.4
+# Models are compiled at startup, unless they are very small.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+ENV XDG_CACHE_HOME=/var/cache
 
 FROM preprocessing-dependencies AS preprocessing
 COPY common common
@@ -36,9 +39,6 @@ ENTRYPOINT ["python", "-m", "services.preprocessing"]
 CMD ["--listen", "0.0.0.0:50051"]
 
 FROM torch-dependencies AS encoder
-# The tower's layers are compiled at startup, unless it is very small.
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
-ENV XDG_CACHE_HOME=/var/cache
 COPY common common
 COPY services/__init__.py services/
 COPY services/cpu services/cpu
@@ -57,7 +57,7 @@ COPY services/__init__.py services/
 COPY services/cpu services/cpu
 COPY services/generation services/generation
 COPY demo/model demo/model
-RUN useradd --system --uid 10001 framesieve
+RUN useradd --system --uid 10001 framesieve && install --directory --owner=framesieve /var/cache/framesieve
 USER framesieve
 EXPOSE 50053 9103
 ENTRYPOINT ["python", "-m", "services.generation"]

@@ -2,7 +2,8 @@
 
 The same checkpoint, clip (other bytes in every request) and question; answers of 64 tokens, end tokens ignored. For
 each dtype and pruning rate, the contenders answer in turns: one client, then 8, then 32 at once. vLLM cannot change its
-rate while it runs, so it is started again for each. transformers knows no pruning and one question at a time.
+rate while it runs, so it is started again for each. transformers knows no pruning and one question at a time, and is
+left out with the large checkpoint, of which three copies do not fit into memory.
 
     python -m benchmarks.peers --model small --dtype bfloat16 --rate 0 --rate 0.75 --clients 1 --clients 8
     python -m benchmarks.peers --model 3b --dtype bfloat16 --rate 0 --rate 0.75 --clients 1 --clients 4
@@ -92,14 +93,14 @@ async def measure(
     usages: list[Usage] = []
     flags = {"encoder": ["--dtype", dtype, "--cache-bytes", "0"], "generation": ["--dtype", dtype]}
     async with AsyncExitStack() as held:
-        vllm = held.enter_context(VllmServer(python, model, dtype, rate, log))
         stack = await held.enter_async_context(LocalStack(model, flags=flags))
+        vllm = held.enter_context(VllmServer(python, model, dtype, rate, log))
         client = await held.enter_async_context(FramesieveClient(stack.address))
         contenders = {
             OURS: Contender(lambda clip: _ask(client, clip, rate, usages), lambda: _peak(stack)),
             VLLM: Contender(lambda clip: vllm.ask(clip, QUESTION, NEW_TOKENS), lambda: vllm.peak_bytes, vllm.turn),
         }
-        if not rate:
+        if not rate and model.name.startswith("small"):
             contenders[GENERATE] = _generate(model, getattr(torch, dtype))
         for number in range(rounds + 1):
             for each in clients:

@@ -29,6 +29,13 @@ class _PackedWeight:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
         return product
 
+    def register(self, module: nn.Module) -> None:
+        """Gives `module` the number, for `_multiply`.
+
+        As a tensor: the compiler makes other code for each value of a number, but one code for all layers otherwise.
+        """
+        module.register_buffer("number", torch.tensor(self.number), persistent=False)
+
 
 _packed: WeakValueDictionary[int, _PackedWeight] = WeakValueDictionary()
 
@@ -45,14 +52,10 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._packed = _PackedWeight(linear.weight, linear.bias)
-        # A tensor: the compiler makes other code for each value of a number, but one code for all layers otherwise.
-        self.register_buffer("number", torch.tensor(self._packed.number), persistent=False)
+        self._packed.register(self)
 
     def forward(self, rows: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            computed: Tensor = torch.ops.framesieve.packed_linear(rows, self.number, self.out_features)
-            return computed
-        return self._packed.multiply(rows)
+        return _multiply(rows, self._packed, self.number, self.out_features)
 
 
 class JoinedLinear(nn.Module):
@@ -61,13 +64,16 @@ class JoinedLinear(nn.Module):
     A product of one row takes as long as reading its weights, and small ones take longer to begin than to read.
     """
 
+    number: Tensor
+
     def __init__(self, linear: nn.Linear, product: _Product, begin: int, last: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._product, self._columns, self._last = product, slice(begin, begin + linear.out_features), last
+        product.packed.register(self)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self._product.of(rows, self._last)[..., self._columns]
+        return self._product.of(rows, self.number, self._last)[..., self._columns]
 
 
 class _Product:
@@ -75,16 +81,24 @@ class _Product:
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         biases = [each.bias for each in linears]
-        self._packed = _PackedWeight(torch.cat([each.weight for each in linears]), _joined(biases))
+        self.packed = _PackedWeight(torch.cat([each.weight for each in linears]), _joined(biases))
+        self._out_features = sum(each.out_features for each in linears)
         self._computed: tuple[Tensor, Tensor] | None = None
 
-    def of(self, rows: Tensor, last: bool) -> Tensor:
+    def of(self, rows: Tensor, number: Tensor, last: bool) -> Tensor:
         if self._computed is None or self._computed[0] is not rows:
-            self._computed = rows, self._packed.multiply(rows)
+            self._computed = rows, _multiply(rows, self.packed, number, self._out_features)
         product = self._computed[1]
         if last:
             self._computed = None
         return product
+
+
+def _multiply(rows: Tensor, weight: _PackedWeight, number: Tensor, out_features: int) -> Tensor:
+    if torch.compiler.is_compiling():
+        product: Tensor = torch.ops.framesieve.packed_linear(rows, number, out_features)
+        return product
+    return weight.multiply(rows)
 
 
 def _joined(biases: Sequence[Tensor | None]) -> Tensor | None:

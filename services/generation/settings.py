@@ -111,6 +111,12 @@ class GenerationSettings(UpstreamSettings):
         description="number of tensor-parallel ranks, each a process with a part of every layer; on CUDA each uses one "
         "device, starting at --device. Must divide the model's attention heads and KV heads",
     )
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="whether the text model is compiled for the CPU at startup, which needs a C++ compiler, and some "
+        "seconds a layer at the first start; auto: unless it is very small, or its layers are large. Never with "
+        "adapters, quantised weights or tensor parallelism",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads per operation; unset: torch's default")
     adapters: Annotated[tuple[Annotated[AdapterFolder, PlainValidator(AdapterFolder.parse)], ...], NoDecode] = Field(
         (),

@@ -90,6 +90,22 @@ def test_a_prompt_cut_anywhere_obeys_the_law(models: Models) -> None:
         assert_law(models, engine, questions, asked)
 
 
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_vl", *(pytest.param(each, marks=pytest.mark.deep) for each in ("qwen2_5_vl", "qwen3_vl_moe"))],
+    scope="module",
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code
+def test_a_compiled_model_obeys_the_law(models: Models) -> None:
+    engine = TinyEngine(models.engine, max_num_batched_tokens=11)
+    assert engine.runner.compile()
+    video = random_item(models.family, (4, 2, 3), Fraction(1), rate=0.5)
+    picture = random_item(models.family, (1, 2, 2), None, seed=6)
+    mixed = Question((Text((30, 31)), video, Text((32,)), picture, Text((33, 34))), 6, kept_seed=1)
+    questions = [mixed, Question((Text(tuple(range(10, 40))),), 9), Question((Text((7,)),), 3)]
+    assert_law(models, engine, questions, answer(engine, questions, arrivals=(0, 2, 6)))
+
+
 def test_several_answers_share_one_prefill(models: Models) -> None:
     video = random_item(models.family, (3, 2, 3), Fraction(1), rate=0.25)
     asking = Question((Text((20, 21, 22)), video, Text((30, 31, 32))), 5)

@@ -6,20 +6,25 @@ It owns the model and the KV cache, and knows nothing of scheduling.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
-from services.generation.model.attention import make_cache
+from services.cpu.compiled import compiled_whole, compiles
+from services.generation.model.attention import attending, make_cache
 from services.generation.model.attention.cache import CacheSizes
 from services.generation.model.graphs import Capture, DecodeGraphs
 from services.generation.model.language_model import LanguageModel
-from services.generation.request.batch import MediaRows, Packed, Window, decodes_first, pack
+from services.generation.request.batch import Context, MediaRows, Packed, Window, decodes_first, pack, slots_of
 from services.generation.sampling.sampler import SampledToken, sample_and_verify
 from services.generation.to_device import tensor_to_device, to_device
+
+# A size that no other dimension has: the compiler takes those that are equal in its first call to be equal in all.
+COMPILED_WITH_TOKENS = 7
 
 log = structlog.get_logger()
 
@@ -44,6 +49,25 @@ class Runner:
         sizes = CacheSizes(model.layers, blocks, block_tokens, model.heads, model.kv_heads, model.head_dim)
         self._cache = make_cache(sizes, model.embed_tokens.weight)
         self._graphs: DecodeGraphs | None = None
+        self._compiled: Callable[..., Any] | None = None
+
+    def compile(self) -> bool:
+        """Compiles the text model, which has no adapters, for the CPU. Returns False, and leaves it eager, if that fails."""
+        tokens, block_tokens = COMPILED_WITH_TOKENS, self._cache.sizes.block_tokens
+        blocks = range(-(-tokens // block_tokens))
+        packed = Packed(
+            contexts=(Context(0, tokens, blocks),),
+            num_decodes=0,
+            ids=np.zeros(tokens, np.int64),
+            positions=np.tile(np.arange(tokens), (3, 1)),
+            slots=slots_of(blocks, 0, tokens, block_tokens),
+            media_rows=np.empty(0, np.int64),
+            last_rows=np.array([tokens - 1]),
+        )
+        self._compiled = compiled_whole(self.model.text)
+        if not compiles(lambda: self.compute(packed, None)):
+            self._compiled = None
+        return self._compiled is not None
 
     @torch.inference_mode()
     def capture_decoding(self, most_requests: int, most_tokens: int, capture: Capture) -> bool:
@@ -111,14 +135,15 @@ class Runner:
     def _forward(self, packed: Packed, rows: Tensor, features: Tensor | None) -> Tensor:
         embeds: Tensor = self.model.embed_tokens(to_device(packed.ids, self.model.device))
         levels = {} if features is None else self._put_media(packed, embeds, features)
-        hidden = self.model.text(
-            inputs_embeds=embeds[None],  # [1, T, D]
-            position_ids=to_device(packed.positions, self.model.device)[:, None],  # [3, 1, T]
-            use_cache=False,
-            batch=self._cache.batch(packed),
-            **levels,
-        ).last_hidden_state[0]
-        logits: Tensor = self.model.lm_head(hidden[rows])
+        embeds = embeds[None]  # [1, T, D]
+        positions = to_device(packed.positions, self.model.device)[:, None]  # [3, 1, T]
+        batch, text = self._cache.batch(packed), self.model.text
+        if self._compiled is None or levels:
+            output = text(inputs_embeds=embeds, position_ids=positions, use_cache=False, batch=batch, **levels)
+        else:
+            with attending(batch):
+                output = self._compiled(inputs_embeds=embeds, position_ids=positions, use_cache=False)
+        logits: Tensor = self.model.lm_head(output.last_hidden_state[0][rows])
         return logits.float()
 
     def _put_media(self, packed: Packed, embeds: Tensor, features: Tensor) -> dict[str, Tensor]:

@@ -10,8 +10,9 @@ import torch
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
-from services.cpu.packed_linear import multiplies_bfloat16
+from services.cpu.packed_linear import JoinedLinear, PackedLinear, multiplies_bfloat16
 from services.generation.families import load_language_model
+from services.generation.families.quantised import is_quantised
 from services.generation.model.graphs import CudaCapture
 from services.generation.model.language_model import LanguageModel
 from services.generation.model.runner import Runner, Workers
@@ -25,6 +26,10 @@ CPU_CACHE_TOKENS = 32768
 # Context length at which the largest step is measured if --max-model-len is unset. Without a kernel that reads paged
 # blocks, a step needs more memory for a longer context, so longer prompts may run out of memory.
 UNLIMITED_CONTEXT_TOKENS = 32768
+# Compiling takes some seconds a layer and saves about 0.1 ms a layer and step: too long for models of a few weights,
+# too little where a layer's weights alone take several milliseconds to read.
+COMPILED_FROM_WEIGHTS = 4_000_000
+COMPILED_TO_LAYER_WEIGHTS = 2**24
 
 log = structlog.get_logger()
 
@@ -61,11 +66,22 @@ def build(
     blocks = -(-_cache_tokens(settings, model, group) // BLOCK_TOKENS)
     limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
     runner = Runner(model, blocks, BLOCK_TOKENS, workers)
+    if group is None and _compiles(settings, checkpoint, model):
+        runner.compile()
     if model.device.type == "cuda":
         captured = _capture(runner, settings, limit_tokens)
         if group and not group.least(int(captured)):  # all ranks replay a step, or none does
             runner.decode_eagerly()
     return Built(runner, blocks, limit_tokens)
+
+
+def _compiles(settings: GenerationSettings, checkpoint: Checkpoint, model: LanguageModel) -> bool:
+    if model.device.type != "cpu" or settings.adapters or is_quantised(checkpoint):
+        return False
+    layers = [each for each in model.text.modules() if isinstance(each, PackedLinear | JoinedLinear)]
+    weights = sum(each.in_features * each.out_features for each in layers)
+    small = weights >= COMPILED_FROM_WEIGHTS and weights <= model.layers * COMPILED_TO_LAYER_WEIGHTS
+    return settings.compile == "on" or (settings.compile == "auto" and small)
 
 
 def device_of(settings: GenerationSettings, rank: int = 0) -> torch.device:

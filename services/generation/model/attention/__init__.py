@@ -6,6 +6,10 @@ Source: `transformers.AttentionInterface`.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import structlog
 import torch
 from torch import Tensor, nn
@@ -31,6 +35,25 @@ def make_cache(sizes: CacheSizes, like: Tensor) -> PagedCache:
     return VarlenCache(sizes, like, kernel.attend) if kernel else SdpaCache(sizes, like)
 
 
+class _Attended(threading.local):
+    """The batch of the compiled forward that this thread runs. Compiled code cannot pass it on."""
+
+    batch: Batch
+
+
+_attended = _Attended()
+
+
+@contextmanager
+def attending(batch: Batch) -> Iterator[None]:
+    """Forwards of this thread that are called without a batch attend to this one."""
+    _attended.batch = batch
+    try:
+        yield
+    finally:
+        del _attended.batch
+
+
 def paged_attention(
     module: nn.Module,
     query: Tensor,  # [1, heads, T, head_dim]
@@ -38,14 +61,27 @@ def paged_attention(
     value: Tensor,  # [1, kv_heads, T, head_dim]
     attention_mask: None,
     *,
-    batch: Batch,
     scaling: float,
+    batch: Batch | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers. Returns [1, T, heads, head_dim]."""
     layer = module.layer_idx
     assert isinstance(layer, int)
+    if batch is None:
+        return torch.ops.framesieve.paged_attention(query, key, value, layer, scaling), None
     return batch.attend(layer, query[0], key[0], value[0], scaling)[None], None
 
 
+def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scaling: float) -> Tensor:
+    return _attended.batch.attend(layer, query[0], key[0], value[0], scaling)[None]
+
+
+# An operator of its own is opaque to the compiler.
+_library = torch.library.Library("framesieve", "FRAGMENT")
+_library.define("paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scaling) -> Tensor")
+_library.impl("paged_attention", _attend, "CPU")
+_library.impl(
+    "paged_attention", lambda query, key, value, layer, scaling: query.new_empty(query.transpose(1, 2).shape), "Meta"
+)
 AttentionInterface.register(ATTENTION, paged_attention)
