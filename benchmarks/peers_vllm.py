@@ -165,7 +165,7 @@ def _variables(python: Path) -> dict[str, str]:
         "LD_PRELOAD": ":".join(filter(None, preloaded)),
         "PYTHONPATH": str(PLUGIN),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }

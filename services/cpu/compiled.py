@@ -49,7 +49,7 @@ def compiled_whole(model: nn.Module) -> Callable[..., Any]:
 
     # torch finds compiled code by the code object that it was made of. Without guards another model's would be run.
     call.__code__ = call.__code__.replace()
-    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     compiled: Callable[..., Any] = torch.compile(call, dynamic=True, fullgraph=True, options=options)
     return compiled
 

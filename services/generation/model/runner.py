@@ -52,7 +52,7 @@ class Runner:
         self._compiled: Callable[..., Any] | None = None
 
     def compile(self) -> bool:
-        """Compiles the text model, which has no adapters, for the CPU. Returns False, and leaves it eager, if that fails."""
+        """Compiles the text model for the CPU. Returns False, and leaves it eager, if that fails. Not with adapters."""
         tokens, block_tokens = COMPILED_WITH_TOKENS, self._cache.sizes.block_tokens
         blocks = range(-(-tokens // block_tokens))
         packed = Packed(
