@@ -188,19 +188,21 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     python = environment_of(args.folder / "vllm")
     data = clip(CLIP_S * CLIP_FPS, *CLIP_SIZE, keyframe_every=2 * CLIP_FPS, fps=CLIP_FPS)
-    measured = []
-    for dtype in args.dtype or ("float32", "bfloat16"):
-        model = checkpoint(args.folder, args.model, dtype)
-        for rate in args.rate or (0.0, 0.5, 0.75, 0.9):
-            log = args.folder / f"vllm-{args.model}-{dtype}-{rate:g}.log"
-            run = measure(model, python, data, dtype, rate, args.clients or (1, 8, 32), args.rounds, log)
-            measured.append(asyncio.run(run))
-    if args.plot:
-        draw(measured, args.plot)
-    if args.json:
-        print(json.dumps(asdict(beginning) | {"measured": [asdict(each) for each in measured]}, indent=2))
-    else:
-        print(f"`{beginning.command}`\n{beginning.date}, {beginning.machine}\n", *table(measured), sep="\n")
+    measured: list[Measured] = []
+    try:
+        for dtype in args.dtype or ("float32", "bfloat16"):
+            model = checkpoint(args.folder, args.model, dtype)
+            for rate in args.rate or (0.0, 0.5, 0.75, 0.9):
+                log = args.folder / f"vllm-{args.model}-{dtype}-{rate:g}.log"
+                run = measure(model, python, data, dtype, rate, args.clients or (1, 8, 32), args.rounds, log)
+                measured.append(asyncio.run(run))
+    finally:  # what was measured before a contender failed is not lost
+        if args.plot:
+            draw(measured, args.plot)
+        if args.json:
+            print(json.dumps(asdict(beginning) | {"measured": [asdict(each) for each in measured]}, indent=2))
+        else:
+            print(f"`{beginning.command}`\n{beginning.date}, {beginning.machine}\n", *table(measured), sep="\n")
 
 
 if __name__ == "__main__":

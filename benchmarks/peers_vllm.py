@@ -77,6 +77,8 @@ class VllmServer:
             "--mm-processor-kwargs": '{"do_sample_frames": false}',
         } | ({"--video-pruning-rate": f"{rate:g}"} if rate else {})
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--no-enable-prefix-caching"]
+        if rate:  # a video that is pruned and prefilled in chunks ends its engine with an IndexError
+            command.append("--no-enable-chunked-prefill")
         command += ["--skip-mm-profiling", *(part for flag in flags.items() for part in flag)]
         self._log = log.open("wb")
         self._process = subprocess.Popen(
