@@ -17,6 +17,7 @@ from benchmarks.media_overlap import overlap
 from benchmarks.media_pruning import pruning
 from benchmarks.media_second_question import second_question
 from benchmarks.media_seeking import seeking
+from benchmarks.media_segments import segments
 from benchmarks.media_sharing import sharing
 from benchmarks.media_tensors import tensors
 from benchmarks.media_throughput import throughput
@@ -27,6 +28,7 @@ from common.telemetry.logs import configure_logging
 MEASUREMENTS: Mapping[str, Callable[[int], list[Row]]] = {
     "tensors": tensors,
     "seeking": seeking,
+    "segments": segments,
     "throughput": throughput,
     "sharing": sharing,
     "overlap": overlap,

@@ -1,4 +1,4 @@
-"""Time to first token of a second question about the same video, at another rate."""
+"""Time to first token of a second question about the same video, named by its path, at another rate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from framesieve.client.prompt import Video
 LARGE_PX = 224 * 224
 FIRST_SEED = 10_100_000
 QUESTIONS = {"first": ("What happens in the video?", 0.75), "second": ("Which shape moves?", 0.5)}
-AT_MOST = 0.15
+LARGE_AT_MOST, DEMO_AT_MOST = 0.05, 0.15
+# A file that has just been written is hashed again: see `services.preprocessing.sources.digests`.
+SETTLED_S = 2.5
 
 
 def second_question(rounds: int) -> list[Row]:
@@ -31,11 +33,15 @@ async def _second_question(rounds: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         async with LocalStack(media_root=folder) as stack, FramesieveClient(stack.address) as client:
-            large = await _row(client, "8 s of 720p", large_videos(folder, rounds + 1))
-            return [large, await _row(client, "the demo's clip", demo_videos(rounds + 1))]
+            large, demo = large_videos(folder, rounds + 1), demo_videos(folder, rounds + 1)
+            await asyncio.sleep(SETTLED_S)
+            return [
+                await _row(client, "8 s of 720p", large, LARGE_AT_MOST),
+                await _row(client, "the demo's clip", demo, DEMO_AT_MOST),
+            ]
 
 
-async def _row(client: FramesieveClient, name: str, videos: Sequence[Video]) -> Row:
+async def _row(client: FramesieveClient, name: str, videos: Sequence[Video], at_most: float) -> Row:
     taken, stages = Timings(), {which: Timings() for which in QUESTIONS}
     names: tuple[str, ...] = ()
     for number, video in enumerate(videos):
@@ -54,7 +60,7 @@ async def _row(client: FramesieveClient, name: str, videos: Sequence[Video]) -> 
     )
     what = f"{name}, first token of a second question at another rate"
     ours, theirs = taken.median("second"), taken.median("first")
-    return Row(what, "the first question", ours, theirs, "s", at_most=AT_MOST, note=f"stages in ms, {note}")
+    return Row(what, "the first question", ours, theirs, "s", at_most=at_most, note=f"stages in ms, {note}")
 
 
 async def first_token(
@@ -71,8 +77,9 @@ async def first_token(
     raise AssertionError("an answer ends with what it cost")
 
 
-def demo_videos(count: int) -> list[Video]:
-    return [Video(data=encode(random_scene(FIRST_SEED + number))) for number in range(count)]
+def demo_videos(folder: Path, count: int) -> list[Video]:
+    scenes = (encode(random_scene(FIRST_SEED + number)) for number in range(count))
+    return [Video(server_path=another_path(folder, data)) for data in scenes]
 
 
 def large_videos(folder: Path, count: int) -> list[Video]:

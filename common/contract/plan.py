@@ -95,6 +95,7 @@ class MediaPlan:
     timestamps_s: presentation time of each frame; empty for an image.
     content_hash: 32 bytes; they differ if the pixels, their times or the given embeddings could differ.
     missing_frames: frames of the file that its container promises and that it does not hold.
+    dropped_frames: frames of the file that have the same time as another one, and are not shown.
     """
 
     modality: Modality
@@ -107,10 +108,12 @@ class MediaPlan:
     timestamps_s: tuple[float, ...]
     content_hash: bytes
     missing_frames: int = 0
+    dropped_frames: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.missing_frames < 2**31:
-            raise ValueError(f"missing_frames must be at least 0 and below 2^31, got {self.missing_frames}")
+        for name in ("missing_frames", "dropped_frames"):
+            if not 0 <= (count := getattr(self, name)) < 2**31:
+                raise ValueError(f"{name} must be at least 0 and below 2^31, got {count}")
         held = sum(run.length for run in self.runs)
         if held != self.grid.tokens:
             raise ValueError(f"runs hold {held} tokens, the grid {self.grid} has {self.grid.tokens}")

@@ -222,6 +222,7 @@ def _media_message(item: MediaPlan) -> prompt_pb2.MediaPlan:
         timestamps_s=item.timestamps_s,
         content_hash=item.content_hash,
         missing_frames=item.missing_frames,
+        dropped_frames=item.dropped_frames,
     )
 
 
@@ -249,6 +250,7 @@ def _media_plan(message: prompt_pb2.MediaPlan) -> MediaPlan:
         timestamps_s=tuple(message.timestamps_s),
         content_hash=message.content_hash,
         missing_frames=message.missing_frames,
+        dropped_frames=message.dropped_frames,
     )
 
 

@@ -1,4 +1,4 @@
-"""Quotas: how many requests, and bytes of request messages, each client may have running at a time.
+"""Quotas: how many requests, and bytes of request messages, each client and all together may have running at a time.
 
 A client is identified by the name of its token, else by its certificate, else by its address. All callers over a unix
 socket are one client. Clients without running requests are not remembered.
@@ -28,9 +28,13 @@ class _Account:
 
 
 class ClientQuotas:
-    """max_requests, max_bytes: limits for each client; None: no limit."""
+    """max_requests, max_bytes: limits for each client. max_total: requests of all together. None: no limit."""
 
-    def __init__(self, max_requests: int | None = None, max_bytes: int | None = None) -> None:
+    def __init__(
+        self, max_requests: int | None = None, max_bytes: int | None = None, max_total: int | None = None
+    ) -> None:
+        self._max_total = max_total
+        self._total = 0
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._accounts: dict[str, _Account] = {}
@@ -58,6 +62,8 @@ class ClientQuotas:
         Raises Overloaded for too many requests. The yielded function raises Overloaded for too many bytes of all
         running requests, and InvalidRequest where one request alone exceeds the quota.
         """
+        if self._max_total is not None and self._total >= self._max_total:
+            raise Overloaded(f"{self._total} requests run or wait, --max-requests is {self._max_total}")
         account = self._accounts.get(client, _Account())
         if self._max_requests is not None and account.requests >= self._max_requests:
             raise Overloaded(
@@ -65,6 +71,7 @@ class ClientQuotas:
             )
         self._accounts[client] = account
         account.requests += 1
+        self._total += 1
         charged_bytes = 0
 
         def charge(size_bytes: int) -> None:
@@ -77,6 +84,7 @@ class ClientQuotas:
             yield charge
         finally:
             account.requests -= 1
+            self._total -= 1
             account.size_bytes -= charged_bytes
             if not account.requests:
                 del self._accounts[client]

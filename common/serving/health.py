@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import grpc
@@ -31,9 +32,10 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class Health:
-    """The same status for each of `names`; NOT_SERVING at first."""
+    """The same status for each of `names`; NOT_SERVING at first. details: trailing metadata of Check."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], details: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._details = tuple(details.items())
         self._names = frozenset(names)
         self._status = health_pb2.HealthCheckResponse.NOT_SERVING
         self._changed = asyncio.Event()
@@ -62,6 +64,7 @@ class Health:
     async def _check(self, request: bytes, context: Context) -> health_pb2.HealthCheckResponse:
         if await _service_of(request, context) not in self._names:
             await context.abort(grpc.StatusCode.NOT_FOUND)
+        context.set_trailing_metadata(self._details)
         return health_pb2.HealthCheckResponse(status=self._status)
 
     async def _watch(self, request: bytes, context: Context) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NoReturn
 
 import grpc
@@ -57,6 +57,7 @@ async def serve(
     register: Callable[[grpc.aio.Server], None],
     well: Callable[[], bool],
     broken: asyncio.Event | None = None,
+    details: Mapping[str, str] | None = None,
 ) -> ExitStatus:
     """Serves until SIGTERM or SIGINT, then drains: health reports NOT_SERVING and running requests may finish.
 
@@ -64,17 +65,18 @@ async def serve(
     register: adds the servicer to the server.
     well: whether the service can work; health reports it.
     broken: set when the service can never work again; it then drains as after a signal.
+    details: what health says beside the status, as metadata of its answers.
     Returns FAILED if it was broken, CUT_OFF if requests outlasted --drain-s, else FINISHED. Raises StartupError where
     it cannot listen on its address or its metrics port.
     """
     for old, new in settings.old_names:
         log.warning("a setting was renamed; its old name will be removed in the next release", old=old, new=new)
     close_spans = export_spans(stage_of(service))
-    quotas = ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client)
+    quotas = ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client, settings.max_requests)
     requests = RequestInterceptor(quotas, stage_of(service))
     server = guarded_server(settings, requests)
     register(server)
-    health = Health(("", service, HEALTH))
+    health = Health(("", service, HEALTH), details or {})
     health.add_to(server)
     if settings.reflection:
         reflection.enable_server_reflection((service, HEALTH, reflection.SERVICE_NAME), server)

@@ -93,6 +93,9 @@ class ServiceSettings(BaseSettings):
         le=GREATEST_INLINE_BYTES,
         description="maximum bytes of files and embeddings in one request; set the same in all three services",
     )
+    max_requests: int | None = Field(
+        None, ge=1, description="maximum requests that run or wait at a time; further ones are refused; unset: no limit"
+    )
     max_requests_per_client: int | None = Field(
         None,
         ge=1,

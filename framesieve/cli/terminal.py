@@ -70,6 +70,8 @@ def print_cost(usage: Usage, timings: Timings) -> None:
             _warn(f"media {number}: {item.repaired_frames} damaged frames were replaced by the previous frame")
         if item.missing_frames:
             _warn(f"media {number}: the file was cut off, {item.missing_frames} frames are missing")
+        if item.dropped_frames:
+            _warn(f"media {number}: {item.dropped_frames} frames have the time of another one and are not shown")
         if item.first_slice_only:
             _warn(f"media {number}: this pruning rate keeps only the first slice, so the model sees no motion")
 

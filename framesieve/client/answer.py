@@ -34,6 +34,7 @@ class MediaUsage:
     grid: its tokens before pruning.
     repaired_frames: frames that could not be decoded and were replaced by the previous frame.
     missing_frames: frames that the file's container declares but the file lacks, because it was cut off.
+    dropped_frames: frames that have the same time as another one, and are not shown.
     first_slice_only: at this rate only the first temporal slice is kept, so the model sees no motion.
     """
 
@@ -43,6 +44,7 @@ class MediaUsage:
     repaired_frames: int
     first_slice_only: bool
     missing_frames: int = 0
+    dropped_frames: int = 0
 
 
 @dataclass(frozen=True, slots=True)

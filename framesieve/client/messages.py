@@ -334,6 +334,7 @@ def _usage(usage: generation_pb2.Usage) -> Usage:
                 repaired_frames=item.repaired_frames,
                 first_slice_only=item.first_slice_only,
                 missing_frames=item.missing_frames,
+                dropped_frames=item.dropped_frames,
             )
             for item in usage.media
         ),

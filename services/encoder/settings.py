@@ -17,6 +17,9 @@ class EncoderSettings(UpstreamSettings):
 
     listen: str = Field("127.0.0.1:50052", description="address to serve on, host:port or unix:/path")
     metrics_port: int = Field(9102, ge=0, le=65535, description="port of Prometheus' /metrics; 0: no metrics")
+    max_requests: int | None = Field(
+        1024, ge=1, description="maximum requests that run or wait at a time; further ones are refused; unset: no limit"
+    )
     preprocessing: str = Field(
         "127.0.0.1:50051",
         description="address of preprocessing: host:port (all addresses that the name resolves to), unix:/path, "

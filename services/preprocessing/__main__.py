@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
+
+import structlog
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
@@ -12,19 +15,21 @@ from common.serving.server import run, serve
 from common.telemetry.logs import configure_logging
 from common.telemetry.metrics import begin
 from framesieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer_to_server
-from services.preprocessing.fetch.fetcher import Fetcher
+from services.preprocessing.fetch.fetcher import Fetcher, Observed
 from services.preprocessing.planner import Planner
-from services.preprocessing.rpc.metrics import count_replaced, watch
+from services.preprocessing.rpc.metrics import FETCHED_BYTES, count_kept, count_replaced, watch
 from services.preprocessing.rpc.planning_threads import PlanningThreads
 from services.preprocessing.rpc.servicer import SERVICE, PreprocessingServicer
 from services.preprocessing.settings import PreprocessingSettings
+from services.preprocessing.sources.digests import digests
 from services.preprocessing.workers.job_queue import JobQueue, started
+from services.preprocessing.workers.limits import Mechanism
+from services.preprocessing.workers.media_reader import indexes
 
 # Quick plans mostly take milliseconds; the second thread serves them while the first checks a long prompt.
 _QUICK_THREADS = 2
-_SLOW_THREADS = 4
-# Reading media mostly takes milliseconds; the second worker serves others while the first reads a slow one.
-_READING_WORKERS = 2
+
+log = structlog.get_logger()
 
 
 async def main() -> ExitStatus:
@@ -33,19 +38,39 @@ async def main() -> ExitStatus:
     check_ports(settings)
     if settings.media_root is not None and not settings.media_root.is_dir():
         raise StartupError(f"--media-root {settings.media_root} is not a folder")
-    reading = JobQueue(_READING_WORKERS, settings.limits, settings.inflight_bytes, count_replaced)
+    reading = JobQueue(settings.read_workers, settings.limits, settings.inflight_bytes, count_replaced)
     decoding = JobQueue(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced)
     checkpoint = Checkpoint.find(settings.model)
-    planner = Planner(checkpoint, settings.media_root, settings.media_max_bytes)
+    planner = Planner(checkpoint, settings.media_root, settings.media_max_bytes, digests(count_kept("digest")))
     begin("preprocessing", "Preprocess", checkpoint, settings.served_model_name)
-    quick, slow = PlanningThreads(_QUICK_THREADS), PlanningThreads(_SLOW_THREADS)
+    quick, slow = PlanningThreads(_QUICK_THREADS), PlanningThreads(settings.plan_threads)
     watch(reading, decoding, quick, slow)
     # Exited from the right: the queues end first, so plans that wait for a worker fail before the threads are joined.
     async with quick, slow, started(reading, decoding):
-        fetcher = Fetcher(settings.fetch_policy)
-        servicer = PreprocessingServicer(planner, fetcher, quick, slow, reading, decoding, settings.max_inline_bytes)
-        register = partial(add_PreprocessingServiceServicer_to_server, servicer)
-        return await serve(SERVICE, settings, register, lambda: reading.workers.healthy and decoding.workers.healthy)
+        confined_by = reading.workers.confined_by & decoding.workers.confined_by
+        check_sandbox(confined_by, settings.require_sandbox)
+        observed = Observed(FETCHED_BYTES.inc, count_kept("fetch"))
+        with closing(Fetcher(settings.fetch_policy, observed=observed)) as fetcher:
+            servicer = PreprocessingServicer(
+                *(planner, fetcher, quick, slow, reading, decoding, settings.max_inline_bytes),
+                known=indexes(count_kept("index")),
+            )
+            register = partial(add_PreprocessingServiceServicer_to_server, servicer)
+            return await serve(
+                *(SERVICE, settings, register, lambda: reading.workers.healthy and decoding.workers.healthy),
+                details={"framesieve-workers-confined-by": ",".join(sorted(confined_by)) or "nothing"},
+            )
+
+
+def check_sandbox(confined_by: frozenset[str], required: bool) -> None:
+    """Logs what the kernel does not confine workers by. Raises StartupError for anything where all is required."""
+    missing = [each for each in Mechanism if each not in confined_by]
+    if not missing:
+        log.info("workers confined", by=sorted(confined_by))
+        return
+    if required:
+        raise StartupError(f"--require-sandbox: this kernel does not confine workers by {' and '.join(missing)}")
+    log.warning("workers are confined less than they could be", by=sorted(confined_by), missing=missing)
 
 
 if __name__ == "__main__":

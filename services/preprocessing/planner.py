@@ -22,6 +22,7 @@ from services.preprocessing.families import Family, load_family
 from services.preprocessing.prompt.embeds import Embeds
 from services.preprocessing.prompt.layout import lay_out
 from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, ChatTokens, Turn
+from services.preprocessing.sources.digests import Digests, digests
 from services.preprocessing.sources.source import Source, bytes_source, path_source
 from services.preprocessing.video.packets import PacketIndex, read_packets
 from services.preprocessing.video.pictures import Picture, read_picture
@@ -105,6 +106,7 @@ class _Item:
     timestamps_s: tuple[float, ...]
     content: tuple[bytes, ...]
     missing_frames: int = 0
+    dropped_frames: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +124,21 @@ class Readers:
 class Planner:
     """Plans prompts for one checkpoint. Raises StartupError for one that it cannot serve."""
 
-    def __init__(self, checkpoint: Checkpoint, media_root: Path | None, media_max_bytes: float = math.inf) -> None:
-        """media_max_bytes: limit on files below the media root; larger ones are rejected unread."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        media_root: Path | None,
+        media_max_bytes: float = math.inf,
+        known: Digests | None = None,
+    ) -> None:
+        """media_max_bytes: limit on files below the media root; larger ones are rejected unread. known: their digests,
+        kept from one request to the next."""
         self._family: Family = load_family(checkpoint)
         self._tokens = ChatTokens(checkpoint, self._family.placeholders)
         self._fingerprint = checkpoint.fingerprint
         self._media_root = media_root
         self._media_max_bytes = media_max_bytes
+        self._known = known or digests()
 
     def plan(self, conversation: Conversation, readers: Readers = Readers()) -> PlannedPrompt:
         """Opens the media and lays the prompt out. The caller closes the result's files.
@@ -169,7 +179,9 @@ class Planner:
             case bytes() as data:
                 source = bytes_source(request.name, data)
             case str() as path:
-                source = path_source(request.name, path, self._media_root, check_cancelled, self._media_max_bytes)
+                source = path_source(
+                    request.name, path, self._media_root, check_cancelled, self._media_max_bytes, self._known
+                )
             case _:
                 raise AssertionError(f"{request.name} was neither fetched nor received")
         files.callback(source.close)
@@ -211,6 +223,7 @@ class Planner:
             timestamps_s=sampled.timestamps_s,
             content=(b"video", source.digest, struct.pack("<2q", height, width), places, _packed(base)),
             missing_frames=missing,
+            dropped_frames=index.dropped_frames,
         )
 
     def _check_max_pixels(self, request: MediaRequest) -> None:
@@ -254,6 +267,7 @@ class Planner:
                 timestamps_s=item.timestamps_s,
                 content_hash=self._content_hash(item),
                 missing_frames=item.missing_frames,
+                dropped_frames=item.dropped_frames,
             )
             for item, runs in zip(items, layout.runs, strict=True)
         )

@@ -32,6 +32,9 @@ class PreprocessingSettings(ServiceSettings):
 
     listen: str = Field("127.0.0.1:50051", description="address to serve on, host:port or unix:/path")
     metrics_port: int = Field(9101, ge=0, le=65535, description="port of Prometheus' /metrics; 0: no metrics")
+    max_requests: int | None = Field(
+        1024, ge=1, description="maximum requests that run or wait at a time; further ones are refused; unset: no limit"
+    )
     media_root: Path | None = Field(
         None, description="folder below which requests may read files by path; unset: requests cannot name paths"
     )
@@ -59,25 +62,40 @@ class PreprocessingSettings(ServiceSettings):
         ge=1,
         description="number of decoding processes, each with one media item at a time; default: one per core",
     )
+    read_workers: int = Field(
+        default_factory=lambda: max(2, _cores()),
+        ge=1,
+        description="number of processes that read headers and indexes, with one media item each; default: one per "
+        "core, at least 2",
+    )
+    plan_threads: int = Field(
+        default_factory=lambda: max(4, _cores()),
+        ge=1,
+        description="number of threads that lay out prompts with media or large texts; default: one per core, at least "
+        "4",
+    )
     inflight_bytes: int = Field(
         2**28, ge=1, description="maximum bytes of decoded slices that are not sent yet; decoding pauses at the limit"
     )
     decode_timeout_s: float = Field(
         120.0,
         gt=0,
-        description="maximum seconds of work on one media item; beyond it, the item is refused and its process "
-        "replaced",
+        description="maximum seconds of work on one media item without progress; beyond it, the item is refused and "
+        "its process replaced",
+    )
+    decode_frame_s: float = Field(
+        10.0,
+        gt=0,
+        description="maximum seconds of work for each frame that is asked for, on average, beside --decode-timeout-s",
     )
     decode_memory_bytes: int = Field(
         2**31,
         ge=2**26,
         description="maximum memory for one media item; beyond it, the item is refused and its process replaced",
     )
-    decode_max_pixels: int = Field(
-        2**38,
-        ge=1,
-        description="maximum pixels of all decoded frames of one video; the default is an hour of 1920×1080 at 36 "
-        "frames a second",
+    require_sandbox: bool = Field(
+        False,
+        description="refuse to start where the kernel does not confine decoding processes by namespaces and Landlock",
     )
     media_max_bytes: int = Field(2**34, ge=1, description="maximum bytes of a media file")
     media_max_s: int = Field(6 * 3600, ge=1, le=MAX_LENGTH_S, description="maximum seconds of a video")
@@ -111,10 +129,10 @@ class PreprocessingSettings(ServiceSettings):
     def limits(self) -> Limits:
         """The limits of one job, from the flags."""
         return Limits(
-            wall_s=self.decode_timeout_s,
+            stall_s=self.decode_timeout_s,
+            frame_s=self.decode_frame_s,
             memory_bytes=self.decode_memory_bytes,
             file_bytes=self.media_max_bytes,
             frames=_MAX_FRAMES,
             length_s=self.media_max_s,
-            pixels=self.decode_max_pixels,
         )

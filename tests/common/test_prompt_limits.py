@@ -37,7 +37,7 @@ PATHS = {
     "encoder": "/framesieve.v1.EncoderService/Encode",
     "generation": "/framesieve.v1.GenerationService/Generate",
 }
-LIMITS = Limits(wall_s=1, memory_bytes=2**26, file_bytes=1, frames=1, length_s=1, pixels=1)
+LIMITS = Limits(stall_s=1, frame_s=1, memory_bytes=2**26, file_bytes=1, frames=1, length_s=1)
 
 
 @asynccontextmanager

@@ -143,3 +143,12 @@ def test_a_client_gets_exactly_what_its_quota_leaves() -> None:
         first(6)
         assert quotas.clients == 2
     assert quotas.clients == 0
+
+
+def test_all_clients_together_have_a_limit() -> None:
+    quotas = ClientQuotas(max_total=2)
+    refused = pytest.raises(Overloaded, match="2 requests run or wait, --max-requests is 2")
+    with quotas.request("alice"), quotas.request("bob"), refused, quotas.request("carol"):
+        pass
+    with quotas.request("carol"), quotas.request("carol"):
+        pass

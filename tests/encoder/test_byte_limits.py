@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,14 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
+from common.byte_semaphore import ByteSemaphore
 from common.contract import errors
 from common.contract.plan import Grid, Modality
+from framesieve.v1.encoder_pb2 import EncodeResponse
 from services.encoder.items import item as items
 from services.encoder.items.batcher import Batcher
+from services.encoder.rpc import responses
+from services.encoder.rpc.responses import Responses
 from services.encoder.tower.tower import Tower
 from tests.common.loopback import TIMEOUT_S, eventually
 from tests.encoder.encoder_peers import VIDEO, Media, brought, video
@@ -63,6 +68,24 @@ async def test_items_are_encoded_concurrently_if_their_bytes_fit(tmp_path: Path,
         call = await stack.stalled(*[VIDEO] * 3)
         await eventually(lambda: stack.encoding_bytes.held_bytes == stack.encoding_bytes.size_bytes)
         call.cancel()
+
+
+async def test_a_caller_that_reads_nothing_is_refused_once_others_wait_for_its_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(responses, "_UNREAD_S", 0.05)
+    room = ByteSemaphore(1)
+    unread = Responses(room)
+    for _ in range(responses._QUEUED):
+        await unread.put(EncodeResponse())
+    putting = asyncio.create_task(unread.put(EncodeResponse()))
+    await room.reserve(1)
+    await asyncio.sleep(0.2)
+    assert not putting.done()
+    waiting = asyncio.create_task(room.reserve(1))
+    with pytest.raises(errors.Overloaded, match="the caller has read nothing"):
+        await putting
+    waiting.cancel()
 
 
 # --- callers that disconnect: while media is decoded and while answers are sent, see test_sharing.py ------------

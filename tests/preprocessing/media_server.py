@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.preprocessing.fetch.fetcher import Fetcher
+from services.preprocessing.fetch.fetcher import Fetcher, Observed
 from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from tests.preprocessing.worker_jobs import open_paths
 
@@ -108,8 +108,11 @@ def url_of(server: Server, path: str = "/") -> str:
     return f"http://clip.test:{server.port}{path}"
 
 
-def fetcher_of(server: Server, resolver: Resolver | None = None, **limits: float) -> Fetcher:
-    return Fetcher(policy(server.port, **limits), resolver or Resolver(clip_test=[["127.0.0.1"]]))
+def fetcher_of(
+    server: Server, resolver: Resolver | None = None, observed: Observed | None = None, **limits: float
+) -> Fetcher:
+    resolve = resolver or Resolver(clip_test=[["127.0.0.1"]])
+    return Fetcher(policy(server.port, **limits), resolve, observed=observed or Observed())
 
 
 async def fetched(server: Server, resolver: Resolver | None = None, **limits: float) -> bytes:

@@ -34,9 +34,12 @@ MALFORMED = {
 
 
 def count(task: Task) -> Generator[Piece, None, None]:
-    """Numbered pieces of 1 MiB, from `first` on, each of which takes `piece_s` seconds."""
+    """Numbered pieces of 1 MiB, from `first` on, each of which takes `piece_s` seconds, with or without progress."""
     for number in range(task.facts.integer("first", 0, 2**31), 2**31):
-        time.sleep(task.facts.seconds("piece_s"))
+        for _ in range(10):
+            time.sleep(task.facts.seconds("piece_s") / 10)
+            if task.facts.integer("progress", 0, 1):
+                task.progress()
         yield Piece({"number": number, "worker": os.getpid()}, np.full(MIB, number % 256, np.uint8))
 
 

@@ -24,10 +24,10 @@ from common.contract.wire import PlanReceiver, add_chunk, buffer_for
 from common.serving.interceptors import RequestInterceptor
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
-from services.preprocessing.fetch.fetcher import Fetcher
+from services.preprocessing.fetch.fetcher import Fetcher, Observed
 from services.preprocessing.fetch.policy import FetchPolicy
 from services.preprocessing.planner import Planner
-from services.preprocessing.rpc.metrics import watch
+from services.preprocessing.rpc.metrics import FETCHED_BYTES, watch
 from services.preprocessing.rpc.planning_threads import PlanningThreads
 from services.preprocessing.rpc.servicer import PreprocessingServicer
 from services.preprocessing.workers.job_queue import JobQueue, started
@@ -58,7 +58,7 @@ class Queues:
 
 @asynccontextmanager
 async def running_queues() -> AsyncIterator[Queues]:
-    limits = Limits(wall_s=60, memory_bytes=2**31, file_bytes=2**30, frames=2**20, length_s=10_000, pixels=2**40)
+    limits = Limits(stall_s=60, frame_s=1, memory_bytes=2**31, file_bytes=2**30, frames=2**20, length_s=10_000)
     replaced: list[Fault] = []
     reading = JobQueue(1, limits, 2**20, replaced.append)
     decoding = JobQueue(1, limits, INFLIGHT_SLICES * SLICE_BYTES, replaced.append)
@@ -86,7 +86,7 @@ class Service:
             interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", 20 * 2**20)]
         )
         with mock.patch.object(tempfile, "tempdir", str(self.folder)):
-            fetcher = fetcher_of(web) if web else Fetcher(FetchPolicy())
+            fetcher = fetcher_of(web, observed=Observed(FETCHED_BYTES.inc)) if web else Fetcher(FetchPolicy())
         async with PlanningThreads(1) as quick, PlanningThreads(threads) as slow:
             watch(self.queues.reading, self.queues.decoding, quick, slow)
             made = PreprocessingServicer(

@@ -12,7 +12,7 @@ import pytest
 from common.contract.errors import MediaRejected, StartupError, Unavailable
 from services.preprocessing.rpc.planning_threads import PlanningThreads
 from services.preprocessing.workers.job_queue import InFlightBudget, JobQueue, Share, started
-from services.preprocessing.workers.media_reader import MediaReader
+from services.preprocessing.workers.media_reader import MediaReader, indexes
 from services.preprocessing.workers.process import Fault
 from tests.preprocessing.worker_jobs import (
     ENTRY,
@@ -35,14 +35,24 @@ async def test_time_counts_while_the_worker_works_and_not_while_its_reader_does(
     queue: JobQueue, monkeypatch: pytest.MonkeyPatch, replaced: list[Fault]
 ) -> None:
     queue.inflight.size_bytes = MIB
-    monkeypatch.setattr(queue, "_limits", replace(LIMITS, wall_s=0.8))
-    async with queue.stream(counting(5, piece_s=0.01)) as pieces:
+    monkeypatch.setattr(queue, "_limits", replace(LIMITS, stall_s=0.8, frame_s=0.1))
+    async with queue.stream(counting(5, piece_s=0.01, frames=0)) as pieces:
         async for each in pieces:
             assert each
             await asyncio.sleep(0.2)
-    with pytest.raises(MediaRejected, match=r"^video cannot be decoded: it took more than 0\.8 s$"):
-        await read(queue, counting(50, piece_s=0.05))
-    assert replaced == [Fault.SLOW]
+    assert replaced == []
+
+
+async def test_a_worker_may_work_as_long_as_its_frames_allow_while_it_makes_progress(
+    queue: JobQueue, monkeypatch: pytest.MonkeyPatch, replaced: list[Fault]
+) -> None:
+    monkeypatch.setattr(queue, "_limits", replace(LIMITS, stall_s=0.8, frame_s=0.1))
+    await read(queue, counting(1, piece_s=1.5, progress=True, frames=50))
+    with pytest.raises(MediaRejected, match=r"^video cannot be decoded: it made no progress for 0\.8 s$"):
+        await read(queue, counting(1, piece_s=1.5, frames=50))
+    with pytest.raises(MediaRejected, match=r"^video cannot be decoded: 2 frames of it took more than 1 s$"):
+        await read(queue, counting(2, piece_s=0.7, progress=True, frames=2))
+    assert replaced == [Fault.SLOW] * 2
     replaced.clear()
 
 
@@ -135,7 +145,7 @@ async def test_stopping_kills_the_workers_and_fails_all_jobs() -> None:
 
 
 async def test_a_cancelled_request_reads_nothing(queue: JobQueue) -> None:
-    reader = MediaReader(queue)
+    reader = MediaReader(queue, indexes())
     reader.cancel()
     with pytest.raises(Unavailable, match="was cancelled"):
         await asyncio.to_thread(reader.packets, SOURCE)

@@ -13,6 +13,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from av.video.frame import VideoFrame
 
 from common.checkpoint import Checkpoint
 from common.contract.plan import Modality
@@ -32,7 +33,7 @@ from tests.preprocessing.worker_jobs import MIB, read
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 RATE, GROUP, HOUR_S = 24, 48, 3600
 FRAMES = RATE * HOUR_S
-LIMITS = Limits(wall_s=20, memory_bytes=192 * MIB, file_bytes=64 * MIB, frames=FRAMES, length_s=HOUR_S, pixels=2**38)
+LIMITS = Limits(stall_s=20, frame_s=1, memory_bytes=192 * MIB, file_bytes=64 * MIB, frames=FRAMES, length_s=HOUR_S)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with every frame that is decoded, selected or not."""
     frames: list[int] = []
-    monkeypatch.setattr(decode._Frames, "_count", lambda _, frame: frames.append(frame.pts))
+    frames_of = decode._Frames._frames_of
+
+    def counted(*arguments: Any) -> Iterator[tuple[int, VideoFrame]]:
+        for key, frame in frames_of(*arguments):
+            frames.append(key)
+            yield key, frame
+
+    monkeypatch.setattr(decode._Frames, "_frames_of", counted)
     return frames
 
 

@@ -29,7 +29,7 @@ from services.preprocessing.video.packets import read_packets
 from services.preprocessing.video.slices import Slice
 from tests.preprocessing.media_server import fetched_files, ok, url_of
 from tests.preprocessing.media_server import serving as web_server
-from tests.preprocessing.preprocessing_media import clip, sound, transformers_indices, without_packets
+from tests.preprocessing.preprocessing_media import B_FRAMES, clip, sound, transformers_indices, without_packets
 from tests.preprocessing.service import (
     EVERYTHING,
     INFLIGHT_SLICES,
@@ -293,6 +293,13 @@ async def test_a_file_that_was_cut_off_is_taken_on_request_and_its_missing_frame
     early = {"start_s": 0.0, "end_s": 0.2}  # all of it is there
     call = await sent(stub, prompt_of(video(CUT_OFF, frame_sampling=early)))
     assert [media.missing_frames for media in (await plan_of(call)).media] == [0]
+
+
+async def test_joined_recordings_follow_one_another_and_frames_without_a_keyframe_are_counted(stub: Any) -> None:
+    first = clip(50, 25, "mpegts", options=B_FRAMES)
+    cut = first[len(first) // 3 // 188 * 188 :]  # begins between two keyframes, 24 frames in
+    (media,) = (await plan_of(await sent(stub, prompt_of(video(cut + first, frame_sampling={"fps": 25}))))).media
+    assert (media.frames, media.dropped_frames) == (26 + 50, 10)
 
 
 async def test_a_fetched_file_that_is_no_media_is_refused_with_its_field(service: Service) -> None:

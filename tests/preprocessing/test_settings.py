@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from common.contract.errors import StartupError
+from services.preprocessing.__main__ import check_sandbox
 from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from services.preprocessing.settings import PreprocessingSettings
 from services.preprocessing.workers.limits import Limits
@@ -33,9 +34,9 @@ def test_every_flag_reaches_the_policy() -> None:
 
 
 def test_every_flag_reaches_the_limits_of_a_job() -> None:
-    cost = ["--decode-timeout-s", "1.5", "--decode-memory-bytes", str(2**27), "--decode-max-pixels", "7"]
+    cost = ["--decode-timeout-s", "1.5", "--decode-frame-s", "2.5", "--decode-memory-bytes", str(2**27)]
     limits = PreprocessingSettings.load([*cost, "--media-max-bytes", "8", "--media-max-s", "9"]).limits
-    assert limits == Limits(wall_s=1.5, memory_bytes=2**27, file_bytes=8, frames=limits.frames, length_s=9, pixels=7)
+    assert limits == Limits(1.5, 2.5, memory_bytes=2**27, file_bytes=8, frames=limits.frames, length_s=9)
 
 
 def test_domains_come_in_several_flags_or_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +73,11 @@ import services.preprocessing.__main__, services.preprocessing.workers.worker
 def test_the_service_starts_without_torch_and_transformers_which_its_image_lacks() -> None:
     ended = subprocess.run([sys.executable, "-c", STARTING], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_required_sandbox_must_be_whole() -> None:
+    check_sandbox(frozenset({"namespaces", "landlock"}), required=True)
+    check_sandbox(frozenset(), required=False)
+    text = "--require-sandbox: this kernel does not confine workers by landlock"
+    with pytest.raises(StartupError, match=text):
+        check_sandbox(frozenset({"namespaces"}), required=True)

@@ -167,6 +167,7 @@ async def test_a_worker_sees_its_media_and_nothing_else(monkeypatch: pytest.Monk
             (worker,) = children() - others
             assert Path(f"/proc/{worker}/oom_score_adj").read_text().strip() == "1000"
             groups = os.getpgid(worker), os.getsid(worker)
+            told = queue.workers.confined_by
             environment = {each.split("=")[0] for each in Path(f"/proc/{worker}/environ").read_text().split("\0")}
     seen = dict(facts.values)
     assert groups == (worker, worker)
@@ -174,7 +175,9 @@ async def test_a_worker_sees_its_media_and_nothing_else(monkeypatch: pytest.Monk
     assert len(seen["descriptors"]) == 3 + 1 + 2  # the standard three, its connection, the job's two files
     assert (seen["core"], seen["no_new_privileges"]) == (0, 1)
     if ctypes.CDLL(None).syscall(444, None, 0, 1) < 1:  # landlock_create_ruleset, asked for its version
+        assert "landlock" not in told
         pytest.skip("this kernel has no Landlock")
+    assert "landlock" in told
     assert (seen["password"], seen["write"], seen["proc"]) == ("EACCES", "EACCES", "EACCES")
     assert seen["connect"] in ("EACCES", "ENETUNREACH")
     assert seen["signal"] == "EPERM"

@@ -24,7 +24,7 @@ T = TypeVar("T")
 SOURCE = bytes_source("video", b"media")
 ENTRY = "tests.preprocessing.misbehaving_worker"
 MIB = 2**20
-LIMITS = Limits(wall_s=20, memory_bytes=256 * MIB, file_bytes=MIB, frames=1000, length_s=1000, pixels=2**40)
+LIMITS = Limits(stall_s=20, frame_s=1, memory_bytes=256 * MIB, file_bytes=MIB, frames=1000, length_s=1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class Ask:
     facts: Mapping[str, Any] = field(default_factory=dict)
     pieces: int = 1
     piece_bytes: int = MIB
+    frames: int = 0
+    gives_way: bool = False
     source: Source = SOURCE
 
     def order(self, done: int) -> Order:
@@ -44,8 +46,8 @@ class Ask:
         return facts, data
 
 
-def counting(pieces: int, piece_s: float = 0.0) -> Ask:
-    return Ask("count", {"piece_s": piece_s}, pieces)
+def counting(pieces: int, piece_s: float = 0.0, progress: bool = False, frames: int = 100) -> Ask:
+    return Ask("count", {"piece_s": piece_s, "progress": int(progress)}, pieces, frames=frames)
 
 
 def pieces_made(pieces: list[tuple[Facts, UInt8Array]]) -> list[int]:

@@ -1,6 +1,7 @@
 """The responses of one call of Encode: a bounded queue between the tasks that make messages and the gRPC writer.
 
-A slow caller holds back embeddings (backpressure); progress messages are dropped while the queue is full.
+A slow caller holds back embeddings (backpressure); progress messages are dropped while the queue is full. A caller that
+reads nothing for long, while others wait for the room that it holds, is refused.
 """
 
 from __future__ import annotations
@@ -8,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
+from common.byte_semaphore import ByteSemaphore
+from common.contract.errors import Overloaded
 from common.contract.plan import PromptPlan
 from common.contract.tensors import pieces
 from common.contract.wire import ago_s, fill_chunk, int32_tensor, plan_messages
@@ -20,19 +24,23 @@ from services.encoder.items.item import Item
 # Messages queued for a slow caller, at most 1 MiB each.
 _QUEUED = 2
 _PROGRESS_EVERY_S = 0.05
+_UNREAD_S = 30.0
 
 
 class Responses:
     """Messages to be sent, in order. None in the queue only wakes the reader."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: ByteSemaphore) -> None:
+        """room: that of all embeddings that wait to be sent."""
+        self._room = room
         self._queue: asyncio.Queue[EncodeResponse | None] = asyncio.Queue(_QUEUED)
         self._order = asyncio.Lock()
         self._reported: dict[int, tuple[int, int, float]] = {}
 
     async def put(self, response: EncodeResponse) -> None:
+        """Raises Overloaded if the caller reads nothing while others wait for room."""
         async with self._order:
-            await self._queue.put(response)
+            await self._put(response)
 
     async def put_plan(self, plan: PromptPlan, fetched_ns: int | None) -> None:
         """fetched_ns: when media fetched by URL were complete, None without such media; sent with the first piece."""
@@ -51,7 +59,7 @@ class Responses:
         embeds = item.embeds
         async with self._order:
             if progress := self._progress(item):
-                await self._queue.put(progress)
+                await self._put(progress)
         extra: dict[str, Any] = {"repaired_frames": item.repaired_frames, "ages": _ages(item.times)}
         if embeds.kept is not None:
             extra["kept"] = int32_tensor(embeds.kept)
@@ -69,6 +77,16 @@ class Responses:
             if response is not None:
                 yield response
         task.result()
+
+    async def _put(self, response: EncodeResponse) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_UNREAD_S):
+                    return await self._queue.put(response)
+            if self._room.waiting:
+                raise Overloaded(
+                    f"the caller has read nothing for {_UNREAD_S:g} s, and others wait for the room it holds"
+                )
 
     def _progress(self, item: Item) -> EncodeResponse | None:
         decoded, encoded, reported_at = self._reported.get(item.media_index, (0, 0, 0.0))

@@ -68,7 +68,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         self._plan_check = PlanCheck(self._tower.patches, self._tower.embed_levels, fingerprint)
 
     async def Encode(self, request_iterator: Requests, context: Context) -> AsyncIterator[EncodeResponse]:
-        responses = Responses()
+        responses = Responses(self._output_bytes)
         # The stream runs without the caller's deadline, since other requests may wait for its slices. The deadline
         # cancels this call, and with it the request's claim to the stream.
         options = {**passed_on(context, self._credentials), "timeout": None}

@@ -55,6 +55,7 @@ def usage_message(plan: PromptPlan, prunings: Sequence[Pruning], kept_counts: Se
             grid=grid_message(item.grid),
             kept_tokens=kept,
             missing_frames=item.missing_frames,
+            dropped_frames=item.dropped_frames,
             # EVS ranks slice 0 first, so if exactly one slice's tokens are kept, they are those of slice 0.
             first_slice_only=item.modality is Modality.VIDEO
             and pruning.method == EVS

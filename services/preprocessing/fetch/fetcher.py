@@ -17,6 +17,8 @@ import hashlib
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, replace
+from functools import partial
 from ipaddress import ip_address
 from typing import TypeAlias
 from urllib.parse import urljoin
@@ -26,9 +28,11 @@ import structlog
 
 from common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected, Overloaded
 from services.preprocessing.fetch.addresses import IPAddress, SystemResolver
+from services.preprocessing.fetch.body_cache import Body, BodyCache, Terms
 from services.preprocessing.fetch.disk import DiskBudget, FetchedFile
 from services.preprocessing.fetch.policy import FetchPolicy
 from services.preprocessing.fetch.urls import Url, parse_url
+from services.preprocessing.sources.in_thread import in_thread
 from services.preprocessing.sources.source import Source, resource_errors_as_overloaded
 
 log = structlog.get_logger()
@@ -39,7 +43,17 @@ Resolve: TypeAlias = Callable[[str], Awaitable[Sequence[str]]]
 # Each fetch holds a connection and a file open, and processes are often limited to 1024 descriptors.
 MAX_CONCURRENT_FETCHES = 128
 
+_PIECE_BYTES = 2**20
+
 _HEADERS = {"User-Agent": "framesieve", "Accept": "*/*", "Accept-Encoding": "identity"}
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What is told about fetches. fetched: bytes from a server. kept: whether a URL's kept body was used."""
+
+    fetched: Callable[[int], None] = lambda _: None
+    kept: Callable[[bool], None] = lambda _: None
 
 
 class _UnknownHost(MediaRejected):
@@ -52,12 +66,24 @@ class Fetcher:
     resolve: defaults to the system's resolver. tls: defaults to the usual certificate authorities or SSL_CERT_FILE.
     """
 
-    def __init__(self, policy: FetchPolicy, resolve: Resolve | None = None, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        policy: FetchPolicy,
+        resolve: Resolve | None = None,
+        tls: ssl.SSLContext | None = None,
+        observed: Observed = Observed(),
+    ) -> None:
         self._policy = policy
         self._resolve = resolve or SystemResolver(MAX_CONCURRENT_FETCHES).look_up
         self._tls = tls or httpx.create_ssl_context()
         self._disk = DiskBudget(policy.disk_bytes)
+        self._bodies = BodyCache(self._disk)
+        self._observed = observed
         self._running = asyncio.Semaphore(MAX_CONCURRENT_FETCHES)
+
+    def close(self) -> None:
+        """Deletes the bodies that were kept."""
+        self._bodies.close()
 
     async def fetch_all(self, urls: Mapping[str, str]) -> dict[str, Source]:
         """Fetches all URLs side by side. If one fails, the others are cancelled and their files closed.
@@ -80,7 +106,7 @@ class Fetcher:
             return {name: task.result() for name, task in fetching.items()}
 
     async def fetch(self, name: str, url: str) -> Source:
-        """Fetches the body into an unnamed file, which is deleted when the caller closes the source.
+        """Fetches the body into an unnamed file, or takes the one that was kept. The caller closes the source.
 
         name: of the media item, for error texts. Cancelling closes the connection and the file.
         Raises InvalidRequest for a malformed URL; MediaForbidden for a target that the policy forbids; MediaRejected
@@ -98,20 +124,15 @@ class Fetcher:
                 raise type(error)(f"{name}.url {error}") from error
 
     async def _fetch(self, name: str, url: str) -> Source:
-        file = FetchedFile(self._disk)
-        try:
-            digest = await self._follow(url, file)
-            return Source(name, digest, file.descriptor, file.close)
-        except BaseException:
-            file.close()
-            raise
+        body = await self._follow(url)
+        return Source(name, body.digest, body.file.descriptor, body.file.close)
 
-    async def _follow(self, text: str, file: FetchedFile) -> bytes:
+    async def _follow(self, text: str) -> Body:
         url = parse_url(text)
         addresses = await self._addresses(url)
         for _ in range(self._policy.max_redirects + 1):
-            answer = await self._get(url, addresses, file)
-            if isinstance(answer, bytes):
+            answer = await self._get(url, addresses)
+            if isinstance(answer, Body):
                 return answer
             try:
                 url = parse_url(urljoin(str(url), answer))
@@ -147,23 +168,49 @@ class Fetcher:
     def _too_long(self) -> str:
         return f"longer than the allowed {self._policy.look_up_s:g} s"
 
-    async def _get(self, url: Url, addresses: Sequence[IPAddress], file: FetchedFile) -> bytes | str:
-        """Writes the body to the file and returns its sha256, or returns the Location of a redirect."""
+    async def _get(self, url: Url, addresses: Sequence[IPAddress]) -> Body | str:
+        """The body, whose file the caller closes, or the Location of a redirect."""
+        kept = self._bodies.find(str(url))
+        if kept is not None and kept.is_fresh:
+            self._observed.kept(True)
+            return kept
+        with ExitStack() as files:
+            if kept is not None:
+                files.callback(kept.file.close)
+            answer = await self._ask(url, addresses, kept)
+            if kept is not None and answer is kept:
+                files.pop_all()
+            self._observed.kept(answer is kept)
+            return answer
+
+    async def _ask(self, url: Url, addresses: Sequence[IPAddress], kept: Body | None) -> Body | str:
+        """Fetches the body, unless the server says that the one that was kept has not changed."""
+        conditions = kept.conditions if kept else {}
         try:
             async with (
                 httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False) as transport,
-                aclosing(await self._answer(transport, url, addresses)) as response,
+                aclosing(await self._answer(transport, url, addresses, conditions)) as response,
             ):
+                terms = Terms.of(response.headers)
+                if kept is not None and conditions and response.status_code == httpx.codes.NOT_MODIFIED:
+                    self._bodies.keep(str(url), replace(kept, terms=terms or kept.terms))
+                    return kept
                 if response.has_redirect_location:
                     return response.headers["Location"]
                 self._check(response)
-                return await self._receive(response, file)
+                body = replace(await self._receive(response), terms=terms)
+                self._bodies.keep(str(url), body)
+                return body
         except (httpx.TransportError, ssl.SSLError) as error:  # httpx does not wrap SSLErrors in mid-stream
             log.warning("media not fetched", host=url.host.name, error=repr(error))
             raise MediaRejected("could not be fetched: the connection or the response broke off") from error
 
     async def _answer(
-        self, transport: httpx.AsyncHTTPTransport, url: Url, addresses: Sequence[IPAddress]
+        self,
+        transport: httpx.AsyncHTTPTransport,
+        url: Url,
+        addresses: Sequence[IPAddress],
+        conditions: Mapping[str, str],
     ) -> httpx.Response:
         """The response of the first address that accepts a connection; its body is not read yet."""
         failed: httpx.TransportError | None = None
@@ -171,7 +218,7 @@ class Fetcher:
             request = httpx.Request(
                 "GET",
                 httpx.URL(scheme=url.scheme, host=str(address), port=url.port),
-                headers={"Host": url.authority, **_HEADERS},
+                headers={"Host": url.authority, **_HEADERS, **conditions},
                 extensions={
                     "sni_hostname": url.host.name,
                     "target": url.target.encode(),
@@ -194,16 +241,27 @@ class Fetcher:
             raise MediaRejected(f"was answered with Content-Encoding {encoding[:32]!r}, only identity is accepted")
         self._check_size(int(response.headers.get("Content-Length", 0)))
 
-    async def _receive(self, response: httpx.Response, file: FetchedFile) -> bytes:
+    async def _receive(self, response: httpx.Response) -> Body:
+        """Writes and hashes on a thread: a piece takes milliseconds, which other requests would wait."""
         digest = hashlib.sha256()
-        async for piece in response.aiter_raw():
-            self._check_size(file.size_bytes + len(piece))
-            file.write(piece)
-            digest.update(piece)
-        if not file.size_bytes:
-            raise MediaRejected("is empty")
-        return digest.digest()
+        file = FetchedFile(self._disk)
+        try:
+            async for piece in response.aiter_raw(_PIECE_BYTES):
+                self._check_size(file.size_bytes + len(piece))
+                await in_thread(partial(_take, piece, file, digest))
+                self._observed.fetched(len(piece))
+            if not file.size_bytes:
+                raise MediaRejected("is empty")
+        except BaseException:
+            file.close()
+            raise
+        return Body(file, digest.digest())
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._policy.max_bytes:
             raise MediaRejected(f"has more than the {self._policy.max_bytes} bytes that --fetch-max-bytes allows")
+
+
+def _take(piece: bytes, file: FetchedFile, digest: hashlib._Hash) -> None:
+    file.write(piece)
+    digest.update(piece)

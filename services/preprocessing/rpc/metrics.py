@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import Counter, Gauge
 
 from common.telemetry.metrics import STAGE_BUSY_SECONDS, age_seconds
 from services.preprocessing.rpc.planning_threads import PlanningThreads
-from services.preprocessing.sources.source import Source
 from services.preprocessing.video.slices import Slice
 from services.preprocessing.workers.job_queue import JobQueue
+from services.preprocessing.workers.limits import Mechanism
 from services.preprocessing.workers.process import Fault
 
 _PREFIX = "framesieve_preprocessing_"
 
 FRAMES = Counter(f"{_PREFIX}frames_total", "Frames sent, decoded or repaired", ["outcome"])
 FETCHED_BYTES = Counter(f"{_PREFIX}fetched_bytes_total", "Bytes of media fetched from URLs")
+CACHE_REQUESTS = Counter(
+    f"{_PREFIX}cache_requests_total",
+    "Digests of files, indexes of media and fetched bodies that were asked for, and kept or not",
+    ["cache", "outcome"],
+)
 WORKER_RESTARTS = Counter(f"{_PREFIX}worker_restarts_total", "Worker processes replaced, by fault", ["reason"])
 WORKERS = Gauge(f"{_PREFIX}workers", "Worker processes of the pool", ["pool"])
 WORKERS_BUSY = Gauge(f"{_PREFIX}workers_busy", "Worker processes with a job", ["pool"])
@@ -34,12 +39,18 @@ PLANNING_OLDEST_SECONDS = Gauge(
     f"{_PREFIX}planning_oldest_seconds", "Age of the longest wait for a thread; 0 if nothing waits", ["threads"]
 )
 INFLIGHT_BYTES_USED = Gauge(f"{_PREFIX}inflight_used_bytes", "Bytes of --inflight-bytes that decoded slices hold")
+WORKERS_CONFINED = Gauge(
+    f"{_PREFIX}workers_confined", "1 if the mechanism confines every worker, else 0", ["mechanism"]
+)
 INFLIGHT_BYTES = Gauge(f"{_PREFIX}inflight_bytes", "The setting --inflight-bytes")
 
 for _stage in ("fetch", "plan", "decode", "resize"):
     STAGE_BUSY_SECONDS.labels(_stage)
 for _fault in Fault:
     WORKER_RESTARTS.labels(_fault)
+for _cache in ("digest", "index", "fetch"):
+    for _outcome in ("hit", "miss"):
+        CACHE_REQUESTS.labels(_cache, _outcome)
 for _outcome in ("decoded", "repaired"):
     FRAMES.labels(_outcome)
 
@@ -53,18 +64,26 @@ def count_frames(sent: Slice) -> None:
     FRAMES.labels("repaired").inc(sent.repaired_frames)
 
 
-def count_fetched(sources: Iterable[Source]) -> None:
-    FETCHED_BYTES.inc(sum(os.fstat(source.descriptor).st_size for source in sources))
+def count_kept(cache: str) -> Callable[[bool], None]:
+    """Counts the requests of a cache that had what was asked for."""
+    hit, miss = (CACHE_REQUESTS.labels(cache, outcome) for outcome in ("hit", "miss"))
+    return lambda kept: (hit if kept else miss).inc()
 
 
 def watch(reading: JobQueue, decoding: JobQueue, quick: PlanningThreads, slow: PlanningThreads) -> None:
     """Connects the gauges to the queues and threads, which are read at each scrape."""
     INFLIGHT_BYTES.set(decoding.inflight.size_bytes)
     INFLIGHT_BYTES_USED.set_function(lambda: decoding.inflight_bytes)
+    for mechanism in Mechanism:
+        WORKERS_CONFINED.labels(mechanism).set_function(partial(_confines, decoding, mechanism))
     for name, pool in {"read": reading, "decode": decoding}.items():
         _watch_pool(name, pool)
     for name, threads in {"quick": quick, "slow": slow}.items():
         _watch_threads(name, threads)
+
+
+def _confines(pool: JobQueue, mechanism: Mechanism) -> bool:
+    return mechanism in pool.workers.confined_by
 
 
 def _watch_pool(name: str, pool: JobQueue) -> None:

@@ -26,13 +26,15 @@ from services.preprocessing.fetch.fetcher import Fetcher
 from services.preprocessing.planner import Conversation, PlannedPrompt, Planner, Readers
 from services.preprocessing.rpc.decode_stats import recording_decode
 from services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
-from services.preprocessing.rpc.metrics import count_fetched, count_frames
+from services.preprocessing.rpc.metrics import count_frames
 from services.preprocessing.rpc.planning_threads import PlanningThreads
+from services.preprocessing.sources.in_thread import in_thread
 from services.preprocessing.sources.source import ReceivedFile
 from services.preprocessing.video.slices import PlannedMedia
 from services.preprocessing.workers.job_queue import JobQueue
 from services.preprocessing.workers.jobs import slices_job
-from services.preprocessing.workers.media_reader import MediaReader
+from services.preprocessing.workers.media_reader import Indexes, MediaReader, indexes
+from services.preprocessing.workers.segments import slices_of
 
 Requests: TypeAlias = AsyncIterator[PreprocessRequest]
 Context: TypeAlias = grpc.aio.ServicerContext[PreprocessRequest, PreprocessResponse]
@@ -42,7 +44,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
     """Plans prompts on threads and decodes frames in a queue of its own, so that no plan waits behind decoding.
 
     quick: threads that check prompts, and plan short ones without media. slow: threads that plan the others; all of
-    them may be waiting for reading workers, or hashing files.
+    them may be waiting for reading workers, or hashing files. known: what was read of media before.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         reading_queue: JobQueue,
         decoding_queue: JobQueue,
         max_inline_bytes: int = MAX_INLINE_BYTES,
+        known: Indexes | None = None,
     ) -> None:
         self._planner = planner
         self._fetcher = fetcher
@@ -62,6 +65,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         self._reading_queue = reading_queue
         self._decoding_queue = decoding_queue
         self._max_inline_bytes = max_inline_bytes
+        self._known = known or indexes()
 
     async def Preprocess(self, request_iterator: Requests, context: Context) -> AsyncIterator[PreprocessResponse]:
         requests = aiter(request_iterator)
@@ -96,11 +100,10 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
             return conversation, None
         with busy("fetch"), span("fetch", media=len(conversation.urls)):
             sources = await self._fetcher.fetch_all(conversation.urls)
-        count_fetched(sources.values())
         return conversation.with_sources(sources), monotonic_ns()
 
     async def _plan(self, conversation: Conversation) -> PlannedPrompt:
-        reader = MediaReader(self._reading_queue)
+        reader = MediaReader(self._reading_queue, self._known)
         readers = Readers(reader.packets, reader.picture, reader.check_cancelled)
         threads = self._quick if conversation.is_quick else self._slow
         job = asyncio.ensure_future(threads.call(partial(self._planner.plan, conversation, readers)))
@@ -118,7 +121,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         if job is None:
             return
         with recording_decode(media_index) as stats:
-            async with self._decoding_queue.stream(job) as slices:
+            async with slices_of(self._decoding_queue, job) as slices:
                 async for each in slices:
                     stats.add(each)
                     count_frames(each)
@@ -137,7 +140,7 @@ async def _receive(
         if name not in files:
             files[name] = ReceivedFile(name)
             received.callback(files[name].close)
-        files[name].write(piece)
+        await in_thread(partial(files[name].write, piece))
     return conversation.with_sources({name: file.source() for name, file in files.items()})
 
 

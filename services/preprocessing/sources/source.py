@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from common.contract.errors import MediaForbidden, MediaRejected, Overloaded
+from services.preprocessing.sources.digests import Digests, digest_of, digests
 from services.preprocessing.sources.sealed_memory import SealedMemory
 
 _READ_BYTES = 2**20
@@ -136,11 +137,13 @@ def path_source(
     media_root: Path | None,
     check_cancelled: Callable[[], None] = lambda: None,
     max_bytes: float = math.inf,
+    known: Digests | None = None,
 ) -> Source:
     """A file below `media_root`, symlinks resolved. The caller closes it.
 
     path: relative to the root, or absolute and below it. check_cancelled: called between the blocks that are hashed;
-    an exception from it ends the read. max_bytes: a larger file is rejected unread.
+    an exception from it ends the read. max_bytes: a larger file is rejected unread. known: of files that were hashed
+    before.
     Raises MediaForbidden for a path outside the root, whether it exists or not; MediaRejected for a file that is not
     readable, not regular or too large; Overloaded where the machine is out of descriptors or memory.
     """
@@ -149,7 +152,9 @@ def path_source(
     if not path or "\0" in path:
         raise MediaRejected(f"{name}.path must be a path below --media-root, got {path!r}")
     with resource_errors_as_overloaded(f"{name}.path"):
-        return _file_source(name, path, media_root.resolve(), check_cancelled, max_bytes)
+        resolved = media_root.resolve()
+        digest = partial(digest_of, known=known or digests(), check_cancelled=check_cancelled)
+        return _file_source(name, path, resolved, max_bytes, digest)
 
 
 def check_file_size(name: str, descriptor: int, max_bytes: float) -> None:
@@ -159,7 +164,7 @@ def check_file_size(name: str, descriptor: int, max_bytes: float) -> None:
         raise MediaRejected(f"{name} has {size_bytes} bytes, at most {max_bytes} are allowed")
 
 
-def _file_source(name: str, path: str, root: Path, check_cancelled: Callable[[], None], max_bytes: float) -> Source:
+def _file_source(name: str, path: str, root: Path, max_bytes: float, digest: Callable[[int], bytes]) -> Source:
     try:
         resolved = (root / path).resolve()
     except (OSError, RuntimeError) as error:
@@ -175,16 +180,7 @@ def _file_source(name: str, path: str, root: Path, check_cancelled: Callable[[],
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise MediaRejected(f"{name}.path {path!r} is not a regular file")
         check_file_size(name, descriptor, max_bytes)
-        return Source(name, _digest(descriptor, check_cancelled), descriptor)
+        return Source(name, digest(descriptor), descriptor)
     except BaseException:
         os.close(descriptor)
         raise
-
-
-def _digest(descriptor: int, check_cancelled: Callable[[], None]) -> bytes:
-    digest = hashlib.sha256()
-    reader = io.BufferedReader(_Pread(descriptor), _READ_BYTES)
-    for piece in iter(partial(reader.read, _READ_BYTES), b""):
-        check_cancelled()
-        digest.update(piece)
-    return digest.digest()

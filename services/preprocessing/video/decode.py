@@ -13,35 +13,33 @@ It knows nothing of resizing and slices.
 from __future__ import annotations
 
 import bisect
-import math
 import mmap
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from typing import Self
 
 import av
-import numpy as np
 from av.packet import Packet
 from av.video.frame import VideoFrame
-from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
 from common.contract.errors import MediaDamaged, MediaRejected
 from services.preprocessing.sources.source import Source
+from services.preprocessing.video.epochs import EpochShifts
+from services.preprocessing.video.fields import SecondFields
 from services.preprocessing.video.orientation import upright
 from services.preprocessing.video.packets import MAX_FRAME_PX, PacketIndex, check_frame_size, open_video, packets_of
+from services.preprocessing.video.references import unreferenced_are_skipped
 from services.preprocessing.video.resize import UInt8Array
+from services.preprocessing.video.rgb import RgbConverter
 
 MAX_REPAIRED_SHARE = 0.1
 
 # More threads hardly speed up one video, and two cost a quarter more work than one, which small frames do not win back.
 # Without a bound, codecs start one for each core in every worker.
 _CODEC_THREADS, _THREADED_FROM_PX = 2, 640 * 360
-
-# Codecs whose frames outside AVDISCARD_NONREF no other frame refers to: H.264's nal_ref_idc of 0.
-_SKIPPING_CODECS = ("h264",)
 
 # The largest pixel of common formats: three channels of 16 bits.
 _LARGEST_PIXEL_BYTES = 6
@@ -69,18 +67,18 @@ class DecodedFrame:
 
 
 def decode_frames(
-    source: Source, index: PacketIndex, places: Sequence[int], max_pixels: float = math.inf
+    source: Source, index: PacketIndex, places: Sequence[int], progress: Callable[[], None] = lambda: None
 ) -> Generator[DecodedFrame, None, None]:
     """Yields one frame for each of `places`, which must not decrease.
 
-    max_pixels: of all frames that are decoded, including those between the selected ones.
+    progress: called for each packet that is read.
     Raises MediaDamaged if more than a tenth of the item's frames cannot be decoded (of the whole item where `places`
     are `RemainingPlaces`), or MemoryError if FFmpeg ran out of memory meanwhile; MediaRejected for exceeded limits.
     """
     whole, repaired = (places.whole, places.repaired) if isinstance(places, RemainingPlaces) else (len(places), 0)
     allowed = MAX_REPAIRED_SHARE * whole
     with ExitStack() as stack:
-        frames = _Frames(source, index, places, max_pixels, stack)
+        frames = _Frames(source, index, places, progress, stack)
         last: DecodedFrame | None = None
         last_place: int | None = None
         for place in places:
@@ -96,20 +94,26 @@ class _Frames:
     """A forward-only reader of decoded frames by presentation time: `behind` is shown before `ahead`."""
 
     def __init__(
-        self, source: Source, index: PacketIndex, places: Sequence[int], max_pixels: float, stack: ExitStack
+        self,
+        source: Source,
+        index: PacketIndex,
+        places: Sequence[int],
+        progress: Callable[[], None],
+        stack: ExitStack,
     ) -> None:
         self._source = source
-        self._max_pixels = max_pixels
-        self._pixels = 0
+        self._progress = progress
         self._lacked_memory = False
         self._stack = stack
-        # `frame.reformat` would start threads for each frame anew, which is ten times as slow on shared cores.
-        self._reformatter = VideoReformatter()
+        self._converter = RgbConverter()
         self._keys = range(len(index.times.ticks)) if index.pts is None else index.pts
         self._by_order = index.pts is None
         self._wanted = {self._keys[place] for place in places}
         self._orientation = index.orientation
         self._keyframes: Sequence[int] = index.keyframes
+        self._epochs = index.epochs
+        self._skip_to: int | None = None
+        self._read_to = self._keyframes[0] if self._keyframes else 0  # shown time of the last keyframe that was read
         self._behind: VideoFrame | None = None
         self._ahead: VideoFrame | None = None
         self._ahead_key = index.keyframes[0] if index.keyframes else 0
@@ -164,12 +168,20 @@ class _Frames:
         self._decoded = self._decode(self._stream, packets_of(self._container, self._stream))
 
     def _seek(self, keyframe: int) -> None:
-        """Continues from `keyframe`, or from the start if the container's own index leads past the keyframe."""
+        """Continues from `keyframe`, or from the start if the container's own index leads past the keyframe.
+
+        Where times are stored more than once, packets are read and dropped instead.
+        """
+        if len(self._epochs) > 1:
+            if keyframe > self._read_to:
+                self._behind = self._ahead = None
+                self._ahead_key = self._skip_to = keyframe
+            return
         self._behind = self._ahead = None
         try:
             self._container.seek(keyframe, stream=self._stream)
             packets = packets_of(self._container, self._stream)
-            first = next(packets, None)
+            first = next((each for each in packets if each.is_keyframe), None)
         except av.FFmpegError:
             first = None
         if first is not None and first.pts is not None and first.pts <= keyframe:
@@ -181,37 +193,52 @@ class _Frames:
             self._open()
 
     def _decode(self, stream: VideoStream, packets: Iterable[Packet[VideoStream]]) -> Iterator[tuple[int, VideoFrame]]:
-        """(presentation time or ordinal, frame) of each frame that can be decoded."""
-        order = 0
-        skips = not self._by_order and stream.codec_context.name in _SKIPPING_CODECS
-        for packet in chain(packets, (None,)):
-            if skips and packet:
-                stream.codec_context.skip_frame = "DEFAULT" if packet.pts in self._wanted else "NONREF"
-            try:
-                frames = stream.decode(packet)
-            except av.FFmpegError as error:
-                self._lacked_memory |= isinstance(error, MemoryError)
-                frames = []
-            for frame in frames:
-                self._count(frame)
-                key = order if self._by_order else frame.pts
-                order += 1
-                if key is not None and not frame.is_corrupt:
-                    yield key, frame
+        """(shown time or ordinal, frame) of each frame that can be decoded."""
+        self._order = 0
+        shifts = EpochShifts(self._epochs)
+        second_fields = SecondFields(stream.codec_context)
+        skips = not self._by_order and unreferenced_are_skipped(stream.codec_context)
+        for packet in packets:
+            self._progress()
+            before = shifts.shift
+            is_second_field = not packet.is_discard and second_fields.holds(packet)
+            if not packet.is_discard and shifts.add() and self._skip_to is None:
+                yield from self._frames_of(stream, None, before)
+                stream.codec_context.flush_buffers()
+            shown = None if packet.pts is None else packet.pts + shifts.shift
+            if shown is not None and packet.is_keyframe:
+                self._read_to = max(self._read_to, shown)
+            if self._skip_to is not None:
+                if shown != self._skip_to or not packet.is_keyframe:
+                    continue
+                self._skip_to = None
+                stream.codec_context.flush_buffers()
+            if skips and not is_second_field:
+                stream.codec_context.skip_frame = "DEFAULT" if shown in self._wanted else "NONREF"
+            yield from self._frames_of(stream, packet, shifts.shift)
+        yield from self._frames_of(stream, None, shifts.shift)
 
-    def _count(self, frame: VideoFrame) -> None:
-        self._pixels += frame.height * frame.width
-        if self._pixels > self._max_pixels:
-            raise MediaRejected(
-                f"{self._source.name} has more than {self._max_pixels} pixels up to its last selected frame"
-            )
+    def _frames_of(
+        self, stream: VideoStream, packet: Packet[VideoStream] | None, shift: int
+    ) -> Iterator[tuple[int, VideoFrame]]:
+        """What the codec yields for a packet; without one, all that it holds back."""
+        try:
+            frames = stream.decode(packet)
+        except av.FFmpegError as error:
+            self._lacked_memory |= isinstance(error, MemoryError)
+            return
+        for frame in frames:
+            key = self._order if self._by_order else frame.pts
+            self._order += 1
+            if key is not None and not frame.is_corrupt:
+                yield (key if self._by_order else key + shift), frame
 
     def _rgb(self, frame: VideoFrame) -> UInt8Array:
         check_frame_size(self._source.name, frame.height, frame.width)
         try:
-            pixels = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+            pixels = self._converter.rgb(frame)
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError) as error:
             raise MediaRejected(f"{self._source.name} has an unsupported pixel format: {error}") from error
-        return upright(pixels.astype(np.uint8, copy=False), self._orientation)
+        return upright(pixels, self._orientation)

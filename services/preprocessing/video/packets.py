@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain, islice
 
@@ -22,9 +22,12 @@ from av.video.stream import VideoStream
 from common.contract.errors import MediaRejected
 from services.preprocessing.sources.source import Source
 from services.preprocessing.video.completeness import missing_frames
+from services.preprocessing.video.epochs import LEAPING_FORMATS, MAX_EPOCHS, Epoch, EpochReader
+from services.preprocessing.video.fields import SecondFields
 from services.preprocessing.video.orientation import ON_ITS_SIDE, UPRIGHT, may_be_turned, orientation_of
 from services.preprocessing.video.sampling import FrameTimes
 from services.preprocessing.video.timing import MAX_LENGTH_S
+from services.preprocessing.video.unread_formats import HEAD_BYTES, unread_format
 
 MAX_FRAME_PX = 2**26
 MAX_PACKETS = 2**22
@@ -34,6 +37,7 @@ MAX_PTS = 2**62
 # A playlist inside a file must not open other files or hosts. The source itself is read without any protocol.
 _OPEN_OPTIONS = {"protocol_whitelist": "none"}
 _FALLBACK_RATE = Fraction(25)
+_NO_TIME_BASE = Fraction(1, 1000)
 # The orientation is taken from a frame within this many first packets.
 _FIRST_PACKETS = 64
 
@@ -47,24 +51,32 @@ class PacketIndex:
 
     times: the same times, relative to the first frame.
     missing_frames: how many more the container promises, see `completeness`.
+    dropped_frames: how many have the same time as another one, and are not shown.
+    epochs: where the clock starts again, see `epochs`; all times are shown ones.
     pts, keyframes: int64 arrays; tuples would take ten times the memory for a long video.
     pts: None where the container stores no usable ones: frames are then identified by their order.
-    height_px, width_px: of an upright frame. orientation: EXIF number of the turn that makes a decoded frame upright.
+    height_px, width_px: of an upright frame with square pixels. orientation: EXIF number of the turn that makes a
+        decoded frame upright.
     """
 
     times: FrameTimes
     pts: array[int] | None
     keyframes: array[int]
-    height_px: int
-    width_px: int
-    orientation: int
+    height_px: int = 0
+    width_px: int = 0
+    orientation: int = UPRIGHT
     missing_frames: int = 0
+    dropped_frames: int = 0
+    epochs: tuple[Epoch, ...] = (Epoch(0, 0),)
 
 
 @contextmanager
 def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Opens the container and its first video stream that is not a cover image. Raises MediaRejected without one."""
     with source.open() as file:
+        if unread := unread_format(file.read(HEAD_BYTES)):
+            raise MediaRejected(f"{source.name} is {unread}")
+        file.seek(0)
         try:
             container = av.open(file, mode="r", options=_OPEN_OPTIONS)
         except MemoryError:
@@ -76,7 +88,8 @@ def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
             if not streams:
                 sound = ", only audio" if container.streams.audio else ""
                 raise MediaRejected(f"{source.name} has no video stream{sound}")
-            yield container, streams[0]
+            # An animated AVIF has its first frame as a stream of its own, before the others.
+            yield container, max(streams, key=lambda stream: stream.frames > 1)
 
 
 def packets_of(container: InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
@@ -100,61 +113,55 @@ def read_packets(source: Source) -> PacketIndex:
     """Reads every packet of the video stream. Raises MediaRejected for no frames or an exceeded limit."""
     with open_video(source) as (container, stream):
         height, width = _frame_size(source, stream)
-        pts: list[int | None] = []
-        keyframes: list[int] = []
-        tail = 0
+        time_base = stream.time_base or _NO_TIME_BASE
+        reader = EpochReader(time_base, leaps=container.format.name in LEAPING_FORMATS)
+        second_fields = SecondFields(stream.codec_context)
         for packet in packets_of(container, stream):
             if packet.is_discard:
+                reader.hide(packet)
                 continue
-            if len(pts) == MAX_PACKETS:
+            if second_fields.holds(packet):
+                reader.second_field()
+                continue
+            if reader.packets == MAX_PACKETS:
                 raise MediaRejected(f"{source.name} has more than {MAX_PACKETS} frames")
-            pts.append(packet.pts)
-            tail = packet.duration or tail
-            if packet.is_keyframe and packet.pts is not None:
-                keyframes.append(packet.pts)
-        if not pts:
+            reader.add(packet)
+        if not reader.packets:
             raise MediaRejected(f"{source.name} holds no frames")
         rates = tuple(
             rate for rate in (stream.average_rate, stream.guessed_rate, stream.base_rate) if rate and rate > 0
         )
-        known = [each for each in pts if each is not None]
-        # AVI stores no presentation times, and those that FFmpeg makes up are out of order where there are B-frames.
-        if len(known) < len(pts) or container.format.name == "avi" or stream.time_base is None:
-            times, shown = _by_order(len(pts), rates), None
-            last_s = times.length_s
-        else:
-            furthest = max(known, key=abs)
-            if abs(furthest) >= MAX_PTS:
-                raise MediaRejected(f"{source.name} has a frame at {furthest} ticks, all must be within ±{MAX_PTS}")
-            times, shown = _by_time(known, tail, stream.time_base, rates)
-            last_s = (shown[-1] + times.tail_ticks) * stream.time_base
-        missing = missing_frames(container, stream, times, last_s)
-    if times.length_s > MAX_LENGTH_S:
+        index = _index(source, container, stream, reader, rates)
+        last_s = index.times.length_s if index.pts is None else index.pts[0] * time_base + index.times.length_s
+        missing = missing_frames(container, stream, index.times, last_s) if len(index.epochs) == 1 else 0
+    if index.times.length_s > MAX_LENGTH_S:
         raise MediaRejected(
-            f"{source.name} claims to last {float(times.length_s):.0f} s, at most {MAX_LENGTH_S} are allowed"
+            f"{source.name} claims to last {float(index.times.length_s):.0f} s, at most {MAX_LENGTH_S} are allowed"
         )
     orientation = _orientation(source)
     if orientation in ON_ITS_SIDE:
         height, width = width, height
-    return PacketIndex(
-        times, shown, array("q", sorted(keyframes) if shown else ()), height, width, orientation, missing
-    )
+    return replace(index, height_px=height, width_px=width, orientation=orientation, missing_frames=missing)
 
 
-def _by_time(
-    pts: list[int], tail: int, time_base: Fraction, rates: tuple[Fraction, ...]
-) -> tuple[FrameTimes, array[int]]:
-    shown = array("q", sorted(set(pts)))
-    ticks = array("q", (each - shown[0] for each in shown))
-    if tail <= 0:
-        mean = Fraction(ticks[-1], len(ticks) - 1) if len(ticks) > 1 else 1 / ((*rates, _FALLBACK_RATE)[0] * time_base)
-        tail = max(1, round(mean))
-    return FrameTimes(ticks, tail, time_base, rates), shown
-
-
-def _by_order(frames: int, rates: tuple[Fraction, ...]) -> FrameTimes:
-    rate = (*rates, _FALLBACK_RATE)[0]
-    return FrameTimes(range(frames), 1, 1 / rate, (rate,))
+def _index(
+    source: Source, container: InputContainer, stream: VideoStream, reader: EpochReader, rates: tuple[Fraction, ...]
+) -> PacketIndex:
+    """The index without what is not known from packets."""
+    # AVI stores no presentation times, and those that FFmpeg makes up are out of order where there are B-frames.
+    if reader.untimed or container.format.name == "avi" or stream.time_base is None:
+        rate = (*rates, _FALLBACK_RATE)[0]
+        return PacketIndex(FrameTimes(range(reader.packets), 1, 1 / rate, (rate,)), None, array("q"))
+    if abs(reader.furthest) >= MAX_PTS:
+        raise MediaRejected(f"{source.name} has a frame at {reader.furthest} ticks, all must be within ±{MAX_PTS}")
+    if len(reader) > MAX_EPOCHS:
+        raise MediaRejected(f"{source.name} has a clock that starts again more than {MAX_EPOCHS} times")
+    tail = max(1, round(1 / ((*rates, _FALLBACK_RATE)[0] * stream.time_base)))
+    epochs = reader.epochs(tail)
+    shown, keyframes = reader.shown(epochs)
+    times = FrameTimes(array("q", (each - shown[0] for each in shown)), reader.tail(tail), stream.time_base, rates)
+    dropped = reader.packets - len(shown)
+    return PacketIndex(times, shown, keyframes, epochs=epochs, dropped_frames=dropped)
 
 
 def _orientation(source: Source) -> int:
@@ -180,6 +187,9 @@ def _frame_size(source: Source, stream: VideoStream) -> tuple[int, int]:
     height, width = stream.codec_context.height, stream.codec_context.width
     if height < 1 or width < 1:
         raise MediaRejected(f"{source.name} does not declare its frame size: it is damaged or not a video")
+    check_frame_size(source.name, height, width)
+    pixel_aspect = stream.sample_aspect_ratio or 1
+    width = max(1, round(width * pixel_aspect)) if pixel_aspect > 0 else width
     check_frame_size(source.name, height, width)
     return height, width
 

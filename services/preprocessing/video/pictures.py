@@ -15,6 +15,7 @@ from services.preprocessing.sources.source import Source
 from services.preprocessing.video.orientation import ON_ITS_SIDE, UPRIGHT, upright
 from services.preprocessing.video.packets import MAX_FRAME_PX, check_frame_size
 from services.preprocessing.video.resize import UInt8Array
+from services.preprocessing.video.unread_formats import HEAD_BYTES, unread_format
 
 # Formats whose readers run no other program and reach no other file.
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -43,7 +44,11 @@ def read_picture(source: Source) -> Picture:
                 f"{source.name} has far more pixels than the {MAX_FRAME_PX} that are allowed"
             ) from error
         except _UNREADABLE as error:
-            raise MediaRejected(f"{source.name} cannot be read as an image") from error
+            file.seek(0)
+            unread = unread_format(file.read(HEAD_BYTES))
+            raise MediaRejected(
+                f"{source.name} {f'is {unread}' if unread else 'cannot be read as an image'}"
+            ) from error
     check_frame_size(source.name, height, width)
     if orientation in ON_ITS_SIDE:
         height, width = width, height

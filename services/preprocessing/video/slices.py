@@ -5,8 +5,7 @@ It combines decoding and resizing and measures both. `workers` decides where and
 
 from __future__ import annotations
 
-import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from time import monotonic_ns
@@ -71,9 +70,9 @@ class PlannedVideo:
     height_px: int
     width_px: int
 
-    def slices(self, max_pixels: float = math.inf) -> Generator[Slice, None, None]:
-        """Yields slices in order. max_pixels and exceptions: as in `decode_frames`."""
-        with closing(decode_frames(self.source, self.index, self.places, max_pixels)) as frames:
+    def slices(self, progress: Callable[[], None] = lambda: None) -> Generator[Slice, None, None]:
+        """Yields slices in order. progress and exceptions: as in `decode_frames`."""
+        with closing(decode_frames(self.source, self.index, self.places, progress)) as frames:
             for first in range(0, len(self.places), self.slice_frames):
                 yield self._slice(first, frames)
 

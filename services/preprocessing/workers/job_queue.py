@@ -26,7 +26,7 @@ from services.preprocessing.sources.source import resource_errors_as_overloaded
 from services.preprocessing.workers.jobs import Job
 from services.preprocessing.workers.limits import Limits
 from services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
-from services.preprocessing.workers.protocol import Facts, Kind
+from services.preprocessing.workers.protocol import PROGRESS_S, Facts, Kind, Message
 from services.preprocessing.workers.worker_pool import BackgroundTasks, WorkerPool
 
 T = TypeVar("T")
@@ -102,11 +102,12 @@ class Share:
 
 @dataclass(slots=True, eq=False)
 class _Run(Generic[T]):
-    """A running job: how many pieces are done, and how many seconds a worker may still spend on it."""
+    """A running job: how many pieces are done, how long a worker may still work on it, and say that it does."""
 
     job: Job[T]
     share: Share
     left_s: float
+    progress: int
     done: int = 0
     made: Made[T] = field(default_factory=asyncio.Queue)
 
@@ -172,7 +173,8 @@ class JobQueue:
     async def _running(self, job: Job[T], piece_bytes: int) -> AsyncIterator[AsyncGenerator[T, None]]:
         if not self._open:
             raise _stopping()
-        run = _Run(job, self.inflight.share(piece_bytes), self._limits.wall_s)
+        work_s = self._limits.work_s(job.frames)
+        run = _Run(job, self.inflight.share(piece_bytes), work_s, round(work_s / PROGRESS_S) + job.pieces)
         task = self._making.start(self._make(run))
         # A callback rather than `finally` in the task: a task that is cancelled before its first step runs no code.
         task.add_done_callback(lambda made: run.made.put_nowait(_stopping()) if made.cancelled() else None)
@@ -193,7 +195,7 @@ class JobQueue:
             with resource_errors_as_overloaded(name):
                 while run.done < run.job.pieces:
                     await run.share.acquire()
-                    async with self.workers.borrow(name, self.inflight.wake) as worker:
+                    async with self.workers.borrow(name, self.inflight.wake, run.job.gives_way) as worker:
                         await self._make_some(run, worker)
             run.made.put_nowait(None)
         except Exception as error:
@@ -209,7 +211,8 @@ class JobQueue:
         worker.send(Kind.NEXT)
         granted = run.done + 1
         while run.done < job.pieces:
-            while granted < min(run.done + _GRANTS, job.pieces) and run.share.try_acquire():
+            grants = 0 if job.gives_way and self.workers.pressing else _GRANTS
+            while granted < min(run.done + grants, job.pieces) and run.share.try_acquire():
                 worker.send(Kind.NEXT)
                 granted += 1
             if granted > run.done:
@@ -222,15 +225,13 @@ class JobQueue:
                 await self.inflight.changed()
 
     async def _receive_piece(self, run: _Run[T], worker: WorkerProcess) -> T:
-        clock = asyncio.get_running_loop().time
-        start = clock()
-        try:
-            async with asyncio.timeout(run.left_s):
-                message = await worker.receive()
-        except TimeoutError as error:
-            raise WorkerFault(Fault.SLOW, f"it took more than {self._limits.wall_s:g} s") from error
-        finally:
-            run.left_s -= clock() - start
+        message = await self._receive(run, worker)
+        while message.kind is Kind.PROGRESS:
+            message.close()
+            run.progress -= 1
+            if run.progress < 0:  # a worker may not keep the event loop busy
+                raise PeerContract("a worker reports progress too often")
+            message = await self._receive(run, worker)
         if message.kind is Kind.FAILED and not message.descriptors:
             raise self._failure(message.facts)
         if message.kind is not Kind.PIECE or len(message.descriptors) > 1:
@@ -241,6 +242,20 @@ class JobQueue:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         data = [mapped(each, run.job.piece_bytes) for each in message.descriptors]
         return run.job.piece(run.done, message.facts, data[0] if data else np.empty(0, np.uint8))
+
+    async def _receive(self, run: _Run[T], worker: WorkerProcess) -> Message:
+        clock = asyncio.get_running_loop().time
+        start, limits = clock(), self._limits
+        try:
+            async with asyncio.timeout(min(limits.stall_s, run.left_s)):
+                return await worker.receive()
+        except TimeoutError as error:
+            text = f"it made no progress for {limits.stall_s:g} s"
+            if run.left_s < limits.stall_s:
+                text = f"{run.job.frames} frames of it took more than {limits.work_s(run.job.frames):g} s"
+            raise WorkerFault(Fault.SLOW, text) from error
+        finally:
+            run.left_s -= clock() - start
 
     def _failure(self, facts: Facts) -> Exception:
         """Maps a worker's FAILED message to the error that is raised."""

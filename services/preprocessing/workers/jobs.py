@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from common.contract.errors import PeerContract
 from services.preprocessing.sources.source import Source
 from services.preprocessing.video.completeness import MAX_MISSING
+from services.preprocessing.video.epochs import MAX_EPOCHS, Epoch
 from services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, MAX_PTS, PacketIndex
 from services.preprocessing.video.pictures import Picture
 from services.preprocessing.video.resize import UInt8Array
@@ -50,6 +51,15 @@ class Job(Protocol[T_co]):
     def pieces(self) -> int: ...
     @property
     def piece_bytes(self) -> int: ...
+    @property
+    def frames(self) -> int:
+        """The frames that it makes."""
+        ...
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether it gives its worker to another job that waits for one."""
+        ...
 
     def order(self, done: int) -> Order:
         """What to send to a worker that continues after `done` pieces."""
@@ -67,6 +77,8 @@ class IndexVideo:
     source: Source
     pieces: int = 1
     piece_bytes: int = 2 * MAX_PACKETS * 8
+    frames: int = 0
+    gives_way: bool = False
 
     def order(self, done: int) -> Order:
         return Order("index_video")
@@ -84,6 +96,8 @@ class IndexPicture:
     source: Source
     pieces: int = 1
     piece_bytes: int = 0
+    frames: int = 0
+    gives_way: bool = False
 
     def order(self, done: int) -> Order:
         return Order("index_picture")
@@ -104,11 +118,23 @@ class VideoSlices:
         repeated      1   2   3   4 ...
         sent                      4 ...
 
-    repaired: repaired frames of each slice made so far. A job object is run only once.
+    begin, end: the slices to make, of all slices of the video; end defaults to their number.
+    made_before: repaired frames of each slice before `begin`, if the job continues another one; if it does not, `begin`
+        is at a keyframe. A job object is run only once.
     """
 
     video: PlannedVideo
-    repaired: list[int] = field(default_factory=list)
+    begin: int = 0
+    end: int = -1
+    made_before: list[int] = field(default_factory=list)
+    _known_from: int = field(init=False)
+    _repaired: list[int] = field(init=False)  # of each slice from _known_from on
+
+    def __post_init__(self) -> None:
+        end = self.end if self.end >= 0 else len(self.video.places) // self.video.slice_frames
+        object.__setattr__(self, "end", end)
+        object.__setattr__(self, "_known_from", self.begin - len(self.made_before))
+        object.__setattr__(self, "_repaired", list(self.made_before))
 
     @property
     def source(self) -> Source:
@@ -116,22 +142,32 @@ class VideoSlices:
 
     @property
     def pieces(self) -> int:
-        return len(self.video.places) // self.video.slice_frames
+        return self.end - self.begin
 
     @property
     def piece_bytes(self) -> int:
         return self.video.slice_frames * self.video.height_px * self.video.width_px * 3
 
+    @property
+    def frames(self) -> int:
+        return self.pieces * self.video.slice_frames
+
+    @property
+    def gives_way(self) -> bool:
+        return self.begin > 0
+
     def order(self, done: int) -> Order:
-        video = self.video
-        begin = max((number for number in range(done) if not self.repaired[number]), default=0)
-        places = np.array(video.places[begin * video.slice_frames :], np.int64)
+        video, known = self.video, self._known_from
+        following = self.begin + done
+        intact = (number for number in range(known, following) if not self._repaired[number - known])
+        begin = max(intact, default=known)
+        places = np.array(video.places[begin * video.slice_frames : self.end * video.slice_frames], np.int64)
         facts, numbers = index_facts(video.index)
         sent = {
             "places": places.size,
             "whole": len(video.places),
-            "repaired": sum(self.repaired[:begin]),
-            "again": done - begin,
+            "repaired": sum(self._repaired[: begin - known]),
+            "again": following - begin,
             "slice_frames": video.slice_frames,
             "sent_height_px": video.height_px,
             "sent_width_px": video.width_px,
@@ -141,8 +177,8 @@ class VideoSlices:
     def piece(self, number: int, facts: Facts, data: UInt8Array) -> Slice:
         video = self.video
         shape = (video.slice_frames, video.height_px, video.width_px, 3)
-        made = _slice(number * video.slice_frames, shape, facts, data)
-        self.repaired.append(made.repaired_frames)
+        made = _slice((self.begin + number) * video.slice_frames, shape, facts, data)
+        self._repaired.append(made.repaired_frames)
         return made
 
 
@@ -152,6 +188,8 @@ class PictureSlices:
 
     picture: PlannedPicture
     pieces: int = 1
+    frames: int = 1
+    gives_way: bool = False
 
     @property
     def source(self) -> Source:
@@ -196,6 +234,8 @@ def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
         "width_px": index.width_px,
         "orientation": index.orientation,
         "missing_frames": index.missing_frames,
+        "dropped_frames": index.dropped_frames,
+        "epochs": [part for each in index.epochs for part in (each.first_packet, each.shift)],
     }
     return facts, np.concatenate([np.asarray(each, np.int64) for each in (pts, index.keyframes)])
 
@@ -229,7 +269,16 @@ def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
         width_px=width,
         orientation=facts.integer("orientation", 1, 8),
         missing_frames=facts.integer("missing_frames", 0, MAX_MISSING),
+        dropped_frames=facts.integer("dropped_frames", 0, MAX_PACKETS),
+        epochs=_epochs(facts),
     )
+
+
+def _epochs(facts: Facts) -> tuple[Epoch, ...]:
+    parts = facts.integers("epochs", 2 * MAX_EPOCHS, -_INT64, _INT64)
+    if len(parts) % 2 or not parts:
+        raise PeerContract("a worker's epochs must be pairs of integers")
+    return tuple(Epoch(*parts[at : at + 2]) for at in range(0, len(parts), 2))
 
 
 def _slice(first_frame: int, shape: tuple[int, ...], facts: Facts, data: UInt8Array) -> Slice:

@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 _DESCRIPTORS = 32
@@ -36,26 +37,39 @@ _LANDLOCK_SIZES = {1: 8, 4: 16, 6: 24}
 class Limits:
     """Upper limits of one job.
 
-    wall_s: seconds that its worker works; waiting for the reader does not count.
+    stall_s: seconds that its worker works without progress, which is reading a packet.
+    frame_s: seconds of work for each frame that is asked for, on average, beside stall_s.
     memory_bytes: address space beyond that of an idle worker.
     file_bytes, frames, length_s: size of the media file, frames of a video, and its duration in seconds.
-    pixels: of all frames of a video that are decoded, including those between the selected ones.
+    Waiting for the job's reader is not work.
     """
 
-    wall_s: float
+    stall_s: float
+    frame_s: float
     memory_bytes: int
     file_bytes: int
     frames: int
     length_s: int
-    pixels: int
+
+    def work_s(self, frames: int) -> float:
+        """Seconds of work on a job that makes `frames` frames."""
+        return self.stall_s + self.frame_s * frames
 
 
-def confine(memory_bytes: int, parent: int) -> None:
+class Mechanism(StrEnum):
+    """What confines a worker: user and network namespaces of its own, and Landlock's rights to files and ports."""
+
+    NAMESPACES = "namespaces"
+    LANDLOCK = "landlock"
+
+
+def confine(memory_bytes: int, parent: int) -> list[Mechanism]:
     """Irrevocably drops every right that decoding does not need. Call it before starting any thread.
 
     The kernel kills this process first when memory runs out, and at once when `parent` dies. The process keeps its
     open descriptors. It can open only the files of Python's libraries; it cannot use the network, trace or signal
     other processes, or dump core. memory_bytes: address space beyond what is used now.
+    Returns the mechanisms that the kernel has granted; without the others, the worker can reach more.
     """
     with suppress(OSError):  # where /proc is read-only
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -68,22 +82,26 @@ def confine(memory_bytes: int, parent: int) -> None:
     ):
         resource.setrlimit(limit, (value, value))
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.unshare(_CLONE_NEWUSER_AND_NEWNET)  # refused in many containers
+    granted = []
+    if libc.unshare(_CLONE_NEWUSER_AND_NEWNET) == 0:  # refused in many containers
+        granted.append(Mechanism.NAMESPACES)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
-    _landlock(libc)
+    if _landlock(libc):
+        granted.append(Mechanism.LANDLOCK)
     # Last: a change of credentials, which a new user namespace is, clears it.
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os._exit(0)
+    return granted
 
 
-def _landlock(libc: ctypes.CDLL) -> None:
-    """Drops every right to files, and to ports and other processes where the kernel supports it."""
+def _landlock(libc: ctypes.CDLL) -> bool:
+    """Drops every right to files, and to ports and other processes where the kernel supports it. False without it."""
     abi = libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_VERSION_FLAG)
     if abi < 1:
-        return
+        return False
     files = _LANDLOCK_FILE_RIGHTS[max(each for each in _LANDLOCK_FILE_RIGHTS if each <= abi)]
     size = _LANDLOCK_SIZES[max(each for each in _LANDLOCK_SIZES if each <= abi)]
     rules = struct.pack("=3Q", files, _BIND_AND_CONNECT, _SOCKETS_AND_SIGNALS)
@@ -96,6 +114,7 @@ def _landlock(libc: ctypes.CDLL) -> None:
     if failed or libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0):
         raise OSError(ctypes.get_errno(), "landlock")
     os.close(ruleset)
+    return True
 
 
 @contextmanager

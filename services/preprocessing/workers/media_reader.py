@@ -1,18 +1,40 @@
-"""Reads one request's media in worker processes, for the thread that plans the request; cancelled with the request."""
+"""Reads one request's media in worker processes, for the thread that plans the request; cancelled with the request.
+
+What was read is kept by the digest of the media, so a later request reads none of it again.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar, cast
 
 from common.contract.errors import Unavailable
+from services.preprocessing.sources.last_used import LastUsed
 from services.preprocessing.sources.source import Source
 from services.preprocessing.video.packets import PacketIndex
 from services.preprocessing.video.pictures import Picture
 from services.preprocessing.workers.job_queue import JobQueue
 from services.preprocessing.workers.jobs import IndexPicture, IndexVideo, Job
 
-T = TypeVar("T")
+T = TypeVar("T", PacketIndex, Picture)
+
+# By the kind of the job and the digest of the media.
+Indexes: TypeAlias = LastUsed[tuple[str, bytes], PacketIndex | Picture]
+_MAX_INDEX_BYTES = 2**26
+
+
+def indexes(on_get: Callable[[bool], None] = lambda _: None) -> Indexes:
+    """An empty cache of what was read."""
+    return LastUsed(_MAX_INDEX_BYTES, _size_of, on_get)
+
+
+def _size_of(index: PacketIndex | Picture) -> int:
+    """Bytes of memory, roughly."""
+    if isinstance(index, Picture):
+        return 256
+    numbers = len(index.keyframes) + sum(len(each) for each in (index.times.ticks, index.pts or ()))
+    return 1024 + 8 * numbers + 128 * len(index.epochs)
 
 
 class MediaReader:
@@ -21,19 +43,21 @@ class MediaReader:
     The event loop's thread creates and cancels it; the planning thread calls the other methods.
     """
 
-    def __init__(self, pool: JobQueue) -> None:
+    def __init__(self, pool: JobQueue, known: Indexes) -> None:
+        """known: what earlier requests read."""
         self._pool = pool
+        self._known = known
         self._loop = asyncio.get_running_loop()
         self._running: asyncio.Task[object] | None = None
         self._cancelled = False
 
     def packets(self, source: Source) -> PacketIndex:
         """As `read_packets`. Raises Unavailable once the request is cancelled."""
-        return self._wait(IndexVideo(source))
+        return self._read(IndexVideo(source))
 
     def picture(self, source: Source) -> Picture:
         """As `read_picture`. Raises Unavailable once the request is cancelled."""
-        return self._wait(IndexPicture(source))
+        return self._read(IndexPicture(source))
 
     def check_cancelled(self) -> None:
         """Raises Unavailable once the request is cancelled."""
@@ -46,8 +70,14 @@ class MediaReader:
         if self._running is not None:
             self._running.cancel()
 
-    def _wait(self, job: Job[T]) -> T:
-        return asyncio.run_coroutine_threadsafe(self._call(job), self._loop).result()
+    def _read(self, job: Job[T]) -> T:
+        self.check_cancelled()
+        key = type(job).__name__, job.source.digest
+        found = cast("T | None", self._known.get(key))
+        if found is None:
+            found = asyncio.run_coroutine_threadsafe(self._call(job), self._loop).result()
+            self._known.put(key, found)
+        return found
 
     async def _call(self, job: Job[T]) -> T:
         # The planning thread is not interrupted itself: it would close the file before the worker has been stopped.

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from enum import StrEnum
 
-from services.preprocessing.workers.limits import Limits
+from services.preprocessing.workers.limits import Limits, Mechanism
 from services.preprocessing.workers.protocol import Facts, Kind, Message, receive, send
 
 _START = (
@@ -87,14 +87,15 @@ class WorkerProcess:
     def alive(self) -> bool:
         return os.waitid(os.P_PIDFD, self._handle, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
 
-    async def ready(self) -> None:
-        """Waits until the worker is ready. Raises WorkerFault if it does not start."""
+    async def ready(self) -> frozenset[str]:
+        """Waits until the worker is ready; returns what confines it. Raises WorkerFault if it does not start."""
         try:
             async with asyncio.timeout(_START_S):
                 message = await self.receive()
         except TimeoutError as error:
             raise WorkerFault(Fault.SLOW, f"it took more than {_START_S:g} s to start") from error
         message.close()
+        return message.facts.names("confined_by", list(Mechanism))
 
     def send(self, kind: Kind, facts: Facts | None = None, descriptors: tuple[int, ...] = ()) -> None:
         """Sends a message. Raises WorkerFault if the worker is gone or does not read."""

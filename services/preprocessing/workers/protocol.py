@@ -6,6 +6,7 @@ one datagram of JSON with fixed keys, arrays come in sealed memory, and anything
     service  JOB ── NEXT ── NEXT ──────────── NEXT ─── …      one NEXT for each piece that the worker may make
     worker   READY       PIECE 0    PIECE 1         PIECE 2 ── DONE      or FAILED ── DONE
 
+A worker that makes one piece for long sends PROGRESS at most once in PROGRESS_S.
 STOP ends a job before its next piece. A worker without a job ignores NEXT and STOP, which crossed its DONE.
 """
 
@@ -15,7 +16,7 @@ import array
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -23,6 +24,9 @@ from typing import Any
 from common.contract.errors import PeerContract
 
 MAX_TEXT_CHARACTERS = 4096
+
+# Seconds from one PROGRESS to the next.
+PROGRESS_S = 0.25
 
 _MAX_MESSAGE_BYTES = 2**16
 _MAX_DESCRIPTORS = 2
@@ -34,6 +38,7 @@ class Kind(StrEnum):
     NEXT = "next"
     STOP = "stop"
     PIECE = "piece"
+    PROGRESS = "progress"
     DONE = "done"
     FAILED = "failed"
 
@@ -66,6 +71,13 @@ class Facts:
         if not isinstance(value, str) or len(value) > MAX_TEXT_CHARACTERS:
             raise PeerContract(f"a worker's {name} must be text of at most {MAX_TEXT_CHARACTERS} characters")
         return value
+
+    def names(self, name: str, known: Collection[str]) -> frozenset[str]:
+        """Some of the known names."""
+        values = self.values.get(name)
+        if not isinstance(values, list) or len(values) > len(known) or not all(each in known for each in values):
+            raise PeerContract(f"a worker's {name} must be some of {', '.join(known)}")
+        return frozenset(values)
 
     def integers(self, name: str, most: int, low: int, high: int) -> tuple[int, ...]:
         """At most `most` integers, each in [low, high]."""

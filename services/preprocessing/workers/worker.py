@@ -32,7 +32,15 @@ from services.preprocessing.video.pictures import Picture, read_picture
 from services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
 from services.preprocessing.workers.jobs import index_facts, index_of
 from services.preprocessing.workers.limits import Limits, confine
-from services.preprocessing.workers.protocol import MAX_TEXT_CHARACTERS, Facts, Kind, Message, receive, send
+from services.preprocessing.workers.protocol import (
+    MAX_TEXT_CHARACTERS,
+    PROGRESS_S,
+    Facts,
+    Kind,
+    Message,
+    receive,
+    send,
+)
 
 _MAX_SIDE_PX = 2**16
 _RETRY_S = 0.01
@@ -40,12 +48,13 @@ _RETRY_S = 0.01
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """A job as it arrived: the media, its fields, and an array of numbers, int64 [N]."""
+    """A job as it arrived: the media, its fields, and an array of numbers, int64 [N]. progress: says that it works."""
 
     source: Source
     limits: Limits
     facts: Facts
     numbers: NDArray[np.int64]
+    progress: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +98,7 @@ def video_slices(task: Task) -> Generator[Piece, None, None]:
         height_px=task.facts.integer("sent_height_px", 1, _MAX_SIDE_PX),
         width_px=task.facts.integer("sent_width_px", 1, _MAX_SIDE_PX),
     )
-    slices = video.slices(task.limits.pixels)
+    slices = video.slices(task.progress)
     for _ in range(task.facts.integer("again", 0, whole)):
         next(slices)
     return _pieces(slices)
@@ -118,8 +127,8 @@ def main(jobs: JobTable = JOBS) -> None:
     """Serves a connection. Arguments: its descriptor, the limits as JSON, and the service's process id."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     limits = Limits(**json.loads(sys.argv[2]))
-    confine(limits.memory_bytes, int(sys.argv[3]))
-    _send(connection, Kind.READY)
+    granted = confine(limits.memory_bytes, int(sys.argv[3]))
+    _send(connection, Kind.READY, {"confined_by": granted})
     while True:
         message = _receive(connection)
         if message.kind is Kind.JOB:
@@ -131,7 +140,7 @@ def main(jobs: JobTable = JOBS) -> None:
 def _run(connection: socket.socket, message: Message, limits: Limits, jobs: JobTable) -> None:
     """Answers each NEXT of a job with a piece, until its last piece, a STOP or a failure."""
     try:
-        task = _task(message, limits)
+        task = _task(message, limits, _progress(connection))
         with closing(jobs[message.facts.text("job")](task)) as pieces:
             for _ in range(message.facts.integer("pieces", 0, 2**31)):
                 if _receive(connection).kind is Kind.STOP:
@@ -148,12 +157,26 @@ def _run(connection: socket.socket, message: Message, limits: Limits, jobs: JobT
     _send(connection, Kind.DONE)
 
 
-def _task(message: Message, limits: Limits) -> Task:
+def _progress(connection: socket.socket) -> Callable[[], None]:
+    """A function that sends PROGRESS, unless it did so within PROGRESS_S."""
+    sent_s = time.monotonic()
+
+    def progress() -> None:
+        nonlocal sent_s
+        now_s = time.monotonic()
+        if now_s - sent_s >= PROGRESS_S:
+            sent_s = now_s
+            _send(connection, Kind.PROGRESS)
+
+    return progress
+
+
+def _task(message: Message, limits: Limits, progress: Callable[[], None]) -> Task:
     media, numbers = message.descriptors
     name = message.facts.text("media")
     check_file_size(name, media, limits.file_bytes)
     many = np.frombuffer(os.pread(numbers, os.fstat(numbers).st_size, 0), np.int64)
-    return Task(Source(name, b"", descriptor=media), limits, message.facts, many)
+    return Task(Source(name, b"", descriptor=media), limits, message.facts, many, progress)
 
 
 def _pieces(slices: Generator[Slice, None, None]) -> Generator[Piece, None, None]:

@@ -15,7 +15,7 @@ from typing import Self
 import structlog
 
 from common.contract.errors import MediaRejected, PeerContract, StartupError
-from services.preprocessing.workers.limits import Limits
+from services.preprocessing.workers.limits import Limits, Mechanism
 from services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
 from services.preprocessing.workers.protocol import Kind
 
@@ -59,7 +59,9 @@ class WorkerPool:
         self._missing: set[WorkerProcess] = set()  # ended workers whose replacement does not start
         self._idle: asyncio.Queue[WorkerProcess] = asyncio.Queue()
         self.busy = 0  # workers that are lent
+        self.confined_by = frozenset(map(str, Mechanism))  # what confines every worker
         self._waiting: dict[object, int] = {}  # monotonic start of each wait, the oldest first
+        self._pressing: set[object] = set()  # those waits for which others give their worker up
         self._background = BackgroundTasks()
 
     async def __aenter__(self) -> Self:
@@ -86,9 +88,19 @@ class WorkerPool:
         return len(self._missing) < self.size
 
     @property
+    def idle(self) -> int:
+        """Workers that no job has or waits for."""
+        return max(0, self._idle.qsize() - self.waiting)
+
+    @property
     def waiting(self) -> int:
         """Jobs that wait for a worker."""
         return len(self._waiting)
+
+    @property
+    def pressing(self) -> int:
+        """Jobs that wait for a worker and do not give way to others."""
+        return len(self._pressing)
 
     @property
     def oldest_ns(self) -> int | None:
@@ -96,13 +108,16 @@ class WorkerPool:
         return next(iter(list(self._waiting.values())), None)
 
     @asynccontextmanager
-    async def borrow(self, name: str, on_waiting: Callable[[], None]) -> AsyncIterator[WorkerProcess]:
+    async def borrow(
+        self, name: str, on_waiting: Callable[[], None], gives_way: bool = False
+    ) -> AsyncIterator[WorkerProcess]:
         """Lends the next idle worker for the length of the block.
 
-        name: of the media, for error texts. on_waiting: called when the wait begins.
+        name: of the media, for error texts. on_waiting: called when the wait begins. gives_way: nobody else gives a
+        worker up for this wait.
         Raises MediaRejected for a WorkerFault inside the block; the worker is then replaced.
         """
-        worker = await self._next_idle(on_waiting)
+        worker = await self._next_idle(on_waiting, gives_way)
         fault: Fault | None = None
         self.busy += 1
         try:
@@ -117,15 +132,18 @@ class WorkerPool:
             self.busy -= 1
             self._background.start(self._settle(worker) if fault is None else self._replace(worker, fault))
 
-    async def _next_idle(self, on_waiting: Callable[[], None]) -> WorkerProcess:
+    async def _next_idle(self, on_waiting: Callable[[], None], gives_way: bool) -> WorkerProcess:
         place = object()
         self._waiting[place] = monotonic_ns()
+        if not gives_way:
+            self._pressing.add(place)
         on_waiting()
         try:
             while not (worker := await self._idle.get()).alive:
                 self._background.start(self._replace(worker, Fault.CRASHED))
         finally:
             del self._waiting[place]
+            self._pressing.discard(place)
         return worker
 
     async def _settle(self, worker: WorkerProcess) -> None:
@@ -166,7 +184,7 @@ class WorkerPool:
         worker = WorkerProcess(self._entry, self._limits)
         self._workers.add(worker)
         try:
-            await worker.ready()
+            self.confined_by &= await worker.ready()
         except (WorkerFault, PeerContract):
             await self._end(worker)
             raise

@@ -1,0 +1,16 @@
+"""Work of milliseconds on a thread, so that the event loop goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+async def in_thread(function: Callable[[], None]) -> None:
+    """Runs a function on a thread. A cancelled call waits for its end: it uses what the caller then closes."""
+    running = asyncio.ensure_future(asyncio.to_thread(function))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
