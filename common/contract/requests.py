@@ -63,10 +63,13 @@ def _check(what: str, count: int, limit: int) -> None:
 def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[bytes]]:
     """A copy of the prompt that announces its larger files by their sizes, and these files, in order.
 
-    Raises InvalidRequest for a prompt with too many parts. Reads each file once, since every read of a field of bytes
-    copies them.
+    Raises InvalidRequest for a prompt with too many parts, and for one that announces a file itself: a question brings
+    its files. Reads each file once, since every read of a field of bytes copies them.
     """
     _check_parts(prompt)
+    for name, _, item in named_media(prompt):
+        if item.WhichOneof("source") == "data_bytes":
+            raise InvalidRequest(f"{name}.data_bytes announces a file that would follow: send {name}.data instead")
     files = []
     without = prompt_pb2.Prompt()
     for message in prompt.messages:
