@@ -2,7 +2,9 @@
 
 Source: `smart_resize` of transformers' Qwen2-VL processors, and of its Qwen3-VL video processor where frames share a
 budget, formula for formula. Resampling follows `F.interpolate(uint8, bicubic, antialias=True)`, which they call, and
-Pillow, to within two of 255 levels; it is computed as matrix products, which are faster than Pillow's loops.
+Pillow, to within two of 255 levels; it is computed as matrix products, which are faster than Pillow's loops. Many
+small ones, as each multiplies mostly zeros, and a few calls of `matmul` over overlapping views, as a call takes longer
+than a product.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ MAX_ASPECT_RATIO = 200
 
 _CHANNELS = 3
 _HALF = np.float32(0.5)
-# Output pixels of one matrix product: more would multiply more zeros, fewer would need more calls.
-_COLUMNS_AT_ONCE, _ROWS_AT_ONCE = 12, 8
-# Small enough for the float rows of one horizontal pass to stay in the CPU cache.
-_BAND_ROWS = 60
+# What one matrix product makes: more would multiply more zeros, less would not fill the CPU's vector registers.
+_VALUES_A_PRODUCT, _ROWS_A_PRODUCT = 16, 8
+# What one call's products read or make: their floats are to stay in the CPU's second cache.
+_VALUES_A_CALL, _ROWS_A_CALL = 384, 384
 
 # OpenBLAS ends the process if it cannot allocate its buffer (32 MiB a thread). This product allocates the buffer on
 # import, before a worker's memory is limited, so that later shortages raise MemoryError.
@@ -84,89 +86,124 @@ def shrink_to(height_px: int, width_px: int, factor_px: int, max_px: int) -> tup
     return height_px, width_px
 
 
-def resize(pixels: UInt8Array, height_px: int, width_px: int) -> UInt8Array:
-    """uint8 [H, W, 3] to uint8 [height_px, width_px, 3], bicubic with antialiasing."""
-    rows, columns = pixels.shape[:2]
-    if (rows, columns) == (height_px, width_px):
-        return pixels
-    # Horizontally first, and rounded to whole levels in between, as torch does: the other order differs by up to 15.
-    values = pixels.reshape(rows, columns * _CHANNELS)
-    if columns != width_px:
-        values = _across(values, width_px)
-    if rows != height_px:
-        values = _down(values, height_px)
-    return values.reshape(height_px, width_px, _CHANNELS)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """Matrix products that are computed by one call, because each reads from `stride` values after the one before.
 
-
-def _across(values: UInt8Array, width_px: int) -> UInt8Array:
-    """uint8 [H, W·3] to uint8 [H, width_px·3]."""
-    rows, made = len(values), width_px * _CHANNELS
-    starts, weights = _products(values.shape[1] // _CHANNELS, width_px, _COLUMNS_AT_ONCE, _CHANNELS)
-    reach, step = weights.shape[1:]
-    resized = np.empty((rows, made), np.uint8)
-    read = np.empty((min(rows, _BAND_ROWS), values.shape[1]), np.float32)
-    sums = np.empty((len(read), len(starts) * step), np.float32)
-    for top in range(0, rows, _BAND_ROWS):
-        band = slice(min(rows - top, _BAND_ROWS))
-        read[band] = values[top:][band]
-        read[band] += _HALF
-        for number, start in enumerate(starts):
-            to = slice(number * step, (number + 1) * step)
-            np.matmul(read[band, start : start + reach], weights[number], out=sums[band, to])
-        _round(sums[band, :made], resized[top:][band])
-    return resized
-
-
-def _down(values: UInt8Array, height_px: int) -> UInt8Array:
-    """uint8 [H, N] to uint8 [height_px, N]."""
-    starts, weights = _products(len(values), height_px, _ROWS_AT_ONCE, 1)
-    reach, step = weights.shape[1:]
-    resized = np.empty((height_px, values.shape[1]), np.uint8)
-    read = np.empty((reach, values.shape[1]), np.float32)
-    sums = np.empty((step, values.shape[1]), np.float32)
-    for number, start in enumerate(starts):
-        read[:] = values[start : start + reach]
-        read += _HALF
-        np.matmul(weights[number].T, read, out=sums)
-        rows = resized[number * step :][:step]
-        _round(sums[: len(rows)], rows)
-    return resized
-
-
-def _round(sums: Float32Array, levels: UInt8Array) -> None:
-    """Truncates to uint8, which rounds: the inputs had 0.5 added, and weights sum to one. Overwrites `sums`."""
-    np.clip(sums, 0, 255, out=sums)
-    levels[:] = sums
-
-
-@lru_cache(maxsize=4)
-def _products(before: int, after: int, step: int, channels: int) -> tuple[tuple[int, ...], Float32Array]:
-    """One resampling pass from `before` pixels to `after` as matrix products, each of which makes `step` pixels.
-
-        pixels read    · · · · · · · · · ·          each product reads `reach` of them, from its start on
+        values read    · · · · · · · · · · · · ·
         product 0      ─────────
-        product 1              ─────────            the last may make too many pixels: their weights are zero
+        product 1          ─────────             makes the values that follow product 0's
+        product 2              ─────────
 
-    Returns the start of each product in values, and weights, float32 [products, reach · channels, step · channels].
+    weights: float32 [products, reach, step]: a product reads `reach` values and makes `step`.
+    taken, placed: what is read of the frame, and its place among all that is read. At the frame's edges products read
+    past it, with weights of zero. made: the values made, of the resized frame.
     """
+
+    stride: int
+    weights: Float32Array
+    taken: slice
+    placed: slice
+    made: slice
+
+    @property
+    def reads(self) -> int:
+        """Number of values that are read."""
+        products, reach, _ = self.weights.shape
+        return int((products - 1) * self.stride + reach)
+
+    @property
+    def makes(self) -> int:
+        """Number of values that are made. The last may lie outside the resized frame."""
+        products, _, step = self.weights.shape
+        return int(products * step)
+
+
+def resize_into(pixels: UInt8Array, resized: UInt8Array) -> None:
+    """Fills uint8 [h, w, 3], contiguous, from uint8 [H, W, 3]: bicubic with antialiasing."""
+    if pixels.shape == resized.shape:
+        resized[:] = pixels
+        return
+    (rows, columns), (height, width) = pixels.shape[:2], resized.shape[:2]
+    values = pixels.reshape(rows, columns * _CHANNELS)
+    levels = np.ndarray((height, width * _CHANNELS), np.uint8, resized)
+    across = _calls(columns, width, _CHANNELS, _VALUES_A_PRODUCT, _VALUES_A_CALL)
+    down = _calls(rows, height, 1, _ROWS_A_PRODUCT, _ROWS_A_CALL)
+    # Zeros, as what lies outside the frame must be finite.
+    read = np.zeros((max(band.reads for band in down), max(panel.reads for panel in across)), np.float32)
+    sums = np.empty((len(read), max(panel.makes for panel in across)), np.float32)
+    made = np.empty((max(band.makes for band in down), sums.shape[1]), np.float32)
+    for panel in across:
+        for band in down:
+            read[band.placed, panel.placed] = values[band.taken, panel.taken]
+            # Horizontally first, and rounded to whole levels in between, as torch does: the other order differs by 15.
+            _multiply_across(read, panel, sums[: band.reads, : panel.makes])
+            _multiply_down(sums, band, made[: band.makes, : panel.makes])
+            part = levels[band.made, panel.made]
+            part[:] = made[: part.shape[0], : part.shape[1]]
+
+
+def _multiply_across(read: Float32Array, panel: _Call, sums: Float32Array) -> None:
+    products, reach, step = panel.weights.shape
+    row_bytes, value_bytes = read.strides
+    windows = np.ndarray(
+        (products, len(sums), reach), np.float32, read, 0, (panel.stride * value_bytes, row_bytes, value_bytes)
+    )
+    np.matmul(windows, panel.weights, out=sums.reshape(-1, products, step).transpose(1, 0, 2))
+    np.rint(sums, out=sums)
+    sums.clip(0, 255, out=sums)
+
+
+def _multiply_down(sums: Float32Array, band: _Call, made: Float32Array) -> None:
+    """Adds 0.5, so that truncating the values made rounds them."""
+    products, reach, step = band.weights.shape
+    row_bytes, value_bytes = sums.strides
+    windows = np.ndarray(
+        (products, reach, made.shape[1]), np.float32, sums, 0, (band.stride * row_bytes, row_bytes, value_bytes)
+    )
+    np.matmul(band.weights.transpose(0, 2, 1), windows, out=made.reshape(products, step, -1))
+    made += _HALF
+    made.clip(0, 255, out=made)
+
+
+@lru_cache(maxsize=8)
+def _calls(before: int, after: int, channels: int, step: int, at_most: int) -> tuple[_Call, ...]:
+    """The resampling of a side from `before` pixels to `after` as matrix products that make `step` values each.
+
+    at_most: of the values that a call reads, without what its last product reads past its stride, and makes.
+    """
+    values, weights = _taps(before, after, channels)
+    stride = round(step * before / after)
+    made = max(at_most // max(stride, step), 1) * step
+    calls = []
+    for first in range(0, len(values), made):
+        taps, tap_weights = values[first:][:made], weights[first:][:made]
+        product, place = np.divmod(np.arange(len(taps)), step)
+        start = int((taps[:, 0] - product * stride).min())
+        reads = taps - (start + product * stride)[:, None]
+        matrices = np.zeros((int(product[-1]) + 1, int(reads.max()) + 1, step), np.float32)
+        matrices[product[:, None], reads, place[:, None]] = tap_weights
+        end = start + int(product[-1]) * stride + matrices.shape[1]
+        taken = slice(max(start, 0), min(end, before * channels))
+        placed = slice(taken.start - start, taken.stop - start)
+        calls.append(_Call(stride, matrices, taken, placed, slice(first, first + len(taps))))
+    return tuple(calls)
+
+
+def _taps(before: int, after: int, channels: int) -> tuple[NDArray[np.int64], Float64Array]:
+    """The values of a side that each resized value is a sum of, and their weights: both [after · channels, taps]."""
     scale = before / after
     stretch = max(scale, 1.0)
     centres = (np.arange(after) + 0.5) * scale
     first = np.maximum(centres - 2 * stretch + 0.5, 0).astype(int)
     end = np.minimum(centres + 2 * stretch + 0.5, before).astype(int)
-    taps = int((end - first).max())
+    number = int((end - first).max())
     # At the far edge some windows would read past the end: they begin earlier, with weights of zero.
-    pixels = np.minimum(first, before - taps)[:, None] + np.arange(taps)
+    pixels = np.minimum(first, before - number)[:, None] + np.arange(number)
     weights = _cubic((pixels + 0.5 - centres[:, None]) / stretch)
     weights /= weights.sum(1, keepdims=True)
-
-    number, place = np.divmod(np.arange(after), step)
-    starts = pixels[::step, 0]
-    reach = int((pixels[:, -1] - starts[number]).max()) + 1
-    starts = np.minimum(starts, before - reach)
-    matrices = np.zeros((len(starts), reach, step), np.float32)
-    matrices[number[:, None], pixels - starts[number][:, None], place[:, None]] = weights
-    return tuple((starts * channels).tolist()), np.kron(matrices, np.eye(channels, dtype=np.float32)[None])
+    values = pixels[:, None] * channels + np.arange(channels)[:, None]
+    return values.reshape(-1, number), np.repeat(weights, channels, axis=0)
 
 
 def _cubic(distance: Float64Array) -> Float64Array:

@@ -17,7 +17,7 @@ from services.preprocessing.sources.source import Source
 from services.preprocessing.video.decode import DecodedFrame, decode_frames
 from services.preprocessing.video.packets import PacketIndex
 from services.preprocessing.video.pictures import Picture, decode_picture
-from services.preprocessing.video.resize import UInt8Array, resize
+from services.preprocessing.video.resize import UInt8Array, resize_into
 
 _NS = 1e-9
 
@@ -53,7 +53,8 @@ class PlannedPicture:
         start_ns = monotonic_ns()
         pixels = decode_picture(self.source, self.picture)
         decoded_ns = monotonic_ns()
-        resized = np.ascontiguousarray(resize(pixels, self.height_px, self.width_px)[None])
+        resized = np.empty((1, self.height_px, self.width_px, 3), np.uint8)
+        resize_into(pixels, resized[0])
         resized_ns = monotonic_ns()
         spent_s = (decoded_ns - start_ns) * _NS, (resized_ns - decoded_ns) * _NS
         yield Slice(0, resized, 0, *spent_s, decoded_ns, resized_ns)
@@ -84,7 +85,7 @@ class PlannedVideo:
             start_ns = resized_ns
             frame = next(frames)
             decoded_ns = monotonic_ns()
-            row[:] = resize(frame.pixels, self.height_px, self.width_px)
+            resize_into(frame.pixels, row)
             resized_ns = monotonic_ns()
             decode_ns += decoded_ns - start_ns
             resize_ns += resized_ns - decoded_ns
