@@ -59,7 +59,7 @@ class ServedCertificate:
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
-        self._stamp = self._file_stamps()
+        self._stamp = file_stamps(cert, key, client_ca)
         self.credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
             self._read(),
             self._replaced,  # type: ignore[arg-type]  # the stub does not allow None
@@ -73,7 +73,7 @@ class ServedCertificate:
 
     def _replaced(self) -> grpc.ServerCertificateConfiguration | None:
         """gRPC calls this for each connection, from a thread of its own. None keeps the configuration."""
-        stamp = self._file_stamps()
+        stamp = file_stamps(self._cert, self._key, self._client_ca)
         if stamp == self._stamp:
             return None
         self._stamp = stamp
@@ -85,16 +85,17 @@ class ServedCertificate:
         log.info("the certificate %s was reloaded", self._cert)
         return configuration
 
-    def _file_stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """Inode, size and modification time of each file: they change when a file is replaced."""
-        stamps: list[tuple[int, int, int] | None] = []
-        for path in filter(None, (self._cert, self._key, self._client_ca)):
-            try:
-                stat = path.stat()
-                stamps.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
-            except OSError:
-                stamps.append(None)
-        return tuple(stamps)
+
+def file_stamps(*paths: Path | None) -> tuple[tuple[int, int, int] | None, ...]:
+    """Inode, size and modification time of each file: they change when a file is replaced."""
+    stamps: list[tuple[int, int, int] | None] = []
+    for path in filter(None, paths):
+        try:
+            stat = path.stat()
+            stamps.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        except OSError:
+            stamps.append(None)
+    return tuple(stamps)
 
 
 def _shake_hands(cert: Path, key: Path, purpose: ssl.Purpose) -> None:

@@ -19,7 +19,7 @@ from common.security.credentials import Credentials
 from common.security.tokens import Tokens, read_token
 from common.serving.authentication import AuthenticationInterceptor
 from common.serving.interceptors import RequestInterceptor
-from common.serving.settings import ServiceSettings, UpstreamSettings
+from common.serving.settings import CallerSettings, ListenerSettings, ServiceSettings
 
 _OPTIONS = (
     # A second process on the same address fails, instead of getting half of the connections.
@@ -45,12 +45,17 @@ log = structlog.get_logger()
 
 def check_ports(settings: ServiceSettings) -> None:
     """Raises StartupError for ports in use and for addresses of other machines, before a service loads its model."""
-    host, _, port = settings.listen.rpartition(":")
-    if not is_unix(settings.listen):
-        _try_to_bind(f"cannot listen on --listen {settings.listen}", host.strip("[]"), int(port))
+    check_listen(settings)
     if settings.metrics_port:
         where = f"cannot serve metrics on --metrics-port {settings.metrics_port}"
         _try_to_bind(where, _metrics_host(settings), settings.metrics_port)
+
+
+def check_listen(settings: ListenerSettings) -> None:
+    """Raises StartupError for an address in use, or of another machine."""
+    host, _, port = settings.listen.rpartition(":")
+    if not is_unix(settings.listen):
+        _try_to_bind(f"cannot listen on --listen {settings.listen}", host.strip("[]"), int(port))
 
 
 def _try_to_bind(what: str, host: str, port: int) -> None:
@@ -151,7 +156,7 @@ def _log_error(request: Any, client_address: Any) -> None:
         log.exception("bug in metrics")
 
 
-def upstream_credentials(settings: UpstreamSettings) -> Credentials:
+def upstream_credentials(settings: CallerSettings) -> Credentials:
     """The credentials for calls to other services. Raises StartupError for unusable files."""
     authorities = pair = token = None
     if settings.upstream_tls_ca is not None:

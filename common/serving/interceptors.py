@@ -12,9 +12,7 @@ Layers of a call, from the outside:
 from __future__ import annotations
 
 import asyncio
-import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -26,10 +24,11 @@ from common.channels import REQUEST_ID_KEY
 from common.contract.errors import FramesieveError, InvalidRequest, PeerContract, Unauthenticated, Unavailable
 from common.security.credentials import NO_CREDENTIALS, Credentials
 from common.security.quotas import ClientQuotas
+from common.serving.observed import observed
 from common.serving.status import DETAILS_KEY, status_details, status_message
-from common.telemetry.logs import RequestStats, add_request_stats, begin_request_stats
-from common.telemetry.metrics import MESSAGE_BYTES, REFUSALS, REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
-from common.telemetry.tracing import RequestSpan, passed_on_trace
+from common.telemetry.logs import add_request_stats
+from common.telemetry.metrics import MESSAGE_BYTES
+from common.telemetry.tracing import passed_on_trace
 
 OUR_METHODS = "/framesieve."
 _PORTS = {
@@ -37,15 +36,11 @@ _PORTS = {
     "/framesieve.v1.EncoderService/Encode": 50052,
     "/framesieve.v1.GenerationService/Generate": 50053,
 }
-MAX_REQUEST_ID_CHARACTERS = 128
-
 _DO_NOT_RETRY = ("grpc-retry-pushback-ms", "-1")
 # Time that cancelled requests get to release what they hold, at the end of a drain.
 _CANCEL_S = 1.0
 # When a caller disappears or its deadline passes, gRPC ends the request stream shortly before it cancels the handler.
 _CANCELLED_S = 0.2
-
-log = structlog.get_logger()
 
 Parse = Callable[[bytes], Any]
 Behaviour = Callable[[Any, Any], AsyncGenerator[Any]]
@@ -238,57 +233,22 @@ def guarded(behaviour: Behaviour, path: str) -> Behaviour:
     stage = stage_of(service)
 
     async def guarded(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
-        metadata = dict(context.invocation_metadata() or ())
-        structlog.contextvars.bind_contextvars(request_id=_request_id(metadata), method=method)
-        stats, span = begin_request_stats(), RequestSpan(path, metadata)
-        start, code = time.perf_counter(), "OK"
-        refusal: FramesieveError | None = None
-        REQUESTS_RUNNING.labels(method).inc()
-        log.debug("request began")
-        try:
-            async with aclosing(behaviour(requests, context)) as responses:
-                async for response in responses:
-                    yield response
-        except (asyncio.CancelledError, GeneratorExit):
-            left_s = context.time_remaining()
-            code = "DEADLINE_EXCEEDED" if left_s is not None and left_s <= 0 else "CANCELLED"
-            raise
-        except FramesieveError as error:
-            code, refusal = error.status, error
-            if isinstance(error, PeerContract):
-                log.error("peer broke the contract", error=status_message(error))
-                refusal = PeerContract(f"a peer of {method} broke the contract, request id {bound_request_id()}")
-            await _refuse(context, refusal, method, stage)
-        except Exception:
-            code, refusal = (
-                "INTERNAL",
-                FramesieveError(f"an internal error in {method}, request id {bound_request_id()}"),
-            )
-            log.exception("bug")
-            await _refuse(context, refusal, method, stage)
-        finally:
-            REQUESTS_RUNNING.labels(method).dec()
-            REQUESTS.labels(method, code).inc()
-            seconds = time.perf_counter() - start
-            REQUEST_SECONDS.labels(method).observe(seconds)
-            _log_end(code, refusal, seconds, stats)
-            span.end(code, None if code == "OK" else refusal.reason if refusal else code, stats)
+        with observed(path, method, dict(context.invocation_metadata() or ())) as outcome:
+            try:
+                async with aclosing(behaviour(requests, context)) as responses:
+                    async for response in responses:
+                        yield response
+            except (asyncio.CancelledError, GeneratorExit):
+                left_s = context.time_remaining()
+                outcome.code = "DEADLINE_EXCEEDED" if left_s is not None and left_s <= 0 else "CANCELLED"
+                raise
+            except Exception as error:
+                await _refuse(context, outcome.refuse(error, method), stage)
 
     return guarded
 
 
-def _log_end(code: str, refusal: FramesieveError | None, seconds: float, stats: RequestStats) -> None:
-    fields = {"code": code, "seconds": round(seconds, 6), **stats}
-    if refusal is None:
-        log.info("request ended", **fields)
-        return
-    notes = getattr(refusal, "__notes__", [])
-    upstream = {"upstream": notes} if notes else {}
-    log.warning("request ended", reason=refusal.reason, error=status_message(refusal), **upstream, **fields)
-
-
-async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: FramesieveError, method: str, stage: str) -> None:
-    REFUSALS.labels(method, error.reason).inc()
+async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: FramesieveError, stage: str) -> None:
     details: tuple[tuple[str, str | bytes], ...] = ((DETAILS_KEY, status_details(error).SerializeToString()),)
     if isinstance(error, Unavailable) and error.stage != stage:
         # A service further upstream is gone, and this service has retried it: its other replicas would fail as well.
@@ -300,22 +260,6 @@ async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: Framesieve
 def stage_of(service: str) -> str:
     """encoder, for framesieve.v1.EncoderService."""
     return service.rsplit(".", 1)[-1].removesuffix("Service").lower()
-
-
-def is_request_id(given: str) -> bool:
-    """Whether text of a caller is a valid request id: 1 to 128 printable ASCII characters."""
-    return given.isascii() and given.isprintable() and 0 < len(given) <= MAX_REQUEST_ID_CHARACTERS
-
-
-def bound_request_id() -> str:
-    """The id of the running request: from the call's metadata, or from its message."""
-    return str(structlog.contextvars.get_contextvars()["request_id"])
-
-
-def _request_id(metadata: Mapping[str, str | bytes]) -> str:
-    """The caller's request id if it is valid, else a new one."""
-    given = metadata.get(REQUEST_ID_KEY, "")
-    return given if isinstance(given, str) and is_request_id(given) else uuid.uuid4().hex
 
 
 def passed_on(context: grpc.aio.ServicerContext[Any, Any], credentials: Credentials = NO_CREDENTIALS) -> dict[str, Any]:

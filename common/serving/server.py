@@ -83,7 +83,7 @@ async def serve(
     tls = listen(server, settings)
     serve_metrics(settings)
 
-    stopping = _first_signal()
+    stopping = first_signal()
     await server.start()
     log.info(
         "serving",
@@ -134,7 +134,7 @@ async def _report_health(health: Health, well: Callable[[], bool]) -> None:
         await asyncio.sleep(_HEALTH_S)
 
 
-def _first_signal() -> asyncio.Event:
+def first_signal() -> asyncio.Event:
     """An event that the first SIGTERM or SIGINT sets. The second one ends the process, even if the loop is blocked."""
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()

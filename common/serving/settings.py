@@ -35,8 +35,8 @@ def renamed(old_name: str, new_name: str) -> AliasChoices:
     return AliasChoices(new_name, old_name)
 
 
-class ServiceSettings(BaseSettings):
-    """A service's settings. Subclasses add fields and `cli_prog_name`; each field is a flag and a variable."""
+class ListenerSettings(BaseSettings):
+    """What everything that listens has. Subclasses add fields and `cli_prog_name`; each is a flag and a variable."""
 
     model_config = SettingsConfigDict(
         env_prefix=_PREFIX,
@@ -49,16 +49,7 @@ class ServiceSettings(BaseSettings):
         frozen=True,
     )
 
-    model: Path = Field(
-        DEMO_MODEL,
-        description="checkpoint folder in transformers' format, or a Hugging Face repository, which is downloaded into "
-        "Hugging Face's cache unless it is there",
-    )
-    served_model_name: str | None = Field(
-        None, min_length=1, description="name of the model in metrics; unset: the name of its folder"
-    )
     listen: str = Field(description="address to serve on, host:port or unix:/path")
-    metrics_port: int = Field(ge=0, le=65535, description="port of Prometheus' /metrics; 0: no metrics")
     drain_s: float = Field(
         30.0,
         ge=0,
@@ -71,7 +62,6 @@ class ServiceSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning"] = Field(
         "info", description="lowest level that is logged; info logs one line per finished request"
     )
-    reflection: bool = Field(True, description="gRPC server reflection, which lists methods and message types")
 
     tls_cert: Path | None = Field(
         None,
@@ -83,7 +73,6 @@ class ServiceSettings(BaseSettings):
         None,
         description="certificate authorities in PEM: callers must have a certificate from one of them (mutual TLS)",
     )
-    metrics_tls: bool = Field(False, description="serve /metrics with the same TLS as --listen")
     auth_tokens_file: Path | None = Field(
         None, description="file with a name and a bearer token per line: callers must send one of these tokens"
     )
@@ -123,8 +112,8 @@ class ServiceSettings(BaseSettings):
     @model_validator(mode="after")
     def _complete_tls(self) -> Self:
         cert, key = ("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key)
-        client_ca, metrics = ("--tls-client-ca", self.tls_client_ca), ("--metrics-tls", self.metrics_tls)
-        for (flag, value), (missing, needed) in ((cert, key), (key, cert), (client_ca, cert), (metrics, cert)):
+        client_ca = ("--tls-client-ca", self.tls_client_ca)
+        for (flag, value), (missing, needed) in ((cert, key), (key, cert), (client_ca, cert)):
             if value and needed is None:
                 raise StartupError(f"{flag} {value} needs {missing}, which is not set")
         return self
@@ -148,8 +137,30 @@ class ServiceSettings(BaseSettings):
         return settings
 
 
-class UpstreamSettings(ServiceSettings):
-    """Settings of a service that calls others."""
+class ServiceSettings(ListenerSettings):
+    """What every gRPC service has."""
+
+    model: Path = Field(
+        DEMO_MODEL,
+        description="checkpoint folder in transformers' format, or a Hugging Face repository, which is downloaded into "
+        "Hugging Face's cache unless it is there",
+    )
+    served_model_name: str | None = Field(
+        None, min_length=1, description="name of the model in metrics; unset: the name of its folder"
+    )
+    metrics_port: int = Field(ge=0, le=65535, description="port of Prometheus' /metrics; 0: no metrics")
+    reflection: bool = Field(True, description="gRPC server reflection, which lists methods and message types")
+    metrics_tls: bool = Field(False, description="serve /metrics with the same TLS as --listen")
+
+    @model_validator(mode="after")
+    def _complete_metrics_tls(self) -> Self:
+        if self.metrics_tls and self.tls_cert is None:
+            raise StartupError("--metrics-tls True needs --tls-cert, which is not set")
+        return self
+
+
+class CallerSettings(ListenerSettings):
+    """What calls services has."""
 
     upstream_tls_ca: Path | None = Field(
         None,
@@ -160,6 +171,10 @@ class UpstreamSettings(ServiceSettings):
     allow_plaintext_token: bool = Field(
         False, description="send the token to other machines without TLS, if something else protects the network"
     )
+
+
+class UpstreamSettings(ServiceSettings, CallerSettings):
+    """Settings of a gRPC service that calls others."""
 
 
 def flag_of(name: str) -> str:

@@ -56,8 +56,18 @@ def begin(
     model: the label of the model; None for the name of the checkpoint's folder.
     """
     BUILD_INFO.labels(service, version("framesieve")).set(1)
-    name, fingerprint = model or checkpoint.folder.resolve().name, checkpoint.fingerprint.hex()[:12]
+    name, fingerprint = served_name(checkpoint, model), checkpoint.fingerprint.hex()[:12]
     MODEL_INFO.labels(name, checkpoint.model_type, fingerprint, dtype, device).set(1)
+    begin_method(method)
+
+
+def served_name(checkpoint: Checkpoint, given: str | None) -> str:
+    """The name of a model: --served-model-name, else the name of its folder."""
+    return given or checkpoint.folder.resolve().name
+
+
+def begin_method(method: str) -> None:
+    """Creates the series of a method."""
     for error in _errors(FramesieveError):
         REQUESTS.labels(method, error.status)
         REFUSALS.labels(method, error.reason)

@@ -28,6 +28,18 @@ TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Model:
+    """What a request may name: the checkpoint, or an adapter (`Options.adapter`).
+
+    max_model_len: tokens of one sequence, the prompt after pruning and its answer.
+    """
+
+    name: str
+    is_adapter: bool
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class MediaUsage:
     """Token counts of one image or video.
 

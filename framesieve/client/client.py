@@ -12,20 +12,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Self, TypeAlias, Unpack
 
 from common.channels import REQUEST_ID_KEY, open_channel, upstream_errors
 from common.contract.errors import PeerContract
-from framesieve.client.answer import Accepted, Answer, Delta, Event, Finished, choice_of, cost_of
+from framesieve.client.answer import Accepted, Answer, Delta, Event, Finished, Model, choice_of, cost_of
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.messages import event_of, generate_request, in_words_of_python
 from framesieve.client.prompt import Message, Options, PartLike, user_turn
-from framesieve.v1 import generation_pb2_grpc
+from framesieve.v1 import generation_pb2, generation_pb2_grpc
 
 # Not "localhost", which names two addresses: a server that finds one of them taken listens on the other alone, and a
 # client may then reach a different process.
 DEFAULT_ADDRESS = "127.0.0.1:50053"
+
+Metadata: TypeAlias = Sequence[tuple[str, str]]
 
 
 class FramesieveClient:
@@ -59,6 +62,14 @@ class FramesieveClient:
         """Cancels running requests and closes the connection."""
         await self._channel.close()
 
+    async def models(self, *, timeout_s: float | None = None, metadata: Metadata = ()) -> tuple[Model, ...]:
+        """The checkpoint that is served, then each adapter. Raises a subclass of FramesieveError."""
+        with upstream_errors("generation"):
+            call = self._generation.ListModels(
+                generation_pb2.ListModelsRequest(), timeout=timeout_s, metadata=(*metadata, *self._token)
+            )
+            return tuple([Model(each.name, each.adapter, each.max_model_len) async for each in call])
+
     async def ask(
         self,
         media: PartLike | Sequence[PartLike] | None,
@@ -71,22 +82,7 @@ class FramesieveClient:
 
         Takes the same arguments and raises the same errors as `stream`.
         """
-        accepted: Accepted | None = None
-        finished: list[Finished] = []
-        deltas: list[Delta] = []
-        async for event in self.stream(media, question, history=history, **options):
-            match event:
-                case Accepted():
-                    accepted = event
-                case Delta():
-                    deltas.append(event)
-                case Finished():
-                    finished.append(event)
-        choices = sorted(finished, key=lambda event: event.choice_index)
-        if accepted is None or [each.choice_index for each in choices] != list(range(options.get("n") or 1)):
-            raise PeerContract(f"the stream from {self.address} ended before all completions were finished")
-        usage, timings = cost_of(finished)
-        return Answer(accepted.request_id, tuple(choice_of(each, deltas) for each in choices), usage, timings)
+        return await self.answer([*history, user_turn(media, question)], options)
 
     async def stream(
         self,
@@ -114,13 +110,44 @@ class FramesieveClient:
         Raises a subclass of FramesieveError with the service's message, InvalidRequest for more files and
         embeddings than the service takes (64 MiB by default), OSError for a file that cannot be read.
         """
-        messages = [*history, user_turn(media, question)]
+        async with aclosing(self.events([*history, user_turn(media, question)], options)) as events:
+            async for event in events:
+                yield event
+
+    async def answer(self, messages: Sequence[Message], options: Options, *, metadata: Metadata = ()) -> Answer:
+        """`ask` for a conversation that is given whole, as `events`."""
+        accepted: Accepted | None = None
+        finished: list[Finished] = []
+        deltas: list[Delta] = []
+        async for event in self.events(messages, options, metadata=metadata):
+            match event:
+                case Accepted():
+                    accepted = event
+                case Delta():
+                    deltas.append(event)
+                case Finished():
+                    finished.append(event)
+        choices = sorted(finished, key=lambda event: event.choice_index)
+        if accepted is None or [each.choice_index for each in choices] != list(range(options.get("n") or 1)):
+            raise PeerContract(f"the stream from {self.address} ended before all completions were finished")
+        usage, timings = cost_of(finished)
+        return Answer(accepted.request_id, tuple(choice_of(each, deltas) for each in choices), usage, timings)
+
+    async def events(
+        self, messages: Sequence[Message], options: Options, *, metadata: Metadata = ()
+    ) -> AsyncGenerator[Event]:
+        """`stream` for a conversation that is given whole.
+
+        metadata: of the gRPC call, beside the request id and this client's own token.
+        """
         request = await asyncio.to_thread(generate_request, messages, options)
+        del messages  # their media may be large, and are in the request now
         # gRPC metadata holds printable ASCII only. Any other id is sent in the request alone; the service rejects it.
         name = request.request_id
         named = ((REQUEST_ID_KEY, name),) if name.isascii() and name.isprintable() and name else ()
         with in_words_of_python(), upstream_errors("generation"):
-            call = self._generation.Generate(request, timeout=options.get("timeout_s"), metadata=(*named, *self._token))
+            sent = (*named, *metadata, *self._token)
+            call = self._generation.Generate(request, timeout=options.get("timeout_s"), metadata=sent)
             try:
                 async for response in call:
                     yield event_of(response)

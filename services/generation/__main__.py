@@ -18,7 +18,7 @@ from common.process import ExitStatus, leave_cores_to_others
 from common.serving.guards import check_ports, upstream_credentials
 from common.serving.server import run, serve
 from common.telemetry.logs import configure_logging
-from common.telemetry.metrics import begin
+from common.telemetry.metrics import begin, begin_method, served_name
 from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from services.generation.engine.engine import Engine
 from services.generation.families import check_ranks
@@ -64,6 +64,7 @@ async def main() -> ExitStatus:
         media_buffer = ByteSemaphore(settings.media_buffer_bytes)
         dtype = str(model.dtype).removeprefix("torch.")
         begin("generation", "Generate", checkpoint, settings.served_model_name, dtype, str(model.device))
+        begin_method("ListModels")
         watch(engine, media_buffer, settings.max_num_seqs, settings.max_waiting_requests)
         if model.device.type == "cpu":
             # Otherwise it decodes the first answers one by one while the encoder, on the same cores, still encodes the
@@ -82,7 +83,8 @@ async def main() -> ExitStatus:
                 preprocessing, encoder, _model_input(checkpoint, model), media_buffer, settings.max_inline_bytes
             )
             limit = PromptLimit(built.limit_tokens)
-            servicer = GenerationServicer(engine, media, tokenizer, defaults, limit, credentials, model.adapters)
+            name = served_name(checkpoint, settings.served_model_name)
+            servicer = GenerationServicer(engine, media, tokenizer, defaults, limit, credentials, model.adapters, name)
             register = partial(add_GenerationServiceServicer_to_server, servicer)
             status = await serve(SERVICE, settings, register, lambda: engine.well, broken)
     if workers and model.device.type == "cuda":  # see Group.leave

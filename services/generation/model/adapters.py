@@ -47,6 +47,10 @@ class Adapters:
         self.rows: tuple[AdaptedRows, ...] = ()
         self._by_name: dict[str, Adapter] = {}
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._by_name)
+
     def find(self, name: str) -> Adapter:
         """Raises InvalidRequest for a name that is not loaded."""
         if name not in self._by_name:

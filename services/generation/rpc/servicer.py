@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import structlog
 
 from common.contract.errors import InvalidRequest
 from common.security.credentials import NO_CREDENTIALS, Credentials
-from common.serving.interceptors import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id, passed_on
+from common.serving.interceptors import passed_on
+from common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
 from common.telemetry.logs import add_request_stats
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
@@ -56,7 +57,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Serves requests with one engine.
 
     defaults: of the checkpoint. limit: on prompt and answer together. credentials: sent upstream. adapters: those that
-    requests may name.
+    requests may name. model_name: the name under which the checkpoint is served.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         limit: PromptLimit,
         credentials: Credentials = NO_CREDENTIALS,
         adapters: Adapters = NO_ADAPTERS,
+        model_name: str = "",
     ) -> None:
         self._engine = engine
         self._media = media
@@ -76,7 +78,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._limit = limit
         self._credentials = credentials
         self._adapters = adapters
+        self._model_name = model_name
         self._inbox = Inbox()
+
+    async def ListModels(
+        self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[generation_pb2.Model]:
+        yield generation_pb2.Model(name=self._model_name, max_model_len=self._limit.tokens)
+        for name in self._adapters.names:
+            yield generation_pb2.Model(name=name, adapter=True, max_model_len=self._limit.tokens)
 
     async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:
         clock = StageClock()

@@ -1,0 +1,75 @@
+"""Serves the HTTP gateway: `python -m services.gateway --generation ADDR --listen 127.0.0.1:8000`."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import disable_created_metrics
+
+from common.channels import open_channel
+from common.process import ExitStatus
+from common.security.quotas import ClientQuotas
+from common.security.tokens import Tokens
+from common.serving.guards import check_listen, upstream_credentials
+from common.serving.server import run
+from common.telemetry.logs import configure_logging
+from common.telemetry.metrics import BUILD_INFO, begin_method
+from common.telemetry.otlp import export_spans
+from framesieve.client.client import FramesieveClient
+from services.gateway.app import routes, with_cors
+from services.gateway.chat.endpoint import ChatCompletions
+from services.gateway.http.request_guard import METHODS, RequestGuard
+from services.gateway.http.server import serve
+from services.gateway.models import Models
+from services.gateway.settings import GatewaySettings
+
+_HEALTH_S = 1.0
+
+
+async def main() -> ExitStatus:
+    settings = GatewaySettings.load()
+    configure_logging("gateway", settings.log_format, settings.log_level)
+    check_listen(settings)
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the series, and no query reads them
+    BUILD_INFO.labels("gateway", version("framesieve")).set(1)
+    for method in METHODS.values():
+        begin_method(method)
+    close_spans = export_spans("gateway")
+    credentials = upstream_credentials(settings)
+    tokens = Tokens.read(settings.auth_tokens_file) if settings.auth_tokens_file else None
+    quotas = ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client, settings.max_requests)
+    access = {
+        "tls_ca": settings.upstream_tls_ca,
+        "tls_cert": settings.tls_cert if settings.upstream_tls_ca else None,
+        "tls_key": settings.tls_key if settings.upstream_tls_ca else None,
+        "token": credentials.token,
+        "allow_plaintext_token": settings.allow_plaintext_token,
+    }
+    async with (
+        FramesieveClient(settings.generation, **access) as client,  # type: ignore[arg-type]
+        open_channel(settings.generation, credentials) as channel,
+    ):
+        health = health_pb2_grpc.HealthStub(channel)
+
+        async def is_well() -> bool:
+            if guard.draining:
+                return False
+            try:
+                answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_S)
+            except grpc.aio.AioRpcError:
+                return False
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        models = Models(client)
+        chat = ChatCompletions(client, models, None, settings.max_inline_bytes)
+        app = routes(chat, models, is_well)
+        guard = RequestGuard(with_cors(app, settings.cors_origins), quotas, tokens, credentials.token is None)
+        status = await serve(guard, settings)
+    close_spans()
+    return status
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,46 @@
+"""The routes of the gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from prometheus_client import make_asgi_app
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Mount, Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.gateway.chat.endpoint import ChatCompletions
+from services.gateway.http.errors import NotFound, body_of
+from services.gateway.models import Models
+
+
+def routes(chat: ChatCompletions, models: Models, is_well: Callable[[], Awaitable[bool]]) -> Router:
+    """The application without its guard."""
+
+    async def health(request: Request) -> Response:
+        well = await is_well()
+        return JSONResponse({"status": "serving" if well else "not serving"}, 200 if well else 503)
+
+    found: list[BaseRoute] = [
+        Route("/v1/chat/completions", chat.endpoint, methods=["POST"]),
+        Route("/v1/models", models.endpoint),
+        Route("/v1/models/{model:path}", models.endpoint),
+        Route("/health", health),
+        Mount("/metrics", make_asgi_app()),
+    ]
+    return Router(found, default=_not_found)
+
+
+def with_cors(app: ASGIApp, origins: str) -> ASGIApp:
+    """Lets pages of other origins call the application. origins: separated by commas; "" for none, * for all."""
+    if not origins:
+        return app
+    allowed = [each.strip() for each in origins.split(",")]
+    return CORSMiddleware(app, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"])
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    error = NotFound(f"there is no {scope['method']} {scope['path']}")
+    await JSONResponse(body_of(error), 404)(scope, receive, send)

@@ -1,0 +1,128 @@
+"""Answers in OpenAI's shapes: the object of a complete answer, and the chunks of a streamed one.
+
+Source: OpenAI's API reference, "chat completion object" and "chat completion chunk object". `usage.framesieve` is ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from framesieve.client.answer import Answer, Choice, Delta, Finished, Timings, TopLogprobs, Usage
+
+_PARTIAL = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What every object of one answer has in common."""
+
+    request_id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The object of a complete answer."""
+        choices = [
+            {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": _logprobs(choice),
+                "finish_reason": choice.reason.value,
+            }
+            for choice in answer.choices
+        ]
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage_of(answer.usage, answer.timings)}
+
+    def first(self, index: int) -> dict[str, Any]:
+        """The chunk before a completion's text."""
+        return self._chunk(index, {"role": "assistant", "content": ""})
+
+    def next(self, delta: Delta) -> dict[str, Any]:
+        """The chunk of a delta."""
+        return self._chunk(delta.choice_index, {"content": delta.text}, logprobs=_logprobs(delta))
+
+    def last(self, finished: Finished) -> dict[str, Any]:
+        """The chunk after a completion's text."""
+        return self._chunk(finished.choice_index, {}, reason=finished.reason.value)
+
+    def cost(self, usage: Usage, timings: Timings) -> dict[str, Any]:
+        """The chunk after all completions, if it is asked for."""
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage_of(usage, timings)}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-{self.request_id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "service_tier": None,
+            "system_fingerprint": None,
+        }
+
+    def _chunk(
+        self, index: int, delta: Mapping[str, Any], *, logprobs: Any = None, reason: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+
+def usage_of(usage: Usage, timings: Timings) -> dict[str, Any]:
+    """Token counts after pruning, which are what is computed, and under `framesieve` those before it and the times."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
+        "framesieve": {
+            "prompt_tokens_full": usage.prompt_tokens_full,
+            "media": [
+                {
+                    "modality": item.modality.value,
+                    "grid": {"t": item.grid.t, "h": item.grid.h, "w": item.grid.w},
+                    "kept_tokens": item.kept_tokens,
+                    "repaired_frames": item.repaired_frames,
+                    "missing_frames": item.missing_frames,
+                    "dropped_frames": item.dropped_frames,
+                    "first_slice_only": item.first_slice_only,
+                }
+                for item in usage.media
+            ],
+            "time_to_first_token_s": timings.time_to_first_token_s,
+            "stages_s": timings.stages_s,
+            "generate_s": timings.generate_s,
+        },
+    }
+
+
+def _logprobs(of: Choice | Delta) -> dict[str, Any] | None:
+    if not of.logprobs:
+        return None
+    tops: tuple[TopLogprobs, ...] = of.top_logprobs or ((),) * len(of.logprobs)
+    content = [
+        {
+            **_token(token_id, logprob, of.token_texts),
+            "top_logprobs": [_token(other, value, of.token_texts) for other, value in top],
+        }
+        for token_id, logprob, top in zip(of.token_ids, of.logprobs, tops, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(token_id: int, logprob: float, texts: Mapping[int, str]) -> dict[str, Any]:
+    """bytes: None for a token that is a part of a character."""
+    text = texts.get(token_id, "")
+    return {"token": text, "logprob": logprob, "bytes": None if _PARTIAL in text else list(text.encode())}
+
+
+def chunks(completion: Completion, event: Delta | Finished, begun: set[int]) -> Iterator[dict[str, Any]]:
+    """The chunks of an event. begun: the completions whose first chunk was sent."""
+    if event.choice_index not in begun:
+        begun.add(event.choice_index)
+        yield completion.first(event.choice_index)
+    if isinstance(event, Finished):
+        yield completion.last(event)
+    elif event.text or event.logprobs:
+        yield completion.next(event)

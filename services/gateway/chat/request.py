@@ -1,0 +1,258 @@
+"""The body of POST /v1/chat/completions: OpenAI's fields, vLLM's sampling and media fields, and `pruning`.
+
+Each field is used or refused: one that is not known is an error that names it, and those of OpenAI that have no meaning
+here are accepted at their neutral value only, because clients send it unasked.
+
+Source: OpenAI's API reference of chat completions; vLLM's OpenAI-compatible server, "extra parameters".
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from common.contract.errors import InvalidRequest
+from common.contract.retention import Pruning as Rate
+
+_SHOWN_CHARACTERS = 80
+_PARTS = ("text", "image_url", "video_url", "input_video", "file")
+_FORMATS = ("text", "json_object", "json_schema")
+_OBJECTS = ("Location",)
+
+Nothing: TypeAlias = None
+EmptyList: TypeAlias = Annotated[list[Any], Field(max_length=0)]
+EmptyObject: TypeAlias = Annotated[dict[str, Any], Field(max_length=0)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Pruning(Strict):
+    """How the tokens of videos are pruned."""
+
+    rate: float
+    method: str = "evs"
+    seed: int | None = None
+
+    def parsed(self) -> Rate:
+        return Rate(self.rate, self.method, self.seed or 0)
+
+
+class FrameChoice(Strict):
+    """`mm_processor_kwargs`: which frames are used, and at what size, in the names of transformers' processors."""
+
+    fps: float | None = None
+    num_frames: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    max_pixels: int | None = None
+    video_start: float | None = None
+    video_end: float | None = None
+
+
+class VideoReading(Strict):
+    """`media_io_kwargs.video`: which frames are read, in vLLM's names. duration: seconds from the start."""
+
+    fps: float | None = None
+    num_frames: int | None = None
+    frames_indices: list[int] | None = None
+    duration: float | None = None
+
+
+class MediaReading(Strict):
+    video: VideoReading | None = None
+
+
+class Location(Strict):
+    """A URL: https, http or data. detail: OpenAI's level of detail of an image, which no model here has."""
+
+    url: str
+    detail: Literal["auto"] | None = None
+
+
+class File(Strict):
+    """A file: its bytes as a data: URL, or the id of an uploaded file."""
+
+    file_data: str | None = None
+    file_id: str | None = None
+    filename: str | None = None
+
+
+class Part(Strict):
+    """What every part that holds media has."""
+
+    pruning: Pruning | None = None
+    mm_processor_kwargs: FrameChoice | None = None
+    media_io_kwargs: MediaReading | None = None
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ImageURLPart(Part):
+    type: Literal["image_url"]
+    image_url: Location | str
+
+
+class VideoURLPart(Part):
+    type: Literal["video_url"]
+    video_url: Location | str
+
+
+class InputVideoPart(Part):
+    type: Literal["input_video"]
+    input_video: Location | str
+
+
+class FilePart(Part):
+    type: Literal["file"]
+    file: File
+
+
+MediaPart: TypeAlias = ImageURLPart | VideoURLPart | InputVideoPart | FilePart
+AnyPart: TypeAlias = Annotated[TextPart | MediaPart, Field(discriminator="type")]
+
+
+class ChatMessage(Strict):
+    """A turn. The fields after `content` are those that clients echo of an answer, all empty here."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[AnyPart]
+    refusal: Nothing = None
+    audio: Nothing = None
+    function_call: Nothing = None
+    tool_calls: EmptyList | None = None
+    annotations: EmptyList | None = None
+    reasoning_content: Nothing = None
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class ObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Strict):
+    """strict: accepted whatever it is, because every answer satisfies its schema."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat: TypeAlias = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+
+
+class ChatRequest(Strict):
+    """The body. Ranges are checked by generation."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+
+    pruning: Pruning | None = None
+    mm_processor_kwargs: FrameChoice | None = None
+    media_io_kwargs: MediaReading | None = None
+
+    # Of OpenAI's, at their neutral value.
+    tools: EmptyList | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: EmptyList | None = None
+    function_call: Literal["none"] | None = None
+    logit_bias: EmptyObject | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    audio: Nothing = None
+    prediction: Nothing = None
+    reasoning_effort: Nothing = None
+    verbosity: Nothing = None
+    web_search_options: Nothing = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+
+
+def parse(body: bytes | bytearray) -> ChatRequest:
+    """Raises InvalidRequest, which names the first wrong field, for a body that is not a ChatRequest."""
+    try:
+        return ChatRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise InvalidRequest(_told(error)) from None
+
+
+def _told(error: ValidationError) -> str:
+    # Where a field may have several forms there is an error for each; the one furthest inside is of the form meant.
+    first = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
+    name = _name(first["loc"])
+    match first["type"]:
+        case "json_invalid":
+            return f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
+        case "extra_forbidden":
+            return f"{name} is not a field that this service knows"
+        case "missing":
+            return f"{name} must be set"
+        case "union_tag_invalid" | "union_tag_not_found":
+            known = _FORMATS if name == "response_format" else _PARTS
+            found = first["input"].get("type") if isinstance(first["input"], dict) else first["input"]
+            return f"{name}.type must be one of {', '.join(known)}, got {_short(found)}"
+    reason = first["msg"][:1].lower() + first["msg"][1:]
+    return f"{name or 'the body'} is wrong: {reason}, got {_short(first['input'])}"
+
+
+def _name(place: tuple[int | str, ...]) -> str:
+    """messages[0].content[1].video_url.url: pydantic's place without the names of types and of a union's members."""
+    name, before = "", None
+    for step in place:
+        if isinstance(step, int):
+            name += f"[{step}]"
+        elif not (
+            not step.isidentifier()
+            or step in ("str", *_OBJECTS)
+            or (isinstance(before, int) and step in _PARTS)
+            or (before == "response_format" and step in _FORMATS)
+        ):
+            name += f".{step}" if name else step
+        before = step
+    return name
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"

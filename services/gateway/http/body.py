@@ -1,0 +1,54 @@
+"""The body of a request, bounded while it is read, and work that ends when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from common.security.quotas import Charge
+from services.gateway.http.errors import TooLarge
+from services.gateway.http.request_guard import ClientLeft
+
+T = TypeVar("T")
+
+
+async def read_body(request: Request, limit_bytes: int, charge: Charge) -> bytearray:
+    """The whole body. charge: is told the size of each piece. Raises TooLarge before more than the limit is held."""
+    announced = request.headers.get("content-length", "")
+    if announced.isascii() and announced.isdigit() and int(announced) > limit_bytes:
+        raise TooLarge(f"the body has {announced} bytes, at most {limit_bytes} are allowed")
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            if len(body) + len(piece) > limit_bytes:
+                raise TooLarge(f"the body has more than the {limit_bytes} bytes that are allowed")
+            charge(len(piece))
+            body += piece
+    except ClientDisconnect as error:
+        raise ClientLeft from error
+    return body
+
+
+async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of the work, which is cancelled as soon as the client leaves. Raises ClientLeft then.
+
+    The body must have been read.
+    """
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeft
+        return await working
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.wait((working, leaving))
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

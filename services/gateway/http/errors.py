@@ -1,0 +1,102 @@
+"""Errors as OpenAI's clients expect them: an HTTP status, and a body that names the field.
+
+    {"error": {"message": "temperature must be …", "type": "invalid_request_error", "param": "temperature",
+               "code": "INVALID_REQUEST"}}
+
+`code` is the machine-readable reason of `common.contract.errors`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from common.contract.errors import (
+    DeadlinePassed,
+    FramesieveError,
+    InvalidRequest,
+    MediaForbidden,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+)
+from framesieve.client.messages import IN_PYTHON
+
+CLIENT_CLOSED_REQUEST = 499
+"""The status of a request whose client left, in logs and metrics only. Source: nginx."""
+
+_STATUSES: tuple[tuple[type[FramesieveError], int, str], ...] = (
+    (InvalidRequest, 400, "invalid_request_error"),
+    (Unauthenticated, 401, "authentication_error"),
+    (MediaForbidden, 403, "permission_error"),
+    (Overloaded, 429, "rate_limit_error"),
+    (Unavailable, 503, "service_unavailable_error"),
+    (DeadlinePassed, 504, "timeout_error"),
+)
+_INTERNAL = (500, "internal_error")
+
+_LARGER_FILES = "larger files as an https URL, or upload them to /v1/files first"
+
+# Names of the gRPC contract, in the words of this one. The gateway sends one part for each content part.
+_WORDS = (
+    (re.compile(r"prompt\.messages\[(\d+)\]\.parts\[(\d+)\]\.(?:image|video|text)"), r"messages[\1].content[\2]"),
+    (re.compile(r"prompt\.messages\[(\d+)\]\.parts"), r"messages[\1].content"),
+    (re.compile(r"prompt\.messages"), "messages"),
+    (re.compile(r"\bFrameSampling\."), "mm_processor_kwargs."),
+    (re.compile(r"\bframe_sampling\."), "mm_processor_kwargs."),
+    (re.compile(r"\bsampling\."), ""),
+    (re.compile(r"\bSampling\."), ""),
+    (re.compile(r"\bmax_new_tokens\b"), "max_completion_tokens"),
+)
+_FIELD = re.compile(r"[a-z_]+(?:\[\d+\])*(?:\.[a-z_]+(?:\[\d+\])*)*")
+
+
+class NotFound(InvalidRequest):
+    """A model, file or path that does not exist."""
+
+    reason = "NOT_FOUND"
+
+
+class TooLarge(InvalidRequest):
+    """A body above its limit."""
+
+    reason = "TOO_LARGE"
+
+
+def status_of(error: FramesieveError) -> int:
+    """The HTTP status."""
+    if isinstance(error, NotFound):
+        return 404
+    if isinstance(error, TooLarge):
+        return 413
+    return next((status for kind, status, _ in _STATUSES if isinstance(error, kind)), _INTERNAL[0])
+
+
+def body_of(error: FramesieveError) -> dict[str, Any]:
+    """The JSON body."""
+    message = in_our_words(str(error))
+    field = _FIELD.match(message)
+    named = field[0] if field and isinstance(error, InvalidRequest) and message[field.end() :][:1] == " " else None
+    kind = next((name for kind, _, name in _STATUSES if isinstance(error, kind)), _INTERNAL[1])
+    told: dict[str, Any] = {"message": message, "type": kind, "param": named, "code": error.reason}
+    if isinstance(error, Unavailable):
+        told["stage"] = error.stage
+    return {"error": told}
+
+
+def headers_of(error: FramesieveError) -> dict[str, str]:
+    """Retry-After in whole seconds where waiting helps, and the scheme of authentication."""
+    if isinstance(error, Overloaded):
+        return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+    if isinstance(error, Unavailable):
+        return {"Retry-After": "1"}
+    return {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
+
+
+def in_our_words(message: str) -> str:
+    """The text of another service's error, with the fields of the HTTP request."""
+    message = message.replace(IN_PYTHON, _LARGER_FILES)
+    for pattern, word in _WORDS:
+        message = pattern.sub(word, message)
+    return message

@@ -1,0 +1,175 @@
+"""What surrounds each request: its id, client, quota, metrics, log line and span, and a status for every error.
+
+RequestGuard     for the methods of METHODS; health, metrics and the page pass unseen
+  router         finds the endpoint
+    endpoint     raises FramesieveErrors until it has begun its response
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import structlog
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common.contract.errors import Unauthenticated, Unavailable
+from common.security.quotas import Charge, ClientQuotas
+from common.security.tokens import AUTHORIZATION_KEY, Tokens
+from common.serving.observed import Outcome, bound_request_id, observed
+from common.telemetry.logs import add_request_stats
+from common.telemetry.metrics import MESSAGE_BYTES
+from common.telemetry.tracing import passed_on_trace
+from framesieve.client.client import Metadata
+from services.gateway.http.errors import body_of, headers_of, status_of
+
+METHODS = {"/v1/chat/completions": "ChatCompletions", "/v1/models": "ListModels", "/v1/files": "Files"}
+"""The methods in metrics and logs, by the path that they begin with."""
+
+_REQUEST_ID = b"x-request-id"
+_CALL = "framesieve"
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before its response was complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The running request, for its endpoint.
+
+    charge: counts bytes of the body for the client's quota. metadata: of calls to generation. outcome: to be set where
+    an error comes after the response has begun.
+    """
+
+    request_id: str
+    method: str
+    charge: Charge
+    metadata: Metadata
+    outcome: Outcome
+
+    @classmethod
+    def of(cls, request: Request) -> Call:
+        call = request.scope[_CALL]
+        assert isinstance(call, cls)
+        return call
+
+
+class RequestGuard:
+    """tokens: those that callers must send; None admits everybody, and generation may still refuse."""
+
+    def __init__(self, app: ASGIApp, quotas: ClientQuotas, tokens: Tokens | None, passes_tokens_on: bool) -> None:
+        self._app = app
+        self._quotas = quotas
+        self._tokens = tokens
+        self._passes_tokens_on = passes_tokens_on
+        self._draining = False
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def drain(self, grace_s: float) -> int:
+        """Refuses new requests and waits up to `grace_s` for those that run. Returns how many are left."""
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        except TimeoutError:
+            return self._running
+        return 0
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method = method_of(scope["path"]) if scope["type"] == "http" else None
+        if method is None:
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        with observed(f"/framesieve.gateway/{method}", method, headers) as outcome:
+            response = _Response(send, method)
+            try:
+                await self._answer(scope, receive, response, headers, outcome, method)
+            except asyncio.CancelledError:
+                outcome.code = "CANCELLED"
+                raise
+            except ClientLeft:
+                outcome.code = "CANCELLED"
+            except Exception as error:
+                told = outcome.refuse(error, method)
+                if not response.begun:
+                    answer = JSONResponse(body_of(told), status_of(told), headers_of(told))
+                    await answer(scope, receive, response)
+
+    async def _answer(
+        self,
+        scope: Scope,
+        receive: Receive,
+        response: Send,
+        headers: Mapping[str, str],
+        outcome: Outcome,
+        method: str,
+    ) -> None:
+        if self._draining:
+            raise Unavailable("gateway is draining", "gateway")
+        client = self._client_of(scope, headers)
+        token = headers.get(AUTHORIZATION_KEY)
+        passed_on = ((AUTHORIZATION_KEY, token),) if token and self._passes_tokens_on else ()
+        self._running += 1
+        self._idle.clear()
+        try:
+            with self._quotas.request(client) as charge:
+                metadata = (*passed_on_trace(), *passed_on)
+                scope[_CALL] = Call(bound_request_id(), method, _counted(charge, method), metadata, outcome)
+                await self._app(scope, receive, response)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    def _client_of(self, scope: Scope, headers: Mapping[str, str]) -> str:
+        """The name of the token, else the address. Raises Unauthenticated."""
+        if self._tokens is not None:
+            name = self._tokens.name_of(headers.get(AUTHORIZATION_KEY, ""))
+            if name is None:
+                raise Unauthenticated("the request must carry a valid bearer token")
+            structlog.contextvars.bind_contextvars(client=name)
+            return name
+        return str(scope["client"][0]) if scope.get("client") else "unix:"
+
+
+class _Response:
+    """Sends a response, with the request's id as a header."""
+
+    def __init__(self, send: Send, method: str) -> None:
+        self._send = send
+        self._method = method
+        self.begun = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.begun = True
+            message["headers"] = [*message["headers"], (_REQUEST_ID, bound_request_id().encode())]
+        elif message["type"] == "http.response.body":
+            sent = len(message.get("body", b""))
+            MESSAGE_BYTES.labels(self._method, "sent").inc(sent)
+            add_request_stats(sent_bytes=sent)
+        await self._send(message)
+
+
+def method_of(path: str) -> str | None:
+    """The method of a path; None where it has none."""
+    return next((name for start, name in METHODS.items() if path == start or path.startswith(f"{start}/")), None)
+
+
+def _counted(charge: Charge, method: str) -> Charge:
+    def counted(size_bytes: int) -> None:
+        charge(size_bytes)
+        MESSAGE_BYTES.labels(method, "received").inc(size_bytes)
+        add_request_stats(received_bytes=size_bytes)
+
+    return counted

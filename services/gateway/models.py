@@ -1,0 +1,70 @@
+"""The names that requests may give as `model`: the served checkpoint and its adapters, as generation tells them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from framesieve.client.answer import Model
+from framesieve.client.client import FramesieveClient, Metadata
+from services.gateway.http.body import unless_left
+from services.gateway.http.errors import NotFound
+from services.gateway.http.request_guard import Call
+
+_NAME_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The model of a request. adapter: the name for generation; None: the checkpoint's own weights."""
+
+    name: str
+    adapter: str | None
+
+
+class Models:
+    """Asks generation at the first request, and again for a name that it did not know."""
+
+    def __init__(self, client: FramesieveClient) -> None:
+        self._client = client
+        self._known: tuple[Model, ...] = ()
+        self._since = int(time.time())
+
+    async def find(self, name: str | None, metadata: Metadata) -> Named:
+        """The model of this name; the checkpoint for None. Raises NotFound."""
+        if not self._known or (name is not None and self._named(name) is None):
+            self._known = await self._client.models(metadata=metadata)
+        found = self._known[0] if name is None else self._named(name)
+        if found is None:
+            served = ", ".join(each.name for each in self._known)
+            raise NotFound(f"model must be one of {served}, got {(name or '')[:_NAME_CHARACTERS]!r}")
+        return Named(found.name, found.name if found.is_adapter else None)
+
+    def _named(self, name: str) -> Model | None:
+        return next((each for each in self._known if each.name == name), None)
+
+    async def endpoint(self, request: Request) -> Response:
+        """GET /v1/models and /v1/models/{model}."""
+        await request.body()
+        self._known = await unless_left(request, self._client.models(metadata=Call.of(request).metadata))
+        if (name := request.path_params.get("model")) is None:
+            return JSONResponse({"object": "list", "data": [self._object(each) for each in self._known]})
+        found = self._named(name)
+        if found is None:
+            raise NotFound(f"model {name[:_NAME_CHARACTERS]!r} is not served")
+        return JSONResponse(self._object(found))
+
+    def _object(self, model: Model) -> dict[str, object]:
+        """OpenAI's fields, and vLLM's."""
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "framesieve",
+            "root": model.name,
+            "parent": self._known[0].name if model.is_adapter else None,
+            "max_model_len": model.max_model_len,
+        }
