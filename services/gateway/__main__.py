@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import tempfile
 from importlib.metadata import version
 
 import grpc
@@ -9,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import disable_created_metrics
 
 from common.channels import open_channel
+from common.contract.errors import StartupError
 from common.process import ExitStatus
 from common.security.quotas import ClientQuotas
 from common.security.tokens import Tokens
@@ -20,6 +24,7 @@ from common.telemetry.otlp import export_spans
 from framesieve.client.client import FramesieveClient
 from services.gateway.app import routes, with_cors
 from services.gateway.chat.endpoint import ChatCompletions
+from services.gateway.files import Files, Limits
 from services.gateway.http.request_guard import METHODS, RequestGuard
 from services.gateway.http.server import serve
 from services.gateway.models import Models
@@ -36,6 +41,8 @@ async def main() -> ExitStatus:
     BUILD_INFO.labels("gateway", version("framesieve")).set(1)
     for method in METHODS.values():
         begin_method(method)
+    if settings.upload_root is not None and not os.access(settings.upload_root, os.W_OK):
+        raise StartupError(f"--upload-root {settings.upload_root} is no folder that can be written to")
     close_spans = export_spans("gateway")
     credentials = upstream_credentials(settings)
     tokens = Tokens.read(settings.auth_tokens_file) if settings.auth_tokens_file else None
@@ -63,10 +70,16 @@ async def main() -> ExitStatus:
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
         models = Models(client)
-        chat = ChatCompletions(client, models, None, settings.max_inline_bytes)
-        app = routes(chat, models, is_well)
-        guard = RequestGuard(with_cors(app, settings.cors_origins), quotas, tokens, credentials.token is None)
+        limits = Limits(settings.upload_max_bytes, settings.upload_disk_bytes, settings.upload_expires_s)
+        files = Files(settings.upload_root, settings.upload_path, limits)
+        if settings.upload_root is not None:
+            tempfile.tempdir = str(settings.upload_root)  # files arrive on the disk that keeps them, not in /tmp
+        expiring = asyncio.create_task(files.expire())
+        chat = ChatCompletions(client, models, files, settings.max_inline_bytes)
+        app = with_cors(routes(chat, models, files, is_well), settings.cors_origins)
+        guard = RequestGuard(app, quotas, tokens, credentials.token is None)
         status = await serve(guard, settings)
+        expiring.cancel()
     close_spans()
     return status
 

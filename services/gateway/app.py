@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from prometheus_client import make_asgi_app
+from prometheus_client import REGISTRY
+from prometheus_client.exposition import choose_encoder
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Mount, Route, Router
+from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.chat.endpoint import ChatCompletions
+from services.gateway.files import Files
 from services.gateway.http.errors import NotFound, body_of
 from services.gateway.models import Models
 
 
-def routes(chat: ChatCompletions, models: Models, is_well: Callable[[], Awaitable[bool]]) -> Router:
+def routes(chat: ChatCompletions, models: Models, files: Files, is_well: Callable[[], Awaitable[bool]]) -> Router:
     """The application without its guard."""
 
     async def health(request: Request) -> Response:
@@ -27,8 +29,10 @@ def routes(chat: ChatCompletions, models: Models, is_well: Callable[[], Awaitabl
         Route("/v1/chat/completions", chat.endpoint, methods=["POST"]),
         Route("/v1/models", models.endpoint),
         Route("/v1/models/{model:path}", models.endpoint),
+        Route("/v1/files", files.endpoint, methods=["GET", "POST"]),
+        Route("/v1/files/{file_id}", files.file_endpoint, methods=["GET", "DELETE"]),
         Route("/health", health),
-        Mount("/metrics", make_asgi_app()),
+        Route("/metrics", _metrics),
     ]
     return Router(found, default=_not_found)
 
@@ -39,6 +43,11 @@ def with_cors(app: ASGIApp, origins: str) -> ASGIApp:
         return app
     allowed = [each.strip() for each in origins.split(",")]
     return CORSMiddleware(app, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"])
+
+
+async def _metrics(request: Request) -> Response:
+    encode, kind = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(REGISTRY), headers={"content-type": kind})
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:

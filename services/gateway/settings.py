@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
@@ -22,3 +24,13 @@ class GatewaySettings(CallerSettings):
     cors_origins: str = Field(
         "", description="origins whose pages may call the gateway, separated by commas, or *; unset: only its own page"
     )
+    upload_root: Path | None = Field(
+        None,
+        description="folder for uploaded files (POST /v1/files), shared with preprocessing; unset: no uploads",
+    )
+    upload_path: str = Field(
+        "", description="path of --upload-root below preprocessing's --media-root; unset: the same"
+    )
+    upload_max_bytes: int = Field(2**30, ge=1, description="maximum bytes of one uploaded file")
+    upload_disk_bytes: int = Field(2**34, ge=1, description="maximum bytes of all uploaded files")
+    upload_expires_s: float = Field(86_400.0, gt=0, description="seconds after its upload that a file is deleted")

@@ -12,9 +12,9 @@ from __future__ import annotations
 import base64
 import binascii
 import mimetypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 from urllib.parse import unquote_to_bytes
 
 from common.contract.errors import InvalidRequest
@@ -40,11 +40,8 @@ _ANIMATED = ("image/gif", "image/apng", "image/avif")
 """Images that are videos where a part asks for one."""
 
 
-class Uploads(Protocol):
-    """Finds uploaded files."""
-
-    def server_path(self, file_id: str) -> tuple[str, str]:
-        """The path below preprocessing's --media-root, and the MIME type. Raises InvalidRequest."""
+Uploads: TypeAlias = Callable[[str], tuple[str, str]]
+"""The path below preprocessing's --media-root and the MIME type of an uploaded file. Raises InvalidRequest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ class _Source:
     given: Mapping[str, Any]
 
 
-def conversation(request: ChatRequest, uploads: Uploads | None) -> list[Message]:
+def conversation(request: ChatRequest, uploads: Uploads) -> list[Message]:
     """The turns. Raises InvalidRequest for a part that cannot be what it says."""
     messages = []
     for number, message in enumerate(request.messages):
@@ -64,7 +61,7 @@ def conversation(request: ChatRequest, uploads: Uploads | None) -> list[Message]
     return messages
 
 
-def _parts(message: ChatMessage, name: str, request: ChatRequest, uploads: Uploads | None) -> list[Part]:
+def _parts(message: ChatMessage, name: str, request: ChatRequest, uploads: Uploads) -> list[Part]:
     if isinstance(message.content, str):
         return [Text(message.content)]
     return [
@@ -73,7 +70,7 @@ def _parts(message: ChatMessage, name: str, request: ChatRequest, uploads: Uploa
     ]
 
 
-def _media(part: MediaPart, name: str, request: ChatRequest, uploads: Uploads | None) -> Image | Video:
+def _media(part: MediaPart, name: str, request: ChatRequest, uploads: Uploads) -> Image | Video:
     source = _source(part, name, uploads)
     asks_for_video = isinstance(part, VideoURLPart | InputVideoPart)
     if _is_image(source, asks_for_video):
@@ -141,7 +138,7 @@ def _times(frames: int, reading: Mapping[str, Any], name: str) -> tuple[float, .
     return tuple(place * step_s for place in places)
 
 
-def _source(part: MediaPart, name: str, uploads: Uploads | None) -> _Source:
+def _source(part: MediaPart, name: str, uploads: Uploads) -> _Source:
     match part:
         case ImageURLPart():
             return _located(part.image_url, f"{name}.image_url", "image/")
@@ -185,7 +182,7 @@ def _decoded(text: str, name: str) -> bytes:
         raise InvalidRequest(f"{name} is not base64: {error}") from None
 
 
-def _filed(part: FilePart, name: str, uploads: Uploads | None) -> _Source:
+def _filed(part: FilePart, name: str, uploads: Uploads) -> _Source:
     file = part.file
     if (file.file_data is None) == (file.file_id is None):
         raise InvalidRequest(f"{name} must have exactly one of file_data and file_id")
@@ -194,7 +191,5 @@ def _filed(part: FilePart, name: str, uploads: Uploads | None) -> _Source:
             return _inline(file.file_data, f"{name}.file_data")
         kind = mimetypes.guess_type(file.filename or "")[0] or "video/"
         return _Source(kind, {"data": _decoded(file.file_data, f"{name}.file_data")})
-    if uploads is None:
-        raise InvalidRequest(f"{name}.file_id needs uploads, which are off: the gateway has no --upload-root")
-    path, kind = uploads.server_path(file.file_id or "")
+    path, kind = uploads(file.file_id or "")
     return _Source(kind, {"server_path": path})

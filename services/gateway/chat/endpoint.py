@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 import structlog
 from sse_starlette import EventSourceResponse
@@ -18,9 +19,10 @@ from framesieve.client.answer import Accepted, Event, Finished, Progress, Usage,
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Message
 from services.gateway.chat.completion import Completion, chunks
-from services.gateway.chat.content import Uploads, conversation
+from services.gateway.chat.content import conversation
 from services.gateway.chat.options import options_of
 from services.gateway.chat.request import ChatRequest, parse
+from services.gateway.files import Files
 from services.gateway.http.body import read_body, unless_left
 from services.gateway.http.errors import body_of
 from services.gateway.http.request_guard import Call
@@ -32,18 +34,16 @@ _PING_S = 15
 class ChatCompletions:
     """max_inline_bytes: of media in a request; in the body they are base64."""
 
-    def __init__(
-        self, client: FramesieveClient, models: Models, uploads: Uploads | None, max_inline_bytes: int
-    ) -> None:
+    def __init__(self, client: FramesieveClient, models: Models, files: Files, max_inline_bytes: int) -> None:
         self._client = client
         self._models = models
-        self._uploads = uploads
+        self._files = files
         self._max_body_bytes = max_inline_bytes * 4 // 3 + REQUEST_OVERHEAD_BYTES
 
     async def endpoint(self, request: Request) -> Response:
         call = Call.of(request)
         body = await read_body(request, self._max_body_bytes, call.charge)
-        chat, messages = await asyncio.to_thread(self._parsed, body)
+        chat, messages = await asyncio.to_thread(self._parsed, body, call.owner)
         del body
         structlog.contextvars.bind_contextvars(
             **{name: value for name in ("user", "metadata") if (value := getattr(chat, name))}
@@ -61,9 +61,9 @@ class ChatCompletions:
         await unless_left(request, anext(events))
         return EventSourceResponse(_sent(completion, events, include_usage, call), ping=_PING_S, sep="\n")
 
-    def _parsed(self, body: bytearray) -> tuple[ChatRequest, list[Message]]:
+    def _parsed(self, body: bytearray, owner: str) -> tuple[ChatRequest, list[Message]]:
         chat = parse(body)
-        return chat, conversation(chat, self._uploads)
+        return chat, conversation(chat, partial(self._files.server_path, owner=owner))
 
 
 async def _sent(

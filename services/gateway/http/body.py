@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message
 
 from common.security.quotas import Charge
 from services.gateway.http.errors import TooLarge
@@ -15,21 +16,39 @@ from services.gateway.http.request_guard import ClientLeft
 T = TypeVar("T")
 
 
+def bounded(request: Request, limit_bytes: int, charge: Charge) -> Request:
+    """The request with a body that raises TooLarge behind its limit, and tells `charge` the size of each piece."""
+    _check_announced(request, limit_bytes)
+    received_bytes = 0
+
+    async def receive() -> Message:
+        nonlocal received_bytes
+        message = await request.receive()
+        size_bytes = len(message.get("body", b""))
+        received_bytes += size_bytes
+        if received_bytes > limit_bytes:
+            raise TooLarge(f"the body has more than the {limit_bytes} bytes that are allowed")
+        charge(size_bytes)
+        return message
+
+    return Request(request.scope, receive)
+
+
 async def read_body(request: Request, limit_bytes: int, charge: Charge) -> bytearray:
-    """The whole body. charge: is told the size of each piece. Raises TooLarge before more than the limit is held."""
-    announced = request.headers.get("content-length", "")
-    if announced.isascii() and announced.isdigit() and int(announced) > limit_bytes:
-        raise TooLarge(f"the body has {announced} bytes, at most {limit_bytes} are allowed")
+    """The whole body. Raises what `bounded` raises, and ClientLeft."""
     body = bytearray()
     try:
-        async for piece in request.stream():
-            if len(body) + len(piece) > limit_bytes:
-                raise TooLarge(f"the body has more than the {limit_bytes} bytes that are allowed")
-            charge(len(piece))
+        async for piece in bounded(request, limit_bytes, charge).stream():
             body += piece
     except ClientDisconnect as error:
         raise ClientLeft from error
     return body
+
+
+def _check_announced(request: Request, limit_bytes: int) -> None:
+    announced = request.headers.get("content-length", "")
+    if announced.isascii() and announced.isdigit() and int(announced) > limit_bytes:
+        raise TooLarge(f"the body has {announced} bytes, at most {limit_bytes} are allowed")
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -8,6 +8,7 @@ RequestGuard     for the methods of METHODS; health, metrics and the page pass u
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -41,12 +42,13 @@ class ClientLeft(Exception):
 class Call:
     """The running request, for its endpoint.
 
-    charge: counts bytes of the body for the client's quota. metadata: of calls to generation. outcome: to be set where
-    an error comes after the response has begun.
+    owner: of uploaded files, sha256 of the caller's token. charge: counts bytes of the body for the client's quota.
+    metadata: of calls to generation. outcome: to be set where an error comes after the response has begun.
     """
 
     request_id: str
     method: str
+    owner: str
     charge: Charge
     metadata: Metadata
     outcome: Outcome
@@ -124,7 +126,9 @@ class RequestGuard:
         try:
             with self._quotas.request(client) as charge:
                 metadata = (*passed_on_trace(), *passed_on)
-                scope[_CALL] = Call(bound_request_id(), method, _counted(charge, method), metadata, outcome)
+                scope[_CALL] = Call(
+                    bound_request_id(), method, _owner(token), _counted(charge, method), metadata, outcome
+                )
                 await self._app(scope, receive, response)
         finally:
             self._running -= 1
@@ -164,6 +168,10 @@ class _Response:
 def method_of(path: str) -> str | None:
     """The method of a path; None where it has none."""
     return next((name for start, name in METHODS.items() if path == start or path.startswith(f"{start}/")), None)
+
+
+def _owner(token: str | None) -> str:
+    return hashlib.sha256((token or "").encode()).hexdigest()
 
 
 def _counted(charge: Charge, method: str) -> Charge:

@@ -1,0 +1,178 @@
+"""Uploaded files: sent once, asked about often.
+
+    --upload-root/
+      <sha256 of the caller's token>/      each caller finds its own files only
+        <sha256 of the file>               what preprocessing reads, by its path below --media-root
+        <sha256 of the file>.json          name, type, purpose; its time of change begins the file's lifetime
+
+All replicas of the gateway may share the folder. Source of the objects: OpenAI's API reference, "files".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import mimetypes
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from common.contract.errors import InvalidRequest, Overloaded
+from services.gateway.http.body import bounded
+from services.gateway.http.errors import NotFound
+from services.gateway.http.request_guard import Call
+
+_ID = re.compile(r"file-([0-9a-f]{64})")
+_PIECE_BYTES = 2**20
+_FORM_BYTES = 2**16
+"""A form's boundaries and its other fields."""
+_OFF = "uploads are off: the gateway has no --upload-root"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes of one file and of all, and seconds from its upload until a file is deleted."""
+
+    file_bytes: int
+    all_bytes: int
+    expires_s: float
+
+
+class Files:
+    """root: None where uploads are off. path: of `root` below preprocessing's --media-root."""
+
+    def __init__(self, root: Path | None, path: str, limits: Limits) -> None:
+        self._root = root
+        self._path = path
+        self._limits = limits
+
+    def server_path(self, file_id: str, owner: str) -> tuple[str, str]:
+        """The path of a file below preprocessing's --media-root, and its MIME type. Raises NotFound, InvalidRequest."""
+        known = self._known(file_id, owner)
+        return str(Path(self._path, owner, known["digest"])), known["type"]
+
+    async def endpoint(self, request: Request) -> Response:
+        """POST and GET /v1/files."""
+        owner = Call.of(request).owner
+        if request.method == "POST":
+            return JSONResponse(await self._upload(request, owner))
+        await request.body()
+        found = await asyncio.to_thread(lambda: [self._object(each) for each in self._all(owner)])
+        return JSONResponse({"object": "list", "data": found, "has_more": False})
+
+    async def file_endpoint(self, request: Request) -> Response:
+        """GET and DELETE /v1/files/{file_id}."""
+        await request.body()
+        file_id, owner = request.path_params["file_id"], Call.of(request).owner
+        known = self._known(file_id, owner)
+        if request.method == "DELETE":
+            self._delete(self._folder(owner) / known["digest"])
+            return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+        return JSONResponse(self._object(known))
+
+    async def expire(self, every_s: float = 60.0) -> None:
+        """Deletes files whose time is over, until it is cancelled."""
+        while self._root is not None:
+            await asyncio.to_thread(self._delete_expired, self._root)
+            await asyncio.sleep(every_s)
+
+    async def _upload(self, request: Request, owner: str) -> dict[str, Any]:
+        self._folder(owner)
+        limit_bytes = self._limits.file_bytes + _FORM_BYTES
+        received = bounded(request, limit_bytes, Call.of(request).charge)
+        try:
+            async with received.form(max_files=1, max_fields=8) as form:
+                sent = form.get("file")
+                if not isinstance(sent, UploadFile):
+                    raise InvalidRequest("file must be set, as a file of a multipart/form-data body")
+                if useless := sorted(form.keys() - {"file", "purpose"}):
+                    raise InvalidRequest(f"{useless[0]} is not a field that this service knows")
+                return await asyncio.to_thread(self._keep, sent, str(form.get("purpose", "user_data")), owner)
+        except HTTPException as error:  # of Starlette's form parser
+            raise InvalidRequest(f"the body is not multipart/form-data: {error.detail}") from None
+
+    def _keep(self, sent: UploadFile, purpose: str, owner: str) -> dict[str, Any]:
+        assert self._root is not None
+        used_bytes = sum(path.stat().st_size for path in self._root.glob("*/*"))
+        if used_bytes + (sent.size or 0) > self._limits.all_bytes:
+            raise Overloaded(
+                f"uploaded files have {used_bytes} bytes, this one {sent.size} more, --upload-disk-bytes is "
+                f"{self._limits.all_bytes}",
+                retry_after_s=60,
+            )
+        folder = self._folder(owner)
+        folder.mkdir(exist_ok=True)
+        digest, arriving = hashlib.sha256(), folder / f".{os.getpid()}-{time.monotonic_ns()}"
+        try:
+            with arriving.open("wb") as file:
+                while piece := sent.file.read(_PIECE_BYTES):
+                    digest.update(piece)
+                    file.write(piece)
+            name = digest.hexdigest()
+            kind = mimetypes.guess_type(sent.filename or "")[0] or sent.content_type or ""
+            known = {"filename": sent.filename or "", "type": kind, "purpose": purpose}
+            arriving.replace(folder / name)
+            (folder / f"{name}.json").write_text(json.dumps(known))
+        finally:
+            arriving.unlink(missing_ok=True)
+        return self._object(self._known(f"file-{name}", owner))
+
+    def _folder(self, owner: str) -> Path:
+        if self._root is None:
+            raise InvalidRequest(_OFF)
+        return self._root / owner
+
+    def _known(self, file_id: str, owner: str) -> dict[str, Any]:
+        """What is known of a file. Raises NotFound where there is none, or its time is over."""
+        folder, found = self._folder(owner), _ID.fullmatch(file_id)
+        with suppress(FileNotFoundError):
+            if found and (known := self._read(folder / found[1])) is not None:
+                return known
+        raise NotFound(f"file_id {file_id[:80]!r} names no file of this caller, or one that has expired")
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        notes = path.with_name(f"{path.name}.json")
+        created_s = notes.stat().st_mtime
+        if created_s + self._limits.expires_s < time.time():
+            return None
+        known: dict[str, Any] = json.loads(notes.read_text())
+        return known | {"digest": path.name, "bytes": path.stat().st_size, "created_s": created_s}
+
+    def _all(self, owner: str) -> Iterator[dict[str, Any]]:
+        for notes in sorted(self._folder(owner).glob("*.json")):
+            with suppress(FileNotFoundError):
+                if (known := self._read(notes.with_suffix(""))) is not None:
+                    yield known
+
+    def _object(self, known: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": f"file-{known['digest']}",
+            "object": "file",
+            "bytes": known["bytes"],
+            "created_at": int(known["created_s"]),
+            "expires_at": int(known["created_s"] + self._limits.expires_s),
+            "filename": known["filename"],
+            "purpose": known["purpose"],
+            "status": "processed",
+        }
+
+    def _delete_expired(self, root: Path) -> None:
+        for path in root.glob("*/*"):
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime + self._limits.expires_s < time.time():
+                    path.unlink()
+
+    def _delete(self, path: Path) -> None:
+        for each in (path.with_name(f"{path.name}.json"), path):
+            each.unlink(missing_ok=True)

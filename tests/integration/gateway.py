@@ -1,0 +1,62 @@
+"""A gateway as a real process, and requests to it."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from common.process import free_port
+from tests.integration.fleet import ROOT
+
+START_S = 60.0
+
+
+@dataclass
+class Gateway:
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, **options)
+
+
+@contextmanager
+def gateway(generation: str, folder: Path, *flags: str, tls: Path | None = None) -> Iterator[Gateway]:
+    """tls: the authority that its certificate, given by flags, is of."""
+    port = free_port()
+    command = [sys.executable, "-m", "services.gateway", "--generation", generation]
+    command += ["--listen", f"127.0.0.1:{port}", *flags]
+    log = folder / f"gateway-{port}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, cwd=ROOT)
+    found = Gateway(f"{'https' if tls else 'http'}://127.0.0.1:{port}", process, log)
+    try:
+        deadline = time.monotonic() + START_S
+        while '"serving"' not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        yield found
+    finally:
+        process.kill()
+        process.wait()
+
+
+def data_url(kind: str, *files: bytes) -> str:
+    return f"data:{kind};base64," + ",".join(base64.b64encode(file).decode() for file in files)
+
+
+def question(*parts: dict[str, Any] | str, **fields: Any) -> dict[str, Any]:
+    """A body: the user's parts, text as strings, answered greedily with at most 8 tokens."""
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 8} | fields

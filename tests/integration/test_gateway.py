@@ -1,0 +1,309 @@
+"""The HTTP gateway before three real services: OpenAI's client gets what gRPC's gets, and errors name the field."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from framesieve import FramesieveClient, Image, Message, Pruning, Text, Video
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.prompt import Options
+from tests import media
+from tests.integration.conftest import SERVED_NAME
+from tests.integration.fleet import exported, metric_in, until
+from tests.integration.gateway import Gateway, data_url, gateway, question
+from tests.preprocessing.media_server import ok, serving
+
+CLIP, OTHER = media.clip(16, fps=4), media.clip(8, fps=4, seed=1)
+PICTURE = media.picture(60, 90)
+CLIP_URL, OTHER_URL = data_url("video/mp4", CLIP), data_url("video/mp4", OTHER)
+PICTURE_URL = data_url("image/png", PICTURE)
+GREEDY = Options(temperature=0, max_new_tokens=8, logprobs=True)
+
+
+@pytest.fixture(scope="module")
+def door(stack: LocalStack, media_root: Path) -> Iterator[Gateway]:
+    (media_root / "uploads").mkdir()
+    uploads = ("--upload-root", str(media_root / "uploads"), "--upload-path", "uploads")
+    with gateway(stack.address, media_root, *uploads, "--upload-max-bytes", "1000000") as started:
+        yield started
+
+
+@pytest.fixture
+def http(door: Gateway) -> Iterator[httpx.Client]:
+    with door.http() as client:
+        yield client
+
+
+def video(url: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": url}, **fields}
+
+
+def image(url: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}, **fields}
+
+
+def user(*parts: Any) -> Message:
+    return Message("user", parts)
+
+
+FPS_1 = {"mm_processor_kwargs": {"fps": 1.0, "min_frames": 2}}
+SAME = {
+    "text": (["Why?"], [user(Text("Why?"))]),
+    "video_url": ([video(CLIP_URL), "What?"], [user(Video(data=CLIP), Text("What?"))]),
+    "a video in an image_url": ([image(CLIP_URL), "What?"], [user(Video(data=CLIP), Text("What?"))]),
+    "input_video": ([{"type": "input_video", "input_video": CLIP_URL}, "?"], [user(Video(data=CLIP), Text("?"))]),
+    "file": (
+        [{"type": "file", "file": {"file_data": CLIP_URL, "filename": "clip.mp4"}}, "?"],
+        [user(Video(data=CLIP), Text("?"))],
+    ),
+    "an image in a video_url": ([video(PICTURE_URL), "What?"], [user(Image(data=PICTURE), Text("What?"))]),
+    "several": (
+        [video(CLIP_URL), "and", image(PICTURE_URL), video(OTHER_URL), "?"],
+        [user(Video(data=CLIP), Text("and"), Image(data=PICTURE), Video(data=OTHER), Text("?"))],
+    ),
+    "frames chosen": ([video(CLIP_URL, **FPS_1), "?"], [user(Video(data=CLIP, fps=1, min_frames=2), Text("?"))]),
+    "an end": (
+        [video(CLIP_URL, media_io_kwargs={"video": {"duration": 2.0}}), "?"],
+        [user(Video(data=CLIP, end_s=2), Text("?"))],
+    ),
+    "pruned by itself": (
+        [video(CLIP_URL, pruning={"rate": 0.5, "method": "random", "seed": 3}), video(OTHER_URL), "?"],
+        [user(Video(data=CLIP, pruning=Pruning(0.5, "random", 3)), Video(data=OTHER), Text("?"))],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+async def test_every_part_is_answered_as_by_grpc(stack: LocalStack, http: httpx.Client, name: str) -> None:
+    parts, messages = SAME[name]
+    body = question(*parts, logprobs=True)
+    got = await asyncio.to_thread(lambda: http.post("/v1/chat/completions", json=body).raise_for_status().json())
+    async with FramesieveClient(stack.address) as client:
+        wanted = await client.answer(messages, GREEDY)
+    assert_same(got, wanted)
+
+
+def assert_same(got: Any, wanted: Any) -> None:
+    (choice,) = got["choices"]
+    assert choice["message"]["content"] == wanted.text
+    assert choice["finish_reason"] == wanted.reason.value
+    tokens = choice["logprobs"]["content"]
+    assert [each["token"] for each in tokens] == [wanted.choices[0].token_texts[each] for each in wanted.token_ids]
+    assert [each["logprob"] for each in tokens] == pytest.approx(wanted.logprobs, abs=1e-5)
+    usage = got["usage"]
+    assert usage["prompt_tokens"] == wanted.usage.prompt_tokens
+    assert usage["completion_tokens"] == wanted.usage.completion_tokens
+    assert usage["framesieve"]["prompt_tokens_full"] == wanted.usage.prompt_tokens_full
+    assert [item["kept_tokens"] for item in usage["framesieve"]["media"]] == [
+        item.kept_tokens for item in wanted.usage.media
+    ]
+    stages = usage["framesieve"]["stages_s"]
+    assert len(stages) == 10
+    assert sum(stages.values()) == pytest.approx(usage["framesieve"]["time_to_first_token_s"], abs=1e-6)
+
+
+async def test_earlier_turns_a_system_message_and_a_url_are_answered_as_by_grpc(
+    stack: LocalStack, http: httpx.Client, fetch_port: int
+) -> None:
+    url = f"http://localhost:{fetch_port}/clip.mp4?signature=1"
+    turns = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [video(url), {"type": "text", "text": "What?"}]},
+        {"role": "assistant", "content": "A square.", "refusal": None, "tool_calls": []},
+        {"role": "user", "content": "Which colour?"},
+    ]
+    body = {"messages": turns, "temperature": 0, "max_completion_tokens": 8, "logprobs": True, "pruning": {"rate": 0.5}}
+    async with serving(ok(CLIP), port=fetch_port), FramesieveClient(stack.address) as client:
+        got = await asyncio.to_thread(lambda: http.post("/v1/chat/completions", json=body).raise_for_status().json())
+        messages = [
+            Message("system", (Text("Be brief."),)),
+            user(Video(url=url), Text("What?")),
+            Message("assistant", (Text("A square."),)),
+            user(Text("Which colour?")),
+        ]
+        wanted = await client.answer(messages, Options(**GREEDY, pruning_rate=0.5))  # type: ignore[misc]
+    assert_same(got, wanted)
+
+
+async def test_openai_clients_stream_what_they_get_at_once(door: Gateway) -> None:
+    body = question(video(CLIP_URL), "What?", n=2, seed=5, logprobs=True, top_logprobs=2) | {"temperature": 1.0}
+    async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="unused") as client:
+        whole = await client.chat.completions.create(model=SERVED_NAME, **body)
+        stream = await client.chat.completions.create(
+            model=SERVED_NAME, stream=True, stream_options={"include_usage": True}, **body
+        )
+        chunks = [chunk async for chunk in stream]
+    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="unused") as client:
+        again = client.chat.completions.create(model=SERVED_NAME, **body)
+        assert [model.id for model in client.models.list()] == [SERVED_NAME, "small", "large"]
+    assert [choice.model_dump() for choice in again.choices] == [choice.model_dump() for choice in whole.choices]
+    for choice in whole.choices:
+        own = [chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == choice.index]
+        assert own[0].delta.role == "assistant"
+        assert "".join(each.delta.content or "" for each in own) == choice.message.content
+        assert [top for each in own if each.logprobs for top in each.logprobs.content] == choice.logprobs.content
+        assert [each.finish_reason for each in own if each.finish_reason] == [choice.finish_reason]
+    usages = [chunk.usage for chunk in chunks if chunk.usage]
+    assert len(usages) == 1
+    assert usages[0].completion_tokens == whole.usage.completion_tokens
+    assert not chunks[-1].choices
+
+
+async def test_a_model_is_the_checkpoint_or_an_adapter(stack: LocalStack, http: httpx.Client) -> None:
+    async with FramesieveClient(stack.address) as client:
+        for name, adapter in ((SERVED_NAME, None), ("large", "large")):
+            body = question("Why?", model=name, logprobs=True)
+            got = await asyncio.to_thread(lambda: http.post("/v1/chat/completions", json=body).json())  # noqa: B023
+            assert got["model"] == name
+            assert_same(got, await client.answer([user(Text("Why?"))], Options(**GREEDY, adapter=adapter)))  # type: ignore[misc]
+    unknown = http.post("/v1/chat/completions", json=question("Why?", model="gpt-4o"))
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "NOT_FOUND")
+    assert http.get("/v1/models/large").json()["parent"] == SERVED_NAME
+    assert http.get("/v1/models/huge").status_code == 404
+
+
+REFUSED = [
+    ({"temperature": 101}, 400, "temperature", "must be"),
+    ({"temperature": "hot"}, 400, "temperature", "valid number"),
+    ({"n": 17}, 400, "n", "must be"),
+    ({"max_tokens": 0}, 400, "max_completion_tokens", "must be"),
+    ({"best_of": 2}, 400, "best_of", "is not a field that this service knows"),
+    ({"tools": [{"type": "function"}]}, 400, "tools", "at most 0 items"),
+    ({"pruning": {"rate": 1.0}}, 400, "pruning.rate", "must be"),
+    ({"pruning": {"rate": 0.5, "method": "best"}}, 400, "pruning.method", "must be"),
+    ({"messages": []}, 400, "messages", "at least 1 item"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "'system'"),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, 400, "messages[0].content[0].type", "text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages[0].content[0].text", "must be set"),
+    ({"mm_processor_kwargs": {"do_resize": True}}, 400, "mm_processor_kwargs.do_resize", "is not a field"),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "field", "why"), REFUSED, ids=lambda value: str(value)[:40])
+def test_a_wrong_field_is_named(http: httpx.Client, change: Any, status: int, field: str, why: str) -> None:
+    answer = http.post("/v1/chat/completions", json=question("Why?") | change)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, field), error
+    assert why in error["message"]
+    assert error["message"].startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("part", "status", "why"),
+    [
+        (video("ftp://host/a.mp4"), 400, "messages[0].content[1].video_url.url must start with https://"),
+        (video("data:video/mp4;base64,é"), 400, "messages[0].content[1].video_url.url is not base64"),
+        (video(data_url("video/mp4", b"no video")), 400, "messages[0].content[1]"),
+        (video("http://127.0.0.1/a.mp4"), 403, "messages[0].content[1].url"),
+        (video(CLIP_URL, mm_processor_kwargs={"fps": 0.0}), 400, "messages[0].content[1].mm_processor_kwargs.fps must"),
+        (image(PICTURE_URL, pruning={"rate": 0.5}), 400, "messages[0].content[1].pruning must not be set"),
+        ({"type": "file", "file": {"file_id": "file-1"}}, 404, "file_id 'file-1' names no file"),
+        ({"type": "file", "file": {}}, 400, "messages[0].content[1].file must have exactly one of"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_media_are_named_before_a_stream_begins(
+    http: httpx.Client, part: dict[str, Any], status: int, why: str, stream: bool
+) -> None:
+    answer = http.post("/v1/chat/completions", json=question("What is", part, stream=stream))
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"].startswith(why)
+
+
+def test_broken_and_large_bodies_and_unknown_paths_have_a_status(http: httpx.Client) -> None:
+    broken = http.post("/v1/chat/completions", content=b'{"messages": [')
+    assert (broken.status_code, broken.json()["error"]["message"][:26]) == (400, "the body is not valid JSON")
+    pieces = (bytes(2**20) for _ in range(200))
+    large = http.post("/v1/chat/completions", content=pieces)
+    assert (large.status_code, large.json()["error"]["code"]) == (413, "TOO_LARGE")
+    assert http.get("/v1/embeddings").status_code == 404
+    assert http.get("/v1/chat/completions").status_code == 405
+
+
+def test_an_uploaded_file_is_asked_about_until_it_is_deleted(http: httpx.Client) -> None:
+    files = {"file": ("clip.mp4", CLIP)}
+    kept = http.post("/v1/files", files=files, data={"purpose": "user_data"}).raise_for_status().json()
+    assert kept["bytes"] == len(CLIP)
+    assert kept["expires_at"] > time.time()
+    assert [each["id"] for each in http.get("/v1/files").json()["data"]] == [kept["id"]]
+    assert http.get(f"/v1/files/{kept['id']}").json() == kept
+    by_id = question({"type": "file", "file": {"file_id": kept["id"]}}, "What?")
+    inline = question(video(CLIP_URL), "What?")
+    first, second = (http.post("/v1/chat/completions", json=body).json() for body in (by_id, inline))
+    assert first["choices"] == second["choices"]
+    stranger = http.get(f"/v1/files/{kept['id']}", headers={"authorization": "Bearer somebody-else-0123456789"})
+    assert stranger.status_code == 404
+    assert http.post("/v1/files", files={"file": ("big.mp4", bytes(2_000_000))}).status_code == 413
+    assert http.delete(f"/v1/files/{kept['id']}").json()["deleted"]
+    assert http.post("/v1/chat/completions", json=by_id).status_code == 404
+    assert http.get("/v1/files").json()["data"] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_cancels_its_question_within_a_second(
+    stack: LocalStack, door: Gateway, stream: bool
+) -> None:
+    port = stack.metrics_ports["generation"]
+    running = partial(lambda: metric_in(exported(port), "framesieve_requests_running", method="Generate"))
+    body = question("Why?", max_tokens=1000, ignore_eos=True, stream=stream)
+    async with httpx.AsyncClient(base_url=door.url, timeout=60) as client:
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await until(lambda: running() == 1)
+        asking.cancel()
+        await asyncio.wait([asking])
+    await until(lambda: running() == 0, within_s=1)
+
+
+def test_metrics_and_health_are_told(door: Gateway, http: httpx.Client) -> None:
+    http.post("/v1/chat/completions", json=question("Why?", n=17))
+    assert http.get("/health").json() == {"status": "serving"}
+    text = http.get("/metrics").text
+    assert metric_in(text, "framesieve_requests_total", method="ChatCompletions", code="INVALID_ARGUMENT") > 0
+    assert metric_in(text, "framesieve_refusals_total", method="ChatCompletions", reason="INVALID_REQUEST") > 0
+    assert metric_in(text, "framesieve_requests_running", method="ChatCompletions") == 0
+    ended = [json.loads(line) for line in door.log.read_text().splitlines() if '"request ended"' in line]
+    assert {"request_id", "code", "seconds", "received_bytes"} <= ended[-1].keys()
+
+
+def test_after_sigterm_a_stream_is_finished_and_new_questions_are_refused(stack: LocalStack, tmp_path: Path) -> None:
+    with gateway(stack.address, tmp_path) as leaving, leaving.http() as client, leaving.http() as other:
+        other.get("/health")  # keeps its connection
+        body = question("Why?", max_tokens=400, ignore_eos=True, stream=True)
+        with client.stream("POST", "/v1/chat/completions", json=body) as streamed:
+            lines = streamed.iter_lines()
+            next(lines)
+            leaving.process.send_signal(signal.SIGTERM)
+            while other.get("/health").status_code == 200:
+                time.sleep(0.01)
+            refused = other.post("/v1/chat/completions", json=question("Why?"))
+            assert (refused.status_code, refused.json()["error"]["stage"]) == (503, "gateway")
+            assert "Retry-After" in refused.headers
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert leaving.process.wait(20) == 0
+
+
+def test_callers_need_a_token_where_one_is_asked_for(stack: LocalStack, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("alice 0123456789abcdef\n")
+    flags = ("--auth-tokens-file", str(tmp_path / "tokens"), "--max-requests-per-client", "1")
+    with gateway(stack.address, tmp_path, *flags) as guarded, guarded.http() as client:
+        assert client.get("/health").status_code == 200
+        refused = client.get("/v1/models")
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+        alice = {"authorization": "Bearer 0123456789abcdef"}
+        assert client.get("/v1/models", headers=alice).status_code == 200
+        body = question("Why?", max_tokens=400, ignore_eos=True, stream=True)
+        with client.stream("POST", "/v1/chat/completions", json=body, headers=alice), guarded.http() as second:
+            busy = second.get("/v1/models", headers=alice)
+            assert (busy.status_code, int(busy.headers["Retry-After"])) == (429, 1)
