@@ -233,7 +233,8 @@ def guarded(behaviour: Behaviour, path: str) -> Behaviour:
     stage = stage_of(service)
 
     async def guarded(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
-        with observed(path, method, dict(context.invocation_metadata() or ())) as outcome:
+        called = {"rpc.system.name": "grpc", "rpc.method": path[1:]}
+        with observed(method, path[1:], called, dict(context.invocation_metadata() or ())) as outcome:
             try:
                 async with aclosing(behaviour(requests, context)) as responses:
                     async for response in responses:

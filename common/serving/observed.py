@@ -15,7 +15,7 @@ from common.contract.errors import FramesieveError, PeerContract
 from common.serving.status import status_message
 from common.telemetry.logs import RequestStats, begin_request_stats
 from common.telemetry.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
-from common.telemetry.tracing import RequestSpan
+from common.telemetry.tracing import Attributes, RequestSpan
 
 MAX_REQUEST_ID_CHARACTERS = 128
 
@@ -44,13 +44,15 @@ class Outcome:
 
 
 @contextmanager
-def observed(path: str, method: str, metadata: Mapping[str, str | bytes]) -> Iterator[Outcome]:
+def observed(
+    method: str, span_name: str, attributes: Attributes, metadata: Mapping[str, str | bytes]
+) -> Iterator[Outcome]:
     """Records the request that runs inside. Its body sets the outcome.
 
-    path: the span's name, /package.Service/Method. method: the label of metrics. metadata: of the call, in lower case.
+    method: the label of metrics. attributes: of the span. metadata: of the call, or headers, in lower case.
     """
     structlog.contextvars.bind_contextvars(request_id=_request_id(metadata), method=method)
-    stats, span = begin_request_stats(), RequestSpan(path, metadata)
+    stats, span = begin_request_stats(), RequestSpan(span_name, attributes, metadata)
     start, outcome = time.perf_counter(), Outcome()
     REQUESTS_RUNNING.labels(method).inc()
     log.debug("request began")

@@ -37,18 +37,13 @@ _TRACER = trace.get_tracer("framesieve")
 class RequestSpan:
     """The span of the request of the running task, and the parent of its stages, from any thread of its context."""
 
-    def __init__(self, path: str, metadata: Mapping[str, str | bytes]) -> None:
-        """path: /package.Service/Method. metadata: of the call."""
+    def __init__(self, name: str, attributes: Attributes, metadata: Mapping[str, str | bytes]) -> None:
+        """metadata: of the call, or the headers of an HTTP request."""
         # One reading of both clocks per request: stages stay inside their request when the wall clock is adjusted.
         self._began_ns, self._began_at_ns = monotonic_ns(), time_ns()
-        method = path.removeprefix("/")
         parent = _W3C.extract({key: value for key, value in metadata.items() if isinstance(value, str)})
         self._span = _TRACER.start_span(
-            method,
-            parent,
-            trace.SpanKind.SERVER,
-            {"rpc.system.name": "grpc", "rpc.method": method},
-            start_time=self._began_at_ns,
+            name, parent, trace.SpanKind.SERVER, attributes, start_time=self._began_at_ns
         )
         self._recording = self._span.is_recording()  # asked once: threads report stages after the request's span ended
         self._context = context.set_value(_REQUEST, self, trace.set_span_in_context(self._span, parent))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 import subprocess
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from typer.testing import CliRunner
@@ -34,6 +36,8 @@ from framesieve.client.encoding import encode
 from framesieve.client.prompt import Video
 from tests.integration.conftest import idle
 from tests.integration.fleet import until
+from tests.integration.gateway import gateway
+from tests.integration.gateway import question as http_question
 
 MAX_REQUESTS = 2
 MAX_BYTES = 2**20
@@ -124,6 +128,19 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 async def alice(guarded: Guarded) -> AsyncIterator[FramesieveClient]:
     async with guarded.client("alice") as connected:
         yield connected
+
+
+def test_the_gateway_serves_tls_and_passes_tokens_on(guarded: Guarded, tmp_path: Path) -> None:
+    ca, cert, key = (str(guarded.secrets / "alice" / f"{name}.pem") for name in ("ca", "cert", "key"))
+    flags = ("--tls-cert", cert, "--tls-key", key, "--upstream-tls-ca", ca)
+    with gateway(guarded.stack.address, tmp_path, *flags, tls=Path(ca)) as door:
+        with httpx.Client(base_url=door.url, verify=ssl.create_default_context(cafile=ca), timeout=60) as client:
+            assert client.get("/health").status_code == 200
+            for token, status in ((guarded.tokens["bob"], 200), (MALLORY, 401)):
+                headers = {"authorization": f"Bearer {token}"}
+                asked = http_question("Why?") | {"max_tokens": 4}
+                assert client.post("/v1/chat/completions", json=asked, headers=headers).status_code == status
+            assert client.post("/v1/chat/completions", json=http_question("Why?")).status_code == 401
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.kind)

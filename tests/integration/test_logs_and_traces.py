@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from common.channels import REQUEST_ID_KEY, open_channel
@@ -19,6 +21,8 @@ from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import media
 from tests.integration.collector import Collector, Span
 from tests.integration.fleet import until
+from tests.integration.gateway import gateway
+from tests.integration.gateway import question as http_question
 from tests.preprocessing.media_server import head, ok, serving
 
 SECRET = "xyzzy"
@@ -120,6 +124,27 @@ async def test_a_question_is_one_line_in_each_log_and_one_trace(
     for span in own:
         assert (span.end_ns - span.start_ns) * 1e-9 == pytest.approx(getattr(timings, f"{span.name}_s"), abs=1e-6)
     assert request.attributes["framesieve.completion_tokens"] == usage.completion_tokens
+
+
+async def test_the_gateway_is_a_span_above_generation(
+    stack: LocalStack, collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    body = http_question("Why?", user="ann")
+    headers = {"x-request-id": "seen-2", "traceparent": f"00-{TRACE}-{CALLER}-01"}
+    with gateway(stack.address, tmp_path) as door:
+        async with httpx.AsyncClient(base_url=door.url, timeout=60) as client:
+            answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+        await until(lambda: {"gateway", "generation"} <= {span.service for span in collector.of_request("seen-2")})
+        (logged,) = [json.loads(line) for line in door.log.read_text().splitlines() if "seen-2" in line]
+    assert answer.headers["x-request-id"] == "seen-2"
+    spans = collector.of_request("seen-2")
+    (above,) = [span for span in spans if span.service == "gateway"]
+    below = next(span for span in spans if span.name.endswith("/Generate"))
+    assert (above.name, above.trace_id, above.parent_id) == ("POST /v1/chat/completions", TRACE, CALLER)
+    assert (below.trace_id, below.parent_id) == (TRACE, above.span_id)
+    assert (logged["user"], logged["code"]) == ("ann", "OK")
 
 
 async def test_cache_hits_leave_out_the_spans_of_the_work_they_save(

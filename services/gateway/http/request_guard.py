@@ -87,12 +87,14 @@ class RequestGuard:
         return self._draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        method = method_of(scope["path"]) if scope["type"] == "http" else None
-        if method is None:
+        start = route_of(scope["path"]) if scope["type"] == "http" else None
+        if start is None:
             await self._app(scope, receive, send)
             return
+        method = METHODS[start]
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        with observed(f"/framesieve.gateway/{method}", method, headers) as outcome:
+        called = {"http.request.method": scope["method"], "http.route": start}
+        with observed(method, f"{scope['method']} {start}", called, headers) as outcome:
             response = _Response(send, method)
             try:
                 await self._answer(scope, receive, response, headers, outcome, method)
@@ -165,9 +167,9 @@ class _Response:
         await self._send(message)
 
 
-def method_of(path: str) -> str | None:
-    """The method of a path; None where it has none."""
-    return next((name for start, name in METHODS.items() if path == start or path.startswith(f"{start}/")), None)
+def route_of(path: str) -> str | None:
+    """The key of METHODS that a path begins with; None where there is none."""
+    return next((start for start in METHODS if path == start or path.startswith(f"{start}/")), None)
 
 
 def _owner(token: str | None) -> str:
