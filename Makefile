@@ -8,7 +8,7 @@ PIP_FLAGS ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gpu bench-media bench-peers fuzz fuzz-rpc soak demo-model demo-eval up down clean
+.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gpu bench-media bench-peers fuzz fuzz-http fuzz-rpc soak demo-model demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,7 @@ test: setup  ## Run the tests (about 6 minutes on two cores)
 test-deep: setup  ## Run the slow variations of tests, both fuzzers and the soak (about 25 minutes)
 	$(PYTEST) -n 2 -m deep
 	$(BIN)/python -m tests.fuzz.rpc
+	$(BIN)/python -m tests.fuzz.http
 	$(BIN)/python -m tests.fuzz.run
 	$(BIN)/python -m tests.soak.run
 
@@ -72,6 +73,9 @@ bench-gpu: setup  ## Measure tower, pruning and engine on a CUDA device against 
 
 bench-media: setup  ## Measure the path from a file to pruned embeddings against other implementations
 	$(BIN)/python -m benchmarks.media
+
+fuzz-http: setup  ## Send two thousand mutated requests to the gateway (about a minute)
+	$(BIN)/python -m tests.fuzz.http
 
 fuzz-rpc: setup  ## Send ten thousand mutated calls and answers to the three services (about 4 minutes)
 	$(BIN)/python -m tests.fuzz.rpc

@@ -10,11 +10,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from services.gateway.chat.endpoint import ChatCompletions
 from services.gateway.files import Files
-from services.gateway.http.errors import NotFound, body_of
 from services.gateway.models import Models
 
 
@@ -34,7 +33,7 @@ def routes(chat: ChatCompletions, models: Models, files: Files, is_well: Callabl
         Route("/health", health),
         Route("/metrics", _metrics),
     ]
-    return Router(found, default=_not_found)
+    return Router(found)
 
 
 def with_cors(app: ASGIApp, origins: str) -> ASGIApp:
@@ -48,8 +47,3 @@ def with_cors(app: ASGIApp, origins: str) -> ASGIApp:
 async def _metrics(request: Request) -> Response:
     encode, kind = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(REGISTRY), headers={"content-type": kind})
-
-
-async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    error = NotFound(f"there is no {scope['method']} {scope['path']}")
-    await JSONResponse(body_of(error), 404)(scope, receive, send)

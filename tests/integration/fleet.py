@@ -174,7 +174,11 @@ class Fleet:
 
 
 def exported(metrics_port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=30) as answer:
+    return exported_at(f"http://127.0.0.1:{metrics_port}/metrics")
+
+
+def exported_at(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as answer:
         text: str = answer.read().decode()
     return text
 

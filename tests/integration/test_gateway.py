@@ -19,6 +19,7 @@ from framesieve import FramesieveClient, Image, Message, Pruning, Text, Video
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.prompt import Options
 from tests import media
+from tests.fuzz.http import fuzz
 from tests.integration.conftest import SERVED_NAME
 from tests.integration.fleet import exported, metric_in, until
 from tests.integration.gateway import Gateway, data_url, gateway, question
@@ -173,6 +174,10 @@ async def test_a_model_is_the_checkpoint_or_an_adapter(stack: LocalStack, http: 
     assert http.get("/v1/models/huge").status_code == 404
 
 
+def user_says(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": parts}]
+
+
 REFUSED = [
     ({"temperature": 101}, 400, "temperature", "must be"),
     ({"temperature": "hot"}, 400, "temperature", "valid number"),
@@ -184,8 +189,18 @@ REFUSED = [
     ({"pruning": {"rate": 0.5, "method": "best"}}, 400, "pruning.method", "must be"),
     ({"messages": []}, 400, "messages", "at least 1 item"),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "'system'"),
-    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, 400, "messages[0].content[0].type", "text"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages[0].content[0].text", "must be set"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        400,
+        "messages[0].content[0].type",
+        "text",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        400,
+        "messages[0].content[0].text",
+        "must be set",
+    ),
     ({"mm_processor_kwargs": {"do_resize": True}}, 400, "mm_processor_kwargs.do_resize", "is not a field"),
 ]
 
@@ -264,6 +279,12 @@ async def test_a_client_that_leaves_cancels_its_question_within_a_second(
         asking.cancel()
         await asyncio.wait([asking])
     await until(lambda: running() == 0, within_s=1)
+
+
+async def test_every_fuzzed_request_has_a_clear_status(door: Gateway) -> None:
+    report = await fuzz(door.url, 0, range(150))
+    assert report.faults == []
+    assert report.ends.total() == 150
 
 
 def test_metrics_and_health_are_told(door: Gateway, http: httpx.Client) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from typer.testing import CliRunner
@@ -133,14 +132,17 @@ async def alice(guarded: Guarded) -> AsyncIterator[FramesieveClient]:
 def test_the_gateway_serves_tls_and_passes_tokens_on(guarded: Guarded, tmp_path: Path) -> None:
     ca, cert, key = (str(guarded.secrets / "alice" / f"{name}.pem") for name in ("ca", "cert", "key"))
     flags = ("--tls-cert", cert, "--tls-key", key, "--upstream-tls-ca", ca)
-    with gateway(guarded.stack.address, tmp_path, *flags, tls=Path(ca)) as door:
-        with httpx.Client(base_url=door.url, verify=ssl.create_default_context(cafile=ca), timeout=60) as client:
-            assert client.get("/health").status_code == 200
-            for token, status in ((guarded.tokens["bob"], 200), (MALLORY, 401)):
-                headers = {"authorization": f"Bearer {token}"}
-                asked = http_question("Why?") | {"max_tokens": 4}
-                assert client.post("/v1/chat/completions", json=asked, headers=headers).status_code == status
-            assert client.post("/v1/chat/completions", json=http_question("Why?")).status_code == 401
+    trusting = ssl.create_default_context(cafile=ca)
+    with (
+        gateway(guarded.stack.address, tmp_path, *flags, tls=Path(ca)) as door,
+        door.http(verify=trusting) as client,
+    ):
+        assert client.get("/health").status_code == 200
+        asked = http_question("Why?", max_tokens=4)
+        for token, status in ((guarded.tokens["bob"], 200), (MALLORY, 401)):
+            headers = {"authorization": f"Bearer {token}"}
+            assert client.post("/v1/chat/completions", json=asked, headers=headers).status_code == status
+        assert client.post("/v1/chat/completions", json=asked).status_code == 401
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.kind)

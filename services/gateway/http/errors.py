@@ -12,6 +12,8 @@ import math
 import re
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from common.contract.errors import (
     DeadlinePassed,
     FramesieveError,
@@ -26,14 +28,6 @@ from framesieve.client.messages import IN_PYTHON
 CLIENT_CLOSED_REQUEST = 499
 """The status of a request whose client left, in logs and metrics only. Source: nginx."""
 
-_STATUSES: tuple[tuple[type[FramesieveError], int, str], ...] = (
-    (InvalidRequest, 400, "invalid_request_error"),
-    (Unauthenticated, 401, "authentication_error"),
-    (MediaForbidden, 403, "permission_error"),
-    (Overloaded, 429, "rate_limit_error"),
-    (Unavailable, 503, "service_unavailable_error"),
-    (DeadlinePassed, 504, "timeout_error"),
-)
 _INTERNAL = (500, "internal_error")
 
 _LARGER_FILES = "larger files as an https URL, or upload them to /v1/files first"
@@ -58,18 +52,33 @@ class NotFound(InvalidRequest):
     reason = "NOT_FOUND"
 
 
+class WrongMethod(InvalidRequest):
+    """A path that exists, with another method."""
+
+    reason = "METHOD_NOT_ALLOWED"
+
+
 class TooLarge(InvalidRequest):
     """A body above its limit."""
 
     reason = "TOO_LARGE"
 
 
+_STATUSES: tuple[tuple[type[FramesieveError], int, str], ...] = (
+    (NotFound, 404, "not_found_error"),
+    (WrongMethod, 405, "invalid_request_error"),
+    (TooLarge, 413, "invalid_request_error"),
+    (InvalidRequest, 400, "invalid_request_error"),
+    (Unauthenticated, 401, "authentication_error"),
+    (MediaForbidden, 403, "permission_error"),
+    (Overloaded, 429, "rate_limit_error"),
+    (Unavailable, 503, "service_unavailable_error"),
+    (DeadlinePassed, 504, "timeout_error"),
+)
+
+
 def status_of(error: FramesieveError) -> int:
     """The HTTP status."""
-    if isinstance(error, NotFound):
-        return 404
-    if isinstance(error, TooLarge):
-        return 413
     return next((status for kind, status, _ in _STATUSES if isinstance(error, kind)), _INTERNAL[0])
 
 
@@ -92,6 +101,13 @@ def headers_of(error: FramesieveError) -> dict[str, str]:
     if isinstance(error, Unavailable):
         return {"Retry-After": "1"}
     return {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
+
+
+def of_router(error: HTTPException, method: str, path: str) -> InvalidRequest:
+    """The error for a path or method that has no endpoint."""
+    if error.status_code == 405:
+        return WrongMethod(f"{path} has no method {method}, only {(error.headers or {}).get('Allow', '')}")
+    return NotFound(f"there is no {method} {path}")
 
 
 def in_our_words(message: str) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import structlog
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,7 +26,7 @@ from common.telemetry.logs import add_request_stats
 from common.telemetry.metrics import MESSAGE_BYTES
 from common.telemetry.tracing import passed_on_trace
 from framesieve.client.client import Metadata
-from services.gateway.http.errors import body_of, headers_of, status_of
+from services.gateway.http.errors import body_of, headers_of, of_router, status_of
 
 METHODS = {"/v1/chat/completions": "ChatCompletions", "/v1/models": "ListModels", "/v1/files": "Files"}
 """The methods in metrics and logs, by the path that they begin with."""
@@ -89,7 +90,7 @@ class RequestGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = route_of(scope["path"]) if scope["type"] == "http" else None
         if start is None:
-            await self._app(scope, receive, send)
+            await self._answer_unseen(scope, receive, send)
             return
         method = METHODS[start]
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -104,10 +105,22 @@ class RequestGuard:
             except ClientLeft:
                 outcome.code = "CANCELLED"
             except Exception as error:
+                if isinstance(error, HTTPException):
+                    error = of_router(error, scope["method"], scope["path"])
                 told = outcome.refuse(error, method)
                 if not response.begun:
                     answer = JSONResponse(body_of(told), status_of(told), headers_of(told))
                     await answer(scope, receive, response)
+
+    async def _answer_unseen(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._app({**scope, "app": self}, receive, send)
+        except HTTPException as error:
+            told = of_router(error, scope["method"], scope["path"])
+            await JSONResponse(body_of(told), status_of(told))(scope, receive, send)
 
     async def _answer(
         self,
@@ -128,6 +141,7 @@ class RequestGuard:
         try:
             with self._quotas.request(client) as charge:
                 metadata = (*passed_on_trace(), *passed_on)
+                scope["app"] = self  # the router raises HTTPException instead of answering in plain text
                 scope[_CALL] = Call(
                     bound_request_id(), method, _owner(token), _counted(charge, method), metadata, outcome
                 )
