@@ -93,19 +93,19 @@ def _bodies() -> list[dict[str, Any]]:
 
 def _change(body: Any, random_: random.Random) -> None:
     """Replaces, deletes or adds one value, anywhere."""
-    holder, key = random_.choice(list(_places(body)))
+    holder, key = random_.choice(list(_places(body)) or [(body, "messages")])
     match random_.randrange(5):
         case 0 if isinstance(holder, dict):
-            del holder[key]
+            holder.pop(key, None)
         case 1 if isinstance(holder, dict):
-            holder[random_.choice(("x", "temperature", "type", "url", "\x00"))] = random_.choice(_VALUES)
+            holder[random_.choice(("x", "temperature", "type", "url", "\x00"))] = copy.deepcopy(random_.choice(_VALUES))
         case 2 if isinstance(holder, list):
             holder.insert(0, copy.deepcopy(holder[key]))
-        case 3 if isinstance(holder[key], str):
+        case 3 if isinstance(holder, dict) and isinstance(holder.get(key), str):
             data = mutate_bytes(holder[key].encode("utf-8", "replace"), random_)
             holder[key] = data.decode("utf-8", "replace")
         case _:
-            holder[key] = random_.choice(_VALUES)
+            holder[key] = copy.deepcopy(random_.choice(_VALUES))
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
