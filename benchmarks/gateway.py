@@ -1,0 +1,221 @@
+"""`make bench-gateway`: what the HTTP gateway costs over gRPC, two hundred streams at once, and its memory.
+
+Both ways ask the same services the same questions in turns, about clips that no cache knows, at rate 0.75.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.engine_models import models
+from benchmarks.media_clips import another_file
+from benchmarks.media_processes import resident_bytes
+from benchmarks.report import Beginning, options, report
+from benchmarks.table import Row, Timings
+from common.process import free_port
+from demo.example import CLIP, QUESTIONS
+from framesieve.cli.launcher import LocalStack, environment
+from framesieve.client.answer import Delta, Finished
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Video
+
+RATE, TOKENS, CLIENTS, EACH, STREAMS = 0.75, 64, 8, 3, 200
+LARGE_BYTES, LARGE_REQUESTS = 5 * 10**6, 1000
+MOST_S, LEAST_RATE = 0.005, 0.95
+QUESTION = QUESTIONS[0].text
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    first_s: float
+    tokens: int
+
+
+def cost(rounds: int) -> list[Row]:
+    """First token and tokens a second, by HTTP against gRPC."""
+    rows = []
+    with models() as found:
+        for model in found:
+            rows += asyncio.run(_cost(model.name, model.folder, rounds))
+    return rows
+
+
+async def _cost(name: str, folder: Path, rounds: int) -> list[Row]:
+    taken = Timings()
+    async with LocalStack(folder) as stack, _ways(stack) as ways:
+        for ask in ways.values():
+            await asyncio.gather(*(ask() for _ in range(CLIENTS)))
+        for _ in range(rounds):
+            for way, ask in ways.items():
+                taken.add(f"first {way}", statistics.median([(await ask()).first_s for _ in range(5)]))
+            for way, ask in ways.items():
+                start = time.perf_counter()
+                asked = await asyncio.gather(*(_one_after_another(ask) for _ in range(CLIENTS)))
+                taken.add(f"rate {way}", sum(map(sum, asked)) / (time.perf_counter() - start))
+    first, theirs = taken.median("first http"), taken.median("first gRPC")
+    return [
+        Row(
+            f"{name}: first token, one client, by HTTP",
+            "gRPC",
+            first,
+            theirs,
+            "s",
+            at_most=1 + MOST_S / theirs,
+            note=f"{(first - theirs) * 1e3:+.1f} ms",
+        ),
+        Row(
+            f"{name}: tokens a second, {CLIENTS} clients, by HTTP",
+            "gRPC",
+            taken.median("rate http"),
+            taken.median("rate gRPC"),
+            "1/s",
+            at_least=LEAST_RATE,
+        ),
+    ]
+
+
+async def _one_after_another(ask: Callable[[], Coroutine[Any, Any, Asked]]) -> list[int]:
+    return [(await ask()).tokens for _ in range(EACH)]
+
+
+def streams(rounds: int) -> list[Row]:
+    """Two hundred streams at once: all are answered in full."""
+    return [asyncio.run(_streams())]
+
+
+async def _streams() -> Row:
+    async with LocalStack(flags={"generation": ["--max-waiting-requests", str(STREAMS)]}) as stack, _ways(stack) as ways:
+        start = time.perf_counter()
+        asked = await asyncio.gather(*(ways["http"]() for _ in range(STREAMS)))
+        seconds = time.perf_counter() - start
+    whole = sum(each.tokens == TOKENS for each in asked)
+    note = f"in {seconds:.1f} s"
+    return Row(f"{STREAMS} streams at once, answered in full", "asked", whole, STREAMS, "", at_least=1, note=note)
+
+
+def memory(rounds: int) -> list[Row]:
+    """Memory of the gateway over a thousand questions with 5 MB of video each."""
+    return [asyncio.run(_memory())]
+
+
+async def _memory() -> Row:
+    async with LocalStack() as stack:
+        with _gateway(stack.address) as (url, process):
+            held = []
+            async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+                for number in range(LARGE_REQUESTS // CLIENTS):
+                    clip = another_file(CLIP.read_bytes())
+                    clip += (LARGE_BYTES - len(clip)).to_bytes(4, "big") + b"free" + bytes(LARGE_BYTES - len(clip) - 8)
+                    body = json.dumps(_body(clip) | {"max_tokens": 4})
+                    answers = await asyncio.gather(
+                        *(client.post("/v1/chat/completions", content=body) for _ in range(CLIENTS))
+                    )
+                    assert all(answer.status_code == 200 for answer in answers), answers[0].text
+                    if number % 5 == 0:
+                        held.append(resident_bytes(process.pid))
+    quarter = len(held) // 4
+    last, second = statistics.median(held[-quarter:]), statistics.median(held[quarter : 2 * quarter])
+    what = f"memory of the gateway, the last quarter of {LARGE_REQUESTS} questions with {LARGE_BYTES // 10**6} MB"
+    return Row(what, "the second quarter", last, second, "bytes", at_most=1.05)
+
+
+@contextmanager
+def _gateway(generation: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "services.gateway", "--generation", generation]
+    command += ["--listen", url.removeprefix("http://"), "--log-level", "warning"]
+    with subprocess.Popen(command, env=environment()) as process:
+        try:
+            while not _answers(url):
+                time.sleep(0.05)
+            yield url, process
+        finally:
+            process.terminate()
+
+
+def _answers(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=1) as answer:
+        return bool(answer.status == 200)
+    return False
+
+
+@asynccontextmanager
+async def _ways(stack: LocalStack) -> AsyncIterator[Mapping[str, Callable[[], Coroutine[Any, Any, Asked]]]]:
+    """Functions that ask one question each, by HTTP and by gRPC, and read the stream of its answer."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    with _gateway(stack.address) as (url, _):
+        async with (
+            FramesieveClient(stack.address) as client,
+            httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http,
+        ):
+
+            async def by_grpc() -> Asked:
+                start, first_s, tokens = time.perf_counter(), 0.0, 0
+                clip = Video(data=another_file(CLIP.read_bytes()))
+                options = {"pruning_rate": RATE, "max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0}
+                async for event in client.stream(clip, QUESTION, **options):  # type: ignore[arg-type]
+                    if isinstance(event, Delta) and not first_s:
+                        first_s = time.perf_counter() - start
+                    elif isinstance(event, Finished):
+                        tokens = event.usage.completion_tokens
+                return Asked(first_s, tokens)
+
+            async def by_http() -> Asked:
+                start, first_s, tokens = time.perf_counter(), 0.0, 0
+                body = _body(another_file(CLIP.read_bytes())) | {"stream": True}
+                body["stream_options"] = {"include_usage": True}
+                async with http.stream("POST", "/v1/chat/completions", content=json.dumps(body)) as answer:
+                    async for line in answer.aiter_lines():
+                        if not line.startswith("data: {"):
+                            continue
+                        chunk = json.loads(line[6:])
+                        if not first_s and chunk["choices"]:
+                            first_s = time.perf_counter() - start
+                        elif chunk.get("usage"):
+                            tokens = chunk["usage"]["completion_tokens"]
+                return Asked(first_s, tokens)
+
+            yield {"gRPC": by_grpc, "http": by_http}
+
+
+def _body(clip: bytes) -> dict[str, Any]:
+    url = "data:video/mp4;base64," + base64.b64encode(clip).decode()
+    content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": QUESTION}]
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "pruning": {"rate": RATE},
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+
+
+MEASUREMENTS: Mapping[str, Callable[[int], list[Row]]] = {"cost": cost, "streams": streams, "memory": memory}
+
+
+def main() -> None:
+    args = options(__doc__, MEASUREMENTS, rounds=7, least_rounds=5).parse_args()
+    beginning = Beginning.of("gateway")
+    rows: list[Row] = []
+    for name in args.only or MEASUREMENTS:
+        print(f"measuring {name}", file=sys.stderr)
+        rows += MEASUREMENTS[name](args.rounds)
+    report(beginning, rows, args.json)
+
+
+if __name__ == "__main__":
+    main()
