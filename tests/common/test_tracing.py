@@ -23,6 +23,8 @@ from services.generation.rpc.timing import Stage, StageClock, record_stages
 from tests.common.guarded_service import METHOD
 
 ROOT = Path(__file__).parents[2]
+NAME = METHOD.removeprefix("/")
+CALLED = {"rpc.system.name": "grpc", "rpc.method": NAME}
 SECRET = "xyzzy"
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -42,7 +44,7 @@ def error_of(ended: ReadableSpan) -> object:
 
 
 async def test_a_request_and_its_stages_carry_times_numbers_and_reasons(spans: InMemorySpanExporter) -> None:
-    request = RequestSpan(METHOD, {})
+    request = RequestSpan(NAME, CALLED, {})
     began_ns = monotonic_ns()
     record("plan", 0, began_ns + 1_000_000, frames=8)
     record("decode", began_ns + 9, began_ns, MediaRejected(SECRET))
@@ -68,9 +70,9 @@ async def test_a_request_and_its_stages_carry_times_numbers_and_reasons(spans: I
 
 
 async def test_a_valid_traceparent_is_continued_and_an_invalid_one_ignored(spans: InMemorySpanExporter) -> None:
-    RequestSpan(METHOD, {"traceparent": f"00-{TRACE}-{CALLER}-01"}).end("OK", None, {})
+    RequestSpan(NAME, CALLED, {"traceparent": f"00-{TRACE}-{CALLER}-01"}).end("OK", None, {})
     ((_, passed_on),) = passed_on_trace()
-    RequestSpan(METHOD, {"traceparent": b"\xff"}).end("OK", None, {})
+    RequestSpan(NAME, CALLED, {"traceparent": b"\xff"}).end("OK", None, {})
     continued, new = spans.get_finished_spans()
     assert continued.parent is not None
     assert (f"{continued.context.trace_id:x}", f"{continued.parent.span_id:x}") == (TRACE.lstrip("0"), CALLER)
@@ -85,7 +87,7 @@ async def test_stages_belong_to_the_request_whose_task_they_run_in(spans: InMemo
             pass
 
     async def run() -> tuple[RequestSpan, Metadata]:
-        request = RequestSpan(METHOD, {})
+        request = RequestSpan(NAME, CALLED, {})
         await asyncio.sleep(0)
         await asyncio.create_task(asyncio.to_thread(work))
         request.end("OK", None, {})
@@ -99,7 +101,7 @@ async def test_stages_belong_to_the_request_whose_task_they_run_in(spans: InMemo
 
 
 async def test_a_stage_that_fails_records_its_reason_and_not_its_text(spans: InMemorySpanExporter) -> None:
-    RequestSpan(METHOD, {})
+    RequestSpan(NAME, CALLED, {})
     for error in (MediaRejected(SECRET), ValueError(SECRET), asyncio.CancelledError()):
         with pytest.raises(type(error)), span("fetch"):
             raise error
@@ -113,7 +115,7 @@ async def test_generation_records_its_stages_and_the_one_that_was_cut_short(monk
         """name, begin, end and error of each stage of a request that began at 0 and ended at 50."""
         stages, ticks = list[tuple[object, ...]](), iter([0, 50])
         monkeypatch.setattr(RequestSpan, "stage", lambda _, *stage: stages.append(stage[:4]))
-        RequestSpan(METHOD, {})
+        RequestSpan(NAME, CALLED, {})
         clock = StageClock(lambda: next(ticks))
         for stage, at_ns in finished:
             clock.finish(stage, at_ns) if stage is not Stage.PREFILL else clock.token(at_ns)
@@ -157,7 +159,7 @@ from common.telemetry.otlp import export_spans
 from common.telemetry.tracing import RequestSpan
 from tests.awake import awake
 close = export_spans("encoder")
-RequestSpan("{METHOD}", {{}}).end("OK", None, {{}})
+RequestSpan("{METHOD}", {{}}, {{}}).end("OK", None, {{}})
 with awake() as passed_s:
     close()
     print("closed in", passed_s(), flush=True)
