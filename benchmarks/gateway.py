@@ -98,7 +98,10 @@ def streams(rounds: int) -> list[Row]:
 
 
 async def _streams() -> Row:
-    async with LocalStack(flags={"generation": ["--max-waiting-requests", str(STREAMS)]}) as stack, _ways(stack) as ways:
+    async with (
+        LocalStack(flags={"generation": ["--max-waiting-requests", str(STREAMS)]}) as stack,
+        _ways(stack) as ways,
+    ):
         start = time.perf_counter()
         asked = await asyncio.gather(*(ways["http"]() for _ in range(STREAMS)))
         seconds = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Prints every setting of the three services.
+"""Prints every setting of the services.
 
 As Markdown: `python -m services.settings > docs/settings.md`. With values, for `framesieve settings`: --json prints one
 object; --generation='{"file": ["--dtype", "bfloat16"], "flag": []}' gives flags of a service by where they come from.
@@ -18,8 +18,16 @@ from pydantic.fields import FieldInfo
 
 from common.contract.errors import StartupError
 from common.process import ExitStatus
-from common.serving.settings import ServiceSettings, UpstreamSettings, flag_of, old_names_of, variable_of
+from common.serving.settings import (
+    CallerSettings,
+    ListenerSettings,
+    ServiceSettings,
+    flag_of,
+    old_names_of,
+    variable_of,
+)
 from services.encoder.settings import EncoderSettings
+from services.gateway.settings import GatewaySettings
 from services.generation.settings import GenerationSettings
 from services.preprocessing.settings import PreprocessingSettings
 
@@ -27,27 +35,31 @@ _ROOT = Path(__file__).parents[1]
 _INTRODUCTION = """# Settings
 
 Every setting of a service is a flag and an environment variable; the flag takes precedence. `framesieve serve` passes
-its environment on to the three services, except FRAMESIEVE_DRAIN_S. This page is the output of
+its environment on to the services, except FRAMESIEVE_DRAIN_S. This page is the output of
 `python -m services.settings`."""
-_SERVICES: Mapping[str, type[ServiceSettings]] = {
+_SERVICES: Mapping[str, type[ListenerSettings]] = {
     "Preprocessing": PreprocessingSettings,
     "Encoder": EncoderSettings,
     "Generation": GenerationSettings,
+    "Gateway": GatewaySettings,
 }
 
 
 def page() -> str:
-    """The settings that all services share, then those that the encoder and generation share, then each service's."""
-    shared, upstream = ServiceSettings.model_fields, UpstreamSettings.model_fields
+    """The settings that all share, those of gRPC services, those of what calls services, then each service's own."""
     # A service defines its address and port anew: its defaults are its own.
     own_defaults = {"listen", "metrics_port"}
+    shown: set[str] = set(own_defaults)
     parts = [_INTRODUCTION]
-    parts += _table("All services", {name: field for name, field in shared.items() if name not in own_defaults})
-    parts += _table("Encoder and generation", {name: upstream[name] for name in upstream if name not in shared})
+    for title, fields in (
+        ("All services and the gateway", ListenerSettings.model_fields),
+        ("All services", ServiceSettings.model_fields),
+        ("Encoder, generation and gateway", CallerSettings.model_fields),
+    ):
+        parts += _table(title, {name: field for name, field in fields.items() if name not in shown})
+        shown |= fields.keys()
     for title, settings in _SERVICES.items():
-        inherited = (
-            shared.keys() | (upstream.keys() if issubclass(settings, UpstreamSettings) else set())
-        ) - own_defaults
+        inherited = {name for base in settings.__mro__[1:] for name in getattr(base, "model_fields", ())} - own_defaults
         own = {name: field for name, field in settings.model_fields.items() if name not in inherited}
         parts += _table(f"{title}: `python -m services.{title.lower()}`", own)
     return "\n".join(parts) + "\n"
@@ -82,7 +94,7 @@ def _default(field: FieldInfo) -> str:
     return f"`{default}`"
 
 
-def values(settings: type[ServiceSettings], flags: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Any]]:
+def values(settings: type[ListenerSettings], flags: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Any]]:
     """Each setting of a service, its value, default, and source: default, environment, or the last one in `flags`.
 
     Raises StartupError for a value that the service would refuse.

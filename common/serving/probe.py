@@ -1,6 +1,7 @@
 """Asks a service for its health: exit status 0 if it is SERVING, else 1. For health checks of containers.
 
     python -m common.serving.probe 127.0.0.1:50053
+    python -m common.serving.probe http 127.0.0.1:8000
 
 It reads the environment of the service. If that sets FRAMESIEVE_TLS_CERT and the address is no unix socket, it connects
 with TLS: FRAMESIEVE_UPSTREAM_TLS_CA must hold the authorities of that certificate, which must name the address, and the
@@ -12,7 +13,10 @@ from __future__ import annotations
 import os
 import ssl
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
 
 import grpc
@@ -52,11 +56,33 @@ def is_serving(address: str, credentials: Credentials, timeout_s: float) -> bool
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def main() -> int:
-    address = sys.argv[1]
+def http_url(address: str, environment: Mapping[str, str]) -> str:
+    """Where a gateway with this environment serves HTTP."""
+    return f"{'https' if environment.get('FRAMESIEVE_TLS_CERT') else 'http'}://{address}"
+
+
+def serves_http(address: str, environment: Mapping[str, str], timeout_s: float) -> bool:
+    """Whether the gateway at the address, with this environment, is healthy. Raises OSError if it does not answer."""
+    url = http_url(address, environment)
+    tls = None
+    if url.startswith("https"):
+        tls = ssl.create_default_context(cafile=environment.get("FRAMESIEVE_UPSTREAM_TLS_CA"))
+        if environment.get("FRAMESIEVE_TLS_KEY"):
+            tls.load_cert_chain(environment["FRAMESIEVE_TLS_CERT"], environment["FRAMESIEVE_TLS_KEY"])
     try:
+        with urllib.request.urlopen(f"{url}/health", timeout=timeout_s, context=tls) as answer:  # noqa: S310
+            return bool(answer.status == HTTPStatus.OK)
+    except urllib.error.HTTPError:
+        return False
+
+
+def main() -> int:
+    *kind, address = sys.argv[1:]
+    try:
+        if kind == ["http"]:
+            return 0 if serves_http(address, os.environ, TIMEOUT_S) else 1
         return 0 if is_serving(address, own_credentials(address, os.environ), TIMEOUT_S) else 1
-    except (StartupError, grpc.RpcError) as error:
+    except (StartupError, grpc.RpcError, OSError) as error:
         print(f"{address} does not answer: {error}", file=sys.stderr)
         return 1
 

@@ -42,9 +42,7 @@ class RequestSpan:
         # One reading of both clocks per request: stages stay inside their request when the wall clock is adjusted.
         self._began_ns, self._began_at_ns = monotonic_ns(), time_ns()
         parent = _W3C.extract({key: value for key, value in metadata.items() if isinstance(value, str)})
-        self._span = _TRACER.start_span(
-            name, parent, trace.SpanKind.SERVER, attributes, start_time=self._began_at_ns
-        )
+        self._span = _TRACER.start_span(name, parent, trace.SpanKind.SERVER, attributes, start_time=self._began_at_ns)
         self._recording = self._span.is_recording()  # asked once: threads report stages after the request's span ended
         self._context = context.set_value(_REQUEST, self, trace.set_span_in_context(self._span, parent))
         context.attach(self._context)

@@ -1,7 +1,8 @@
-"""Runs the three services as child processes: starts, watches and stops them together.
+"""Runs the services as child processes: starts, watches and stops them together.
 
-    preprocessing ◀── encoder ◀── generation          started together; ready when all health checks pass;
-                                                      stopped from right to left, so that running requests complete
+    preprocessing ◀── encoder ◀── generation ◀── gateway     started together; ready when all health checks pass;
+                                                             stopped from right to left, so that running requests
+                                                             complete
 
 Each child has its own session, so a Ctrl-C in the terminal reaches this process alone, which then drains the children
 (`framesieve.cli.signals`). It knows the services by their module names and flags only.
@@ -34,15 +35,18 @@ from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from common.process import ExitStatus, free_port
 from common.security.credentials import Credentials
-from common.serving.probe import is_serving, own_credentials
+from common.serving.probe import http_url, is_serving, own_credentials, serves_http
 
 SERVICES = ("preprocessing", "encoder", "generation")
+GATEWAY = "gateway"
 # Some of the packages that the extra of each service installs.
 PACKAGES = {
     "preprocessing": ("av", "httpx", "jinja2", "tokenizers"),
     "encoder": ("safetensors", "torch", "transformers"),
     "generation": ("safetensors", "tokenizers", "torch", "transformers"),
+    GATEWAY: ("httptools", "sse_starlette", "starlette", "uvicorn"),
 }
+_UPSTREAM = {"preprocessing": (), "encoder": SERVICES[:1], "generation": SERVICES[:2], GATEWAY: SERVICES[2:]}
 READY_TIMEOUT_S = 180.0
 POLL_S = 0.1
 PROBE_S = 1.0
@@ -54,20 +58,23 @@ STDERR = 2
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The address of one service, host:port or unix:/path, and the port of its /metrics (0: none)."""
+    """The address of one service, host:port or unix:/path, and the port of its /metrics (0: none).
+
+    The gateway serves /metrics at its address.
+    """
 
     address: str
     metrics_port: int
 
 
 class LocalStack:
-    """Three services on this machine, as a context manager, async or not.
+    """Services on this machine, as a context manager, async or not.
 
         with LocalStack(model) as stack:
             ... stack.address ...
 
     model: a checkpoint folder or a Hugging Face repository; None: the embedded demo model.
-    services: which services to start; each needs those before it.
+    services: which services to start; each needs those before it. By default not the gateway.
     media_root: the folder that preprocessing may read paths from; None: none.
     endpoints: by service; None: unix sockets in a temporary folder, and free loopback ports for metrics.
     flags: additional command-line flags, by service.
@@ -111,12 +118,18 @@ class LocalStack:
         return self._endpoints["generation"].address
 
     @property
+    def url(self) -> str:
+        """Where the gateway serves HTTP."""
+        return http_url(self._endpoints[GATEWAY].address, os.environ)
+
+    @property
     def addresses(self) -> dict[str, str]:
-        return {name: endpoint.address for name, endpoint in self._endpoints.items()}
+        return {name: self._endpoints[name].address for name in self._services}
 
     @property
     def metrics_ports(self) -> dict[str, int]:
-        return {name: endpoint.metrics_port for name, endpoint in self._endpoints.items()}
+        """Of the services, without the gateway."""
+        return {name: self._endpoints[name].metrics_port for name in self._services if name != GATEWAY}
 
     def log(self, service: str) -> str:
         """The service's output so far; empty with show_logs."""
@@ -145,7 +158,7 @@ class LocalStack:
     def _prepare(self, service: str) -> None:
         """Raises StartupError if the address is taken, which health checks would not notice."""
         address, metrics_port = self._endpoints[service].address, self._endpoints[service].metrics_port
-        flag = "--listen" if service == "generation" else f"--{service}-listen"
+        flag = {"generation": "--listen", GATEWAY: "--http-listen"}.get(service, f"--{service}-listen")
         check_address(flag, address)
         if listens(address):
             raise StartupError(
@@ -160,16 +173,15 @@ class LocalStack:
 
     def _spawn(self, service: str) -> subprocess.Popen[bytes]:
         endpoint = self._endpoints[service]
-        upstream = {"preprocessing": (), "encoder": SERVICES[:1], "generation": SERVICES[:2]}[service]
         command = [
             # -P: do not import a folder named "services" in the current directory.
             *(sys.executable, "-P", "-m", f"services.{service}"),
             *("--listen", endpoint.address),
-            *("--metrics-port", str(endpoint.metrics_port)),
+            *(("--metrics-port", str(endpoint.metrics_port)) if service != GATEWAY else ()),
             *("--drain-s", str(self._drain_s)),
-            *(("--model", str(self._model)) if self._model else ()),
+            *(("--model", str(self._model)) if self._model and service != GATEWAY else ()),
             *(("--media-root", str(self._media_root)) if self._media_root and service == "preprocessing" else ()),
-            *(flag for name in upstream for flag in (f"--{name}", self._endpoints[name].address)),
+            *(flag for name in _UPSTREAM[service] for flag in (f"--{name}", self._endpoints[name].address)),
             *self._flags.get(service, ()),
         ]
         with contextlib.ExitStack() as stack:
@@ -180,7 +192,7 @@ class LocalStack:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=environment() | ({} if service == "preprocessing" else _faster_malloc()),
+                env=environment() | (_faster_malloc() if service in ("encoder", "generation") else {}),
                 start_new_session=True,
             )
 
@@ -201,9 +213,12 @@ class LocalStack:
             time.sleep(POLL_S)
 
     def _is_serving(self, service: str) -> bool:
+        address = self._endpoints[service].address
         try:
-            return is_serving(self._endpoints[service].address, self._credentials[service], PROBE_S)
-        except grpc.RpcError:
+            if service == GATEWAY:
+                return serves_http(address, os.environ, PROBE_S)
+            return is_serving(address, self._credentials[service], PROBE_S)
+        except (grpc.RpcError, OSError):
             return False
 
     # --- watching -----------------------------------------------------------------------------------------------
@@ -251,7 +266,7 @@ class LocalStack:
         return ExitStatus.CUT_OFF if ended <= cut_off else ExitStatus.FAILED
 
     def stop(self) -> None:
-        """Drains and stops generation, then the encoder, then preprocessing; kills a service that exceeds its grace."""
+        """Drains and stops the services, the last first; kills a service that exceeds its grace."""
         try:
             for process in reversed(self.processes.values()):
                 if self._at_once or _has_ended(process):
@@ -351,7 +366,8 @@ def listens(address: str) -> bool:
 
 
 def _own_endpoints(folder: Path) -> dict[str, Endpoint]:
-    return {name: Endpoint(f"unix:{folder}/{name}.sock", free_port()) for name in SERVICES}
+    own = {name: Endpoint(f"unix:{folder}/{name}.sock", free_port()) for name in SERVICES}
+    return {**own, GATEWAY: Endpoint(f"127.0.0.1:{free_port()}", 0)}
 
 
 def environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The command `framesieve serve`, which runs the three services until a signal."""
+"""The command `framesieve serve`, which runs the three services and the gateway until a signal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from common.contract.errors import StartupError
 from common.process import ExitStatus, at_once
-from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
+from framesieve.cli.launcher import GATEWAY, SERVICES, Endpoint, LocalStack
 from framesieve.cli.signals import DrainOnSignals
 from framesieve.cli.stack_flags import service_flags
 from framesieve.cli.terminal import reported_errors, stderr
@@ -59,6 +59,10 @@ def serve(
     encoder_listen: Annotated[
         str, typer.Option(help="Address of the encoder.", rich_help_panel=_ADDRESSES)
     ] = "127.0.0.1:50052",
+    http_listen: Annotated[
+        str,
+        typer.Option(help="Address of the gateway, which speaks HTTP. '': no gateway.", rich_help_panel=_ADDRESSES),
+    ] = "127.0.0.1:8000",
     metrics_port: Annotated[
         int,
         typer.Option(
@@ -69,7 +73,7 @@ def serve(
         ),
     ] = 9101,
 ) -> None:
-    """Run the three services on this machine until Ctrl-C.
+    """Run the three services and their HTTP gateway on this machine until Ctrl-C.
 
     After the first Ctrl-C (or SIGTERM, or a closed terminal), each service finishes its running requests, within 30
     seconds. The second Ctrl-C ends everything at once. Under nohup, closing the terminal has no effect.
@@ -88,9 +92,13 @@ def serve(
     addresses = (preprocessing_listen, encoder_listen, listen)
     ports = (metrics_port, metrics_port + 1, metrics_port + 2) if metrics_port else (0, 0, 0)
     endpoints = dict(zip(SERVICES, map(Endpoint, addresses, ports), strict=True))
+    services = (*SERVICES, GATEWAY) if http_listen else SERVICES
+    endpoints[GATEWAY] = Endpoint(http_listen, 0)
     with reported_errors(cannot_start=ExitStatus.CANNOT_START):
         flags = service_flags(config, context.args)
-    stack = LocalStack(model, media_root=media_root, endpoints=endpoints, flags=flags, show_logs=True)
+    stack = LocalStack(
+        model, services=services, media_root=media_root, endpoints=endpoints, flags=flags, show_logs=True
+    )
     signals = DrainOnSignals(stack)
     with reported_errors(cannot_start=ExitStatus.CANNOT_START):
         try:
@@ -101,8 +109,9 @@ def serve(
             raise typer.Exit(at_once(signals.first)) from None
     with reported_errors():
         try:
+            first = f"{stack.url} (OpenAI's HTTP) and " if http_listen else ""
             stderr.print(
-                f"[bold]framesieve listens at {listen}[/]; Ctrl-C stops it. In another terminal:", soft_wrap=True
+                f"[bold]framesieve listens at {first}{listen}[/]; Ctrl-C stops it. In another terminal:", soft_wrap=True
             )
             server = "" if listen == DEFAULT_ADDRESS else f" --server {listen}"
             stderr.print(f'  framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75{server}', soft_wrap=True)

@@ -11,10 +11,10 @@ from typing import Any
 import typer
 
 from common.process import ExitStatus
-from framesieve.cli.launcher import SERVICES, environment
+from framesieve.cli.launcher import environment
 from framesieve.cli.options import JsonOption, print_json
 from framesieve.cli.serve import ConfigOption
-from framesieve.cli.stack_flags import service_flags
+from framesieve.cli.stack_flags import TABLES, service_flags
 from framesieve.cli.terminal import reported_errors
 from framesieve.cli.variables import source, values
 
@@ -26,7 +26,7 @@ def settings(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print every setting of the three services and every flag of the other commands, with its value.
+    """Print every setting of the services and every flag of the other commands, with its value.
 
     Each line also says where the value comes from (default, environment, file, flag), and the default if it differs.
 
@@ -44,7 +44,7 @@ def settings(
         print_json(found)
         return
     for name, rows in found.items():
-        typer.echo(f"{name}: FRAMESIEVE_{'' if name in SERVICES else name.upper() + '_'}…")
+        typer.echo(f"{name}: FRAMESIEVE_{'' if name in TABLES else name.upper() + '_'}…")
         for row in rows:
             default = "" if row["source"] == "default" else f"   default: {_shown(row['default'])}"
             typer.echo(f"  {row['flag']:28} {_shown(row['value']):28} {row['source']}{default}")
@@ -55,7 +55,7 @@ def _of_services(given: Mapping[str, Mapping[str, list[str]]]) -> Settings:
 
     Another process imports the services, which the client must not.
     """
-    flags = [f"--{service}={json.dumps({each: given[each][service] for each in given})}" for service in SERVICES]
+    flags = [f"--{service}={json.dumps({each: given[each][service] for each in given})}" for service in TABLES]
     command = [sys.executable, "-P", "-m", "services.settings", "--json", *flags]
     ended = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=False)  # noqa: S603  (not a shell)
     if ended.returncode:

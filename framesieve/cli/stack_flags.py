@@ -1,4 +1,4 @@
-"""Flags of the three services for `framesieve serve`, from its own command line and from a TOML file.
+"""Flags of the services for `framesieve serve`, from its own command line and from a TOML file.
 
     --generation-dtype bfloat16          [generation]
                                          dtype = "bfloat16"
@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from common.contract.errors import StartupError
-from framesieve.cli.launcher import SERVICES
+from framesieve.cli.launcher import GATEWAY, SERVICES
 
 # What `serve` itself gives to all services.
 _OWN = {"listen", "metrics_port", "drain_s", "model", "media_root"} | set(SERVICES)
+TABLES = (*SERVICES, GATEWAY)
 
 
 def service_flags(config: Path | None, extra: Sequence[str]) -> dict[str, list[str]]:
@@ -25,12 +26,12 @@ def service_flags(config: Path | None, extra: Sequence[str]) -> dict[str, list[s
 
     Raises StartupError for a file that cannot be used, and for a flag that names no service.
     """
-    found = {service: list(_flags_of(config, service)) if config else [] for service in SERVICES}
+    found = {service: list(_flags_of(config, service)) if config else [] for service in TABLES}
     service = ""
     for argument in extra:
         if argument.startswith("--"):
             service, _, flag = argument.removeprefix("--").partition("-")
-            if service not in SERVICES or not flag:
+            if service not in TABLES or not flag:
                 raise StartupError(
                     f"{argument} is unknown; a flag of a service begins with its name, such as --generation-dtype"
                 )
@@ -69,6 +70,6 @@ def _read(config: Path) -> Mapping[str, Mapping[str, Any]]:
     except ValueError as error:
         raise StartupError(f"--config {config} is not TOML: {error}") from error
     for name, table in tables.items():
-        if name not in SERVICES or not isinstance(table, dict):
-            raise StartupError(f"--config {config}: expected the tables {', '.join(SERVICES)}, got {name!r}")
+        if name not in TABLES or not isinstance(table, dict):
+            raise StartupError(f"--config {config}: expected the tables {', '.join(TABLES)}, got {name!r}")
     return tables
