@@ -34,14 +34,19 @@ def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_B
     media = [item for _, item in named]
     _check("media", len(media), MAX_MEDIA)
     for name, item in named:
-        for field in ("pictures", "timestamps_s", "sizes_bytes"):
-            if (count := len(getattr(item.frames, field))) > MAX_PICTURES:
-                raise InvalidRequest(f"{name}.frames.{field} must be at most {MAX_PICTURES} values, got {count}")
-    if any(size < 0 for item in media for size in (item.data_bytes, *item.frames.sizes_bytes)):
-        raise InvalidRequest("data_bytes and frames.sizes_bytes must be at least 1")
+        _check_pictures(name, item)
+        for field, sizes in (("data_bytes", [item.data_bytes]), ("frames.sizes_bytes", item.frames.sizes_bytes)):
+            if (least := min(sizes, default=0)) < 0:
+                raise InvalidRequest(f"{name}.{field} must be at least 1, got {least}")
     check_inline_bytes(sum(map(_inline_bytes, media)), max_inline_bytes)
     text = sum(len(part.text.encode()) for message in prompt.messages for part in message.parts)
     _check("bytes of text", text, MAX_TEXT_BYTES)
+
+
+def _check_pictures(name: str, media: prompt_pb2.Media) -> None:
+    for field in ("pictures", "timestamps_s", "sizes_bytes"):
+        if (count := len(getattr(media.frames, field))) > MAX_PICTURES:
+            raise InvalidRequest(f"{name}.frames.{field} must be at most {MAX_PICTURES} values, got {count}")
 
 
 def _inline_bytes(media: prompt_pb2.Media) -> int:
@@ -84,6 +89,7 @@ def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[byt
     """
     _check_parts(prompt)
     for name, _, item in named_media(prompt):
+        _check_pictures(name, item)
         if item.WhichOneof("source") == "data_bytes":
             raise InvalidRequest(f"{name}.data_bytes announces a file that would follow: send {name}.data instead")
         if item.frames.sizes_bytes:
