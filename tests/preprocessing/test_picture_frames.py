@@ -109,6 +109,24 @@ def test_without_settings_all_pictures_are_used_at_their_times(family_checkpoint
     assert np.array_equal(pixels_of(planned), pixels_of(exactly))
 
 
+@pytest.mark.parametrize(
+    ("wish", "expected"),
+    [
+        # 6 pictures in 12 s, the last as long as the others on average: at 0, 2, 6 and 8 s (indices 0, 1, 3 and 4).
+        ({"fps": 0.3, "min_frames": 4}, (0, 3, 4, 4)),
+        # Three pictures in 9.8 s: at 0.2 s and 9.8 / 3 s after it.
+        ({"fps": 0.3, "min_frames": 2, "start_s": 0.2, "end_s": 10.0}, (2, 3)),
+    ],
+    ids=str,
+)
+def test_a_rate_chooses_pictures_by_their_times(
+    tiny_checkpoint: Path, wish: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    """The last picture shown at or before each evenly spaced time, as for a file whose rate varies."""
+    planned = plan_pictures(tiny_checkpoint, pictures_of(clip(6)), (0.0, 0.1, 0.2, 0.3, 5.0, 10.0), **wish)
+    assert planned.media[0].places == expected
+
+
 def test_the_model_reads_the_times_of_pictures(checkpoints: Any) -> None:
     """Qwen3-VL's timestamps are the middle of each pair of frames."""
     folder = checkpoints("qwen3_vl")
