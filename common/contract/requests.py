@@ -23,20 +23,40 @@ Requests: TypeAlias = AsyncIterator[PreprocessRequest] | AsyncIterator[EncodeReq
 MAX_PARTS = 2**14
 # A tokenizer needs about a second per MiB.
 MAX_TEXT_BYTES = 4 * 2**20
+# The frames of one video that are pictures.
+MAX_PICTURES = 768
 
 
 def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_BYTES) -> None:
     """Raises InvalidRequest for a prompt with too many parts, media, bytes of inline media or bytes of text."""
     _check_parts(prompt)
-    media = [item for _, _, item in named_media(prompt)]
+    named = [(name, item) for name, _, item in named_media(prompt)]
+    media = [item for _, item in named]
     _check("media", len(media), MAX_MEDIA)
-    if any(item.data_bytes < 0 for item in media):
-        raise InvalidRequest("data_bytes must be at least 1")
-    check_inline_bytes(
-        sum(len(item.data) + item.data_bytes + len(item.embeds.tensor.data) for item in media), max_inline_bytes
-    )
+    for name, item in named:
+        _check_pictures(name, item)
+        for field, sizes in (("data_bytes", [item.data_bytes]), ("frames.sizes_bytes", item.frames.sizes_bytes)):
+            if (least := min(sizes, default=0)) < 0:
+                raise InvalidRequest(f"{name}.{field} must be at least 1, got {least}")
+    check_inline_bytes(sum(map(_inline_bytes, media)), max_inline_bytes)
     text = sum(len(part.text.encode()) for message in prompt.messages for part in message.parts)
     _check("bytes of text", text, MAX_TEXT_BYTES)
+
+
+def _check_pictures(name: str, media: prompt_pb2.Media) -> None:
+    for field in ("pictures", "timestamps_s", "sizes_bytes"):
+        if (count := len(getattr(media.frames, field))) > MAX_PICTURES:
+            raise InvalidRequest(f"{name}.frames.{field} must be at most {MAX_PICTURES} values, got {count}")
+
+
+def _inline_bytes(media: prompt_pb2.Media) -> int:
+    brought = len(media.data) + len(media.embeds.tensor.data) + sum(map(len, media.frames.pictures))
+    return brought + _announced_bytes(media)
+
+
+def _announced_bytes(media: prompt_pb2.Media) -> int:
+    """The size of the file that follows the prompt, or of the pictures, which follow it as one file; 0 for neither."""
+    return media.data_bytes + sum(media.frames.sizes_bytes)
 
 
 def _check_parts(prompt: prompt_pb2.Prompt) -> None:
@@ -63,13 +83,19 @@ def _check(what: str, count: int, limit: int) -> None:
 def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[bytes]]:
     """A copy of the prompt that announces its larger files by their sizes, and these files, in order.
 
-    Raises InvalidRequest for a prompt with too many parts, and for one that announces a file itself: a question brings
-    its files. Reads each file once, since every read of a field of bytes copies them.
+    The pictures of a video are one file. Raises InvalidRequest for a prompt with too many parts, and for one that
+    announces a file itself: a question brings its files.
+    Reads each file once, since every read of a field of bytes copies them.
     """
     _check_parts(prompt)
     for name, _, item in named_media(prompt):
+        _check_pictures(name, item)
         if item.WhichOneof("source") == "data_bytes":
             raise InvalidRequest(f"{name}.data_bytes announces a file that would follow: send {name}.data instead")
+        if item.frames.sizes_bytes:
+            raise InvalidRequest(
+                f"{name}.frames.sizes_bytes announces files that would follow: send {name}.frames.pictures instead"
+            )
     files = []
     without = prompt_pb2.Prompt()
     for message in prompt.messages:
@@ -77,12 +103,19 @@ def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[byt
         for part in message.parts:
             kind = part.WhichOneof("content")
             media = getattr(part, kind) if kind in ("image", "video") else None
-            if media is None or media.WhichOneof("source") != "data" or media.ByteSize() <= PIECE_BYTES:
+            source = None if media is None else media.WhichOneof("source")
+            if media is None or source not in ("data", "frames") or media.ByteSize() <= PIECE_BYTES:
                 copy.parts.add().CopyFrom(part)
                 continue
-            files.append(media.data)
             detached = getattr(copy.parts.add(), kind)
-            detached.data_bytes = len(files[-1])
+            if source == "data":
+                files.append(media.data)
+                detached.data_bytes = len(files[-1])
+            else:
+                pictures = list(media.frames.pictures)
+                files.append(b"".join(pictures))
+                detached.frames.sizes_bytes.extend(map(len, pictures))
+                detached.frames.timestamps_s.extend(media.frames.timestamps_s)
             for field in ("frame_sampling", "pruning"):
                 if media.HasField(field):
                     getattr(detached, field).CopyFrom(getattr(media, field))
@@ -103,11 +136,9 @@ async def received_pieces(requests: Requests, prompt: prompt_pb2.Prompt) -> Asyn
     Raises InvalidRequest for a file of no bytes, and for a request that is not the next piece.
     """
     for name, _, media in named_media(prompt):
-        if media.WhichOneof("source") != "data_bytes":
-            continue
-        if media.data_bytes < 1:
-            raise InvalidRequest(f"{name}.data_bytes must be at least 1, got {media.data_bytes}")
-        left = media.data_bytes
+        left = _announced_bytes(media)
+        if media.WhichOneof("source") == "data_bytes" and left < 1:
+            raise InvalidRequest(f"{name}.data_bytes must be at least 1, got {left}")
         while left:
             request: EncodeRequest | PreprocessRequest | None = await anext(requests, None)
             piece = b"" if request is None else request.file.data

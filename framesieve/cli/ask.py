@@ -25,6 +25,7 @@ from framesieve.cli.options import (
     MaxNewTokensOption,
     MaxPixelsOption,
     MethodOption,
+    NumFramesOption,
     OnServerOption,
     PlaintextTokenOption,
     RateOption,
@@ -69,6 +70,7 @@ def ask(
     method: MethodOption = EVS,
     fps: FpsOption = None,
     max_frames: MaxFramesOption = None,
+    num_frames: NumFramesOption = None,
     max_pixels: MaxPixelsOption = None,
     start_s: StartOption = None,
     end_s: EndOption = None,
@@ -144,7 +146,7 @@ def ask(
         raise typer.BadParameter("--top-logprobs requires --json")
     pruning = pruning_of(pruning_rate, method)
     locations, questions = _media_and_questions(inputs or [], question or [])
-    sampling = {"fps": fps, "max_frames": max_frames, "start_s": start_s, "end_s": end_s}
+    sampling = {"fps": fps, "max_frames": max_frames, "num_frames": num_frames, "start_s": start_s, "end_s": end_s}
     sampling |= {"allow_truncated": allow_truncated}
     parts = [media_part(each, on_server, max_pixels, **sampling) for each in locations]
     history = system_message(system)

@@ -60,6 +60,10 @@ MaxFramesOption = Annotated[
     int | None,
     typer.Option(help="Maximum number of frames to sample. Default: the model's.", rich_help_panel=_MEDIA),
 ]
+NumFramesOption = Annotated[
+    int | None,
+    typer.Option(help="Number of frames to sample, evenly spaced, in place of --fps.", rich_help_panel=_MEDIA),
+]
 MaxPixelsOption = Annotated[
     int | None,
     typer.Option(help="Resize each frame or image to at most this many pixels.", rich_help_panel=_MEDIA),

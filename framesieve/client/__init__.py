@@ -18,7 +18,7 @@ from framesieve.client.answer import (
 )
 from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import Encoded, encode
-from framesieve.client.prompt import Embeds, Image, Message, Text, Video
+from framesieve.client.prompt import Embeds, Frames, Image, Message, Text, Video
 
 __all__ = [
     "Accepted",
@@ -30,6 +30,7 @@ __all__ = [
     "Event",
     "FinishReason",
     "Finished",
+    "Frames",
     "FramesieveClient",
     "FramesieveError",
     "Grid",

@@ -35,7 +35,7 @@ from framesieve.client.answer import (
     Timings,
     Usage,
 )
-from framesieve.client.prompt import Embeds, Image, Message, Options, Part, StrPath, Text, Video
+from framesieve.client.prompt import Embeds, Frames, Image, Message, Options, Part, StrPath, Text, Video
 from framesieve.v1 import generation_pb2, prompt_pb2, tensor_pb2
 
 _ROLES = {
@@ -202,6 +202,8 @@ def _set_part(message: prompt_pb2.Part, part: Part, budget: _InlineBudget) -> No
                 start_s=part.start_s,
                 end_s=part.end_s,
                 allow_truncated=bool(part.allow_truncated),
+                num_frames=part.num_frames,
+                frame_indices=part.frame_indices or (),
             )
             _set_media(message.video, part, sampling, budget)
             if part.pruning is not None:
@@ -215,7 +217,9 @@ def _set_media(
         _set_embeds(message.embeds, part.embeds, budget)
         return
     message.frame_sampling.CopyFrom(sampling)
-    if part.server_path is not None:
+    if isinstance(part, Video) and part.frames is not None:
+        _set_frames(message.frames, part.frames, budget)
+    elif part.server_path is not None:
         message.MergeFrom(_message(prompt_pb2.Media, path=part.server_path))
     elif part.url is not None:
         budget.take_file(len(part.url), f"{type(part).__name__}.url")  # a data: URI may be long
@@ -226,6 +230,13 @@ def _set_media(
         data = part.data or b""
         budget.take_file(len(data), f"{type(part).__name__}.data")
         message.data = data
+
+
+def _set_frames(message: prompt_pb2.PictureFrames, frames: Frames, budget: _InlineBudget) -> None:
+    size_bytes = sum(map(len, frames.pictures))
+    budget.take(size_bytes, "Frames.pictures", "send fewer or smaller pictures, or the video file")
+    message.MergeFrom(_message(prompt_pb2.PictureFrames, timestamps_s=frames.timestamps_s))
+    message.pictures.extend(frames.pictures)
 
 
 def _set_embeds(message: prompt_pb2.MediaEmbeds, embeds: Embeds, budget: _InlineBudget) -> None:

@@ -32,10 +32,13 @@ IMAGE_SUFFIXES = frozenset(
 )
 
 _EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
-_SOURCES = ("path", "data", "server_path", "url", "embeds")
+_SOURCES = ("path", "data", "server_path", "url", "frames", "embeds")
 _URL = re.compile(r"https?://[^/?#]*(?P<path>[^?#]*)|data:(?P<type>[^;,]*)", re.IGNORECASE)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_SAMPLING = ("fps", "min_frames", "max_frames", "max_pixels", "start_s", "end_s", "allow_truncated")
+_SAMPLING = (
+    *("fps", "min_frames", "max_frames", "max_pixels", "start_s", "end_s"),
+    *("allow_truncated", "num_frames", "frame_indices"),
+)
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
 StrPath: TypeAlias = str | os.PathLike[str]
@@ -100,6 +103,20 @@ class Embeds:
 
 
 @dataclass(frozen=True, slots=True)
+class Frames:
+    """The frames of a video as pictures, each with its time: of a camera, of a stream, or chosen by the caller.
+
+        Video(frames=Frames((first_jpeg, second_jpeg), timestamps_s=(12.0, 12.5)))
+
+    pictures: the bytes of picture files (JPEG, PNG, WebP, ...), 1 to 768, all of one size.
+    timestamps_s: when each is shown, in seconds, increasing; the first need not be 0.
+    """
+
+    pictures: tuple[bytes, ...] = field(repr=False)
+    timestamps_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Image:
     """A still image, from exactly one of five sources.
 
@@ -126,11 +143,14 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """A video, from exactly one of five sources, and how its frames are sampled.
+    """A video, from exactly one of six sources, and how its frames are sampled.
 
     path, data, server_path, url, embeds: as for Image.
+    frames: pictures, sent with the request; all of them are used unless sampling is set.
     fps, min_frames, max_frames, max_pixels (per frame): None: the checkpoint's default.
     start_s, end_s: the part to sample, in seconds; None: from the start, to the end.
+    num_frames: exactly so many, evenly spaced; not together with fps, min_frames or max_frames.
+    frame_indices: exactly these frames, counted from 0, increasing; not together with the fields above but max_pixels.
     allow_truncated: take a file that was cut off, even if more than a tenth of its frames is missing.
         None of these is allowed with embeds, which have no frames.
     pruning: overrides the request's pruning for this video.
@@ -151,6 +171,9 @@ class Video:
     end_s: float | None = None
     allow_truncated: bool | None = None
     pruning: Pruning | None = None
+    frames: Frames | None = None
+    num_frames: int | None = None
+    frame_indices: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_source(self)
@@ -285,10 +308,11 @@ def user_turn(media: PartLike | Sequence[PartLike] | None, text: str) -> Message
 
 def _check_source(media: Image | Video) -> None:
     kind = type(media).__name__
-    given = [name for name in _SOURCES if getattr(media, name) is not None]
+    sources = [name for name in _SOURCES if hasattr(media, name)]
+    given = [name for name in sources if getattr(media, name) is not None]
     if len(given) != 1:
         raise InvalidRequest(
-            f"{kind} needs exactly one of path, data, server_path, url and embeds, got {', '.join(given) or 'none'}"
+            f"{kind} needs exactly one of {', '.join(sources[:-1])} and {sources[-1]}, got {', '.join(given) or 'none'}"
         )
     useless = [name for name in _SAMPLING if getattr(media, name, None) is not None]
     if media.embeds is not None and useless:

@@ -25,9 +25,15 @@ from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, ChatTokens, T
 from services.preprocessing.sources.digests import Digests, digests
 from services.preprocessing.sources.source import Source, bytes_source, path_source
 from services.preprocessing.video.packets import PacketIndex, read_packets
-from services.preprocessing.video.pictures import Picture, read_picture
+from services.preprocessing.video.pictures import (
+    Picture,
+    PictureFrames,
+    PictureIndex,
+    read_picture,
+    read_pictures,
+)
 from services.preprocessing.video.resize import shrink_to
-from services.preprocessing.video.sampling import FrameSampling, sample
+from services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
 from services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
 from services.preprocessing.video.timing import TimeBase
 
@@ -52,12 +58,14 @@ class MediaRequest:
 
     location: its bytes, its path below the media root, its embeddings, its URL, the file that follows the prompt, or
         the source of a fetched or received file.
+    frames: of a video whose file is pictures, one after the other.
     """
 
     name: str
     modality: Modality
     location: bytes | str | Embeds | MediaUrl | MediaFile | Source = field(repr=False)
     sampling: FrameSampling
+    frames: PictureFrames | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +119,14 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """Functions that read a video's packets and a picture's header: in this process, or in workers for untrusted files.
+    """Functions that read a video's packets and pictures' headers: in this process, or in workers for untrusted files.
 
     check_cancelled: called between steps of the plan; an exception from it ends the plan.
     """
 
     packets: Callable[[Source], PacketIndex] = read_packets
     picture: Callable[[Source], Picture] = read_picture
+    pictures: Callable[[Source, tuple[int, ...]], PictureIndex] = read_pictures
     check_cancelled: Callable[[], None] = lambda: None
 
 
@@ -162,11 +171,13 @@ class Planner:
             return self._embeds(request.location)
         self._check_max_pixels(request)
         source = self._source(request, files, readers.check_cancelled)
-        make = (
-            partial(self._image, source, readers.picture(source), request)
-            if request.modality is Modality.IMAGE
-            else partial(self._video, source, readers.packets(source), request)
-        )
+        if request.modality is Modality.IMAGE:
+            make = partial(self._image, source, readers.picture(source), request)
+        elif request.frames is not None:
+            source = replace(source, digest=_digest_of_pictures(source.digest, request.frames.ends))
+            make = partial(self._pictures, source, readers.pictures(source, request.frames.ends), request)
+        else:
+            make = partial(self._file, source, readers.packets(source), request.sampling)
         try:
             return make()
         except InvalidRequest as error:  # names a field, or continues the item's name, which only this function knows
@@ -205,13 +216,25 @@ class Planner:
             content=(b"image", source.digest, struct.pack("<2q", height, width)),
         )
 
-    def _video(self, source: Source, index: PacketIndex, request: MediaRequest) -> _Item:
+    def _file(self, source: Source, index: PacketIndex, sampling: FrameSampling) -> _Item:
+        item = self._video(source, index, index.times, sampling)
+        return replace(item, missing_frames=_missing(index, sampling), dropped_frames=index.dropped_frames)
+
+    def _pictures(self, source: Source, index: PictureIndex, request: MediaRequest) -> _Item:
+        assert request.frames is not None
+        sampling = request.sampling
+        if not sampling.chooses_frames:
+            sampling = replace(sampling, frame_indices=tuple(range(len(request.frames.ends))))
+        return self._video(source, index, FrameTimes.of_seconds(request.frames.timestamps_s), sampling)
+
+    def _video(
+        self, source: Source, index: PacketIndex | PictureIndex, times: FrameTimes, sampling: FrameSampling
+    ) -> _Item:
         bounds = self._family.frame_bounds
-        sampled = sample(index.times, bounds, request.sampling, self._family.sample_indices)
-        size = self._family.video_size(index.height_px, index.width_px, sampled.frames, request.sampling)
-        height, width = self._within(size, request.sampling.max_pixels)
+        sampled = sample(times, bounds, sampling, self._family.sample_indices)
+        size = self._family.video_size(index.height_px, index.width_px, sampled.frames, sampling)
+        height, width = self._within(size, sampling.max_pixels)
         frames = len(sampled.places)
-        missing = _missing(index, request.sampling)
         base = TimeBase.of_frames(sampled.seconds_per_grid, sampled.timestamps_s, bounds.temporal_patch)
         places = struct.pack(f"<{frames}q", *sampled.places)
         return _Item(
@@ -222,8 +245,6 @@ class Planner:
             base=base,
             timestamps_s=sampled.timestamps_s,
             content=(b"video", source.digest, struct.pack("<2q", height, width), places, _packed(base)),
-            missing_frames=missing,
-            dropped_frames=index.dropped_frames,
         )
 
     def _check_max_pixels(self, request: MediaRequest) -> None:
@@ -292,6 +313,11 @@ def _missing(index: PacketIndex, sampling: FrameSampling) -> int:
             f"frame_sampling.allow_truncated accepts the other {found}"
         )
     return missing
+
+
+def _digest_of_pictures(digest: bytes, ends: Sequence[int]) -> bytes:
+    """The digest of pictures that follow one another: of all their bytes and of where each ends."""
+    return hashlib.sha256(digest + struct.pack(f"<{len(ends)}q", *ends)).digest()
 
 
 def _packed(base: TimeBase | None) -> bytes:

@@ -109,8 +109,12 @@ async def test_oversized_and_malformed_requests_are_refused_before_a_peer_is_cal
             with pytest.raises(errors.InvalidRequest, match="bytes cannot be parsed as a message"):
                 await answers(channel, service, question, b"\xff")
         if service == "generation":  # a question is one message, so no file can follow it
-            announced = asking(service, prompt_of(Part(image=Media(data_bytes=9))))
-            with pytest.raises(errors.InvalidRequest, match=r"data_bytes announces a file"):
-                await answers(channel, service, announced)
+            frames = Media(frames={"sizes_bytes": [9], "timestamps_s": [0]})
+            for announced, field in (
+                (Part(image=Media(data_bytes=9)), "data_bytes"),
+                (Part(video=frames), "sizes_bytes"),
+            ):
+                with pytest.raises(errors.InvalidRequest, match=rf"{field} announces"):
+                    await answers(channel, service, asking(service, prompt_of(announced)))
         assert peers_asked() == 0
         assert await answers(channel, service, question) >= 1

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from common.contract import errors
-from framesieve import Embeds, Grid, Image, Message, Pruning, Text, Video
+from framesieve import Embeds, Frames, Grid, Image, Message, Pruning, Text, Video
 from framesieve.client.messages import generate_request
 from framesieve.client.prompt import IMAGE_SUFFIXES, Options, user_turn
 from framesieve.v1 import prompt_pb2, tensor_pb2
@@ -90,8 +90,20 @@ def test_sampling_options_and_pruning_of_a_video_are_sent_and_unset_ones_are_not
 
 @pytest.mark.parametrize("sources", [{}, {"data": b"x", "server_path": "a"}, {"url": "http://a/", "path": "a"}])
 def test_media_without_exactly_one_source_are_rejected(sources: dict[str, Any]) -> None:
-    with rejected("exactly one of path, data, server_path, url and embeds"):
+    with rejected("Video needs exactly one of path, data, server_path, url, frames and embeds"):
         Video(**sources)
+    with rejected("Image needs exactly one of path, data, server_path, url and embeds"):
+        Image(**sources)
+
+
+def test_pictures_of_a_video_are_sent_with_their_times_and_choices_of_frames() -> None:
+    frames = Frames(pictures=(b"first", b"second"), timestamps_s=(1.5, 2))
+    video = sent(Video(frames=frames, num_frames=2, frame_indices=(0, 1)))
+    assert list(video.frames.pictures) == [b"first", b"second"]
+    assert list(video.frames.timestamps_s) == [1.5, 2.0]
+    assert (video.frame_sampling.num_frames, list(video.frame_sampling.frame_indices)) == (2, [0, 1])
+    plain = sent(Video(frames=frames)).frame_sampling
+    assert (plain.HasField("num_frames"), list(plain.frame_indices)) == (False, [])
 
 
 # --- options ----------------------------------------------------------------------------------------------------
@@ -139,6 +151,10 @@ def test_an_unknown_option_is_refused_by_name() -> None:
     [
         (Text("What\udcff"), r"Part.text must be text in Unicode, got 'What\udcff'"),
         (Video(data=b"", max_frames=2**33), "FrameSampling.max_frames must be a 32-bit integer, got 8589934592"),
+        (
+            Video(data=b"", frame_indices=(2**31,)),
+            "FrameSampling.frame_indices must be a 32-bit integer, got (2147483648,)",
+        ),
         (Video(server_path="\udcff"), "Media.path must be text in Unicode"),
         (Video(embeds=Embeds(b"", Grid(1, 1, 1), dtype="float32", shape=(2**70, 1))), "Tensor.shape must be a 64-bit"),
     ],

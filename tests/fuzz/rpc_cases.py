@@ -132,11 +132,15 @@ def _prompt(number: int, random_: random.Random) -> prompt_pb2.Prompt:
     prompt = prompt_pb2.Prompt()
     prompt.messages.add(role=prompt_pb2.ROLE_SYSTEM).parts.add(text="Answer.")
     user = prompt.messages.add(role=prompt_pb2.ROLE_USER)
-    for kind in random_.choices(("video", "image", "embeds", "path"), k=random_.randrange(4)):
+    for kind in random_.choices(("video", "image", "embeds", "path", "frames"), k=random_.randrange(4)):
         part = user.parts.add()
         if kind == "image":
             part.image.data = media.picture(56, 56) + struct.pack(">q", number)
             part.image.frame_sampling.max_pixels = 3136
+        elif kind == "frames":
+            pictures = [media.picture(56, 56) + struct.pack(">q", number), media.picture(56, 56)]
+            part.video.frames.CopyFrom(prompt_pb2.PictureFrames(pictures=pictures, timestamps_s=(0.5, 1.0)))
+            part.video.frame_sampling.frame_indices.extend((0, 1))
         elif kind == "embeds":
             part.video.embeds.CopyFrom(_embeds(number))
         else:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 import struct
 from collections import Counter
 from typing import Any
 
+import av
+import PIL.Image
 import pytest
 from typer.testing import CliRunner
 
@@ -15,7 +18,7 @@ from framesieve.__main__ import app
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Answer, FinishReason
 from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Image, Message, Text, Video
+from framesieve.client.prompt import Frames, Image, Message, Text, Video
 from tests import media
 from tests.integration.conftest import idle, metric
 
@@ -90,6 +93,37 @@ async def test_clips_that_travel_in_pieces_are_answered_like_small_ones(client: 
     ]
     assert large_answer.token_ids == small_answer.token_ids
     assert large_answer.logprobs == pytest.approx(small_answer.logprobs, abs=1e-4)
+
+
+async def test_pictures_are_answered_like_the_clip_whose_frames_they_are(
+    stack: LocalStack, client: FramesieveClient
+) -> None:
+    """In one message and, 1.6 MiB large, in pieces between the services. The second question encodes nothing."""
+    options: Any = {"max_new_tokens": 8, "temperature": 0, "logprobs": True, "pruning_rate": 0.5}
+    clip = media.clip(seed=63, width=224, height=224)
+    times_s = tuple(number / 4 for number in range(16))
+    by_clip = await client.ask(Video(data=clip, fps=4), QUESTION, **options)
+    for file_format in ("PNG", "BMP"):
+        pictures = _frames_of(clip, file_format)
+        assert (sum(map(len, pictures)) > 2**20) == (file_format == "BMP")
+        video = Video(frames=Frames(pictures, times_s))
+        by_pictures = await client.ask(video, QUESTION, **options)
+        assert by_pictures.token_ids == by_clip.token_ids
+        assert by_pictures.logprobs == pytest.approx(by_clip.logprobs, abs=1e-4)
+        assert by_pictures.usage.media == by_clip.usage.media
+        before = await work_done(stack)
+        assert (await client.ask(video, QUESTION, **options)).token_ids == by_clip.token_ids
+        assert await work_done(stack) == before
+
+
+def _frames_of(clip: bytes, file_format: str) -> tuple[bytes, ...]:
+    """The frames of a clip as pictures without loss."""
+    files = []
+    with av.open(io.BytesIO(clip)) as container:
+        for frame in container.decode(video=0):
+            files.append(io.BytesIO())
+            PIL.Image.fromarray(frame.to_ndarray(format="rgb24")).save(files[-1], file_format)
+    return tuple(file.getvalue() for file in files)
 
 
 # --- caches -------------------------------------------------------------------------------------------------------

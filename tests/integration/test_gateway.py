@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from framesieve import FramesieveClient, Image, Message, Pruning, Text, Video
+from framesieve import Frames, FramesieveClient, Image, Message, Pruning, Text, Video
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.prompt import Options
 from tests import media
@@ -28,6 +28,7 @@ from tests.preprocessing.media_server import ok, serving
 CLIP, OTHER = media.clip(16, fps=4), media.clip(8, fps=4, seed=1)
 PICTURE = media.picture(60, 90)
 CLIP_URL, OTHER_URL = data_url("video/mp4", CLIP), data_url("video/mp4", OTHER)
+FRAMES = tuple(media.picture(112, 112, seed) for seed in range(4))
 PICTURE_URL = data_url("image/png", PICTURE)
 GREEDY = Options(temperature=0, max_new_tokens=8, logprobs=True)
 
@@ -74,6 +75,29 @@ SAME = {
         [user(Video(data=CLIP), Text("and"), Image(data=PICTURE), Video(data=OTHER), Text("?"))],
     ),
     "frames chosen": ([video(CLIP_URL, **FPS_1), "?"], [user(Video(data=CLIP, fps=1, min_frames=2), Text("?"))]),
+    "a number of frames": (
+        [video(CLIP_URL, mm_processor_kwargs={"num_frames": 6}), "?"],
+        [user(Video(data=CLIP, num_frames=6), Text("?"))],
+    ),
+    "frames by index": (
+        [video(CLIP_URL, media_io_kwargs={"video": {"frames_indices": [0, 5, 6, 15]}}), "?"],
+        [user(Video(data=CLIP, frame_indices=(0, 5, 6, 15)), Text("?"))],
+    ),
+    "pictures as frames, one a second": (
+        [video(data_url("video/jpeg", *FRAMES)), "?"],
+        [user(Video(frames=Frames(FRAMES, (0.0, 1.0, 2.0, 3.0))), Text("?"))],
+    ),
+    "pictures as frames of a video": (
+        [
+            video(
+                data_url("video/jpeg", *FRAMES),
+                media_io_kwargs={"video": {"fps": 8.0, "frames_indices": [0, 4, 6, 8]}},
+                pruning={"rate": 0.5},
+            ),
+            "?",
+        ],
+        [user(Video(frames=Frames(FRAMES, (0.0, 0.5, 0.75, 1.0)), pruning=Pruning(0.5)), Text("?"))],
+    ),
     "an end": (
         [video(CLIP_URL, media_io_kwargs={"video": {"duration": 2.0}}), "?"],
         [user(Video(data=CLIP, end_s=2), Text("?"))],
@@ -222,6 +246,11 @@ def test_a_wrong_field_is_named(http: httpx.Client, change: Any, status: int, fi
         (video(data_url("video/mp4", b"no video")), 400, "messages[0].content[1]"),
         (video("http://127.0.0.1/a.mp4"), 403, "messages[0].content[1].url"),
         (video(CLIP_URL, mm_processor_kwargs={"fps": 0.0}), 400, "messages[0].content[1].mm_processor_kwargs.fps must"),
+        (
+            video(data_url("video/jpeg", *FRAMES), media_io_kwargs={"video": {"frames_indices": [0]}}),
+            400,
+            "messages[0].content[1] holds 4 frames, and frames_indices of media_io_kwargs.video 1",
+        ),
         (image(PICTURE_URL, pruning={"rate": 0.5}), 400, "messages[0].content[1].pruning must not be set"),
         ({"type": "file", "file": {"file_id": "file-1"}}, 404, "file_id 'file-1' names no file"),
         ({"type": "file", "file": {}}, 400, "messages[0].content[1].file must have exactly one of"),

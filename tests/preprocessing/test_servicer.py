@@ -221,7 +221,7 @@ FPS_0 = video(CLIP, frame_sampling={"fps": 0.0})
         ([prompt_of(text(""), text(""))], "no media and only empty text"),
         ([prompt_of(prompt_pb2.Part())], r"prompt.messages\[0\].parts\[0\] must hold text, image or video"),
         ([PreprocessRequest(prompt=WITHOUT_ROLE)], r"messages\[0\].role must be system, user or assistant, got 0"),
-        ([prompt_of(text("x"), video())], r"parts\[1\].video must hold data, data_bytes, url, path or embeds"),
+        ([prompt_of(text("x"), video())], r"parts\[1\].video must hold data, data_bytes, url, path, frames or embeds"),
         (
             [prompt_of(text("x"), image(url="a.org"))],
             r"^prompt.messages\[0\].parts\[1\].image.url must start",
@@ -231,7 +231,16 @@ FPS_0 = video(CLIP, frame_sampling={"fps": 0.0})
         ([prompt_of(*INLINE)], "17825792 bytes of inline media, --max-inline-bytes is 16777216"),
         ([prompt_of(video(data_bytes=2**25))], "33554432 bytes of inline media, --max-inline-bytes is 16777216"),
         ([prompt_of(video(data_bytes=0))], r"parts\[0\].video.data_bytes must be at least 1, got 0"),
-        ([prompt_of(video(data_bytes=-1))], "data_bytes must be at least 1"),
+        ([prompt_of(video(data_bytes=-1))], r"parts\[0\].video.data_bytes must be at least 1, got -1"),
+        ([prompt_of(video(frames={"sizes_bytes": [5, -1]}))], r"video.frames.sizes_bytes must be at least 1, got -1"),
+        (
+            [prompt_of(video(frames={"sizes_bytes": [2**23, 2**24], "timestamps_s": [0, 1]}))],
+            "25165824 bytes of inline media, --max-inline-bytes is 16777216",
+        ),
+        (
+            [prompt_of(video(frames={"pictures": [bytes(2**23), bytes(2**23 + 1)], "timestamps_s": [0, 1]}))],
+            "16777217 bytes of inline media, --max-inline-bytes is 16777216",
+        ),
         (
             [prompt_of(video(data_bytes=9)), *file_pieces(bytes(10), 10)],
             "a file piece of 1 to 9 bytes, got 10",

@@ -18,10 +18,7 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote_to_bytes
 
 from common.contract.errors import InvalidRequest
-from framesieve.client import prompt as _p
-
-Frames = getattr(_p, "Frames", None)
-from framesieve.client.prompt import Image, Message, Part, Text, Video, names_image
+from framesieve.client.prompt import Frames, Image, Message, Part, Text, Video, names_image
 from services.gateway.chat.request import (
     ChatMessage,
     ChatRequest,

@@ -46,7 +46,7 @@ class Qwen3VL(QwenVL):
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         """Evenly spaced indices from the first frame to the last. Their number may be odd."""
         wanted = int(total_frames / float(average_rate) * bounds.fps)
-        frames = min(max(wanted, bounds.min_frames), bounds.max_frames, total_frames)
+        frames = bounds.num_frames or min(max(wanted, bounds.min_frames), bounds.max_frames, total_frames)
         return tuple(np.linspace(0, total_frames - 1, frames).round().astype(int).tolist())
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import accumulate
 from typing import Any
 
 from common.contract.errors import InvalidRequest, MediaRejected
@@ -20,6 +21,7 @@ from services.preprocessing.fetch.urls import decode_data_uri
 from services.preprocessing.planner import Conversation, MediaFile, MediaRequest, MediaUrl
 from services.preprocessing.prompt.embeds import Embeds
 from services.preprocessing.prompt.tokens import Turn
+from services.preprocessing.video.pictures import PictureFrames
 from services.preprocessing.video.sampling import FrameSampling
 from services.preprocessing.video.slices import Slice
 
@@ -34,7 +36,7 @@ _ROLES = {
     prompt_pb2.ROLE_ASSISTANT: "assistant",
 }
 _MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO}
-_TIME_FIELDS = ("fps", "min_frames", "max_frames", "start_s", "end_s", "allow_truncated")
+_TIME_FIELDS = ("fps", "min_frames", "max_frames", "start_s", "end_s", "allow_truncated", "num_frames", "frame_indices")
 
 
 def conversation_of(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_BYTES) -> Conversation:
@@ -96,7 +98,9 @@ def _check_sums(media: Sequence[MediaRequest], max_inline_bytes: int) -> None:
 def _media(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaRequest:
     source = media.WhichOneof("source")
     if source is None:
-        raise InvalidRequest(f"{name} must hold data, data_bytes, url, path or embeds, it holds none")
+        raise InvalidRequest(f"{name} must hold data, data_bytes, url, path, frames or embeds, it holds none")
+    if source == "frames":
+        return _frames(media, modality, name)
     if source != "embeds":
         location = getattr(media, source)
         if source == "url":
@@ -107,6 +111,22 @@ def _media(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaReque
     if media.HasField("frame_sampling"):
         raise InvalidRequest(f"{name}.frame_sampling must not be set with embeds, which have no frames")
     return MediaRequest(name, modality, _embeds(media.embeds, modality, name), FrameSampling())
+
+
+def _frames(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaRequest:
+    """A video whose frames are pictures: their bytes one after the other, or the size of what follows the prompt."""
+    if modality is Modality.IMAGE:
+        raise InvalidRequest(f"{name}.frames is for videos only: send the picture as {name}.data")
+    pictures, sizes = list(media.frames.pictures), list(media.frames.sizes_bytes)
+    if pictures and sizes:
+        raise InvalidRequest(f"{name}.frames must hold pictures or sizes_bytes, it holds both")
+    ends = tuple(accumulate(sizes or map(len, pictures)))
+    try:
+        frames = PictureFrames(ends, tuple(media.frames.timestamps_s))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}.{error}") from error
+    location = MediaFile(ends[-1]) if sizes else b"".join(pictures)
+    return MediaRequest(name, modality, location, _sampling(media.frame_sampling, modality, name), frames)
 
 
 def _location(url: str, name: str) -> MediaUrl | bytes:
@@ -147,6 +167,8 @@ def _embeds(message: prompt_pb2.MediaEmbeds, modality: Modality, name: str) -> E
 
 def _sampling(message: prompt_pb2.FrameSampling, modality: Modality, name: str) -> FrameSampling:
     given = {field.name: value for field, value in message.ListFields()}
+    if message.frame_indices:
+        given["frame_indices"] = tuple(message.frame_indices)
     useless = [field for field in _TIME_FIELDS if field in given]
     if modality is Modality.IMAGE and useless:
         raise InvalidRequest(f"{name}.frame_sampling.{useless[0]} is for videos only, an image has no frames to sample")

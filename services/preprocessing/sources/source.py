@@ -33,16 +33,23 @@ class Source:
     """Opened media: a name for error texts, the sha256 of the bytes, and the descriptor of the file that holds them.
 
     on_close: called instead of closing the descriptor, where there is more to release.
+    begin, end: the bytes of the file that are the media; without an end, up to that of the file.
     """
 
     name: str
     digest: bytes
     descriptor: int
     on_close: Callable[[], None] | None = field(default=None, repr=False)
+    begin: int = 0
+    end: int | None = None
+
+    def part(self, name: str, begin: int, end: int) -> Source:
+        """Some bytes of the file as media of their own, without a digest. Only the whole source is closed."""
+        return Source(name, b"", self.descriptor, begin=begin, end=end)
 
     def open(self) -> BinaryIO:
         """A new reader at the first byte. Readers have their own offsets, so several may read at once."""
-        return io.BufferedReader(_Pread(self.descriptor), _READ_BYTES)
+        return io.BufferedReader(_Pread(self.descriptor, self.begin, self.end), _READ_BYTES)
 
     def close(self) -> None:
         """Closes the descriptor. Readers must be done."""
@@ -53,10 +60,12 @@ class Source:
 
 
 class _Pread(io.RawIOBase):
-    """Reads a shared descriptor at its own offset. Closing it leaves the descriptor open."""
+    """Reads a shared descriptor from `begin` to `end` at its own offset. Closing it leaves the descriptor open."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, begin: int, end: int | None) -> None:
         self._descriptor = descriptor
+        self._begin = begin
+        self._end = end
         self._offset = 0
 
     def readable(self) -> bool:
@@ -66,14 +75,19 @@ class _Pread(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count = os.preadv(self._descriptor, [buffer], self._offset)
+        wanted = buffer if self._end is None else buffer[: max(0, self._size() - self._offset)]
+        count = os.preadv(self._descriptor, [wanted], self._begin + self._offset)
         self._offset += count
         return count
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset}.get(whence)
-        self._offset = offset + (os.fstat(self._descriptor).st_size if start is None else start)
+        self._offset = offset + (self._size() if start is None else start)
         return self._offset
+
+    def _size(self) -> int:
+        end = os.fstat(self._descriptor).st_size if self._end is None else self._end
+        return end - self._begin
 
     def tell(self) -> int:
         return self._offset

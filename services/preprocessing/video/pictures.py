@@ -1,20 +1,25 @@
-"""Still pictures: reads the size from the header, and decodes the pixels.
+"""Still pictures, alone or as the frames of a video: reads the size from the header, and decodes the pixels.
 
 Source: `load_image` and `convert_to_rgb` of transformers: upright by EXIF, transparency on white, RGB.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from PIL import ExifTags, Image
 
-from common.contract.errors import MediaDamaged, MediaRejected
+from common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected
 from services.preprocessing.sources.source import Source
 from services.preprocessing.video.orientation import ON_ITS_SIDE, UPRIGHT, upright
 from services.preprocessing.video.packets import MAX_FRAME_PX, check_frame_size
 from services.preprocessing.video.resize import UInt8Array
+from services.preprocessing.video.sampling import MAX_FRAMES, TICKS_PER_S
+from services.preprocessing.video.timing import MAX_LENGTH_S
 from services.preprocessing.video.unread_formats import HEAD_BYTES, unread_format
 
 # Formats whose readers run no other program and reach no other file.
@@ -30,6 +35,93 @@ class Picture:
     height_px: int
     width_px: int
     orientation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PictureFrames:
+    """The frames of a video that are pictures, all in one file.
+
+    ends: where each picture ends in the file, in bytes. timestamps_s: when each is shown.
+    Raises InvalidRequest for an empty picture, too many, or times that are out of range or not increasing.
+    """
+
+    ends: tuple[int, ...]
+    timestamps_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.ends) <= MAX_FRAMES:
+            raise InvalidRequest(f"frames.pictures must be 1 to {MAX_FRAMES} pictures, got {len(self.ends)}")
+        for number, (begin, end) in enumerate(pairwise((0, *self.ends))):
+            if end <= begin:
+                raise InvalidRequest(f"frames.pictures[{number}] must hold at least 1 byte, got {end - begin}")
+        if len(self.timestamps_s) != len(self.ends):
+            raise InvalidRequest(
+                f"frames.timestamps_s must be as many times as pictures, {len(self.ends)}, got {len(self.timestamps_s)}"
+            )
+        for number, time_s in enumerate(self.timestamps_s):
+            if not (math.isfinite(time_s) and 0 <= time_s <= MAX_LENGTH_S):
+                raise InvalidRequest(f"frames.timestamps_s[{number}] must be from 0 to {MAX_LENGTH_S}, got {time_s}")
+        ticks = [round(time_s * TICKS_PER_S) for time_s in self.timestamps_s]
+        for number, (before, after) in enumerate(pairwise(ticks), 1):
+            if after <= before:
+                raise InvalidRequest(
+                    f"frames.timestamps_s[{number}] must be at least a microsecond after the time before it, "
+                    f"{self.timestamps_s[number - 1]}, got {self.timestamps_s[number]}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class PictureIndex:
+    """What the headers of a video's pictures say: the size of all once upright, and the orientation of each.
+
+    ends: as in PictureFrames.
+    """
+
+    ends: tuple[int, ...]
+    orientations: tuple[int, ...]
+    height_px: int
+    width_px: int
+
+
+def read_pictures(source: Source, ends: Sequence[int], progress: Callable[[], None] = lambda: None) -> PictureIndex:
+    """Sizes and orientations from the headers of pictures that follow one another in a file.
+
+    progress: called for each picture.
+    Raises MediaRejected as `read_picture`, and for a picture of another size than the first.
+    """
+    found: list[Picture] = []
+    for part in _parts(source, ends):
+        found.append(read_picture(part))
+        sizes = [f"{each.width_px}×{each.height_px}" for each in (found[0], found[-1])]
+        if sizes[0] != sizes[1]:
+            raise MediaRejected(
+                f"{part.name} has {sizes[1]} pixels, the first picture has {sizes[0]}; all must have the same size"
+            )
+        progress()
+    orientations = tuple(each.orientation for each in found)
+    return PictureIndex(tuple(ends), orientations, found[0].height_px, found[0].width_px)
+
+
+def decode_pictures(
+    source: Source, index: PictureIndex, places: Sequence[int], progress: Callable[[], None] = lambda: None
+) -> Generator[UInt8Array, None, None]:
+    """Yields the pixels for each of `places`, which must not decrease, as `decode_picture`.
+
+    progress: called for each picture that is decoded.
+    """
+    parts = list(_parts(source, index.ends))
+    last_place, pixels = -1, np.empty((0, 0, 3), np.uint8)
+    for place in places:
+        if place != last_place:
+            picture = Picture(index.height_px, index.width_px, index.orientations[place])
+            last_place, pixels = place, decode_picture(parts[place], picture)
+            progress()
+        yield pixels
+
+
+def _parts(source: Source, ends: Sequence[int]) -> Iterator[Source]:
+    for number, (begin, end) in enumerate(pairwise((0, *ends))):
+        yield source.part(f"{source.name}.frames.pictures[{number}]", begin, end)
 
 
 def read_picture(source: Source) -> Picture:
@@ -70,7 +162,8 @@ def _orientation(image: Image.Image) -> int:
     # Pillow decodes a PNG without EXIF when asked for it, and turns a TIFF upright itself.
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return UPRIGHT
-    return int(image.getexif().get(ExifTags.Base.Orientation, UPRIGHT))
+    orientation = image.getexif().get(ExifTags.Base.Orientation, UPRIGHT)
+    return int(orientation) if orientation in range(UPRIGHT, 9) else UPRIGHT
 
 
 def _on_white(image: Image.Image) -> Image.Image:

@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import bisect
 import math
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TypeAlias
+from itertools import pairwise
+from typing import Self, TypeAlias
 
 from common.contract.errors import InvalidRequest
 
 MAX_FPS = 1000.0
 MAX_FRAMES = 768
+
+# Times that are given in seconds are read to the microsecond.
+TICKS_PER_S = 1_000_000
+_NTSC = Fraction(1000, 1001)
+# What frame_indices, and num_frames, must not be set together with.
+_OTHER_TIMES = ("fps", "min_frames", "max_frames", "start_s", "end_s")
+_OTHER_COUNTS = _OTHER_TIMES[:3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +34,7 @@ class FrameSampling:
     fps: frames a second. min_frames, max_frames: bounds on their number. max_pixels: of one frame after resizing.
     start_s, end_s: seconds from the video's start.
     allow_truncated: take a video of which more than a tenth of the frames is missing.
+    num_frames: exactly so many, evenly spaced. frame_indices: exactly these; empty selects the default.
     Raises InvalidRequest for a value outside its range.
     """
 
@@ -35,11 +45,22 @@ class FrameSampling:
     start_s: float | None = None
     end_s: float | None = None
     allow_truncated: bool = False
+    num_frames: int | None = None
+    frame_indices: tuple[int, ...] = ()
+
+    @property
+    def chooses_frames(self) -> bool:
+        """Whether any setting says which frames are used."""
+        return bool(self.frame_indices) or any(
+            getattr(self, name) is not None for name in (*_OTHER_TIMES, "num_frames")
+        )
 
     def __post_init__(self) -> None:
+        self._check_exact()
         if self.fps is not None and not 0 < self.fps <= MAX_FPS:
             raise InvalidRequest(f"frame_sampling.fps must be above 0 and at most {MAX_FPS:g}, got {self.fps}")
-        for name, value in (("min_frames", self.min_frames), ("max_frames", self.max_frames)):
+        for name in ("min_frames", "max_frames", "num_frames"):
+            value = getattr(self, name)
             if value is not None and not 1 <= value <= MAX_FRAMES:
                 raise InvalidRequest(f"frame_sampling.{name} must be between 1 and {MAX_FRAMES}, got {value}")
         if self.min_frames is not None and self.max_frames is not None and self.max_frames < self.min_frames:
@@ -54,21 +75,44 @@ class FrameSampling:
                 f"frame_sampling.end_s must be above frame_sampling.start_s {self.start_s or 0:g}, got {self.end_s:g}"
             )
 
+    def _check_exact(self) -> None:
+        exact = (("num_frames", _OTHER_COUNTS), ("frame_indices", (*_OTHER_TIMES, "num_frames")))
+        for name, others in exact:
+            together = [other for other in others if getattr(self, other) is not None]
+            if getattr(self, name) and together:
+                raise InvalidRequest(f"frame_sampling.{name} must not be set together with {together[0]}")
+        indices = self.frame_indices
+        if len(indices) > MAX_FRAMES:
+            raise InvalidRequest(
+                f"frame_sampling.frame_indices must be at most {MAX_FRAMES} indices, got {len(indices)}"
+            )
+        if indices and indices[0] < 0:
+            raise InvalidRequest(f"frame_sampling.frame_indices must be at least 0, got {indices[0]}")
+        for before, after in pairwise(indices):
+            if after <= before:
+                raise InvalidRequest(
+                    f"frame_sampling.frame_indices must be strictly increasing, got {after} after {before}"
+                )
+
 
 @dataclass(frozen=True, slots=True)
 class FrameBounds:
-    """How densely a video is sampled: the checkpoint's defaults, or these merged with a request's settings."""
+    """How densely a video is sampled: the checkpoint's defaults, or these merged with a request's settings.
+
+    num_frames: the number of frames that a request asks for; the other bounds then have no effect.
+    """
 
     fps: float
     min_frames: int
     max_frames: int
     temporal_patch: int
+    num_frames: int | None = None
 
     def merged(self, wish: FrameSampling) -> FrameBounds:
         """The bounds overridden by `wish`. A default bound that conflicts with a requested one is adjusted to it."""
         low = wish.min_frames or min(self.min_frames, wish.max_frames or MAX_FRAMES)
         high = wish.max_frames or max(self.max_frames, low)
-        return FrameBounds(wish.fps or self.fps, low, high, self.temporal_patch)
+        return FrameBounds(wish.fps or self.fps, low, high, self.temporal_patch, wish.num_frames)
 
 
 # (frames, their average rate, bounds) -> indices below `frames`, not decreasing, at least one.
@@ -87,7 +131,7 @@ class FrameRate:
 class FrameTimes:
     """Presentation times of the frames of a video, or of a cut of one.
 
-    ticks: increasing, at least one, in units of time_base seconds, relative to the video's first frame.
+    ticks: increasing, at least one, in units of time_base seconds; of a file, relative to the video's first frame.
     tail_ticks: duration of the last frame.
     rates: frames a second as the container declares them, most trusted first.
     """
@@ -96,6 +140,26 @@ class FrameTimes:
     tail_ticks: int
     time_base: Fraction
     rates: tuple[Fraction, ...]
+
+    @classmethod
+    def of_seconds(cls, times_s: Sequence[float]) -> Self:
+        """Times of single pictures, at least a microsecond apart, in milliseconds if all are whole ones.
+
+        The last lasts as long as the others on average, and a single one a second. If all are evenly spaced to within a
+        tick, that is the rate, as if a container had declared it.
+        """
+        ticks, per_s = [round(time_s * TICKS_PER_S) for time_s in times_s], TICKS_PER_S
+        if all(tick % 1000 == 0 for tick in ticks):
+            ticks, per_s = [tick // 1000 for tick in ticks], per_s // 1000
+        if len(ticks) == 1:
+            return cls(ticks, per_s, Fraction(1, per_s), (Fraction(1),))
+        step = Fraction(ticks[-1] - ticks[0], len(ticks) - 1)
+        times = cls(array("q", ticks), max(1, round(step)), Fraction(1, per_s), ())
+        step_s = (step / per_s).limit_denominator(1000)
+        declared = [1 / step_s] if step_s else []
+        declared.append(round(per_s / step / _NTSC) * _NTSC)
+        rates = tuple(rate for rate in declared if rate > 0 and times._keeps_to(rate))
+        return replace(times, rates=rates)
 
     @property
     def length_s(self) -> Fraction:
@@ -144,7 +208,13 @@ class FrameTimes:
 
     def timestamp_s(self, place: int, rate: FrameRate) -> float:
         """When a frame of the whole video is shown: place / rate at a constant rate, as in transformers."""
-        return place / float(rate.per_s) if rate.constant else float(self.ticks[place] * self.time_base)
+        if rate.constant:
+            return float(self.ticks[0] * self.time_base) + place / float(rate.per_s)
+        return float(self.ticks[place] * self.time_base)
+
+    def between_s(self, first: int, last: int, rate: FrameRate) -> Fraction:
+        """From one frame of the whole video to another."""
+        return (last - first) / rate.per_s if rate.constant else (self.ticks[last] - self.ticks[first]) * self.time_base
 
     def _keeps_to(self, per_s: Fraction) -> bool:
         interval = 1 / (per_s * self.time_base)
@@ -168,21 +238,49 @@ class Sampled:
 
 
 def sample(times: FrameTimes, bounds: FrameBounds, wish: FrameSampling, pick: PickIndices) -> Sampled:
-    """Selects frames of the part of a video that `wish` names. Raises InvalidRequest if that part has no frames."""
+    """Selects frames of the part of a video that `wish` names.
+
+    Raises InvalidRequest if that part has no frames, or less than `wish` asks for.
+    """
+    if wish.frame_indices:
+        return _exactly(times, wish.frame_indices, bounds.temporal_patch)
     part = times.cut(wish.start_s, wish.end_s)
     whole = times.rate()
     rate = whole if whole.constant else part.rate()
     total = len(part.ticks)
     bounds = bounds.merged(wish)
+    if bounds.num_frames is not None and bounds.num_frames > total:
+        raise InvalidRequest(
+            f"frame_sampling.num_frames must be at most {total}, the frames to choose from, got {bounds.num_frames}"
+        )
     within = part.at(pick(total, rate.per_s, bounds), rate)
     first = bisect.bisect_left(times.ticks, part.ticks[0])
     places = [first + place for place in within]
-    places += places[-1:] * (-len(places) % bounds.temporal_patch)
+    return _padded(times, whole, places, bounds.temporal_patch, total / (len(within) * rate.per_s))
+
+
+def _exactly(times: FrameTimes, indices: Sequence[int], temporal_patch: int) -> Sampled:
+    """The frames at `indices`. The step between slices is that of the frames on average."""
+    total, rate = len(times.ticks), times.rate()
+    if indices[-1] >= total:
+        raise InvalidRequest(
+            f"frame_sampling.frame_indices must be below {total}, the number of frames, got {indices[-1]}"
+        )
+    steps = len(indices) - 1
+    step_s = times.between_s(indices[0], indices[-1], rate) / steps if steps else 1 / rate.per_s
+    return _padded(times, rate, indices, temporal_patch, step_s)
+
+
+def _padded(
+    times: FrameTimes, rate: FrameRate, places: Sequence[int], temporal_patch: int, seconds_per_frame: Fraction
+) -> Sampled:
+    """The frames at `places`, the last repeated to a whole temporal patch."""
+    padded = (*places, *[places[-1]] * (-len(places) % temporal_patch))
     return Sampled(
-        places=tuple(places),
-        frames=len(within),
-        timestamps_s=tuple(times.timestamp_s(place, whole) for place in places),
-        seconds_per_grid=bounds.temporal_patch * total / (len(within) * rate.per_s),
+        places=padded,
+        frames=len(places),
+        timestamps_s=tuple(times.timestamp_s(place, rate) for place in padded),
+        seconds_per_grid=temporal_patch * seconds_per_frame,
     )
 
 

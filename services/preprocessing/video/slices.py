@@ -16,7 +16,7 @@ import numpy as np
 from services.preprocessing.sources.source import Source
 from services.preprocessing.video.decode import DecodedFrame, decode_frames
 from services.preprocessing.video.packets import PacketIndex
-from services.preprocessing.video.pictures import Picture, decode_picture
+from services.preprocessing.video.pictures import Picture, PictureIndex, decode_picture, decode_pictures
 from services.preprocessing.video.resize import UInt8Array, resize_into
 
 _NS = 1e-9
@@ -62,20 +62,30 @@ class PlannedPicture:
 
 @dataclass(frozen=True, slots=True)
 class PlannedVideo:
-    """A video, the places of its selected frames, which are sent in slices of `slice_frames`, and their sent size."""
+    """A video, the places of its selected frames, which are sent in slices of `slice_frames`, and their sent size.
+
+    index: where the frames are in its file, which may be one of pictures.
+    """
 
     source: Source
-    index: PacketIndex
+    index: PacketIndex | PictureIndex
     places: tuple[int, ...]
     slice_frames: int
     height_px: int
     width_px: int
 
     def slices(self, progress: Callable[[], None] = lambda: None) -> Generator[Slice, None, None]:
-        """Yields slices in order. progress and exceptions: as in `decode_frames`."""
-        with closing(decode_frames(self.source, self.index, self.places, progress)) as frames:
+        """Yields slices in order. progress and exceptions: as in `decode_frames` and `decode_pictures`."""
+        with closing(self._frames(progress)) as frames:
             for first in range(0, len(self.places), self.slice_frames):
                 yield self._slice(first, frames)
+
+    def _frames(self, progress: Callable[[], None]) -> Generator[DecodedFrame, None, None]:
+        if isinstance(self.index, PacketIndex):
+            yield from decode_frames(self.source, self.index, self.places, progress)
+        else:
+            for pixels in decode_pictures(self.source, self.index, self.places, progress):
+                yield DecodedFrame(pixels, repaired=False)
 
     def _slice(self, first: int, frames: Iterator[DecodedFrame]) -> Slice:
         pixels = np.empty((self.slice_frames, self.height_px, self.width_px, 3), np.uint8)

@@ -20,9 +20,9 @@ from services.preprocessing.sources.source import Source
 from services.preprocessing.video.completeness import MAX_MISSING
 from services.preprocessing.video.epochs import MAX_EPOCHS, Epoch
 from services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, MAX_PTS, PacketIndex
-from services.preprocessing.video.pictures import Picture
+from services.preprocessing.video.pictures import Picture, PictureIndex
 from services.preprocessing.video.resize import UInt8Array
-from services.preprocessing.video.sampling import FrameTimes
+from services.preprocessing.video.sampling import MAX_FRAMES, FrameTimes
 from services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo, Slice
 from services.preprocessing.video.timing import MAX_LENGTH_S
 from services.preprocessing.workers.protocol import Facts
@@ -108,6 +108,24 @@ class IndexPicture:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexPictures:
+    """Reads the headers of pictures that are the frames of a video. ends: where each ends in the source."""
+
+    source: Source
+    ends: tuple[int, ...]
+    pieces: int = 1
+    piece_bytes: int = 0
+    frames: int = 0
+    gives_way: bool = False
+
+    def order(self, done: int) -> Order:
+        return Order("index_pictures", numbers=np.array(self.ends, np.int64))
+
+    def piece(self, number: int, facts: Facts, data: UInt8Array) -> PictureIndex:
+        return picture_index_of(facts, self.ends)
+
+
+@dataclass(frozen=True, slots=True)
 class VideoSlices:
     """Decodes and resizes the selected frames of a video, one temporal slice a piece.
 
@@ -162,7 +180,11 @@ class VideoSlices:
         intact = (number for number in range(known, following) if not self._repaired[number - known])
         begin = max(intact, default=known)
         places = np.array(video.places[begin * video.slice_frames : self.end * video.slice_frames], np.int64)
-        facts, numbers = index_facts(video.index)
+        if isinstance(video.index, PacketIndex):
+            name, (facts, numbers) = "video_slices", index_facts(video.index)
+        else:
+            name, facts = "picture_frames", picture_index_facts(video.index)
+            numbers = np.array(video.index.ends, np.int64)
         sent = {
             "places": places.size,
             "whole": len(video.places),
@@ -172,7 +194,7 @@ class VideoSlices:
             "sent_height_px": video.height_px,
             "sent_width_px": video.width_px,
         }
-        return Order("video_slices", facts | sent, np.concatenate([places, numbers]))
+        return Order(name, facts | sent, np.concatenate([places, numbers]))
 
     def piece(self, number: int, facts: Facts, data: UInt8Array) -> Slice:
         video = self.video
@@ -272,6 +294,23 @@ def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
         dropped_frames=facts.integer("dropped_frames", 0, MAX_PACKETS),
         epochs=_epochs(facts),
     )
+
+
+def picture_index_facts(index: PictureIndex) -> dict[str, Any]:
+    """An index of pictures as fields, without the ends of the pictures."""
+    return {
+        "height_px": index.height_px,
+        "width_px": index.width_px,
+        "orientations": list(index.orientations),
+    }
+
+
+def picture_index_of(facts: Facts, ends: tuple[int, ...]) -> PictureIndex:
+    """The inverse of `picture_index_facts`. Raises PeerContract for an index that `read_pictures` cannot have made."""
+    orientations = facts.integers("orientations", MAX_FRAMES, 1, 8)
+    if len(orientations) != len(ends):
+        raise PeerContract("a worker's index has another number of pictures than the request")
+    return PictureIndex(ends, orientations, *_frame_size(facts))
 
 
 def _epochs(facts: Facts) -> tuple[Epoch, ...]:

@@ -13,14 +13,14 @@ from common.contract.errors import Unavailable
 from services.preprocessing.sources.last_used import LastUsed
 from services.preprocessing.sources.source import Source
 from services.preprocessing.video.packets import PacketIndex
-from services.preprocessing.video.pictures import Picture
+from services.preprocessing.video.pictures import Picture, PictureIndex
 from services.preprocessing.workers.job_queue import JobQueue
-from services.preprocessing.workers.jobs import IndexPicture, IndexVideo, Job
+from services.preprocessing.workers.jobs import IndexPicture, IndexPictures, IndexVideo, Job
 
-T = TypeVar("T", PacketIndex, Picture)
+T = TypeVar("T", PacketIndex, Picture, PictureIndex)
 
 # By the kind of the job and the digest of the media.
-Indexes: TypeAlias = LastUsed[tuple[str, bytes], PacketIndex | Picture]
+Indexes: TypeAlias = LastUsed[tuple[str, bytes], PacketIndex | Picture | PictureIndex]
 _MAX_INDEX_BYTES = 2**26
 
 
@@ -29,10 +29,12 @@ def indexes(on_get: Callable[[bool], None] = lambda _: None) -> Indexes:
     return LastUsed(_MAX_INDEX_BYTES, _size_of, on_get)
 
 
-def _size_of(index: PacketIndex | Picture) -> int:
+def _size_of(index: PacketIndex | Picture | PictureIndex) -> int:
     """Bytes of memory, roughly."""
     if isinstance(index, Picture):
         return 256
+    if isinstance(index, PictureIndex):
+        return 512 + 64 * len(index.ends)
     numbers = len(index.keyframes) + sum(len(each) for each in (index.times.ticks, index.pts or ()))
     return 1024 + 8 * numbers + 128 * len(index.epochs)
 
@@ -58,6 +60,10 @@ class MediaReader:
     def picture(self, source: Source) -> Picture:
         """As `read_picture`. Raises Unavailable once the request is cancelled."""
         return self._read(IndexPicture(source))
+
+    def pictures(self, source: Source, ends: tuple[int, ...]) -> PictureIndex:
+        """As `read_pictures`; the source's digest must depend on `ends`. Raises Unavailable once cancelled."""
+        return self._read(IndexPictures(source, ends))
 
     def check_cancelled(self) -> None:
         """Raises Unavailable once the request is cancelled."""

@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from common.contract.errors import MediaDamaged
 from services.preprocessing.video.decode import MAX_REPAIRED_SHARE
 from services.preprocessing.video.packets import PacketIndex
+from services.preprocessing.video.pictures import PictureIndex
 from services.preprocessing.video.slices import PlannedVideo, Slice
 from services.preprocessing.workers.job_queue import JobQueue
 from services.preprocessing.workers.jobs import Job, VideoSlices
@@ -69,7 +70,12 @@ def _segments(job: VideoSlices, workers: int) -> list[VideoSlices]:
     """The job in at most `workers` parts of about the same length."""
     video, index = job.video, job.video.index
     frames = video.places[-1] - video.places[0] + 1
-    if workers < 2 or index.pts is None or frames * index.height_px * index.width_px < _LEAST_PX:
+    if (
+        workers < 2
+        or isinstance(index, PictureIndex)
+        or index.pts is None
+        or frames * index.height_px * index.width_px < _LEAST_PX
+    ):
         return [job]
     slices = job.end
     possible = [number for number in range(1, slices) if _begins_anew(index, video, number)]

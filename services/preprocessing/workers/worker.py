@@ -27,10 +27,10 @@ from common.process import give_back_freed_memory
 from services.preprocessing.sources.sealed_memory import sealed
 from services.preprocessing.sources.source import Source, check_file_size
 from services.preprocessing.video.decode import RemainingPlaces
-from services.preprocessing.video.packets import read_packets
-from services.preprocessing.video.pictures import Picture, read_picture
+from services.preprocessing.video.packets import PacketIndex, read_packets
+from services.preprocessing.video.pictures import Picture, PictureIndex, read_picture, read_pictures
 from services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
-from services.preprocessing.workers.jobs import index_facts, index_of
+from services.preprocessing.workers.jobs import index_facts, index_of, picture_index_facts, picture_index_of
 from services.preprocessing.workers.limits import Limits, confine
 from services.preprocessing.workers.protocol import (
     MAX_TEXT_CHARACTERS,
@@ -82,17 +82,31 @@ def index_video(task: Task) -> Generator[Piece, None, None]:
 
 def index_picture(task: Task) -> Generator[Piece, None, None]:
     found = read_picture(task.source)
-    orientation = found.orientation if 1 <= found.orientation <= 8 else 1
-    yield Piece({"height_px": found.height_px, "width_px": found.width_px, "orientation": orientation})
+    yield Piece({"height_px": found.height_px, "width_px": found.width_px, "orientation": found.orientation})
+
+
+def index_pictures(task: Task) -> Generator[Piece, None, None]:
+    yield Piece(picture_index_facts(read_pictures(task.source, task.numbers.tolist(), task.progress)))
 
 
 def video_slices(task: Task) -> Generator[Piece, None, None]:
+    return _slices(task, lambda numbers: index_of(task.facts, numbers))
+
+
+def picture_frames(task: Task) -> Generator[Piece, None, None]:
+    return _slices(task, lambda numbers: picture_index_of(task.facts, tuple(numbers.tolist())))
+
+
+def _slices(
+    task: Task, index: Callable[[NDArray[np.int64]], PacketIndex | PictureIndex]
+) -> Generator[Piece, None, None]:
+    """The slices of a video. index: makes its index from the numbers behind the places."""
     places = task.facts.integer("places", 0, task.numbers.size)
     whole = task.facts.integer("whole", places, 2**31)
     repaired = task.facts.integer("repaired", 0, whole)
     video = PlannedVideo(
         source=task.source,
-        index=index_of(task.facts, task.numbers[places:]),
+        index=index(task.numbers[places:]),
         places=RemainingPlaces.of(task.numbers[:places].tolist(), whole, repaired),
         slice_frames=task.facts.integer("slice_frames", 1, _MAX_SIDE_PX),
         height_px=task.facts.integer("sent_height_px", 1, _MAX_SIDE_PX),
@@ -118,7 +132,9 @@ def picture_slices(task: Task) -> Generator[Piece, None, None]:
 JOBS: JobTable = {
     "index_video": index_video,
     "index_picture": index_picture,
+    "index_pictures": index_pictures,
     "video_slices": video_slices,
+    "picture_frames": picture_frames,
     "picture_slices": picture_slices,
 }
 
