@@ -8,7 +8,7 @@ PIP_FLAGS ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gpu bench-media bench-peers fuzz fuzz-http fuzz-rpc soak demo-model demo-eval up down clean
+.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gateway bench-gpu bench-media bench-peers fuzz fuzz-http fuzz-rpc soak demo-model demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ bench-engine: setup  ## Measure the engine against transformers' generate, with 
 
 bench-peers: setup  ## Measure against vLLM, in an environment of its own, and transformers' generate (about an hour)
 	$(BIN)/python -m benchmarks.peers
+
+bench-gateway: setup  ## Measure what the HTTP gateway costs over gRPC, many streams at once, and its memory
+	$(BIN)/python -m benchmarks.gateway
 
 bench-gpu: setup  ## Measure tower, pruning and engine on a CUDA device against its peak rates
 	$(BIN)/python -m benchmarks.gpu

@@ -9,12 +9,10 @@ import asyncio
 import base64
 import json
 import statistics
-import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +24,8 @@ from benchmarks.media_clips import another_file
 from benchmarks.media_processes import resident_bytes
 from benchmarks.report import Beginning, options, report
 from benchmarks.table import Row, Timings
-from common.process import free_port
 from demo.example import CLIP, QUESTIONS
-from framesieve.cli.launcher import LocalStack, environment
+from framesieve.cli.launcher import GATEWAY, SERVICES, LocalStack
 from framesieve.client.answer import Delta, Finished
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
@@ -37,6 +34,7 @@ RATE, TOKENS, CLIENTS, EACH, STREAMS = 0.75, 64, 8, 3, 200
 LARGE_BYTES, LARGE_REQUESTS = 5 * 10**6, 1000
 MOST_S, LEAST_RATE = 0.005, 0.95
 QUESTION = QUESTIONS[0].text
+ALL = (*SERVICES, GATEWAY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ def cost(rounds: int) -> list[Row]:
 
 async def _cost(name: str, folder: Path, rounds: int) -> list[Row]:
     taken = Timings()
-    async with LocalStack(folder) as stack, _ways(stack) as ways:
+    async with LocalStack(folder, services=ALL) as stack, _ways(stack) as ways:
         for ask in ways.values():
             await asyncio.gather(*(ask() for _ in range(CLIENTS)))
         for _ in range(rounds):
@@ -116,83 +114,58 @@ def memory(rounds: int) -> list[Row]:
 
 
 async def _memory() -> Row:
-    async with LocalStack() as stack:
-        with _gateway(stack.address) as (url, process):
-            held = []
-            async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-                for number in range(LARGE_REQUESTS // CLIENTS):
-                    clip = another_file(CLIP.read_bytes())
-                    clip += (LARGE_BYTES - len(clip)).to_bytes(4, "big") + b"free" + bytes(LARGE_BYTES - len(clip) - 8)
-                    body = json.dumps(_body(clip) | {"max_tokens": 4})
-                    answers = await asyncio.gather(
-                        *(client.post("/v1/chat/completions", content=body) for _ in range(CLIENTS))
-                    )
-                    assert all(answer.status_code == 200 for answer in answers), answers[0].text
-                    if number % 5 == 0:
-                        held.append(resident_bytes(process.pid))
+    async with LocalStack(services=ALL) as stack:
+        held = []
+        async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
+            for number in range(LARGE_REQUESTS // CLIENTS):
+                clip = another_file(CLIP.read_bytes())
+                clip += (LARGE_BYTES - len(clip)).to_bytes(4, "big") + b"free" + bytes(LARGE_BYTES - len(clip) - 8)
+                body = json.dumps(_body(clip) | {"max_tokens": 4})
+                answers = await asyncio.gather(
+                    *(client.post("/v1/chat/completions", content=body) for _ in range(CLIENTS))
+                )
+                assert all(answer.status_code == 200 for answer in answers), answers[0].text
+                if number % 5 == 0:
+                    held.append(resident_bytes(stack.processes[GATEWAY].pid))
     quarter = len(held) // 4
     last, second = statistics.median(held[-quarter:]), statistics.median(held[quarter : 2 * quarter])
     what = f"memory of the gateway, the last quarter of {LARGE_REQUESTS} questions with {LARGE_BYTES // 10**6} MB"
     return Row(what, "the second quarter", last, second, "bytes", at_most=1.05)
 
 
-@contextmanager
-def _gateway(generation: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "services.gateway", "--generation", generation]
-    command += ["--listen", url.removeprefix("http://"), "--log-level", "warning"]
-    with subprocess.Popen(command, env=environment()) as process:
-        try:
-            while not _answers(url):
-                time.sleep(0.05)
-            yield url, process
-        finally:
-            process.terminate()
-
-
-def _answers(url: str) -> bool:
-    with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=1) as answer:
-        return bool(answer.status == 200)
-    return False
-
-
 @asynccontextmanager
 async def _ways(stack: LocalStack) -> AsyncIterator[Mapping[str, Callable[[], Coroutine[Any, Any, Asked]]]]:
     """Functions that ask one question each, by HTTP and by gRPC, and read the stream of its answer."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    with _gateway(stack.address) as (url, _):
-        async with (
-            FramesieveClient(stack.address) as client,
-            httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http,
-        ):
+    async with (
+        FramesieveClient(stack.address) as client,
+        httpx.AsyncClient(base_url=stack.url, timeout=300, limits=limits) as http,
+    ):
 
-            async def by_grpc() -> Asked:
-                start, first_s, tokens = time.perf_counter(), 0.0, 0
-                clip = Video(data=another_file(CLIP.read_bytes()))
-                options = {"pruning_rate": RATE, "max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0}
-                async for event in client.stream(clip, QUESTION, **options):  # type: ignore[arg-type]
-                    if isinstance(event, Delta) and not first_s:
-                        first_s = time.perf_counter() - start
-                    elif isinstance(event, Finished):
-                        tokens = event.usage.completion_tokens
-                return Asked(first_s, tokens)
+        async def by_grpc() -> Asked:
+            start, first_s, tokens = time.perf_counter(), 0.0, 0
+            clip = Video(data=another_file(CLIP.read_bytes()))
+            options = {"pruning_rate": RATE, "max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0}
+            async for event in client.stream(clip, QUESTION, **options):  # type: ignore[arg-type]
+                if isinstance(event, Delta) and not first_s:
+                    first_s = time.perf_counter() - start
+                elif isinstance(event, Finished):
+                    tokens = event.usage.completion_tokens
+            return Asked(first_s, tokens)
 
-            async def by_http() -> Asked:
-                start, first_s, tokens = time.perf_counter(), 0.0, 0
-                body = _body(another_file(CLIP.read_bytes())) | {"stream": True}
-                body["stream_options"] = {"include_usage": True}
-                async with http.stream("POST", "/v1/chat/completions", content=json.dumps(body)) as answer:
-                    async for line in answer.aiter_lines():
-                        if not line.startswith("data: {"):
-                            continue
-                        chunk = json.loads(line[6:])
-                        if not first_s and chunk["choices"]:
-                            first_s = time.perf_counter() - start
-                        elif chunk.get("usage"):
-                            tokens = chunk["usage"]["completion_tokens"]
-                return Asked(first_s, tokens)
+        async def by_http() -> Asked:
+            start, first_s, tokens = time.perf_counter(), 0.0, 0
+            body = _body(another_file(CLIP.read_bytes())) | {"stream": True}
+            body["stream_options"] = {"include_usage": True}
+            async with http.stream("POST", "/v1/chat/completions", content=json.dumps(body)) as answer:
+                sent = b""
+                async for sent in answer.aiter_raw():
+                    first_s = first_s or time.perf_counter() - start
+                usage = next(line for line in sent.splitlines() if b'"usage"' in line)
+                tokens = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
+            return Asked(first_s, tokens)
 
-            yield {"gRPC": by_grpc, "http": by_http}
+        yield {"gRPC": by_grpc, "http": by_http}
 
 
 def _body(clip: bytes) -> dict[str, Any]:

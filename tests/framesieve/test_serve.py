@@ -35,7 +35,7 @@ def served(
         for name in ("preprocessing-", "encoder-", "")
         for flag in (f"--{name}listen", f"unix:{record}/{name}socket")
     )
-    command = [*before, *COMMAND, "serve", "--metrics-port", "0", *listens, *after]
+    command = [*before, *COMMAND, "serve", "--metrics-port", "0", "--http-listen", "", *listens, *after]
     environment = {**os.environ, "MORE": more}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:

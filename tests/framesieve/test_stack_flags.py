@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.contract.errors import StartupError
-from framesieve.cli.launcher import SERVICES
-from framesieve.cli.stack_flags import service_flags
+from framesieve.cli.stack_flags import TABLES, service_flags
 from tests.framesieve.conftest import COMMAND
 
 
@@ -35,16 +34,16 @@ def test_settings_prints_every_value_of_services_and_commands_and_where_it_comes
     places = rows["generation"]["--max-num-seqs"]
     assert (places["variable"], places["value"], places["source"]) == ("FRAMESIEVE_MAX_NUM_SEQS", 7, "file")
     assert rows["encoder"]["--metrics-tls"]["source"] == "file"
-    assert {rows[service]["--log-level"]["source"] for service in SERVICES} == {"environment"}
+    assert {rows[service]["--log-level"]["source"] for service in TABLES} == {"environment"}
     assert [rows[service]["--dtype"]["source"] for service in ("encoder", "generation")] == ["default", "flag"]
     tokens = {"flag": "--max-new-tokens", "variable": "FRAMESIEVE_ASK_MAX_NEW_TOKENS"}
     assert rows["ask"]["--max-new-tokens"] == {**tokens, "value": 9, "source": "environment", "default": None}
     assert rows["chat"]["--server"]["default"] == "127.0.0.1:50053"
     assert (rows["serve"]["--config"]["value"], rows["serve"]["--config"]["source"]) == (str(config), "flag")
     variables = {name: {row["variable"] for row in each.values()} for name, each in rows.items()}
-    commands = variables.keys() - set(SERVICES)
+    commands = variables.keys() - set(TABLES)
     assert commands == {"serve", "ask", "chat", "inspect", "bench", "capacity"}
-    for command, service in product(commands, SERVICES):  # which get the environment of `serve`
+    for command, service in product(commands, TABLES):  # which get the environment of `serve`
         assert not variables[command] & variables[service]
     printed = settings(*flags).stdout
     assert re.search(r"--max-num-seqs +7 +file +default: \d+", printed)
@@ -57,7 +56,7 @@ def test_settings_prints_every_value_of_services_and_commands_and_where_it_comes
         ("", ["--foo", "1"], "--foo is unknown; a flag of a service begins with its name"),
         ("", ["clip.mp4"], "unexpected argument clip.mp4"),
         ("x = [", [], "is not TOML"),
-        ("[serve]", [], "expected the tables preprocessing, encoder, generation, got 'serve'"),
+        ("[serve]", [], "expected the tables preprocessing, encoder, generation, gateway, got 'serve'"),
         ('[encoder]\nlisten = "a:1"', [], "encoder.listen is set by `framesieve serve`"),
     ],
 )

@@ -88,5 +88,5 @@ def test_the_installed_package_is_imported_and_the_command_prints_its_version_an
 def test_serve_without_the_packages_of_the_services_names_all_missing_extras_at_once(installed: Run) -> None:
     serve = installed("framesieve", "serve")
     assert serve.returncode == 2
-    assert serve.stderr.splitlines()[-1].endswith("pip install 'framesieve[preprocessing,encoder,generation]'")
+    assert serve.stderr.splitlines()[-1].endswith("pip install 'framesieve[preprocessing,encoder,generation,gateway]'")
     assert "Traceback" not in serve.stderr

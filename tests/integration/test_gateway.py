@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +17,7 @@ import httpx
 import openai
 import pytest
 
+from common.process import free_port
 from framesieve import Frames, FramesieveClient, Image, Message, Pruning, Text, Video
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.prompt import Options
@@ -342,6 +345,25 @@ def test_after_sigterm_a_stream_is_finished_and_new_questions_are_refused(stack:
             assert "Retry-After" in refused.headers
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert leaving.process.wait(20) == 0
+
+
+def test_serve_prints_the_address_of_its_gateway_first(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    port = free_port()
+    sockets = [f"--{name}listen=unix:{tmp_path}/{name}socket" for name in ("preprocessing-", "encoder-", "")]
+    command = [sys.executable, "-m", "framesieve", "serve", "--model", str(tiny_checkpoint), "--metrics-port", "0"]
+    command += [*sockets, "--http-listen", f"127.0.0.1:{port}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            told = next(line for line in process.stderr if "framesieve listens at" in line)
+            assert f"http://127.0.0.1:{port} " in told
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=question("Why?"), timeout=60)
+            assert answer.status_code == 200
+            process.send_signal(signal.SIGTERM)
+            process.stderr.read()
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
 
 
 def test_callers_need_a_token_where_one_is_asked_for(stack: LocalStack, tmp_path: Path) -> None:
