@@ -97,7 +97,7 @@ def streams(rounds: int) -> list[Row]:
 
 async def _streams() -> Row:
     async with (
-        LocalStack(flags={"generation": ["--max-waiting-requests", str(STREAMS)]}) as stack,
+        LocalStack(services=ALL, flags={"generation": ["--max-waiting-requests", str(STREAMS)]}) as stack,
         _ways(stack) as ways,
     ):
         start = time.perf_counter()
@@ -158,10 +158,11 @@ async def _ways(stack: LocalStack) -> AsyncIterator[Mapping[str, Callable[[], Co
             body = _body(another_file(CLIP.read_bytes())) | {"stream": True}
             body["stream_options"] = {"include_usage": True}
             async with http.stream("POST", "/v1/chat/completions", content=json.dumps(body)) as answer:
-                sent = b""
-                async for sent in answer.aiter_raw():
+                pieces = []
+                async for piece in answer.aiter_raw():
                     first_s = first_s or time.perf_counter() - start
-                usage = next(line for line in sent.splitlines() if b'"usage"' in line)
+                    pieces.append(piece)
+                usage = next(line for line in b"".join(pieces[-3:]).splitlines() if b'"usage"' in line)
                 tokens = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
             return Asked(first_s, tokens)
 
