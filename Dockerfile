@@ -1,4 +1,4 @@
-# Builds three images: `--target preprocessing`, `--target encoder` or `--target generation`.
+# Builds four images: `--target preprocessing`, `--target encoder`, `--target generation` or `--target gateway`.
 
 FROM python:3.11-slim-bookworm AS base
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -62,3 +62,15 @@ USER framesieve
 EXPOSE 50053 9103
 ENTRYPOINT ["python", "-m", "services.generation"]
 CMD ["--listen", "0.0.0.0:50053"]
+
+FROM base AS gateway
+RUN pip install '.[gateway,otel]'
+COPY common common
+COPY services/__init__.py services/
+COPY services/gateway services/gateway
+COPY framesieve framesieve
+RUN useradd --system --uid 10001 framesieve
+USER framesieve
+EXPOSE 8000
+ENTRYPOINT ["python", "-m", "services.gateway"]
+CMD ["--listen", "0.0.0.0:8000"]

@@ -8,8 +8,9 @@ from typing import Any
 
 import yaml
 
-from common.serving.settings import ServiceSettings
+from common.serving.settings import ListenerSettings, ServiceSettings
 from services.encoder.settings import EncoderSettings
+from services.gateway.settings import GatewaySettings
 from services.generation.settings import GenerationSettings
 from services.preprocessing.settings import PreprocessingSettings
 
@@ -19,6 +20,7 @@ SETTINGS: Mapping[str, type[ServiceSettings]] = {
     "encoder": EncoderSettings,
     "generation": GenerationSettings,
 }
+DEPLOYED: Mapping[str, type[ListenerSettings]] = {**SETTINGS, "gateway": GatewaySettings}
 
 
 def compose(name: str = "docker-compose.yml") -> dict[str, Any]:

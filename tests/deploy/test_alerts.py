@@ -48,9 +48,8 @@ def test_flags_in_the_runbook_exist() -> None:
 def test_prometheus_scrapes_the_services_of_compose_and_names_jobs_as_in_kubernetes() -> None:
     config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     scraped = {each["job_name"]: each["static_configs"] for each in config["scrape_configs"]}
-    assert scraped == {
-        name: [{"targets": [f"{name}:{each.model_fields['metrics_port'].default}"]}] for name, each in SETTINGS.items()
-    }
+    ports = {name: each.model_fields["metrics_port"].default for name, each in SETTINGS.items()} | {"gateway": 8000}
+    assert scraped == {name: [{"targets": [f"{name}:{port}"]}] for name, port in ports.items()}
     folder = ROOT / "deploy" / "kubernetes"
     monitor = yaml.safe_load((folder / "components" / "monitoring" / "scraping.yaml").read_text())
     deployments = [each for each in build(folder / "base") if each["kind"] == "Deployment"]

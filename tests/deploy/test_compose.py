@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from common.serving.probe import own_credentials
+from services.gateway.settings import GatewaySettings
 from tests.certificates import Authority
-from tests.deploy.services import ROOT, SETTINGS, compose
+from tests.deploy.services import DEPLOYED, ROOT, SETTINGS, compose
 
 GUARDED, GPU = "deploy/compose.guarded.yml", "deploy/compose.gpu.yml"
 # A setting of the health check, not of the service.
@@ -38,6 +39,17 @@ def test_guarded_services_require_certificates_and_tokens_and_call_with_their_ow
         assert (settings.upstream_tls_ca, settings.upstream_token_file) == (folder / "ca.pem", folder / "token")
 
 
+@pytest.mark.parametrize("file", ["docker-compose.yml", GUARDED])
+def test_the_gateway_has_settings_for_all_its_variables(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in compose(file)["gateway"]["environment"].items():
+        if not name.startswith("OTEL_"):
+            assert name.removeprefix("FRAMESIEVE_").lower() in GatewaySettings.model_fields
+            monkeypatch.setenv(name, value)
+    settings = GatewaySettings.load([])
+    assert (settings.tls_cert is None) == (file != GUARDED)
+    assert compose()["gateway"]["ports"] == ["127.0.0.1:8000:8000"]
+
+
 @pytest.mark.parametrize("service", SETTINGS)
 def test_guarded_health_checks_use_the_name_in_the_certificate(service: str, tmp_path: Path) -> None:
     told = compose(GUARDED)[service]
@@ -54,7 +66,7 @@ def test_the_docs_give_the_secrets_to_the_containers_user_before_the_start() -> 
     text = (ROOT / "docs" / "security.md").read_text()
     (given,) = re.findall(r"^sudo chown -R (\d+) (.*)$", text, re.MULTILINE)
     assert {given[0]} == set(re.findall(r"useradd .*--uid (\d+)", (ROOT / "Dockerfile").read_text()))
-    assert set(given[1].split()) == {f"secrets/{service}" for service in SETTINGS}
+    assert set(given[1].split()) == {f"secrets/{service}" for service in DEPLOYED}
     assert text.index("sudo chown") < text.index(f"-f {GUARDED} up")
 
 

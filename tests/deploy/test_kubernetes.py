@@ -16,7 +16,7 @@ import yaml
 
 from framesieve.v1 import encoder_pb2, generation_pb2, preprocessing_pb2
 from tests.deploy.kustomization import Manifest, build
-from tests.deploy.services import ROOT, SETTINGS, compose
+from tests.deploy.services import DEPLOYED, ROOT, compose
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 OWN = "overlays/own"  # the example in its README
@@ -49,7 +49,7 @@ def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
 def containers(manifests: list[Manifest]) -> Iterator[tuple[str, Any, Any]]:
     """For each deployment: its name, its pods' spec, and their only container."""
     deployments = of_kind(manifests, "Deployment")
-    assert deployments.keys() == SETTINGS.keys()
+    assert deployments.keys() == DEPLOYED.keys()
     for name, deployment in deployments.items():
         pod = deployment["spec"]["template"]["spec"]
         (container,) = pod["containers"]
@@ -69,13 +69,13 @@ def loaded(name: str, container: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The service's settings, loaded from the flags and variables of its container."""
     for each in container["env"]:
         field = each["name"].removeprefix("FRAMESIEVE_").lower()
-        assert field in SETTINGS[name].model_fields, f"{name} has no setting {each['name']}"
+        assert field in DEPLOYED[name].model_fields, f"{name} has no setting {each['name']}"
         value = each.get("value")
         if value is None:
             limit = each["valueFrom"]["resourceFieldRef"]["resource"].removeprefix("limits.")
             value = str(math.ceil(quantity(container["resources"]["limits"][limit])))
         monkeypatch.setenv(each["name"], value)
-    return SETTINGS[name].load(container["args"])
+    return DEPLOYED[name].load(container["args"])
 
 
 # Both overlays include the base. 1.30 is the oldest version with all features (preStop sleep).
@@ -128,7 +128,7 @@ def test_every_selector_matches_the_pods_of_its_name(manifests: list[Manifest]) 
         assert matched == [name.removesuffix("-headless")]
 
 
-def test_services_are_headless_target_their_pods_and_generation_also_has_a_cluster_address(
+def test_services_are_headless_target_their_pods_and_what_callers_use_has_a_cluster_address(
     manifests: list[Manifest],
 ) -> None:
     ports = {name: ports_of(container) for name, _, container in containers(manifests)}
@@ -138,7 +138,7 @@ def test_services_are_headless_target_their_pods_and_generation_also_has_a_clust
         assert port["port"] == ports[service["spec"]["selector"]["app.kubernetes.io/name"]][port["targetPort"]]
         addresses[name] = service["spec"].get("clusterIP")
     headless = dict.fromkeys(("preprocessing", "encoder", "generation-headless"), "None")
-    assert addresses == {**headless, "generation": None}
+    assert addresses == {**headless, "generation": None, "gateway": None}
 
 
 def test_variables_are_settings_and_ports_are_the_services(
@@ -147,6 +147,10 @@ def test_variables_are_settings_and_ports_are_the_services(
     services = of_kind(manifests, "Service")
     for name, _, container in containers(manifests):
         settings, ports = loaded(name, container, monkeypatch), ports_of(container)
+        if name == "gateway":
+            assert settings.listen == f"0.0.0.0:{ports['http']}"
+            assert settings.generation == f"dns:///generation-headless:{ports_of_generation(manifests)}"
+            continue
         assert settings.listen == f"0.0.0.0:{ports['grpc']}"
         assert settings.metrics_port == ports["metrics"]
         for upstream in {"preprocessing", "encoder"} & settings.model_dump().keys():
@@ -154,8 +158,15 @@ def test_variables_are_settings_and_ports_are_the_services(
             assert getattr(settings, upstream) == f"dns:///{upstream}:{port}"
 
 
+def ports_of_generation(manifests: list[Manifest]) -> int:
+    return next(ports_of(container)["grpc"] for name, _, container in containers(manifests) if name == "generation")
+
+
 def test_probes_use_the_port_and_name_of_the_service(manifests: list[Manifest]) -> None:
     for name, _, container in containers(manifests):
+        if name == "gateway":
+            assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+            continue
         port = ports_of(container)["grpc"]
         served = CONTRACTS[name].DESCRIPTOR.services_by_name[f"{name.capitalize()}Service"].full_name
         assert container["startupProbe"]["grpc"] == container["livenessProbe"]["grpc"] == {"port": port}
@@ -185,8 +196,10 @@ def test_memory_limits_cover_what_the_settings_allow(
             held += (settings.decode_workers + reading_workers) * settings.decode_memory_bytes + settings.inflight_bytes
         elif name == "encoder":
             held += 2 * settings.output_buffer_bytes + settings.cache_bytes
-        else:
+        elif name == "generation":
             held += settings.media_buffer_bytes
+        else:
+            held += 4 * 3 * settings.max_inline_bytes
         assert quantity(container["resources"]["limits"]["memory"]) >= held + 2**30
         assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
 
@@ -211,7 +224,7 @@ def test_containers_have_the_images_and_restrictions_of_compose(manifests: list[
 def test_the_encoder_and_generation_request_and_use_a_gpu(deployed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, pod, container in containers(build(deployed / "overlays/gpu")):
         wanted = container["resources"]["limits"].get("nvidia.com/gpu")
-        assert wanted == (None if name == "preprocessing" else "1")
+        assert wanted == (None if name in ("preprocessing", "gateway") else "1")
         if wanted:
             assert loaded(name, container, monkeypatch).device == "cuda"
             assert [each["key"] for each in pod["tolerations"]] == ["nvidia.com/gpu"]

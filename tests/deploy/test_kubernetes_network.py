@@ -16,7 +16,8 @@ from tests.deploy.kustomization import Manifest, build
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 GRPC = {"preprocessing": 50051, "encoder": 50052, "generation": 50053}
 METRICS = {"preprocessing": 9101, "encoder": 9102, "generation": 9103}
-NAMED_PORTS: dict[str | int, dict[str, int]] = {"grpc": GRPC, "metrics": METRICS}
+HTTP = {"gateway": 8000}
+NAMED_PORTS: dict[str | int, dict[str, int]] = {"grpc": GRPC, "metrics": METRICS, "http": HTTP}
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def service(name: str) -> Place:
 
 CALLER = {"framesieve/caller": "true"}
 PLACES = {
-    **{name: service(name) for name in GRPC},
+    **{name: service(name) for name in (*GRPC, *HTTP)},
     "caller": Place(CALLER, "app", callers=True),
     "unlabelled pod beside a caller": Place({}, "app", callers=True),
     "pod that calls itself a caller": Place(CALLER, "elsewhere"),
@@ -53,15 +54,18 @@ PLACES = {
     "public address, IPv6": Place(namespace="", address="2606:2800:220:1::1"),
     "cloud's metadata": Place(namespace="", address="169.254.169.254"),
 }
-PORTS = sorted({*GRPC.values(), *METRICS.values(), 22, 53, 80, 443})
+PORTS = sorted({*GRPC.values(), *METRICS.values(), *HTTP.values(), 22, 53, 80, 443})
 CHAIN = {
+    ("caller", "gateway", 8000),
     ("caller", "generation", 50053),
+    ("gateway", "generation", 50053),
+    ("gateway", "dns", 53),
     ("generation", "encoder", 50052),
     ("generation", "preprocessing", 50051),
     ("encoder", "preprocessing", 50051),
     ("generation", "dns", 53),
     ("encoder", "dns", 53),
-    *(("prometheus", name, port) for name, port in METRICS.items()),
+    *(("prometheus", name, port) for name, port in (METRICS | HTTP).items()),
 }
 
 

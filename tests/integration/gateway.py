@@ -23,6 +23,7 @@ START_S = 60.0
 @dataclass
 class Gateway:
     url: str
+    port: int
     process: subprocess.Popen[bytes]
     log: Path
 
@@ -39,7 +40,7 @@ def gateway(generation: str, folder: Path, *flags: str, tls: Path | None = None)
     log = folder / f"gateway-{port}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, cwd=ROOT)
-    found = Gateway(f"{'https' if tls else 'http'}://127.0.0.1:{port}", process, log)
+    found = Gateway(f"{'https' if tls else 'http'}://127.0.0.1:{port}", port, process, log)
     try:
         deadline = time.monotonic() + START_S
         while '"serving"' not in log.read_text():

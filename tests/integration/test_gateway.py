@@ -26,6 +26,7 @@ from tests.fuzz.http import fuzz
 from tests.integration.conftest import SERVED_NAME
 from tests.integration.fleet import exported, metric_in, until
 from tests.integration.gateway import Gateway, data_url, gateway, question
+from tests.integration.test_metrics import assert_documented
 from tests.preprocessing.media_server import ok, serving
 
 CLIP, OTHER = media.clip(16, fps=4), media.clip(8, fps=4, seed=1)
@@ -212,6 +213,7 @@ REFUSED = [
     ({"max_tokens": 0}, 400, "max_completion_tokens", "must be"),
     ({"best_of": 2}, 400, "best_of", "is not a field that this service knows"),
     ({"tools": [{"type": "function"}]}, 400, "tools", "at most 0 items"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format.type", "'text'"),
     ({"pruning": {"rate": 1.0}}, 400, "pruning.rate", "must be"),
     ({"pruning": {"rate": 0.5, "method": "best"}}, 400, "pruning.method", "must be"),
     ({"messages": []}, 400, "messages", "at least 1 item"),
@@ -326,6 +328,7 @@ def test_metrics_and_health_are_told(door: Gateway, http: httpx.Client) -> None:
     assert metric_in(text, "framesieve_requests_total", method="ChatCompletions", code="INVALID_ARGUMENT") > 0
     assert metric_in(text, "framesieve_refusals_total", method="ChatCompletions", reason="INVALID_REQUEST") > 0
     assert metric_in(text, "framesieve_requests_running", method="ChatCompletions") == 0
+    assert_documented("gateway", text)
     ended = [json.loads(line) for line in door.log.read_text().splitlines() if '"request ended"' in line]
     assert {"request_id", "code", "seconds", "received_bytes"} <= ended[-1].keys()
 

@@ -20,6 +20,7 @@ from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, Video
 from tests import media
 from tests.integration.conftest import running
+from tests.integration.gateway import gateway
 from tests.integration.prometheus import Prometheus, left, scraping
 from tests.rules import ALERTS, RECORDS, RULES
 
@@ -41,8 +42,12 @@ def watching(
     """A Prometheus that has scraped the services while they answered requests of every kind."""
     ports = {service: [port] for service, port in stack.metrics_ports.items()}
     ports["preprocessing"].append(replica.metrics_ports["preprocessing"])
-    with scraping(prometheus, tmp_path_factory.mktemp("prometheus"), ports) as scraped:
-        assert not left({"scraped": "up == 1"}, lambda expression: len(scraped.query(expression)) == len(SERVICES) + 1)
+    folder = tmp_path_factory.mktemp("prometheus")
+    with (
+        gateway(stack.address, folder) as door,
+        scraping(prometheus, folder, {**ports, "gateway": [door.port]}) as scraped,
+    ):
+        assert not left({"scraped": "up == 1"}, lambda expression: len(scraped.query(expression)) == len(SERVICES) + 2)
         asyncio.run(ask_everything(stack.address))
         yield scraped
 

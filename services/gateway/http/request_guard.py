@@ -96,7 +96,7 @@ class RequestGuard:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         called = {"http.request.method": scope["method"], "http.route": start}
         with observed(method, f"{scope['method']} {start}", called, headers) as outcome:
-            response = _Response(send, method)
+            response = _Response(send)
             try:
                 await self._answer(scope, receive, response, headers, outcome, method)
             except asyncio.CancelledError:
@@ -111,6 +111,9 @@ class RequestGuard:
                 if not response.begun:
                     answer = JSONResponse(body_of(told), status_of(told), headers_of(told))
                     await answer(scope, receive, response)
+            finally:
+                MESSAGE_BYTES.labels(method, "sent").inc(response.sent_bytes)
+                add_request_stats(sent_bytes=response.sent_bytes)
 
     async def _answer_unseen(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -165,19 +168,17 @@ class RequestGuard:
 class _Response:
     """Sends a response, with the request's id as a header."""
 
-    def __init__(self, send: Send, method: str) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._method = method
         self.begun = False
+        self.sent_bytes = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.begun = True
             message["headers"] = [*message["headers"], (_REQUEST_ID, bound_request_id().encode())]
         elif message["type"] == "http.response.body":
-            sent = len(message.get("body", b""))
-            MESSAGE_BYTES.labels(self._method, "sent").inc(sent)
-            add_request_stats(sent_bytes=sent)
+            self.sent_bytes += len(message.get("body", b""))
         await self._send(message)
 
 
