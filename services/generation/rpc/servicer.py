@@ -83,10 +83,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[generation_pb2.Model]:
-        yield generation_pb2.Model(name=self._model_name, max_model_len=self._limit.tokens)
+    ) -> AsyncIterator[generation_pb2.ListModelsResponse]:
+        yield generation_pb2.ListModelsResponse(name=self._model_name, max_model_len=self._limit.tokens)
         for name in self._adapters.names:
-            yield generation_pb2.Model(name=name, adapter=True, max_model_len=self._limit.tokens)
+            yield generation_pb2.ListModelsResponse(name=name, adapter=True, max_model_len=self._limit.tokens)
 
     async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:
         clock = StageClock()
