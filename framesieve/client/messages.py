@@ -6,6 +6,7 @@ embeddings are set in the request that is sent, because each message that is put
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import reprlib
@@ -105,12 +106,23 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
             logprobs=bool(options.get("logprobs")),
             top_logprobs=options.get("top_logprobs") or 0,
             n=options.get("n"),
+            **_structured(options),
         ),
         request_id=options.get("request_id") or "",
         adapter=options.get("adapter"),
     )
     add_messages(request.prompt, messages)
     return request
+
+
+def _structured(options: Options) -> dict[str, Any]:
+    """Raises InvalidRequest for both kinds at once."""
+    schema, is_object = options.get("json_schema"), options.get("json_object")
+    if schema is None:
+        return {"json_object": True} if is_object else {}
+    if is_object:
+        raise InvalidRequest("json_object must not be set together with json_schema")
+    return {"json_schema": schema if isinstance(schema, str) else json.dumps(schema)}
 
 
 def add_messages(prompt: prompt_pb2.Prompt, messages: Sequence[Message]) -> None:

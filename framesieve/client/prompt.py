@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 from urllib.parse import unquote
 
 import numpy as np
@@ -203,6 +203,7 @@ class Options(TypedDict, total=False):
     ignore_eos: continue after the model's end tokens; for benchmarks.
     logprobs: return each token's log-probability. top_logprobs: also return this many of the most likely tokens at each
         position; needs logprobs.
+    json_object: whether a completion is a JSON object. json_schema: a JSON schema that it satisfies.
     adapter: the name of a LoRA adapter that the service has loaded. Default: the checkpoint's weights.
     n: the number of completions; the prompt is computed once, and completion i is sampled with seed + i.
     request_id: identifies the request in logs and errors. timeout_s: seconds until DeadlinePassed is raised.
@@ -225,6 +226,8 @@ class Options(TypedDict, total=False):
     ignore_eos: bool | None
     logprobs: bool | None
     top_logprobs: int | None
+    json_object: bool | None
+    json_schema: Mapping[str, Any] | str | None
     adapter: str | None
     n: int | None
     request_id: str | None

@@ -32,6 +32,7 @@ from services.generation.rpc.prompt_limit import PromptLimit
 from services.generation.rpc.servicer import SERVICE, GenerationServicer
 from services.generation.sampling.defaults import sampling_defaults
 from services.generation.sampling.detokenizer import load_tokenizer
+from services.generation.sampling.structured import Grammars
 from services.generation.settings import GenerationSettings
 from services.generation.startup.build import BLOCK_TOKENS, build, device_of
 
@@ -84,7 +85,10 @@ async def main() -> ExitStatus:
             )
             limit = PromptLimit(built.limit_tokens)
             name = served_name(checkpoint, settings.served_model_name)
-            servicer = GenerationServicer(engine, media, tokenizer, defaults, limit, credentials, model.adapters, name)
+            grammars = Grammars(checkpoint.folder, defaults.vocab_size, defaults.eos_ids)
+            servicer = GenerationServicer(
+                engine, media, tokenizer, defaults, limit, credentials, model.adapters, name, grammars
+            )
             register = partial(add_GenerationServiceServicer_to_server, servicer)
             status = await serve(SERVICE, settings, register, lambda: engine.well, broken)
     if workers and model.device.type == "cuda":  # see Group.leave

@@ -83,7 +83,10 @@ def _bodies() -> list[dict[str, Any]]:
     image = {"type": "image_url", "image_url": {"url": data_url("image/png", media.picture(40, 40))}}
     file = {"type": "file", "file": {"file_data": data_url("video/mp4", _CLIP), "filename": "clip.mp4"}}
     sampled = {"mm_processor_kwargs": {"fps": 2.0}, "media_io_kwargs": {"video": {"duration": 1.0}}}
+    schema = {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]}
+    document = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
     return [
+        question("Why?", response_format=document, max_completion_tokens=8),
         question("Why?", n=2, stop=["x"], logprobs=True, top_logprobs=2),
         question(video, "What?", stream=True, stream_options={"include_usage": True}),
         question(video, image, file, "What?", **sampled),

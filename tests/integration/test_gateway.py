@@ -202,6 +202,9 @@ async def test_a_model_is_the_checkpoint_or_an_adapter(stack: LocalStack, http: 
     assert http.get("/v1/models/huge").status_code == 404
 
 
+UNHELD = {"type": "object", "properties": {"seen": {"type": "array", "uniqueItems": True}}}
+
+
 def user_says(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": parts}]
 
@@ -213,7 +216,13 @@ REFUSED = [
     ({"max_tokens": 0}, 400, "max_completion_tokens", "must be"),
     ({"best_of": 2}, 400, "best_of", "is not a field that this service knows"),
     ({"tools": [{"type": "function"}]}, 400, "tools", "at most 0 items"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format.type", "'text'"),
+    ({"response_format": {"type": "xml"}}, 400, "response_format.type", "json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": UNHELD}}},
+        400,
+        "response_format.json_schema.schema",
+        "/properties/seen",
+    ),
     ({"pruning": {"rate": 1.0}}, 400, "pruning.rate", "must be"),
     ({"pruning": {"rate": 0.5, "method": "best"}}, 400, "pruning.method", "must be"),
     ({"messages": []}, 400, "messages", "at least 1 item"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from common.contract.errors import InvalidRequest
 from framesieve.client.prompt import Options
-from services.gateway.chat.request import ChatRequest
+from services.gateway.chat.request import ChatRequest, ObjectFormat, SchemaFormat
 
 _SAME_NAMES = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n"),
@@ -35,4 +35,9 @@ def options_of(request: ChatRequest, request_id: str, adapter: str | None) -> Op
         options["pruning_rate"] = request.pruning.rate
         options["pruning_method"] = request.pruning.method
         options["pruning_seed"] = request.pruning.seed
+    match request.response_format:
+        case ObjectFormat():
+            options["json_object"] = True
+        case SchemaFormat(json_schema=given_schema):
+            options["json_schema"] = given_schema.schema_
     return options

@@ -17,6 +17,7 @@ from common.contract.retention import Pruning as Rate
 
 _SHOWN_CHARACTERS = 80
 _PARTS = ("text", "image_url", "video_url", "input_video", "file")
+_FORMATS = ("text", "json_object", "json_schema")
 _OBJECTS = ("Location",)
 
 Nothing: TypeAlias = None
@@ -137,6 +138,27 @@ class TextFormat(Strict):
     type: Literal["text"]
 
 
+class ObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Strict):
+    """strict: accepted whatever it is, because every answer satisfies its schema."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat: TypeAlias = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+
+
 class ChatRequest(Strict):
     """The body. Ranges are checked by generation."""
 
@@ -164,7 +186,7 @@ class ChatRequest(Strict):
     ignore_eos: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
 
     pruning: Pruning | None = None
     mm_processor_kwargs: FrameChoice | None = None
@@ -207,8 +229,9 @@ def _told(error: ValidationError) -> str:
         case "missing":
             return f"{name} must be set"
         case "union_tag_invalid" | "union_tag_not_found":
+            known = _FORMATS if name == "response_format" else _PARTS
             found = first["input"].get("type") if isinstance(first["input"], dict) else first["input"]
-            return f"{name}.type must be one of {', '.join(_PARTS)}, got {_short(found)}"
+            return f"{name}.type must be one of {', '.join(known)}, got {_short(found)}"
     reason = first["msg"][:1].lower() + first["msg"][1:]
     return f"{name or 'the body'} is wrong: {reason}, got {_short(first['input'])}"
 
@@ -220,7 +243,10 @@ def _name(place: tuple[int | str, ...]) -> str:
         if isinstance(step, int):
             name += f"[{step}]"
         elif not (
-            not step.isidentifier() or step in ("str", *_OBJECTS) or (isinstance(before, int) and step in _PARTS)
+            not step.isidentifier()
+            or step in ("str", *_OBJECTS)
+            or (isinstance(before, int) and step in _PARTS)
+            or (before == "response_format" and step in _FORMATS)
         ):
             name += f".{step}" if name else step
         before = step

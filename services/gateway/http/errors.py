@@ -39,6 +39,7 @@ _WORDS = (
     (re.compile(r"prompt\.messages"), "messages"),
     (re.compile(r"\bFrameSampling\."), "mm_processor_kwargs."),
     (re.compile(r"\bframe_sampling\."), "mm_processor_kwargs."),
+    (re.compile(r"\bsampling\.json_schema\b"), "response_format.json_schema.schema"),
     (re.compile(r"\bsampling\."), ""),
     (re.compile(r"\bSampling\."), ""),
     (re.compile(r"\bmax_new_tokens\b"), "max_completion_tokens"),

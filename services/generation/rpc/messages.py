@@ -13,6 +13,7 @@ from services.generation.rpc.arriving_item import Progress
 from services.generation.rpc.timing import Stage, StageClock
 from services.generation.sampling.detokenizer import Tokenizer
 from services.generation.sampling.params import SamplingRequest, check_stops
+from services.generation.sampling.structured import ANY_OBJECT
 
 _REASONS = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
@@ -40,7 +41,17 @@ def sampling_request(message: generation_pb2.Sampling) -> SamplingRequest:
         logprobs=message.logprobs,
         top_logprobs=message.top_logprobs,
         n=message.n if message.HasField("n") else 1,
+        json_schema=_json_schema(message),
     )
+
+
+def _json_schema(message: generation_pb2.Sampling) -> str | None:
+    match message.WhichOneof("structured_output"):
+        case "json_schema":
+            return message.json_schema
+        case "json_object" if message.json_object:
+            return ANY_OBJECT
+    return None
 
 
 def usage_message(plan: PromptPlan, prunings: Sequence[Pruning], kept_counts: Sequence[int]) -> generation_pb2.Usage:

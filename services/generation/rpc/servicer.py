@@ -47,6 +47,7 @@ from services.generation.rpc.timing import Stage, StageClock, record_stages
 from services.generation.sampling.defaults import SamplingDefaults
 from services.generation.sampling.detokenizer import Detokenizer, Tokenizer
 from services.generation.sampling.sampler import SamplingParams
+from services.generation.sampling.structured import Grammar, Grammars
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
@@ -57,7 +58,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Serves requests with one engine.
 
     defaults: of the checkpoint. limit: on prompt and answer together. credentials: sent upstream. adapters: those that
-    requests may name. model_name: the name under which the checkpoint is served.
+    requests may name. model_name: the name under which the checkpoint is served. grammars: of its tokenizer.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         credentials: Credentials = NO_CREDENTIALS,
         adapters: Adapters = NO_ADAPTERS,
         model_name: str = "",
+        grammars: Grammars | None = None,
     ) -> None:
         self._engine = engine
         self._media = media
@@ -79,6 +81,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._credentials = credentials
         self._adapters = adapters
         self._model_name = model_name
+        self._grammars = grammars
         self._inbox = Inbox()
 
     async def ListModels(
@@ -93,6 +96,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request_id = _request_id(request.request_id)
         wanted = sampling_request(request.sampling)
         adapter = self._adapters.find(request.adapter) if request.HasField("adapter") else None
+        grammar = None if wanted.json_schema is None else await self._grammar(wanted.json_schema)
         if adapter:
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
         call = passed_on(context, self._credentials)
@@ -102,7 +106,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             plan, prunings, kept_counts = session.plan, session.prunings, session.kept_counts
             answer_tokens = self._limit.answer_tokens(plan, prunings, kept_counts, wanted.max_new_tokens)
             usage = usage_message(plan, prunings, kept_counts)
-            first, *others = wanted.resolve(self._defaults, answer_tokens)
+            first, *others = wanted.resolve(self._defaults, answer_tokens, grammar)
             events = Events(self._inbox, 1 + len(others))
             keys, listener = session.media_keys, events.listener
             question = Request(
@@ -139,6 +143,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     self._engine.cancel(answer)
                 fetching.cancel()
                 await asyncio.wait([fetching])
+
+    async def _grammar(self, schema: str) -> Grammar:
+        assert self._grammars is not None
+        return await asyncio.to_thread(self._grammars.compile, schema)
 
     def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:
         return Detokenizer(self._tokenizer, sampling.stop)

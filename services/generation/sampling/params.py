@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from common.contract.errors import InvalidRequest
 from services.generation.sampling.defaults import SamplingDefaults
 from services.generation.sampling.sampler import SamplingParams
+from services.generation.sampling.structured import MAX_SCHEMA_CHARACTERS, Grammar
 
 DEFAULT_MAX_NEW_TOKENS = 1024
 MAX_TEMPERATURE = 100
@@ -44,6 +45,7 @@ class SamplingRequest:
     logprobs: bool = False
     top_logprobs: int = 0
     n: int = 1
+    json_schema: str | None = None
 
     def __post_init__(self) -> None:
         self._check("max_new_tokens", "at least 1", lambda value: value >= 1)
@@ -60,15 +62,21 @@ class SamplingRequest:
         self._check("top_logprobs", limit, lambda value: 0 <= value <= MAX_TOP_LOGPROBS)
         self._check("top_logprobs", "0 without logprobs", lambda value: self.logprobs or value == 0)
         self._check("n", f"between 1 and {MAX_ANSWERS}", lambda value: 1 <= value <= MAX_ANSWERS)
+        if self.json_schema is not None:
+            size, limit = len(self.json_schema), f"at most {MAX_SCHEMA_CHARACTERS} characters"
+            _check("json_schema", f"{size} characters", limit, size <= MAX_SCHEMA_CHARACTERS)
+            _check("ignore_eos", "true", "false where a document must end", not self.ignore_eos)
         check_stops(len(self.stop), len(self.stop_token_ids))
         for index, stop in enumerate(self.stop):
             limit = f"1 to {MAX_STOP_CHARACTERS} characters"
             _check(f"stop[{index}]", f"{len(stop)} characters", limit, 1 <= len(stop) <= MAX_STOP_CHARACTERS)
 
-    def resolve(self, defaults: SamplingDefaults, limit_tokens: int) -> tuple[SamplingParams, ...]:
+    def resolve(
+        self, defaults: SamplingDefaults, limit_tokens: int, grammar: Grammar | None = None
+    ) -> tuple[SamplingParams, ...]:
         """The parameters of each of the `n` answers; answer i has seed + i.
 
-        limit_tokens: the longest possible answer, at least 1.
+        limit_tokens: the longest possible answer, at least 1. grammar: of `json_schema`.
         Raises InvalidRequest for a stop token outside the vocabulary.
         """
         for index, token_id in enumerate(self.stop_token_ids):
@@ -91,6 +99,7 @@ class SamplingRequest:
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs,
             eos_ids=(*own_eos_ids, *self.stop_token_ids),
+            grammar=grammar,
         )
         return tuple(replace(first, seed=(first.seed + index) % SEEDS) for index in range(self.n))
 

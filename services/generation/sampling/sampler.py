@@ -1,10 +1,10 @@
-"""Samples the next token from logits for a whole batch: penalties, temperature, truncation, log-probabilities.
+"""Samples the next token from logits for a whole batch: penalties, grammar, temperature, truncation, log-probabilities.
 
-The rules and their order are those of transformers' logits processors: penalties (`penalties.py`); then, unless greedy,
-temperature, top-k, top-p and min-p. Truncation keeps or drops tied tokens together. Each rule is computed only for the
-rows that use it, so a request does not pay for the options of its neighbours. A token is drawn by inverting the
-cumulative distribution at one number of the request's own generator, so an answer depends on its seed and not on the
-batch. This module knows neither requests nor the model.
+The rules and their order are those of transformers' logits processors: penalties (`penalties.py`); the tokens that a
+grammar allows (`structured.py`); then, unless greedy, temperature, top-k, top-p and min-p. Truncation keeps or drops
+tied tokens together. Each rule is computed only for the rows that use it, so a request does not pay for the options of
+its neighbours. A token is drawn by inverting the cumulative distribution at one number of the request's own generator,
+so an answer depends on its seed and not on the batch. This module knows neither requests nor the model.
 Sources: nucleus sampling, arXiv 1904.09751 (top-p); arXiv 2407.01082 (min-p).
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from common.contract.plan import Int32Array
 from services.generation.sampling.penalties import Penalties, penalise
+from services.generation.sampling.structured import DocumentState, Grammar
 from services.generation.to_device import to_device
 
 # The nucleus of top-p is searched among this many most likely tokens first: sorting the whole vocabulary is slow.
@@ -40,6 +41,7 @@ class SamplingParams:
     stop: the answer ends before the first of these strings.
     logprobs: whether to return log-probabilities; top_logprobs: for how many of the most likely tokens besides.
     eos_ids: tokens that end the answer.
+    grammar: what the answer must be; None for free text.
     """
 
     max_new_tokens: int
@@ -55,6 +57,7 @@ class SamplingParams:
     logprobs: bool = False
     top_logprobs: int = 0
     eos_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -79,7 +82,7 @@ class SampledToken:
 
 
 class SamplingState:
-    """The state of one answer's sampling: its random generator, and the tokens that its penalties apply to."""
+    """The state of one answer's sampling: random generator, tokens that penalties apply to, place in its document."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Int32Array) -> None:
         """prompt_ids: int32 [N]. Only the set of tokens matters, so the full or the pruned prompt."""
@@ -89,7 +92,13 @@ class SamplingState:
             if params.penalised
             else None
         )
+        self.document = DocumentState(params.grammar) if params.grammar else None
         self._generator = torch.Generator().manual_seed(params.seed)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the most likely token by the raw logits is chosen."""
+        return self.params.greedy and self.penalties is None and self.document is None
 
     def draw(self) -> float:
         """The next number of the answer's generator, uniform in [0, 1)."""
@@ -135,7 +144,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
     """
     scores = logits.float()
     token_ids = scores.argmax(dim=-1)
-    rows = [row for row, state in enumerate(states) if state.penalties or not state.params.greedy]
+    rows = [row for row, state in enumerate(states) if not state.plain]
     if rows:
         at = _indices(rows, scores)
         token_ids[at] = _choose(scores[at], [states[row] for row in rows])
@@ -143,6 +152,8 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
     for each, state in zip(sampled, states, strict=True):
         if state.penalties:
             state.penalties.add(each.token_id)
+        if state.document:
+            state.document.add(each.token_id)
     rows = [row for row, state in enumerate(states) if state.params.logprobs]
     if rows:
         tops = [states[row].params.top_logprobs for row in rows]
@@ -197,6 +208,11 @@ def _choose(scores: Tensor, states: Sequence[SamplingState]) -> Tensor:
     penalties = {row: state.penalties for row, state in enumerate(states) if state.penalties}
     if penalties:
         penalise(scores, penalties)
+    documents = {row: state.document for row, state in enumerate(states) if state.document}
+    if documents:
+        allowed = np.stack([document.allowed() for document in documents.values()])
+        at = _indices(list(documents), scores)
+        scores[at] = scores[at].masked_fill(~to_device(allowed, scores.device), -torch.inf)
     token_ids = scores.argmax(dim=-1)
     drawn = [row for row, state in enumerate(states) if not state.params.greedy]
     if drawn:

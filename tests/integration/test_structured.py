@@ -1,0 +1,146 @@
+"""Structured output of a random model, whose free text is no JSON: every answer is a document of its schema."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from common.contract.errors import InvalidRequest
+from framesieve import FramesieveClient, Video
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.answer import FinishReason
+from framesieve.client.prompt import Options
+from tests import media
+from tests.integration.conftest import running
+from tests.integration.fleet import exported, metric_in
+from tests.integration.gateway import gateway, question
+
+CLIP = media.clip(8, fps=4)
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "nested": {
+        "type": "object",
+        "properties": {
+            "seen": {"enum": ["circle", "square", None]},
+            "where": {
+                "type": "object",
+                "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "sure": {"type": "boolean"}},
+                "required": ["x", "sure"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["seen", "where"],
+        "additionalProperties": False,
+    },
+    "list": {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 2, "maxItems": 4},
+    "long list": {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 30, "maxItems": 40},
+    "pattern": {"type": "string", "pattern": "^[a-c]{2,4}-[0-9]{3}$"},
+    "choice": {"anyOf": [{"const": "yes"}, {"type": "number", "minimum": 0, "maximum": 1}]},
+}
+ASKED = [
+    *SCHEMAS.items(),
+    *((f"{name}, {place}", SCHEMAS["long list"]) for place in ("left", "right") for name in SCHEMAS),
+]
+SAMPLED = Options(temperature=1.0, seed=3, max_new_tokens=100)
+
+
+@pytest.fixture(scope="module")
+def drafting(tiny_checkpoint: Path) -> Iterator[LocalStack]:
+    """Generation with draft tokens, and room for two answers: others are preempted."""
+    flags = {"generation": ["--speculative-tokens", "4", "--kv-cache-tokens", "192", "--max-num-batched-tokens", "64"]}
+    with running(tiny_checkpoint, flags=flags) as stack:
+        yield stack
+
+
+@pytest.fixture
+async def client(stack: LocalStack) -> AsyncIterator[FramesieveClient]:
+    async with FramesieveClient(stack.address) as connected:
+        yield connected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", SCHEMAS)
+async def test_every_completion_satisfies_its_schema(client: FramesieveClient, name: str, temperature: float) -> None:
+    schema = SCHEMAS[name]
+    options = Options(json_schema=schema, n=3, seed=1, temperature=temperature, max_new_tokens=400)
+    answer = await client.ask(Video(data=CLIP), "What moves?", **options)
+    for choice in answer.choices:
+        assert choice.reason is FinishReason.STOP
+        jsonschema.validate(json.loads(choice.text), schema)
+
+
+async def test_an_object_is_json_and_one_that_is_cut_off_its_beginning(client: FramesieveClient) -> None:
+    answer = await client.ask(None, "Why?", json_object=True, **SAMPLED)
+    if answer.reason is FinishReason.STOP:
+        assert isinstance(json.loads(answer.text), dict)
+    cut = await client.ask(None, "Why?", json_object=True, **(SAMPLED | {"max_new_tokens": 3}))
+    assert cut.reason is FinishReason.LENGTH
+    assert answer.text.startswith(cut.text)
+
+
+async def test_neighbours_drafts_and_preemption_do_not_change_a_document(
+    client: FramesieveClient, drafting: LocalStack
+) -> None:
+    async with FramesieveClient(drafting.address) as other:
+
+        async def all_of(asked: FramesieveClient) -> list[tuple[int, ...]]:
+            documents = [asked.ask(Video(data=CLIP), name, json_schema=schema, **SAMPLED) for name, schema in ASKED]
+            free = [
+                asked.ask(None, text, max_new_tokens=60, temperature=0) for text in ("Why?", "What is what is what")
+            ]
+            return [answer.token_ids for answer in await asyncio.gather(*documents, *free)]
+
+        alone = [
+            (await client.ask(Video(data=CLIP), name, json_schema=schema, **SAMPLED)).token_ids
+            for name, schema in ASKED
+        ]
+        alone += [
+            (await client.ask(None, text, max_new_tokens=60, temperature=0)).token_ids
+            for text in ("Why?", "What is what is what")
+        ]
+        assert await all_of(client) == alone
+        assert await all_of(other) == alone
+    for name in ("preemptions", "accepted_draft_tokens"):
+        assert metric_in(exported(drafting.metrics_ports["generation"]), f"framesieve_generation_{name}_total") > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (Options(json_schema="{"), "sampling.json_schema is not JSON"),
+        (Options(json_schema="[1]"), "sampling.json_schema must be an object"),
+        (Options(json_schema={"type": "objectt"}), "cannot be held at its root: Invalid type: objectt"),
+        (
+            Options(
+                json_schema={"type": "object", "properties": {"a": {"items": [{"type": "array", "uniqueItems": True}]}}}
+            ),
+            "cannot be held at /properties/a",
+        ),
+        (Options(json_schema=" " * 70_000), "json_schema must be at most 65536 characters, got 70000"),
+        (
+            Options(json_schema={"type": "object"}, ignore_eos=True),
+            "ignore_eos must be false where a document must end",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_a_schema_that_cannot_be_held_is_refused_with_its_place(
+    client: FramesieveClient, options: Options, why: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        await client.ask(None, "Why?", **options)
+
+
+def test_openai_clients_get_documents(stack: LocalStack, tmp_path: Path) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMAS["nested"], "strict": True}}
+    body = question("Why?", response_format=schema) | {"max_tokens": 400}
+    with gateway(stack.address, tmp_path) as door, openai.OpenAI(base_url=f"{door.url}/v1", api_key="unused") as asked:
+        model = asked.models.list().data[0].id
+        answer = asked.chat.completions.create(model=model, **body)
+        jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMAS["nested"])
