@@ -112,12 +112,12 @@ OPTIONS: dict[str, Any] = {
     "max_new_tokens": 60, "temperature": 0.0, "top_p": 0.25, "top_k": 0, "seed": 0, "stop": ["x", "y"],
     "logprobs": True,
     "min_p": 0.0, "repetition_penalty": 1.5, "presence_penalty": 0.0, "frequency_penalty": -2.0,
-    "top_logprobs": 20, "stop_token_ids": (5, 6), "n": 1, "ignore_eos": True,
+    "top_logprobs": 20, "stop_token_ids": (5, 6), "n": 1, "ignore_eos": True, "json_schema": "{}",
 }  # fmt: skip
 
 
 def test_every_option_is_sent_and_missing_or_none_leaves_its_field_unset() -> None:
-    assert set(OPTIONS) == set(Sampling.DESCRIPTOR.fields_by_name)
+    assert {*OPTIONS, "json_object"} == set(Sampling.DESCRIPTOR.fields_by_name)  # which excludes json_schema
     asked = generate_request([], Options(**OPTIONS, pruning_rate=0.75, request_id="mine", adapter=""))  # type: ignore[typeddict-item]
     assert asked.sampling == Sampling(**OPTIONS)
     assert (asked.pruning.rate, asked.request_id, asked.HasField("adapter")) == (0.75, "mine", True)

@@ -145,8 +145,11 @@ def test_every_field_of_the_message_is_read() -> None:
         "n": 2,
         "ignore_eos": True,
     }
-    assert set(given) == set(Sampling.DESCRIPTOR.fields_by_name)
+    structured = {"json_object", "json_schema"}  # which must end
+    assert set(given) == set(Sampling.DESCRIPTOR.fields_by_name) - structured
     assert sampling_request(Sampling(**given)) == SamplingRequest(**given)
+    for fields, schema in (({"json_object": True}, '{"type": "object"}'), ({"json_schema": "{}"}, "{}")):
+        assert sampling_request(Sampling(**fields)) == SamplingRequest(json_schema=schema)
     assert sampling_request(Sampling()) == SamplingRequest()
 
 
