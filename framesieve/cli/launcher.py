@@ -46,7 +46,7 @@ PACKAGES = {
     "generation": ("safetensors", "tokenizers", "torch", "transformers"),
     GATEWAY: ("httptools", "sse_starlette", "starlette", "uvicorn"),
 }
-_UPSTREAM = {"preprocessing": (), "encoder": SERVICES[:1], "generation": SERVICES[:2], GATEWAY: SERVICES[2:]}
+_UPSTREAM = {"preprocessing": (), "encoder": SERVICES[:1], "generation": SERVICES[:2], GATEWAY: SERVICES[1:]}
 READY_TIMEOUT_S = 180.0
 POLL_S = 0.1
 PROBE_S = 1.0

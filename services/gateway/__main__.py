@@ -22,11 +22,13 @@ from common.telemetry.logs import configure_logging
 from common.telemetry.metrics import BUILD_INFO, begin_method
 from common.telemetry.otlp import export_spans
 from framesieve.client.client import FramesieveClient
+from framesieve.client.credentials import Access
 from services.gateway.app import routes, with_cors
 from services.gateway.chat.endpoint import ChatCompletions
 from services.gateway.files import Files, Limits
 from services.gateway.http.request_guard import METHODS, RequestGuard
 from services.gateway.http.server import serve
+from services.gateway.kept import Kept
 from services.gateway.models import Models
 from services.gateway.settings import GatewaySettings
 
@@ -47,7 +49,7 @@ async def main() -> ExitStatus:
     credentials = upstream_credentials(settings)
     tokens = Tokens.read(settings.auth_tokens_file) if settings.auth_tokens_file else None
     quotas = ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client, settings.max_requests)
-    access = {
+    access: Access = {
         "tls_ca": settings.upstream_tls_ca,
         "tls_cert": settings.tls_cert if settings.upstream_tls_ca else None,
         "tls_key": settings.tls_key if settings.upstream_tls_ca else None,
@@ -55,7 +57,7 @@ async def main() -> ExitStatus:
         "allow_plaintext_token": settings.allow_plaintext_token,
     }
     async with (
-        FramesieveClient(settings.generation, **access) as client,  # type: ignore[arg-type]
+        FramesieveClient(settings.generation, **access) as client,
         open_channel(settings.generation, credentials) as channel,
     ):
         health = health_pb2_grpc.HealthStub(channel)
@@ -76,7 +78,8 @@ async def main() -> ExitStatus:
             tempfile.tempdir = str(settings.upload_root)  # files arrive on the disk that keeps them, not in /tmp
         expiring = asyncio.create_task(files.expire())
         chat = ChatCompletions(client, models, files, settings.max_inline_bytes)
-        app = with_cors(routes(chat, models, files, is_well), settings.cors_origins)
+        kept = Kept(settings.encoder, access, files, chat.max_body_bytes)
+        app = with_cors(routes(chat, models, files, kept, is_well), settings.cors_origins)
         guard = RequestGuard(app, quotas, tokens, credentials.token is None)
         status = await serve(guard, settings)
         expiring.cancel()

@@ -14,10 +14,14 @@ from starlette.types import ASGIApp
 
 from services.gateway.chat.endpoint import ChatCompletions
 from services.gateway.files import Files
+from services.gateway.kept import Kept
 from services.gateway.models import Models
+from services.gateway.page_routes import page_routes
 
 
-def routes(chat: ChatCompletions, models: Models, files: Files, is_well: Callable[[], Awaitable[bool]]) -> Router:
+def routes(
+    chat: ChatCompletions, models: Models, files: Files, kept: Kept, is_well: Callable[[], Awaitable[bool]]
+) -> Router:
     """The application without its guard."""
 
     async def health(request: Request) -> Response:
@@ -30,6 +34,8 @@ def routes(chat: ChatCompletions, models: Models, files: Files, is_well: Callabl
         Route("/v1/models/{model:path}", models.endpoint),
         Route("/v1/files", files.endpoint, methods=["GET", "POST"]),
         Route("/v1/files/{file_id}", files.file_endpoint, methods=["GET", "DELETE"]),
+        Route("/v1/framesieve/kept", kept.endpoint, methods=["POST"]),
+        *page_routes(),
         Route("/health", health),
         Route("/metrics", _metrics),
     ]

@@ -21,6 +21,9 @@ class GatewaySettings(CallerSettings):
         description="address of generation: host:port (all addresses that the name resolves to), unix:/path, or "
         "several ip:port separated by commas",
     )
+    encoder: str | None = Field(
+        None, description="address of the encoder, for the page to draw what was kept; unset: it does not"
+    )
     cors_origins: str = Field(
         "", description="origins whose pages may call the gateway, separated by commas, or *; unset: only its own page"
     )

@@ -38,11 +38,11 @@ class ChatCompletions:
         self._client = client
         self._models = models
         self._files = files
-        self._max_body_bytes = max_inline_bytes * 4 // 3 + REQUEST_OVERHEAD_BYTES
+        self.max_body_bytes = max_inline_bytes * 4 // 3 + REQUEST_OVERHEAD_BYTES
 
     async def endpoint(self, request: Request) -> Response:
         call = Call.of(request)
-        body = await read_body(request, self._max_body_bytes, call.charge)
+        body = await read_body(request, self.max_body_bytes, call.charge)
         chat, messages = await asyncio.to_thread(self._parsed, body, call.owner)
         del body
         structlog.contextvars.bind_contextvars(

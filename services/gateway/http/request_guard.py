@@ -28,7 +28,12 @@ from common.telemetry.tracing import passed_on_trace
 from framesieve.client.client import Metadata
 from services.gateway.http.errors import body_of, headers_of, of_router, status_of
 
-METHODS = {"/v1/chat/completions": "ChatCompletions", "/v1/models": "ListModels", "/v1/files": "Files"}
+METHODS = {
+    "/v1/chat/completions": "ChatCompletions",
+    "/v1/models": "ListModels",
+    "/v1/files": "Files",
+    "/v1/framesieve/kept": "Kept",
+}
 """The methods in metrics and logs, by the path that they begin with."""
 
 _REQUEST_ID = b"x-request-id"
