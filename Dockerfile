@@ -69,6 +69,7 @@ COPY common common
 COPY services/__init__.py services/
 COPY services/gateway services/gateway
 COPY framesieve framesieve
+COPY demo/clip.mp4 demo/
 RUN useradd --system --uid 10001 framesieve
 USER framesieve
 EXPOSE 8000

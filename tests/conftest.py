@@ -122,6 +122,11 @@ def prometheus() -> str:
     return _debian("prometheus", "prometheus")
 
 
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    return _debian("chromium-headless-shell", "chromium-headless-shell")
+
+
 def _debian(program: str, package: str) -> str:
     """The path of a program that comes with a Debian package. Without it the test is skipped, in CI it fails."""
     found = shutil.which(program)

@@ -16,7 +16,7 @@ from services.gateway.chat.endpoint import ChatCompletions
 from services.gateway.files import Files
 from services.gateway.kept import Kept
 from services.gateway.models import Models
-from services.gateway.page_routes import page_routes
+from services.gateway.page import PAGE_ROUTES
 
 
 def routes(
@@ -35,7 +35,7 @@ def routes(
         Route("/v1/files", files.endpoint, methods=["GET", "POST"]),
         Route("/v1/files/{file_id}", files.file_endpoint, methods=["GET", "DELETE"]),
         Route("/v1/framesieve/kept", kept.endpoint, methods=["POST"]),
-        *page_routes(),
+        *PAGE_ROUTES,
         Route("/health", health),
         Route("/metrics", _metrics),
     ]

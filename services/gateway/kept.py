@@ -1,12 +1,12 @@
-"""POST /v1/framesieve/kept: which patches of a media item pruning keeps, for the page that draws them.
+"""POST /v1/framesieve/kept: which tokens of each image and video pruning keeps, for the page that draws them.
 
-The body is that of a chat request whose message is one media part; the encoder answers. Its embeddings come along and
-are dropped.
+The body is that of a chat request; its text is ignored. The encoder answers, whose embeddings are dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from common.contract.errors import InvalidRequest
 from common.contract.retention import Pruning
+from common.security.tokens import AUTHORIZATION_KEY
 from framesieve.client.credentials import Access
 from framesieve.client.encoding import Encoded, encode
 from framesieve.client.prompt import Text
@@ -25,7 +26,7 @@ from services.gateway.http.request_guard import Call
 
 
 class Kept:
-    """encoder: its address; None: unknown. access: as for the client."""
+    """encoder: its address; None: unknown. access: for callers whose own token is not passed on."""
 
     def __init__(self, encoder: str | None, access: Access, files: Files, max_body_bytes: int) -> None:
         self._encoder = encoder
@@ -35,15 +36,18 @@ class Kept:
 
     async def endpoint(self, request: Request) -> Response:
         call = Call.of(request)
-        if self._encoder is None:
-            raise InvalidRequest("what was kept is not told: the gateway has no --encoder")
+        if not self._encoder:
+            raise InvalidRequest("what pruning keeps is unknown here: the gateway was started without --encoder")
         body = await read_body(request, self._max_body_bytes, call.charge)
         chat = await asyncio.to_thread(parse, body)
-        turns = conversation(chat, lambda file_id: self._files.server_path(file_id, call.owner))
-        parts = [part for turn in turns for part in turn.parts if not isinstance(part, Text)]
+        messages = await asyncio.to_thread(conversation, chat, partial(self._files.server_path, owner=call.owner))
+        media = [part for message in messages for part in message.parts if not isinstance(part, Text)]
         pruning = chat.pruning.parsed() if chat.pruning else Pruning()
-        found = await unless_left(request, encode(self._encoder, parts, pruning, **self._access))
-        return JSONResponse({"media": [_item(each) for each in found]})
+        access = self._access.copy()
+        if token := dict(call.metadata).get(AUTHORIZATION_KEY):
+            access["token"] = token.removeprefix("Bearer ")
+        encoded = await unless_left(request, encode(self._encoder, media, pruning, **access))
+        return JSONResponse({"media": [_item(each) for each in encoded]})
 
 
 def _item(encoded: Encoded) -> dict[str, Any]:

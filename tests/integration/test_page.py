@@ -1,0 +1,158 @@
+"""The page in a real Chromium before the real services: a dropped clip, its answers, and errors in their place."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+
+from common.contract.retention import METHODS, NONE, Pruning
+from demo.example import CLIP
+from framesieve import FramesieveClient
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.answer import Usage
+from framesieve.client.encoding import Encoded, encode
+from tests.integration.gateway import Gateway, gateway
+
+ANSWER_MS = 60_000
+NARROW_PX = 400
+DROP = """(target, [name, type, data]) => {
+  const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
+  const dataTransfer = new DataTransfer();
+  dataTransfer.items.add(new File([bytes], name, { type }));
+  target.dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true }));
+}"""
+# When the text of each answer grew.
+NOTE_TIMES = """(answers) => new MutationObserver((changes) => {
+  for (const { target } of changes.filter(({ target }) => target.matches?.(".text"))) {
+    (target.closest("article").timesMs ??= []).push(performance.now());
+  }
+}).observe(answers, { childList: true, subtree: true })"""
+# The share of a drawn frame that is as dark as dimmed tokens are. The demo's clip is brighter everywhere.
+DARK = """(canvas) => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  let dark = 0;
+  for (let at = 0; at < data.length; at += 4) dark += Math.max(data[at], data[at + 1], data[at + 2]) < 90;
+  return dark / (data.length / 4);
+}"""
+
+
+@pytest.fixture(scope="module")
+def door(stack: LocalStack, media_root: Path) -> Iterator[Gateway]:
+    encoder = stack.addresses["encoder"]
+    with gateway(stack.address, media_root, "--encoder", encoder) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser: Browser, door: Gateway) -> Iterator[Page]:
+    """The page, which loads nothing from elsewhere and raises nothing."""
+    asked: list[str] = []
+    raised: list[str] = []
+    opened = browser.new_page()
+    opened.on("request", lambda request: asked.append(request.url))
+    opened.on("pageerror", lambda error: raised.append(str(error)))
+    opened.goto(door.url)
+    yield opened
+    opened.close()
+    assert not raised
+    assert [url for url in asked if not url.startswith((door.url, f"blob:{door.url}", "data:"))] == []
+
+
+def drop(page: Page, name: str, mime_type: str, data: bytes) -> None:
+    page.locator("#drop").evaluate(DROP, [name, mime_type, base64.b64encode(data).decode()])
+
+
+def ask(page: Page, question: str) -> None:
+    page.get_by_label("Question").fill(question)
+    page.get_by_label("Longest answer").fill("64")
+    page.get_by_role("button", name="Ask").click()
+
+
+def finished(page: Page, count: int) -> list[Locator]:
+    expect(page.locator("article[aria-busy=false]")).to_have_count(count, timeout=ANSWER_MS)
+    return page.locator("article").all()
+
+
+def cost(article: Locator) -> dict[str, str]:
+    return dict(zip(article.locator("dt").all_inner_texts(), article.locator("dd").all_inner_texts(), strict=True))
+
+
+def test_a_dropped_clip_plays_and_is_answered_at_two_rates(page: Page, stack: LocalStack) -> None:
+    drop(page, "clip.mp4", "video/mp4", CLIP.read_bytes())
+    assert page.get_by_label("The clip").evaluate("async (video) => { await video.play(); return !video.paused; }")
+    page.locator("#answers").evaluate(NOTE_TIMES)
+    page.get_by_label("Compare with another rate").check()
+    ask(page, "What moves?")
+    for article, rate, heading in zip(finished(page, 2), (0.0, 0.75), ("Not pruned", "Pruned by 75 %"), strict=True):
+        expect(article.get_by_role("heading")).to_have_text(heading)
+        expect(article.locator(".text")).not_to_be_empty()
+        encoded, usage = by_grpc(stack, rate)
+        told = cost(article)
+        assert told["Prompt tokens"] == str(usage.prompt_tokens_full)
+        assert told["After pruning"] == str(usage.prompt_tokens)
+        bar = article.get_by_label("Stages of the time to the first token").locator("span")
+        colours = bar.evaluate_all("(spans) => spans.map((span) => getComputedStyle(span).backgroundColor)")
+        assert len(colours) > 3
+        assert "rgba(0, 0, 0, 0)" not in colours
+        grid = encoded.plan.grid
+        pruned = np.ones(grid.tokens)
+        pruned[encoded.kept] = 0
+        dark = [canvas.evaluate(DARK) for canvas in article.locator("canvas").all()]
+        assert dark == pytest.approx(pruned.reshape(grid.t, -1).mean(axis=1), abs=0.02)
+        # The text grew for most of the time that generation took.
+        times_ms = article.evaluate("(article) => article.timesMs")
+        assert times_ms[-1] - times_ms[0] > 0.5 * float(told["All others"].removesuffix(" ms"))
+
+
+def by_grpc(stack: LocalStack, rate: float) -> tuple[Encoded, Usage]:
+    async def asked() -> tuple[Encoded, Usage]:
+        (encoded,) = await encode(stack.addresses["encoder"], CLIP, Pruning(rate))
+        async with FramesieveClient(stack.address) as client:
+            answer = await client.ask(CLIP, "What moves?", pruning_rate=rate, max_new_tokens=1)
+        return encoded, answer.usage
+
+    with ThreadPoolExecutor(1) as thread:  # Playwright's event loop runs in this one
+        return thread.submit(asyncio.run, asked()).result()
+
+
+def test_the_methods_are_those_of_the_contract(page: Page) -> None:
+    values = page.get_by_label("Method").locator("option").evaluate_all("(options) => options.map((one) => one.value)")
+    assert sorted(values) == sorted(set(METHODS) - {NONE})
+
+
+def test_files_that_are_no_clip_are_refused_where_they_were_dropped(page: Page) -> None:
+    error = page.get_by_label("Clip", exact=True).get_by_role("alert")
+    drop(page, "notes.txt", "text/plain", b"What moves?")
+    expect(error).to_have_text("notes.txt is neither a video nor an image.")
+    drop(page, "broken.mp4", "video/mp4", CLIP.read_bytes()[:1000])
+    ask(page, "What moves?")
+    expect(error).to_contain_text("broken.mp4 cannot be read", timeout=ANSWER_MS)
+    expect(page.locator("article")).to_have_count(0)
+
+
+def test_it_is_usable_by_keyboard_on_a_phone(page: Page) -> None:
+    page.set_viewport_size({"width": NARROW_PX, "height": 800})
+    page.get_by_role("button", name="Use the demo's clip").press("Enter")
+    expect(page.locator("#file-name")).to_contain_text("demo.mp4")
+    page.get_by_label("Pruning rate").press("ArrowRight")
+    page.get_by_label("Longest answer").fill("4")
+    page.get_by_label("Question").fill("What moves?")
+    page.get_by_role("button", name="Ask").press("Enter")
+    (article,) = finished(page, 1)
+    expect(article.get_by_role("heading")).to_have_text("Pruned by 80 %")
+    assert page.evaluate("document.documentElement.scrollWidth") == NARROW_PX
