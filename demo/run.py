@@ -57,6 +57,9 @@ def main(model: Path = DEMO_MODEL) -> int:
         console.print(f"[dim]{CAPTION}[/]")
         picture = f".venv/bin/framesieve inspect {os.path.relpath(CLIP)} --pruning-rate {RATES[-1]} -o kept.png"
         console.print(f"\nTo draw which patches were kept:  {picture}", soft_wrap=True)
+        console.print(
+            "To ask in a browser:  .venv/bin/framesieve serve, then open http://127.0.0.1:8000/", soft_wrap=True
+        )
     except KeyboardInterrupt:
         return 130
     except (StartupError, FramesieveError, OSError) as error:

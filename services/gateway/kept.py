@@ -37,7 +37,7 @@ class Kept:
     async def endpoint(self, request: Request) -> Response:
         call = Call.of(request)
         if not self._encoder:
-            raise InvalidRequest("what pruning keeps is unknown here: the gateway was started without --encoder")
+            raise InvalidRequest("the kept tokens cannot be told: the gateway was started without --encoder")
         body = await read_body(request, self._max_body_bytes, call.charge)
         chat = await asyncio.to_thread(parse, body)
         messages = await asyncio.to_thread(conversation, chat, partial(self._files.server_path, owner=call.owner))

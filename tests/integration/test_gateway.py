@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ PICTURE = media.picture(60, 90)
 CLIP_URL, OTHER_URL = data_url("video/mp4", CLIP), data_url("video/mp4", OTHER)
 FRAMES = tuple(media.picture(112, 112, seed) for seed in range(4))
 PICTURE_URL = data_url("image/png", PICTURE)
+RUNNING = "framesieve_requests_running"
 GREEDY = Options(temperature=0, max_new_tokens=8, logprobs=True)
 
 
@@ -282,7 +284,8 @@ def test_wrong_media_are_named_before_a_stream_begins(
 
 def test_broken_and_large_bodies_and_unknown_paths_have_a_status(http: httpx.Client) -> None:
     broken = http.post("/v1/chat/completions", content=b'{"messages": [')
-    assert (broken.status_code, broken.json()["error"]["message"][:26]) == (400, "the body is not valid JSON")
+    error = broken.json()["error"]
+    assert (broken.status_code, error["message"][:26], error["param"]) == (400, "the body is not valid JSON", None)
     pieces = (bytes(2**20) for _ in range(200))
     large = http.post("/v1/chat/completions", content=pieces)
     assert (large.status_code, large.json()["error"]["code"]) == (413, "TOO_LARGE")
@@ -314,7 +317,7 @@ async def test_a_client_that_leaves_cancels_its_question_within_a_second(
     stack: LocalStack, door: Gateway, stream: bool
 ) -> None:
     port = stack.metrics_ports["generation"]
-    running = partial(lambda: metric_in(exported(port), "framesieve_requests_running", method="Generate"))
+    running = partial(lambda: metric_in(exported(port), RUNNING, method="Generate"))
     body = question("Why?", max_tokens=1000, ignore_eos=True, stream=stream)
     async with httpx.AsyncClient(base_url=door.url, timeout=60) as client:
         asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
@@ -322,6 +325,42 @@ async def test_a_client_that_leaves_cancels_its_question_within_a_second(
         asking.cancel()
         await asyncio.wait([asking])
     await until(lambda: running() == 0, within_s=1)
+
+
+def test_kept_tokens_are_refused_without_an_encoder(http: httpx.Client) -> None:
+    refused = http.post("/v1/framesieve/kept", json=question(video(CLIP_URL)))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, None)
+    assert refused.json()["error"]["message"].endswith("without --encoder")
+
+
+async def test_slow_bodies_and_unread_streams_hold_nobody_up(door: Gateway) -> None:
+    unread = json.dumps(question("Why?", max_tokens=400, ignore_eos=True, stream=True, logprobs=True, top_logprobs=20))
+    post = "POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ncontent-type: application/json\r\n"
+
+    async def drip() -> None:
+        writer.write(f"{post}content-length: 1000000\r\n\r\n".encode())
+        while True:
+            writer.write(b" ")
+            await asyncio.sleep(0.05)
+
+    async with AsyncExitStack() as slow, httpx.AsyncClient(base_url=door.url, timeout=60) as client:
+        tasks = []
+        for number in range(104):
+            _, writer = await asyncio.open_connection("127.0.0.1", door.port, limit=1024)
+            slow.callback(writer.close)
+            if number < 100:
+                tasks.append(asyncio.create_task(drip()))
+            else:  # its reader stops at the limit
+                writer.write(f"{post}content-length: {len(unread)}\r\n\r\n{unread}".encode())
+        running = partial(lambda: metric_in(httpx.get(f"{door.url}/metrics").text, RUNNING, method="ChatCompletions"))
+        await until(lambda: running() >= 100)
+        for _ in range(5):
+            start = time.monotonic()
+            (await client.post("/v1/chat/completions", json=question("Why?"))).raise_for_status()
+            assert time.monotonic() - start < 5
+        for task in tasks:
+            task.cancel()
+    await until(lambda: running() == 0)
 
 
 async def test_every_fuzzed_request_has_a_clear_status(door: Gateway) -> None:
@@ -336,7 +375,7 @@ def test_metrics_and_health_are_told(door: Gateway, http: httpx.Client) -> None:
     text = http.get("/metrics").text
     assert metric_in(text, "framesieve_requests_total", method="ChatCompletions", code="INVALID_ARGUMENT") > 0
     assert metric_in(text, "framesieve_refusals_total", method="ChatCompletions", reason="INVALID_REQUEST") > 0
-    assert metric_in(text, "framesieve_requests_running", method="ChatCompletions") == 0
+    assert metric_in(text, RUNNING, method="ChatCompletions") == 0
     assert_documented("gateway", text)
     ended = [json.loads(line) for line in door.log.read_text().splitlines() if '"request ended"' in line]
     assert {"request_id", "code", "seconds", "received_bytes"} <= ended[-1].keys()

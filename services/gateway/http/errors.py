@@ -44,7 +44,8 @@ _WORDS = (
     (re.compile(r"\bSampling\."), ""),
     (re.compile(r"\bmax_new_tokens\b"), "max_completion_tokens"),
 )
-_FIELD = re.compile(r"[a-z_]+(?:\[\d+\])*(?:\.[a-z_]+(?:\[\d+\])*)*")
+# Messages that are about a field begin with it; the others begin with an article or the like.
+_FIELD = re.compile(r"(?!(?:a|the|there|this) )[a-z_]+(?:\[\d+\])*(?:\.[a-z_]+(?:\[\d+\])*)*")
 
 
 class NotFound(InvalidRequest):
