@@ -15,6 +15,8 @@ import torch
 from transformers import (
     GenerationConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -88,6 +90,37 @@ EXPERTS = {
 }
 
 
+QWEN2_VL = {
+    "text": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+    },
+    "vision": {
+        "depth": 3,
+        "embed_dim": 32,
+        "hidden_size": 64,
+        "mlp_ratio": 2,
+        "num_heads": 2,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+
+
+def _write_qwen2_vl(folder: Path, seed: int) -> Path:
+    sizes = {"size": {"shortest_edge": 56 * 56, "longest_edge": 168 * 168}}
+    return _write_qwen(
+        folder, seed, Qwen2VLConfig, Qwen2VLForConditionalGeneration, QWEN2_VL, (sizes, sizes), "Qwen2VL"
+    )
+
+
 def _write_qwen3_vl(folder: Path, seed: int) -> Path:
     return _write_qwen3(folder, seed, Qwen3VLConfig, Qwen3VLForConditionalGeneration, {})
 
@@ -99,11 +132,27 @@ def write_qwen3_vl_moe(folder: Path, seed: int, moe_intermediate: int = 48) -> P
 
 
 def _write_qwen3(folder: Path, seed: int, config_class: Any, model_class: Any, experts: Mapping[str, Any]) -> Path:
+    sizes = {**QWEN3_VL, "text": {**QWEN3_VL["text"], **experts}}
+    images = {"size": {"shortest_edge": 64 * 64, "longest_edge": 192 * 192}}
+    videos = {"size": {"shortest_edge": 4 * 64 * 64, "longest_edge": 16 * 128 * 128}}
+    return _write_qwen(folder, seed, config_class, model_class, sizes, (images, videos), "Qwen3VL")
+
+
+def _write_qwen(
+    folder: Path,
+    seed: int,
+    config_class: Any,
+    model_class: Any,
+    sizes: Mapping[str, Mapping[str, Any]],
+    processors: tuple[Mapping[str, Any], Mapping[str, Any]],
+    name: str,
+) -> Path:
+    """sizes: of text and vision. processors: settings of images and of videos. name: that classes begin with."""
     tokenizer = make_tokenizer(TINY)
     ids = tokenizer.get_vocab()
     config = config_class(
-        text_config={**QWEN3_VL["text"], **experts, "vocab_size": len(tokenizer)},
-        vision_config=QWEN3_VL["vision"],
+        text_config={**sizes["text"], "vocab_size": len(tokenizer)},
+        vision_config=sizes["vision"],
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
@@ -119,15 +168,14 @@ def _write_qwen3(folder: Path, seed: int, config_class: Any, model_class: Any, e
     processor = {
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
-        "patch_size": 16,
+        "patch_size": sizes["vision"]["patch_size"],
         "merge_size": 2,
         "temporal_patch_size": 2,
-        "processor_class": "Qwen3VLProcessor",
+        "processor_class": f"{name}Processor",
     }
-    images = {"size": {"shortest_edge": 64 * 64, "longest_edge": 192 * 192}}
-    videos = {"size": {"shortest_edge": 4 * 64 * 64, "longest_edge": 16 * 128 * 128}}
-    image = processor | images | {"image_processor_type": "Qwen2VLImageProcessor"}
-    video = processor | videos | {"video_processor_type": "Qwen3VLVideoProcessor"}
+    image, video = processors
+    image = {**processor, **image, "image_processor_type": "Qwen2VLImageProcessor"}
+    video = {**processor, **video, "video_processor_type": f"{name}VideoProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps(image))
     (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
     return folder
@@ -143,6 +191,17 @@ _QWEN3 = {
     "text_prefix": "model.language_model.",
 }
 FAMILIES: Mapping[str, FamilyUnderTest] = {
+    "qwen2_vl": FamilyUnderTest(
+        write=_write_qwen2_vl,
+        model=Qwen2VLForConditionalGeneration,
+        patch_px=14,
+        merge=2,
+        temporal_patch=2,
+        hidden=64,
+        levels=0,
+        slices_stand_alone=False,
+        text_prefix="model.",
+    ),
     "qwen2_5_vl": FamilyUnderTest(
         write=lambda folder, seed: write_checkpoint(folder, TINY, seed),
         model=Qwen2_5_VLForConditionalGeneration,

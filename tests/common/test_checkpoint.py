@@ -107,8 +107,8 @@ def test_a_repository_is_found_in_the_cache_of_hugging_face_and_offline_only_the
 def test_every_service_has_the_families_that_are_tested(copy: Path) -> None:
     for registry in (services.preprocessing.families, services.encoder.families, services.generation.families):
         assert set(registry.FAMILIES) == set(FAMILIES)
-    (copy / "config.json").write_text('{"model_type": "llava"}')
+    (copy / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(
-        StartupError, match=r"has the model_type 'llava'; supported: qwen2_5_vl, qwen3_vl, qwen3_vl_moe"
+        StartupError, match=r"has the model_type 'llama'; supported: qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe"
     ):
         Checkpoint(copy).pick(FAMILIES)

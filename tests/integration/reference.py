@@ -62,7 +62,7 @@ async def model_inputs(
             sides = [(item.grid.t, item.grid.h * family.merge, item.grid.w * family.merge) for _, item in items]
             inputs[grids] = torch.tensor(sides)
     steps = [float(item.seconds_per_grid) for item in plan.media if item.seconds_per_grid]
-    if steps and not family.slices_stand_alone:
+    if steps and config.model_type == "qwen2_5_vl":
         inputs["second_per_grid_ts"] = torch.tensor(steps)
     return inputs
 

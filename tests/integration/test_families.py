@@ -24,8 +24,9 @@ from tests.integration.reference import NEW_TOKENS, check_answer, model_inputs
 
 QUESTION = "What moves?"
 GREEDY: Any = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "logprobs": True, "timeout_s": 60}
-# The mixture of experts differs from Qwen3-VL in the text model alone, which tests of generation cover.
-FAMILY_PARAMS = ["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.deep)]
+# The others differ from these in a tower or a text model, which tests of the encoder and of generation cover.
+DEEP = ("qwen2_vl", "qwen3_vl_moe")
+FAMILY_PARAMS = ["qwen2_5_vl", "qwen3_vl", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP)]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ import transformers
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 BLOCK_PX = 16
@@ -140,6 +141,7 @@ class _Base:
 
 # For each family: module and class of its video processor, and the class that expands placeholders.
 _PROCESSORS: Mapping[str, tuple[str, str, Any]] = {
+    "qwen2_vl": ("qwen2_vl", "Qwen2VLVideoProcessor", Qwen2VLProcessor),
     "qwen2_5_vl": ("qwen2_vl", "Qwen2VLVideoProcessor", Qwen2_5_VLProcessor),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLVideoProcessor", Qwen3VLProcessor),
     "qwen3_vl_moe": ("qwen3_vl", "Qwen3VLVideoProcessor", Qwen3VLProcessor),

@@ -146,7 +146,7 @@ def test_num_frames_selects_the_frames_of_transformers(
     processor = transformers_video_processor(family)
     processor.num_frames = processor.fps = None
     metadata = SimpleNamespace(total_num_frames=frames, fps=30.0)
-    if (family, count) == ("qwen2_5_vl", 1):  # transformers divides by zero
+    if family.startswith("qwen2") and count == 1:  # transformers divides by zero
         expected = [0]
     else:
         expected = processor.sample_frames(metadata, num_frames=count).tolist()

@@ -206,9 +206,9 @@ def assert_planned_as_by_transformers(family: str, checkpoint: Path, *messages: 
         assert item.frames == 2 * item.grid.t == len(item.timestamps_s)
         assert item.seconds_per_grid == 2 * part.frames / (its.frames * part.average_rate)
     # Elsewhere transformers resumes text inside the video once its time exceeds the longer side of a frame.
+    steps = [1 if family == "qwen2_vl" else (item.seconds_per_grid or 0) * TOKENS_PER_SECOND for item in plan.media]
     if alone or all(
-        (item.grid.t - 1) * (item.seconds_per_grid or 0) * TOKENS_PER_SECOND < max(item.grid.h, item.grid.w)
-        for item in plan.media
+        (item.grid.t - 1) * step < max(item.grid.h, item.grid.w) for item, step in zip(plan.media, steps, strict=True)
     ):
         assert plan.positions.tolist() == rope_index(family, checkpoint, plan)
 

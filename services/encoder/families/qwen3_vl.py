@@ -33,6 +33,8 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         keywords=_keywords,
         levels=_levels,
         embed_levels=len(config.deepstack_visual_indexes),
+        hidden=config.hidden_size,
+        embed_dim=config.out_hidden_size,
         dtype=dtype,
         device=device,
         attention=attention,

@@ -43,16 +43,19 @@ def make_tower(
     shape: TowerShape,
     keywords: Callable[[PackedLayout[Tensor]], Mapping[str, Tensor | int | None]],
     levels: Callable[[Any], Tensor],
-    embed_levels: int,
+    hidden: int,
+    embed_dim: int,
     dtype: str,
     device: torch.device,
     attention: Wanted,
+    embed_levels: int = 0,
     windowed_layers: int = 0,
 ) -> Tower:
     """A tower that runs `model_class(config)` with the checkpoint's weights.
 
     rotary_class: of its `rotary_pos_emb`. keywords: the layout as keyword arguments of the model's forward, which
-    otherwise computes it. levels: converts its output to (1 + embed_levels, P / merge², embed_dim).
+    otherwise computes it. levels: converts its output to (1 + embed_levels, P / merge², embed_dim). hidden: width of a
+    patch inside the model.
     Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable.
     """
     with torch.device("meta"):
@@ -71,10 +74,10 @@ def make_tower(
     )
     if runs_in == torch.float16:
         saturate(model)
-    sizes = _sizes(model, shape, windowed_layers)
+    sizes = _sizes(model, hidden, shape, windowed_layers)
     pack_linears(model.eval().requires_grad_(False).to(device))
     heads = config.num_heads
-    attend = find_attention(attention, device, runs_in, heads, config.hidden_size // heads)
+    attend = find_attention(attention, device, runs_in, heads, hidden // heads)
     extra = {"attend": attend} if attend else {}
     varlen = attend not in (None, attend_by_length)
     if attend:
@@ -88,7 +91,7 @@ def make_tower(
     return Tower(
         forward=ModelForward(compute, shape, device, varlen, model.blocks),
         patches=PatchShape(config.patch_size, config.spatial_merge_size, config.temporal_patch_size),
-        embed_dim=config.out_hidden_size,
+        embed_dim=embed_dim,
         embed_levels=embed_levels,
         dtype=runs_in,
         device=device,
@@ -96,14 +99,14 @@ def make_tower(
     )
 
 
-def _sizes(model: Any, shape: TowerShape, windowed_layers: int) -> TowerSizes:
+def _sizes(model: Any, hidden: int, shape: TowerShape, windowed_layers: int) -> TowerSizes:
     """Matrices in blocks, and the patch embedding, apply to every patch; the others to merged tokens."""
     in_blocks, elsewhere = (
         sum(each.weight.numel() for name, each in model.named_modules() if isinstance(each, nn.Linear) and where(name))
         for where in (lambda name: name.startswith("blocks."), lambda name: not name.startswith("blocks."))
     )
     return TowerSizes(
-        hidden=model.config.hidden_size,
+        hidden=hidden,
         patch_weights=in_blocks + model.patch_embed.weight.numel(),
         token_weights=elsewhere,
         full_layers=len(model.blocks) - windowed_layers,

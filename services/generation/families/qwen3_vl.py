@@ -23,8 +23,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
 )
 
 from common.checkpoint import Checkpoint
-from services.generation.families.quantised import is_quantised, load_quantised
-from services.generation.families.text_model import fill, make_text, read_weights, shard_text, with_output_layer
+from services.generation.families.loading import TextClasses, load_text
 from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
 
@@ -51,41 +50,40 @@ class _MoeText(_Deepstack, Qwen3VLMoeTextModel):
         return can_set
 
 
+_CLASSES = TextClasses(Qwen3VLForConditionalGeneration, _Text, Qwen3VLTextRotaryEmbedding)
+_MOE_CLASSES = TextClasses(Qwen3VLMoeForConditionalGeneration, _MoeText, Qwen3VLMoeTextRotaryEmbedding)
+
+
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
     """The family's `load_language_model`."""
-    config = Qwen3VLConfig.from_pretrained(checkpoint.folder)
-    classes = Qwen3VLForConditionalGeneration, _Text, Qwen3VLTextRotaryEmbedding
-    return _load(checkpoint, config, classes, dtype, device, group)
+    return _load(checkpoint, Qwen3VLConfig.from_pretrained(checkpoint.folder), _CLASSES, dtype, device, group)
 
 
 def load_moe(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
     """The family's `load_language_model`."""
-    config = Qwen3VLMoeConfig.from_pretrained(checkpoint.folder)
-    classes = Qwen3VLMoeForConditionalGeneration, _MoeText, Qwen3VLMoeTextRotaryEmbedding
-    return _load(checkpoint, config, classes, dtype, device, group)
+    return _load(checkpoint, Qwen3VLMoeConfig.from_pretrained(checkpoint.folder), _MOE_CLASSES, dtype, device, group)
 
 
 def _load(
     checkpoint: Checkpoint,
     config: Any,
-    classes: tuple[Any, Any, Any],
+    classes: TextClasses,
     dtype: torch.dtype,
     device: torch.device,
     group: Group | None,
 ) -> LanguageModel:
-    """classes: transformers' whole model, its text model, and its rotary embedding."""
-    whole_class, text_class, rotary_class = classes
-    levels = len(config.vision_config.deepstack_visual_indexes)
-    if is_quantised(checkpoint):
-        return load_quantised(checkpoint, config, whole_class, text_class, levels, dtype, device, group)
-    text = make_text(text_class, rotary_class, config.text_config, device)
-    # The dense model has no tensor-parallel plan, but its layers have the structure and names of Qwen3's.
-    shards = shard_text(text, text.config.base_model_tp_plan or Qwen3Config.base_model_tp_plan, group)
-    weights = read_weights(checkpoint, TEXT_PREFIX, dtype, device, shards)
-    _transpose_experts(text, weights)
-    fill(text, weights, TEXT_PREFIX)
-    return with_output_layer(
-        checkpoint, config, text, levels, Qwen3VLForConditionalGeneration._tp_plan["lm_head"], group
+    return load_text(
+        checkpoint,
+        config,
+        classes,
+        (TEXT_PREFIX,),
+        dtype,
+        device,
+        group,
+        embed_levels=len(config.vision_config.deepstack_visual_indexes),
+        # The dense model has no tensor-parallel plan, but its layers have the structure and names of Qwen3's.
+        plan=Qwen3Config.base_model_tp_plan,
+        change=_transpose_experts,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 from common.checkpoint import Checkpoint
 from common.contract.plan import Grid, Modality
 from services.preprocessing.families.qwen2_5_vl import Qwen25VL
+from services.preprocessing.families.qwen2_vl import Qwen2VL
 from services.preprocessing.families.qwen3_vl import Qwen3VL
 from services.preprocessing.prompt.layout import Expansion
 from services.preprocessing.video.sampling import FrameBounds, FrameSampling
@@ -51,6 +52,7 @@ class Family(Protocol):
 
 
 FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
+    "qwen2_vl": Qwen2VL.from_checkpoint,
     "qwen2_5_vl": Qwen25VL.from_checkpoint,
     "qwen3_vl": Qwen3VL.from_checkpoint,
     "qwen3_vl_moe": Qwen3VL.from_checkpoint,

@@ -1,93 +1,36 @@
-"""Qwen2.5-VL: a video is one grid, and the time between its slices determines their distance in positions.
+"""Qwen2.5-VL: as Qwen2-VL, but the time between slices determines their distance in positions.
 
-The pixel budget applies to each frame. Source: `Qwen2VLVideoProcessor` and `Qwen2_5_VLProcessor` of transformers 5.23,
-index for index; the time base of Qwen2.5-VL, arXiv 2502.13923.
+Source: `Qwen2_5_VLProcessor` of transformers 5.23; the time base of Qwen2.5-VL, arXiv 2502.13923.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
-
-import numpy as np
+from typing import Self
 
 from common.checkpoint import Checkpoint
 from common.contract.plan import Grid
-from services.preprocessing.families.qwen_vl import QwenVL, VideoDefaults, at_most
+from services.preprocessing.families.qwen2_vl import DEFAULTS, Qwen2VL
 from services.preprocessing.prompt.layout import Expansion
 from services.preprocessing.prompt.positions import GridSpan
-from services.preprocessing.video.resize import smart_resize
-from services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from services.preprocessing.video.timing import TimeBase
 
-_DEFAULTS = VideoDefaults(
-    patch_px=14,
-    size={"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
-    max_tokens=128_000,
-    old_names=True,
-)
 _TOKENS_PER_SECOND = 4
-_LANES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Qwen25VL(QwenVL):
+class Qwen25VL(Qwen2VL):
     """The settings of one checkpoint. tokens_per_second: positions for each second of video."""
 
     tokens_per_second: Fraction
 
-    embed_levels: ClassVar[int] = 0
-
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> Qwen25VL:
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
         """Raises StartupError for settings that are not supported or contradict each other."""
         per_second = checkpoint.config.get("vision_config", {}).get("tokens_per_second", _TOKENS_PER_SECOND)
-        return cls.read(checkpoint, _DEFAULTS, tokens_per_second=Fraction(str(per_second)))
-
-    def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
-        """The indices of transformers, sometimes an odd number of them.
-
-        Three deviations: a video too short for one temporal patch yields its first frame (transformers divides by
-        zero); num_frames that round to more than the video has are rounded down, and an index that rounding puts behind
-        the last frame is left out (transformers fails).
-        """
-        patch = bounds.temporal_patch
-        if bounds.num_frames is not None:
-            frames = min(round(bounds.num_frames / patch) * patch, total_frames // patch * patch)
-        else:
-            most = min(bounds.max_frames, total_frames) // patch * patch
-            wanted = total_frames / float(average_rate) * bounds.fps
-            frames = math.floor(min(max(wanted, bounds.min_frames), most, total_frames) / patch) * patch
-        if frames == 0:
-            return (0,)
-        step = total_frames / frames
-        return tuple(index for index in _torch_arange(total_frames, step) if index < total_frames)
-
-    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
-        """Height and width of each of a video's `frames` after resizing. Raises MediaRejected."""
-        budget = self.video_budget if wish.max_pixels is None else at_most(self.video_budget, wish.max_pixels)
-        if self.max_video_tokens is not None:
-            total = int(self.max_video_tokens * budget.factor_px**2 * 0.9)
-            share = total * self.frame_bounds.temporal_patch // frames
-            budget = replace(budget, max_px=max(min(budget.max_px, share), int(budget.min_px * 1.05)))
-        return smart_resize(height_px, width_px, budget)
+        return cls.read(checkpoint, DEFAULTS, tokens_per_second=Fraction(str(per_second)))
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
         """One grid. Its time step is tokens_per_second · seconds_per_grid, 0 for an image."""
         return (GridSpan(grid, self.tokens_per_second * base.seconds_per_grid if base else Fraction(0)),)
-
-
-def _torch_arange(end: int, step: float) -> list[int]:
-    """Reproduces `torch.arange(0, end, step).int()`, rounding for rounding.
-
-    torch computes in pairs of lanes of 8 elements: it rounds the first element of each lane to float32, derives the
-    others from it in float64, and rounds them; elements that fill no pair are computed one by one. The result may have
-    one element more than end / step, which may be `end` itself.
-    """
-    count = math.ceil(end / step)
-    index = np.arange(count)
-    lane = (index // _LANES * _LANES * step).astype(np.float32).astype(np.float64) + index % _LANES * step
-    values = np.where(index < count // (2 * _LANES) * 2 * _LANES, lane, index * step).astype(np.float32)
-    return [int(value) for value in values]

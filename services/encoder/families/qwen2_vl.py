@@ -1,0 +1,47 @@
+"""Qwen2-VL's vision tower: transformers' class, and its output. Source: Qwen2-VL, arXiv 2409.12191."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+    Qwen2VisionTransformerPretrainedModel,
+    Qwen2VLVisionRotaryEmbedding,
+)
+
+from common.checkpoint import Checkpoint
+from services.encoder.families.vision_model import make_tower, vision_config
+from services.encoder.tower.attention import Wanted
+from services.encoder.tower.packing import PackedLayout, TowerShape
+from services.encoder.tower.tower import Tower
+
+
+def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+    """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
+    config = vision_config(checkpoint, Qwen2VLVisionConfig)
+    return make_tower(
+        checkpoint,
+        config,
+        Qwen2VisionTransformerPretrainedModel,
+        Qwen2VLVisionRotaryEmbedding,
+        shape=TowerShape(config.spatial_merge_size),
+        keywords=_keywords,
+        levels=_levels,
+        hidden=config.embed_dim,
+        embed_dim=config.hidden_size,
+        dtype=dtype,
+        device=device,
+        attention=attention,
+    )
+
+
+def _keywords(layout: PackedLayout[Tensor]) -> dict[str, Tensor | int | None]:
+    return {"position_ids": layout.positions, "cu_seqlens": layout.ends, "max_seqlen": layout.longest}
+
+
+def _levels(output: Any) -> Tensor:
+    embeds: Tensor = output.pooler_output
+    return embeds[None]

@@ -1,0 +1,62 @@
+"""Loads a language model by the classes and the prefixes of weights that a family's file names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.checkpoint import Checkpoint
+from services.generation.families.quantised import is_quantised, load_quantised
+from services.generation.families.text_model import (
+    fill,
+    has_weights,
+    make_text,
+    read_weights,
+    shard_text,
+    with_output_layer,
+)
+from services.generation.model.language_model import LanguageModel
+from services.generation.parallel.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class TextClasses:
+    """Transformers' classes: of the whole model, of its text model (or a subclass that adds no state), and of the text
+    model's rotary embedding."""
+
+    whole: Any
+    text: Any
+    rotary: Any
+
+
+def load_text(
+    checkpoint: Checkpoint,
+    config: Any,
+    classes: TextClasses,
+    prefixes: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group | None,
+    *,
+    embed_levels: int = 0,
+    plan: Mapping[str, str] | None = None,
+    change: Callable[[nn.Module, dict[str, Tensor]], None] = lambda text, weights: None,
+) -> LanguageModel:
+    """The language model of a checkpoint, or with a group this rank's part of it.
+
+    config: of the whole model. prefixes: of the text model's weights, the first that the checkpoint has is used.
+    plan: transformers' tensor-parallel plan, if the text config has none. change: of the weights that were read.
+    """
+    if is_quantised(checkpoint):
+        return load_quantised(checkpoint, config, classes.whole, classes.text, embed_levels, dtype, device, group)
+    text = make_text(classes.text, classes.rotary, config.text_config, device)
+    prefix = next((each for each in prefixes if has_weights(checkpoint, each)), prefixes[-1])
+    shards = shard_text(text, text.config.base_model_tp_plan or plan, group)
+    weights = read_weights(checkpoint, prefix, dtype, device, shards)
+    change(text, weights)
+    fill(text, weights, prefix)
+    return with_output_layer(checkpoint, config, text, embed_levels, classes.whole._tp_plan["lm_head"], group)
