@@ -23,7 +23,6 @@ from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from common import process
-from services.preprocessing.families import FAMILIES
 
 settings.register_profile("framesieve", deadline=None, derandomize=True)
 settings.load_profile("framesieve")
@@ -32,14 +31,20 @@ settings.load_profile("framesieve")
 SHARED = {
     "fleet": ("encoder_ranks", "killed", "leaving", "signals"),
     "stack": (
-        *("answers", "bench", "families", "generation_ranks", "hostile_input", "kubernetes_autoscaling"),
-        *("logs_and_traces", "metrics", "monitoring", "slow_callers", "urls", "workers"),
+        *("answers", "bench", "families", "gateway", "generation_ranks", "hostile_input", "kubernetes_autoscaling"),
+        *("logs_and_traces", "metrics", "monitoring", "page", "slow_callers", "urls", "workers"),
     ),
 }
 GROUPS = {f"tests/integration/test_{name}.py": group for group, names in SHARED.items() for name in names}
 GROUPS |= {f"tests/deploy/test_{name}.py": "deploy" for name in ("alerts", "kubernetes", "kubernetes_network")}
 # Long files go first, so that no worker is left with one at the end. Folders that are not named here come last.
 LONGEST_FIRST = ("integration", "generation", "encoder", "framesieve", "preprocessing")
+
+
+# Deep ones differ from the others in parts that tests of the encoder and of preprocessing cover.
+FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+DEEP_FAMILIES = ("llava_pixtral", "llava_siglip", "qwen2_vl")
+FAMILY_PARAMS = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP_FAMILIES)]
 
 
 def pytest_configure() -> None:
@@ -91,9 +96,9 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), TINY, seed=1)
 
 
-@pytest.fixture(scope="session", params=sorted(FAMILIES))
+@pytest.fixture(scope="session", params=FAMILY_PARAMS)
 def family(request: pytest.FixtureRequest) -> str:
-    """The model type of each family in turn."""
+    """The name of each family in turn."""
     name: str = request.param
     return name
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
     GenerationConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
@@ -35,6 +38,8 @@ class FamilyUnderTest:
     levels: number of tensors that a media token carries beside its embedding (DeepStack).
     slices_stand_alone: each temporal slice is a grid of its own, with text before and after it.
     text_prefix: prefix of the names of the text model's weights in that checkpoint.
+    linear: positions are one-dimensional.
+    model_type: of its config.json, where that is not its name in FAMILIES.
     """
 
     write: Callable[[Path, int], Path]
@@ -46,6 +51,8 @@ class FamilyUnderTest:
     levels: int
     slices_stand_alone: bool
     text_prefix: str
+    linear: bool = False
+    model_type: str = ""
 
     @property
     def token_px(self) -> int:
@@ -181,6 +188,99 @@ def _write_qwen(
     return folder
 
 
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 14}
+# The tower, the text model, and how features are selected, of each kind of LLaVA.
+LLAVA: Mapping[str, Mapping[str, Any]] = {
+    "llava": {
+        "vision_config": {**TOWER, "model_type": "clip_vision_model", "image_size": 56, "projection_dim": 16},
+        "text": {"model_type": "llama"},
+    },
+    "llava_siglip": {
+        "vision_config": {**TOWER, "model_type": "siglip_vision_model", "image_size": 60},
+        "text": {
+            "model_type": "qwen2",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "vision_feature_layer": [-3, -1],
+        "vision_feature_select_strategy": "full",
+    },
+    "llava_pixtral": {
+        "vision_config": {**TOWER, "model_type": "pixtral", "patch_size": 8, "image_size": 96},
+        "text": {
+            "model_type": "mistral",
+            "sliding_window": None,
+            "head_dim": 24,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+    },
+}
+LLAVA_PROCESSORS: Mapping[str, Mapping[str, Any]] = {
+    "llava": {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 56},
+        "crop_size": {"height": 56, "width": 56},
+        "do_center_crop": True,
+        "image_mean": [0.48, 0.46, 0.41],
+        "image_std": [0.27, 0.26, 0.28],
+    },
+    "llava_siglip": {
+        "image_processor_type": "SiglipImageProcessor",
+        "size": {"height": 60, "width": 60},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+    "llava_pixtral": {
+        "image_processor_type": "PixtralImageProcessor",
+        "size": {"longest_edge": 96},
+        "patch_size": {"height": 8, "width": 8},
+        "image_mean": [0.48, 0.46, 0.41],
+        "image_std": [0.27, 0.26, 0.28],
+    },
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LLAVA_TEXT: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": _LLAMA3,
+}
+
+
+def write_llava(folder: Path, seed: int, name: str = "llava") -> Path:
+    """A checkpoint of a kind of LLAVA, with the files of its published ones."""
+    tokenizer = make_tokenizer(TINY)
+    pixtral = name == "llava_pixtral"
+    image = "[IMG]" if pixtral else "<image>"
+    breaks = ["[IMG_BREAK]", "[IMG_END]"] if pixtral else []
+    tokenizer.add_tokens([image, *breaks], special_tokens=True)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|vision_start|><|image_pad|><|vision_end|>", image)
+    ids = tokenizer.get_vocab()
+    settings = dict(LLAVA[name])
+    text = {**LLAVA_TEXT, **settings.pop("text"), "vocab_size": len(tokenizer)}
+    config = LlavaConfig(text_config=text, image_token_index=ids[image], tie_word_embeddings=False, **settings)
+    model = LlavaForConditionalGeneration(config)
+    randomise(model, 0.1, seed)
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(LLAVA_PROCESSORS[name]))
+    return folder
+
+
 _QWEN3 = {
     "patch_px": 16,
     "merge": 2,
@@ -191,6 +291,22 @@ _QWEN3 = {
     "text_prefix": "model.language_model.",
 }
 FAMILIES: Mapping[str, FamilyUnderTest] = {
+    **{
+        name: FamilyUnderTest(
+            write=partial(write_llava, name=name),
+            model=LlavaForConditionalGeneration,
+            patch_px=settings["vision_config"]["patch_size"],
+            merge=1,
+            temporal_patch=1,
+            hidden=64,
+            levels=0,
+            slices_stand_alone=False,
+            text_prefix="model.language_model.",
+            linear=True,
+            model_type="llava",
+        )
+        for name, settings in LLAVA.items()
+    },
     "qwen2_vl": FamilyUnderTest(
         write=_write_qwen2_vl,
         model=Qwen2VLForConditionalGeneration,
@@ -216,6 +332,9 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
     "qwen3_vl": FamilyUnderTest(_write_qwen3_vl, Qwen3VLForConditionalGeneration, **_QWEN3),
     "qwen3_vl_moe": FamilyUnderTest(write_qwen3_vl_moe, Qwen3VLMoeForConditionalGeneration, **_QWEN3),
 }
+
+
+QWEN = sorted(name for name, family in FAMILIES.items() if not family.linear)
 
 
 def load_reference(name: str, folder: Path) -> Any:

@@ -27,6 +27,7 @@ class Item:
 
     deepstack: further levels of each token, [t·h·w, D] each.
     texts: for families with text between slices, the text before each slice and after the last one: t + 1.
+    linear: its positions count up as those of text.
     """
 
     t: int
@@ -38,6 +39,7 @@ class Item:
     method: str = "evs"
     deepstack: tuple[NDArray[np.float32], ...] = ()
     texts: tuple[Text, ...] = ()
+    linear: bool = False
 
     @property
     def tokens(self) -> int:
@@ -136,6 +138,8 @@ def _text(text: Text, start: int) -> list[_Token]:
 
 def _slices(item: Item, slices: range, number: int, start: int, pad_id: int) -> list[_Token]:
     """The grid of some slices of an item, from position `start`."""
+    if item.linear:
+        return [_Token(pad_id, (number, token), (start + token,) * 3) for token in range(item.tokens)]
     return [
         _Token(
             pad_id,
@@ -150,11 +154,17 @@ def _slices(item: Item, slices: range, number: int, start: int, pad_id: int) -> 
 
 @torch.no_grad()
 def expected_logprobs(
-    text_model: nn.Module, lm_head: nn.Module, expected: Expected, items: Sequence[Item], answer: Sequence[int]
+    text_model: nn.Module,
+    lm_head: nn.Module,
+    expected: Expected,
+    items: Sequence[Item],
+    answer: Sequence[int],
+    linear: bool = False,
 ) -> Tensor:
     """Log-probabilities of each token of an answer, teacher-forced: float32 [len(answer), V].
 
-    One unchunked forward of transformers' own text model over the gathered sequence and the answer.
+    One unchunked forward of transformers' own text model over the gathered sequence and the answer. linear: it takes
+    one-dimensional positions.
     """
     ids = [*expected.ids, *answer[:-1]]
     embeds = text_model.get_input_embeddings()(torch.tensor(ids))
@@ -162,9 +172,11 @@ def expected_logprobs(
     for row, (item, token) in media:
         embeds[row] = torch.from_numpy(items[item].embeds[token])
     positions = [*expected.positions, *[(len(expected.ids) + i + expected.delta,) * 3 for i in range(len(answer) - 1)]]
+    axes = torch.tensor(positions).T  # [3, n]
     hidden = text_model(
         inputs_embeds=embeds[None],
-        position_ids=torch.tensor(positions).T[:, None],
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),  # without it, gaps in positions separate sequences
+        position_ids=axes[:1] if linear else axes[:, None],
         use_cache=False,
         **_deepstack(len(ids), media, items),
     ).last_hidden_state[0]

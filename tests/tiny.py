@@ -27,7 +27,7 @@ from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Adapter, Event, Failed, Finished, Request, Tokens
 from services.generation.sampling.sampler import SampledToken, SamplingParams
-from services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
+from services.preprocessing.prompt.positions import GridSpan, LinearSpan, MediaSpan, TextSpan, positions_of
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
 from tests.oracle import Item, Text
 
@@ -194,7 +194,7 @@ def media_item(index: int, item: Item, kept: Sequence[int]) -> MediaItem:
 def make_plan(parts: Sequence[Text | Item]) -> PromptPlan:
     """The plan of preprocessing, with positions by preprocessing's own code."""
     ids: list[int] = []
-    spans: list[TextSpan | GridSpan] = []
+    spans: list[TextSpan | MediaSpan] = []
     media: list[MediaPlan] = []
     levels = 0
     for part in parts:
@@ -208,7 +208,8 @@ def make_plan(parts: Sequence[Text | Item]) -> PromptPlan:
                 spans.append(TextSpan(len(piece.ids)))
                 ids += piece.ids
             else:
-                spans.append(GridSpan(piece, part.time_step or Fraction(0)))
+                grid = GridSpan(piece, part.time_step or Fraction(0))
+                spans.append(LinearSpan(piece.tokens) if part.linear else grid)
                 runs.append(Run(len(ids), piece.tokens))
                 ids += [PAD_ID] * piece.tokens
         media.append(_media_plan(part, runs))
@@ -256,4 +257,4 @@ def random_item(
     texts: list[Text] = []
     if time_step and family.slices_stand_alone:
         texts = [Text(tuple(random.integers(10, 300, random.integers(1, 5)).tolist())) for _ in range(sides[0] + 1)]
-    return Item(*sides, time_step, levels[0], rate, method, tuple(levels[1:]), tuple(texts))
+    return Item(*sides, time_step, levels[0], rate, method, tuple(levels[1:]), tuple(texts), family.linear)

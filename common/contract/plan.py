@@ -126,7 +126,7 @@ class MediaPlan:
         for side in (self.frame_height_px, self.frame_width_px):
             if not least <= side <= most:
                 raise ValueError(f"a frame's side must be between {least} and {most} pixels, got {side}")
-        if self.frames and (self.frame_height_px < self.grid.h or self.frame_width_px < self.grid.w):
+        if self.frames and self.frame_height_px * self.frame_width_px < self.grid.slice_tokens:
             raise ValueError(
                 f"frames of {self.frame_height_px}×{self.frame_width_px} pixels are too small for a grid of {self.grid}"
             )

@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from services.preprocessing.video.pictures import (
     read_picture,
     read_pictures,
 )
-from services.preprocessing.video.resize import shrink_to
+from services.preprocessing.video.resize import View, shrink_to
 from services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
 from services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
 from services.preprocessing.video.timing import TimeBase
@@ -167,6 +167,11 @@ class Planner:
 
     def _open(self, request: MediaRequest, files: ExitStack, readers: Readers) -> _Item:
         readers.check_cancelled()
+        if request.modality not in self._family.placeholders:
+            known = " and ".join(f"{modality.value}s" for modality in self._family.placeholders)
+            raise InvalidRequest(
+                f"{request.name} is of no kind that this model knows: it answers questions about {known}"
+            )
         if isinstance(request.location, Embeds):
             return self._embeds(request.location)
         self._check_max_pixels(request)
@@ -206,14 +211,15 @@ class Planner:
     def _image(self, source: Source, picture: Picture, request: MediaRequest) -> _Item:
         size = self._family.image_size(picture.height_px, picture.width_px, request.sampling)
         height, width = self._within(size, request.sampling.max_pixels)
+        view = self._family.view(picture.height_px, picture.width_px, (height, width))
         return _Item(
             modality=Modality.IMAGE,
-            planned=PlannedPicture(source, picture, height, width),
+            planned=PlannedPicture(source, picture, height, width, view),
             frames=1,
             grid=self._grid(1, height, width, Modality.IMAGE),
             base=None,
             timestamps_s=(),
-            content=(b"image", source.digest, struct.pack("<2q", height, width)),
+            content=(b"image", source.digest, _packed_sent(height, width, view)),
         )
 
     def _file(self, source: Source, index: PacketIndex, sampling: FrameSampling) -> _Item:
@@ -234,17 +240,18 @@ class Planner:
         sampled = sample(times, bounds, sampling, self._family.sample_indices)
         size = self._family.video_size(index.height_px, index.width_px, sampled.frames, sampling)
         height, width = self._within(size, sampling.max_pixels)
+        view = self._family.view(index.height_px, index.width_px, (height, width))
         frames = len(sampled.places)
         base = TimeBase.of_frames(sampled.seconds_per_grid, sampled.timestamps_s, bounds.temporal_patch)
         places = struct.pack(f"<{frames}q", *sampled.places)
         return _Item(
             modality=Modality.VIDEO,
-            planned=PlannedVideo(source, index, sampled.places, bounds.temporal_patch, height, width),
+            planned=PlannedVideo(source, index, sampled.places, bounds.temporal_patch, height, width, view),
             frames=frames,
             grid=self._grid(frames, height, width, Modality.VIDEO),
             base=base,
             timestamps_s=sampled.timestamps_s,
-            content=(b"video", source.digest, struct.pack("<2q", height, width), places, _packed(base)),
+            content=(b"video", source.digest, _packed_sent(height, width, view), places, _packed(base)),
         )
 
     def _check_max_pixels(self, request: MediaRequest) -> None:
@@ -318,6 +325,12 @@ def _missing(index: PacketIndex, sampling: FrameSampling) -> int:
 def _digest_of_pictures(digest: bytes, ends: Sequence[int]) -> bytes:
     """The digest of pictures that follow one another: of all their bytes and of where each ends."""
     return hashlib.sha256(digest + struct.pack(f"<{len(ends)}q", *ends)).digest()
+
+
+def _packed_sent(height_px: int, width_px: int, view: View | None) -> bytes:
+    """How frames are sent, as bytes, different for different ways."""
+    numbers = (height_px, width_px, *(astuple(view) if view else ()))
+    return struct.pack(f"<{len(numbers)}q", *numbers)
 
 
 def _packed(base: TimeBase | None) -> bytes:

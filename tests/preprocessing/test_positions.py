@@ -9,7 +9,7 @@ import pytest
 
 from common.contract.errors import PromptTooLong
 from common.contract.plan import MAX_POSITION, Grid, Run
-from services.preprocessing.prompt.layout import GridTokens, lay_out
+from services.preprocessing.prompt.layout import MediaTokens, lay_out
 from services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
 
 
@@ -59,7 +59,7 @@ def test_slices_of_their_own_and_text_start_behind_the_longer_side_of_a_grid() -
 
 def test_a_layout_joins_ids_positions_and_the_runs_of_each_item() -> None:
     one = GridSpan(Grid(1, 1, 2), Fraction(0))
-    video, image = GridTokens(0, 99, one), GridTokens(1, 98, one)
+    video, image = MediaTokens(0, 99, one), MediaTokens(1, 98, one)
     first, between, last = (np.array(ids, np.int32) for ids in ([1, 7], [8], [2]))
     layout = lay_out([first, video, between, video, image, last])
     assert layout.input_ids.tolist() == [1, 7, 99, 99, 8, 99, 99, 98, 98, 2]

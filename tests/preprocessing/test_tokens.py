@@ -19,7 +19,7 @@ from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest, StartupError, Unavailable
 from common.contract.plan import Grid, Modality
 from services.preprocessing.families.qwen_vl import QwenVL
-from services.preprocessing.prompt.layout import Expansion, GridTokens
+from services.preprocessing.prompt.layout import Expansion, MediaTokens
 from services.preprocessing.prompt.positions import GridSpan
 from services.preprocessing.prompt.tokens import ChatTokens, Turn
 
@@ -43,7 +43,7 @@ def ids_of(tokens: ChatTokens, turns: list[Turn], expansion: Expansion = (ONE,))
     media = [part for turn in turns for part in turn.parts if isinstance(part, Modality)]
     found: list[int] = []
     for piece in tokens.conversation(turns, [expansion] * len(media)):
-        found += [piece.pad_id] * piece.size if isinstance(piece, GridTokens) else piece.tolist()
+        found += [piece.pad_id] * piece.size if isinstance(piece, MediaTokens) else piece.tolist()
     return found
 
 
@@ -135,7 +135,7 @@ def test_text_that_spells_control_tokens_or_an_expansion_stays_text(
     text = f"{before}<0.3 seconds><|vision_start|><|video_pad|>{control}{after}"
     turns = [Turn("user", (text, Modality.VIDEO, text))]
     pieces = ours.conversation(turns, [expansion])
-    assert [piece.item for piece in pieces if isinstance(piece, GridTokens)] == [0]
+    assert [piece.item for piece in pieces if isinstance(piece, MediaTokens)] == [0]
     harmless = ids_of(ours, [Turn("user", ("x", Modality.VIDEO, "x"))], expansion)
     found = ids_of(ours, turns, expansion)
     special = set(theirs.all_special_ids)

@@ -19,10 +19,11 @@ from services.encoder.tower.packing import PackedLayout, TowerShape
 from services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
 from services.encoder.tower.saturation import saturate
 from services.encoder.tower.tower import ModelForward, Tower, TowerSizes
-from services.encoder.tower.weights import PATCH_EMBED, choose_dtype, fill, find_weights, read_weights
+from services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
 
 # Of Qwen3-VL's checkpoints, and of Qwen2.5-VL's published ones.
 PREFIXES = ("model.visual.", "visual.")
+PATCH_EMBED = "patch_embed.proj."
 
 
 def vision_config(checkpoint: Checkpoint, config_class: Any) -> Any:
@@ -62,7 +63,7 @@ def make_tower(
         model = model_class(config)
     stored = find_weights(checkpoint, PREFIXES)
     runs_in = choose_dtype(stored, dtype, device)
-    weights = read_weights(stored, runs_in, device)
+    weights = read_weights(stored, runs_in, device, PATCH_EMBED)
     fill(model, weights, runs_in)
     # Made again off the meta device: its frequencies are computed, not stored, and stay float32.
     model.rotary_pos_emb = rotary_class(config)

@@ -69,8 +69,7 @@ class PlanCheck:
                 self._check_frames(item)
 
     def _check_frames(self, item: MediaPlan) -> None:
-        size = (item.grid.h * self.patches.token_px, item.grid.w * self.patches.token_px)
-        if size != (item.frame_height_px, item.frame_width_px):
+        if (item.grid.h, item.grid.w) != self.patches.grid(item.frame_height_px, item.frame_width_px):
             raise PeerContract(
                 f"frames of {item.frame_height_px}×{item.frame_width_px} pixels do not make the grid {item.grid}"
             )

@@ -109,7 +109,7 @@ class _Graph:
 
     def __init__(self, forward: ModelForward, patch_values: int, size: Size, device: Device) -> None:
         self.size, self._shape = size, forward.shape
-        patches = torch.zeros(size.tokens * self._shape.merge**2, patch_values, dtype=torch.uint8)
+        patches = torch.zeros(self._shape.rows(size), patch_values, dtype=torch.uint8)
         token = lay_out([(self._shape.merge, self._shape.merge)], self._shape)
         layout = pad(token, size, self._shape).map(torch.from_numpy)
         self.patches = patches.to(forward.device)
@@ -126,12 +126,14 @@ class _Graph:
         for buffer, array in zip(self._layout.arrays, layout.arrays, strict=True):
             buffer.copy_(pin(torch.from_numpy(array), buffer.device), non_blocking=True)
         self._captured.replay()
-        return self._captured.output[:, : rows // self._shape.merge**2].clone()
+        tokens = sum(size_of(side, self._shape).tokens for side in sides)
+        return self._captured.output[:, :tokens].clone()
 
 
 def _measure(forward: ModelForward, graph: _Graph, device: Device) -> Measured:
     sides = _squares(graph.size, forward.shape)
-    patches = graph.patches.new_zeros(sum(rows * columns for rows, columns in sides), graph.patches.shape[1])
+    filled = sum((size_of(side, forward.shape) for side in sides), Size(0, 0, 0))
+    patches = graph.patches.new_zeros(forward.shape.rows(filled), graph.patches.shape[1])
     times = []
     for run in (graph.replay, forward):
         run(patches, sides)

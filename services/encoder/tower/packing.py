@@ -15,8 +15,9 @@ It knows only numpy. The tests compare it with `transformers.vision_utils`, whic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -41,21 +42,29 @@ class TowerShape:
 
     merge: patches per side of a token. window_side: side of an attention window, in tokens; 0 without windows.
     table_side: side of the square table from which position embeddings are interpolated; 0 without a table.
+    lead: rows of a slice before its patches, such as a class token. dropped: first rows of a slice that become no
+        tokens. Both are 0 where merge is above 1.
     """
 
     merge: int
     window_side: int = 0
     table_side: int = 0
+    lead: int = 0
+    dropped: int = 0
+
+    def rows(self, bucket: Size) -> int:
+        """Rows of patches of so many slices with so many tokens."""
+        return bucket.tokens * self.merge**2 + bucket.slices * self.dropped
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout(Generic[A]):
     """Layout of P patches in T tokens, S slices and W windows; None for arrays that a tower does not need.
 
-    positions: int64 (P, 2), row and column. ends: int32 (S + 1,), ends of slices in patches, the longest of which has
+    positions: int64 (P, 2), row and column; −1 of rows before a slice's patches. ends: int32 (S + 1,), ends of slices in patches, the longest of which has
     `longest`. order: int64 (T,), tokens by window. window_ends: int32 (W + 1,), ends of windows in patches, the longest
     of which has `longest_window`. interpolation_indices: int64 (P, 4), table entries whose weighted sum is a patch's
-    position embedding; interpolation_weights: float32 (P, 4).
+    position embedding; interpolation_weights: float32 (P, 4). token_rows: int64 (T,), the rows that become tokens.
     """
 
     positions: A
@@ -66,15 +75,16 @@ class PackedLayout(Generic[A]):
     longest_window: int = 0
     interpolation_indices: A | None = None
     interpolation_weights: A | None = None
+    token_rows: A | None = None
 
     def map(self, change: Callable[[A], B]) -> PackedLayout[B]:
         """A copy with `change` applied to every array."""
-        order, window_ends, indices, weights = (
-            None if each is None else change(each)
-            for each in (self.order, self.window_ends, self.interpolation_indices, self.interpolation_weights)
-        )
-        positions, ends = change(self.positions), change(self.ends)
-        return PackedLayout(positions, ends, self.longest, order, window_ends, self.longest_window, indices, weights)
+        arrays = {
+            each.name: array if array is None or isinstance(array, int) else change(array)
+            for each in fields(self)
+            for array in (getattr(self, each.name),)
+        }
+        return PackedLayout(**arrays)
 
     def with_ends_of(self, other: PackedLayout[A]) -> PackedLayout[A]:
         """A copy with the ends of sequences from another layout."""
@@ -83,7 +93,13 @@ class PackedLayout(Generic[A]):
     @property
     def arrays(self) -> list[A]:
         """The arrays that are not None, always in the same order."""
-        optional = (self.order, self.window_ends, self.interpolation_indices, self.interpolation_weights)
+        optional = (
+            self.order,
+            self.window_ends,
+            self.interpolation_indices,
+            self.interpolation_weights,
+            self.token_rows,
+        )
         return [self.positions, self.ends, *(array for array in optional if array is not None)]
 
 
@@ -91,7 +107,7 @@ def size_of(side: Side, shape: TowerShape) -> Size:
     """The size of one slice."""
     rows, columns = side[0] // shape.merge, side[1] // shape.merge
     windows = -(-rows // shape.window_side) * -(-columns // shape.window_side) if shape.window_side else 0
-    return Size(rows * columns, 1, windows)
+    return Size(rows * columns + shape.lead - shape.dropped, 1, windows)
 
 
 def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
@@ -104,22 +120,26 @@ def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
         lengths = np.concatenate([each.windows for each in laid])
         window_ends, longest_window = _ends(lengths), int(lengths.max())
     patches = [each.patches for each in laid]
+    ends, token_rows = _ends(patches), None
+    if shape.dropped:
+        token_rows = np.concatenate([np.arange(a + shape.dropped, b) for a, b in pairwise(ends)])
     return PackedLayout(
         positions=np.concatenate([each.positions for each in laid]),
-        ends=_ends(patches),
+        ends=ends,
         longest=max(patches),
         order=order,
         window_ends=window_ends,
         longest_window=longest_window,
         interpolation_indices=np.concatenate([each.indices for each in laid]) if shape.table_side else None,
         interpolation_weights=np.concatenate([each.weights for each in laid]) if shape.table_side else None,
+        token_rows=token_rows,
     )
 
 
 def pad(layout: PackedLayout[Array], bucket: Size, shape: TowerShape) -> PackedLayout[Array]:
     """The layout padded to a bucket. `longest` and `longest_window` are those of any layout that fits into it."""
     assert (layout.order is None) == (shape.window_side == 0)
-    patches = bucket.tokens * shape.merge**2
+    patches = shape.rows(bucket)
     order, window_ends = layout.order, layout.window_ends
     indices, weights = layout.interpolation_indices, layout.interpolation_weights
     if order is not None and window_ends is not None:
@@ -134,6 +154,7 @@ def pad(layout: PackedLayout[Array], bucket: Size, shape: TowerShape) -> PackedL
         longest_window=min(patches, (shape.window_side * shape.merge) ** 2),
         interpolation_indices=None if indices is None else _lengthen(indices, patches, 0),
         interpolation_weights=None if weights is None else _lengthen(weights, patches, 0),
+        token_rows=None if layout.token_rows is None else _lengthen(layout.token_rows, bucket.tokens, 0),
     )
 
 
@@ -148,10 +169,11 @@ class _Slice:
     def __init__(self, side: Side, shape: TowerShape) -> None:
         rows, columns = side
         merge = shape.merge
-        self.patches, self.tokens = rows * columns, rows * columns // merge**2
+        self.patches, self.tokens = shape.lead + rows * columns, rows * columns // merge**2
         # by token, then within it: (2, rows, merge, columns, merge) to (rows, columns, merge, merge, 2)
         places = np.indices(side).reshape(2, rows // merge, merge, columns // merge, merge)
-        self.positions = places.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
+        by_patch = places.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
+        self.positions = np.concatenate([np.full((shape.lead, 2), -1), by_patch])
         if shape.window_side:
             row, column = np.indices((rows // merge, columns // merge)) // shape.window_side
             window = (row * (column.max() + 1) + column).ravel()

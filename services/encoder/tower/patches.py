@@ -29,11 +29,16 @@ _CENTRE = 128
 
 @dataclass(frozen=True, slots=True)
 class PatchShape:
-    """patch_px: side of a square patch; merge: patches per side of a token; temporal_patch: frames per slice."""
+    """patch_px: side of a square patch; merge: patches per side of a token; temporal_patch: frames per slice.
+
+    lead: rows of a slice before its patches. dropped: first rows of a slice that become no tokens.
+    """
 
     patch_px: int
     merge: int
     temporal_patch: int
+    lead: int = 0
+    dropped: int = 0
 
     @property
     def token_px(self) -> int:
@@ -50,7 +55,13 @@ class PatchShape:
     def tokens(self, frames: Sequence[int]) -> int:
         """Merged tokens of one temporal slice. frames: its shape, (F, H, W, 3)."""
         rows, columns = self.side(frames)
-        return rows * columns // self.merge**2
+        return rows * columns // self.merge**2 + self.lead - self.dropped
+
+    def grid(self, height_px: int, width_px: int) -> tuple[int, int]:
+        """Rows and columns of the tokens of a frame; one row where they are not those of patches."""
+        if self.lead == self.dropped:
+            return height_px // self.token_px, width_px // self.token_px
+        return 1, self.tokens((1, height_px, width_px))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +104,20 @@ def _normalisation(config: Mapping[str, Any]) -> Normalisation:
 def patchify(frames: Tensor, shape: PatchShape) -> Tensor:
     """One temporal slice as patches, in the tower's order.
 
-    frames: uint8 (F, H, W, 3), 1 ≤ F ≤ temporal_patch, H and W multiples of token_px; the last frame of a short slice
-    is repeated. Returns uint8 (H·W / patch², patch_values).
+    frames: uint8 (F, H, W, 3), 1 ≤ F ≤ temporal_patch; the last frame of a short slice is repeated, and rows and columns
+    behind the last whole token are left out. Returns uint8 (lead + H·W / patch², patch_values).
     """
     short = shape.temporal_patch - frames.shape[0]
     if short:
         frames = torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)])
     rows, columns = frames.shape[1] // shape.token_px, frames.shape[2] // shape.token_px
+    frames = frames[:, : rows * shape.token_px, : columns * shape.token_px]
     # (t, h, merge, y, w, merge, x, c) to (h, w, merge, merge, c, t, y, x)
-    cut = frames.view(
+    cut = frames.reshape(
         shape.temporal_patch, rows, shape.merge, shape.patch_px, columns, shape.merge, shape.patch_px, CHANNELS
     )
-    return cut.permute(1, 4, 2, 5, 7, 0, 3, 6).reshape(-1, shape.patch_values)
+    patches = cut.permute(1, 4, 2, 5, 7, 0, 3, 6).reshape(-1, shape.patch_values)
+    return torch.cat([patches.new_zeros(shape.lead, shape.patch_values), patches]) if shape.lead else patches
 
 
 class FoldedPatchEmbed(nn.Module):

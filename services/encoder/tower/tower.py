@@ -96,7 +96,7 @@ class Tower:
             patches = torch.cat([patchify(send(frames, self.device), self.patches) for frames in slices])
             sides = [self.patches.side(frames.shape) for frames in slices]
             embeds = self.forward(patches, sides)
-            tokens = [rows * columns // self.patches.merge**2 for rows, columns in sides]
+            tokens = [self.patches.tokens(frames.shape) for frames in slices]
             return list(torch.split(embeds, tokens, dim=1))
 
     def cost(self, tokens: int) -> int:

@@ -17,8 +17,6 @@ from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from services.cpu.packed_linear import multiplies_bfloat16
 
-PATCH_EMBED = "patch_embed.proj."
-
 _KEYS_NAMED = 5  # in an error
 _STORED = ("F64", "F32", "F16", "BF16")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,10 +44,13 @@ def find_weights(checkpoint: Checkpoint, prefixes: Sequence[str]) -> dict[str, S
     return next((weights for weights in found.values() if weights), {})
 
 
-def read_weights(stored: Mapping[str, Stored], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def read_weights(
+    stored: Mapping[str, Stored], dtype: torch.dtype, device: torch.device, patch_embed: str
+) -> dict[str, Tensor]:
     """Reads tensors one by one, straight to the device, and converts them to `dtype`.
 
-    Those of the patch embedding keep their stored dtype: normalisation is folded into them before they are rounded.
+    Those whose names start with `patch_embed` keep their stored dtype: normalisation is folded into them before they are
+    rounded.
     """
     weights: dict[str, Tensor] = {}
     for path in {each.path for each in stored.values()}:
@@ -57,7 +58,7 @@ def read_weights(stored: Mapping[str, Stored], dtype: torch.dtype, device: torch
             for name, each in stored.items():
                 if each.path == path:
                     tensor = file.get_tensor(each.name)
-                    weights[name] = tensor if name.startswith(PATCH_EMBED) else tensor.to(dtype)
+                    weights[name] = tensor if name.startswith(patch_embed) else tensor.to(dtype)
     return weights
 
 

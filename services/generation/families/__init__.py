@@ -6,12 +6,13 @@ import torch
 from transformers import AutoConfig
 
 from common.checkpoint import Checkpoint
-from services.generation.families import qwen2_5_vl, qwen2_vl, qwen3_vl
+from services.generation.families import llava, qwen2_5_vl, qwen2_vl, qwen3_vl
 from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
 from services.generation.parallel.sharding import check_sizes
 
 FAMILIES = {
+    "llava": llava.load,
     "qwen2_vl": qwen2_vl.load,
     "qwen2_5_vl": qwen2_5_vl.load,
     "qwen3_vl": qwen3_vl.load,

@@ -20,16 +20,21 @@ from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
 from services.generation.parallel.sharding import Shard, check_sizes, layers_plan, shard
 
-LM_HEAD_PREFIX = "lm_head."
+# Of transformers 5, and of published checkpoints whose language model is a whole model of its own.
+LM_HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.")
+_ROPE_TYPES = ("default", "llama3")  # frequencies that do not change with the length of the context
 
 
 def check_text(text_config: Any) -> None:
     """Raises StartupError for what this engine's attention lacks."""
-    if getattr(text_config, "use_sliding_window", False):
-        raise StartupError("text_config.use_sliding_window: sliding window attention is not supported")
+    window = getattr(text_config, "sliding_window", None)
+    if getattr(text_config, "use_sliding_window", window is not None):
+        raise StartupError(f"text_config.sliding_window {window}: sliding window attention is not supported")
     rope_type = dict(text_config.rope_parameters or {}).get("rope_type")
-    if rope_type != "default":
-        raise StartupError(f"text_config.rope_parameters.rope_type {rope_type!r} is not supported, only 'default'")
+    if rope_type not in _ROPE_TYPES:
+        raise StartupError(
+            f"text_config.rope_parameters.rope_type {rope_type!r} is not supported, only {', '.join(_ROPE_TYPES)}"
+        )
 
 
 def make_text(text_class: Any, rotary_class: Any, text_config: Any, device: torch.device) -> Any:
@@ -72,8 +77,9 @@ def with_output_layer(
     if config.tie_word_embeddings:
         lm_head.weight = nn.Parameter(shards["weight"].of(weight.detach())) if shards else weight
     else:
-        weights = read_weights(checkpoint, LM_HEAD_PREFIX, weight.dtype, weight.device, shards)
-        fill(lm_head, weights, LM_HEAD_PREFIX)
+        prefix = next((each for each in LM_HEAD_PREFIXES if has_weights(checkpoint, each)), LM_HEAD_PREFIXES[0])
+        weights = read_weights(checkpoint, prefix, weight.dtype, weight.device, shards)
+        fill(lm_head, weights, prefix)
     return assemble(config, text, lm_head, embed_levels, 1 if group is None else group.ranks)
 
 
@@ -102,7 +108,7 @@ def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int
 
 def _shard_output_layer(lm_head: nn.Module, style: str, group: Group) -> dict[str, Shard]:
     shards = shard(nn.ModuleDict({"lm_head": lm_head}), {"lm_head.weight": style, "lm_head": style}, group)
-    return {name.removeprefix(LM_HEAD_PREFIX): each for name, each in shards.items()}
+    return {name.removeprefix("lm_head."): each for name, each in shards.items()}
 
 
 def has_weights(checkpoint: Checkpoint, prefix: str) -> bool:

@@ -133,7 +133,7 @@ def _decode(model: LanguageModel, cache: PagedCache, inputs: Tensor) -> Tensor:
     embeds: Tensor = model.embed_tokens(inputs[:, ID])
     hidden = model.text(
         inputs_embeds=embeds[None],  # [1, R, D]
-        position_ids=inputs[:, POSITIONS].long().T[:, None],  # [3, 1, R]
+        position_ids=model.position_ids(inputs[:, POSITIONS].long().T),
         use_cache=False,
         batch=cache.decode_batch(inputs[:, FIRST_BLOCK:].contiguous(), inputs[:, TOKENS].contiguous()),
     ).last_hidden_state[0]

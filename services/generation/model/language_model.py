@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from services.generation.model.adapters import Adapters
 
@@ -14,7 +14,7 @@ from services.generation.model.adapters import Adapters
 class LanguageModel:
     """A text model of transformers and its output layer, on its device and ready to run.
 
-    text: called with `inputs_embeds` [1, T, D], `position_ids` [3, 1, T] and the arguments of its attention; with
+    text: called with `inputs_embeds` [1, T, D], `position_ids` and the arguments of its attention; with
         media rows and embed_levels > 0 also with `visual_pos_masks`, int64 [M], the indices of the media rows, and
         `deepstack_visual_embeds` [embed_levels, M, D]; number l is added to the media rows after layer l.
     embed_tokens: ids to [.., D]; lm_head: [.., D] to [.., vocab_size].
@@ -22,6 +22,7 @@ class LanguageModel:
     embed_levels: deepstack tensors of a media row beside its embedding.
     adapters: those loaded into `text`; their rows must be set before each forward.
     context_tokens: the longest sequence that the checkpoint supports.
+    position_axes: of the positions that `text` takes: 3, or 1 of a model whose axes are all equal.
     """
 
     text: nn.Module
@@ -33,7 +34,12 @@ class LanguageModel:
     head_dim: int
     context_tokens: int
     embed_levels: int
+    position_axes: int = 3
     adapters: Adapters = field(default_factory=Adapters)
+
+    def position_ids(self, positions: Tensor) -> Tensor:
+        """int64 [3, T] as `text` takes them: [3, 1, T] or [1, T]."""
+        return positions[:, None] if self.position_axes == len(positions) else positions[: self.position_axes]
 
     @property
     def hidden_size(self) -> int:

@@ -136,7 +136,7 @@ class Runner:
         embeds: Tensor = self.model.embed_tokens(to_device(packed.ids, self.model.device))
         levels = {} if features is None else self._put_media(packed, embeds, features)
         embeds = embeds[None]  # [1, T, D]
-        positions = to_device(packed.positions, self.model.device)[:, None]  # [3, 1, T]
+        positions = self.model.position_ids(to_device(packed.positions, self.model.device))
         batch, text = self._cache.batch(packed), self.model.text
         if self._compiled is None or levels:
             output = text(inputs_embeds=embeds, position_ids=positions, use_cache=False, batch=batch, **levels)

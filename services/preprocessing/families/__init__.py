@@ -8,10 +8,12 @@ from typing import Protocol
 
 from common.checkpoint import Checkpoint
 from common.contract.plan import Grid, Modality
+from services.preprocessing.families.llava import Llava
 from services.preprocessing.families.qwen2_5_vl import Qwen25VL
 from services.preprocessing.families.qwen2_vl import Qwen2VL
 from services.preprocessing.families.qwen3_vl import Qwen3VL
 from services.preprocessing.prompt.layout import Expansion
+from services.preprocessing.video.resize import View
 from services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from services.preprocessing.video.timing import TimeBase
 
@@ -21,7 +23,7 @@ class Family(Protocol):
 
     @property
     def placeholders(self) -> Mapping[Modality, str]:
-        """The control token of a media item in the chat template, by modality."""
+        """The control token of a media item in the chat template, by modality; of those that the model knows."""
 
     @property
     def embed_levels(self) -> int:
@@ -44,6 +46,9 @@ class Family(Protocol):
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
         """Height and width of each of `frames` after resizing."""
 
+    def view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
+        """What is sent of a picture of this size, where the sent size is this; None: all of it."""
+
     def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
         """The grid of merged tokens of an item whose `frames` are sent at this size."""
 
@@ -52,6 +57,7 @@ class Family(Protocol):
 
 
 FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
+    "llava": Llava.from_checkpoint,
     "qwen2_vl": Qwen2VL.from_checkpoint,
     "qwen2_5_vl": Qwen25VL.from_checkpoint,
     "qwen3_vl": Qwen3VL.from_checkpoint,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from common.contract.plan import Grid, Modality
-from services.preprocessing.video.resize import PixelBudget, smart_resize
+from services.preprocessing.video.resize import PixelBudget, View, smart_resize
 from services.preprocessing.video.sampling import FrameBounds, FrameSampling
 
 # Defaults of transformers' processors. Qwen2-VL's class says fps=None, but the models were trained at 2.
@@ -93,6 +93,10 @@ class QwenVL:
         return smart_resize(
             height_px, width_px, budget if wish.max_pixels is None else at_most(budget, wish.max_pixels)
         )
+
+    def view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
+        """Everything is sent."""
+        return None
 
     def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
         """The grid of merged tokens of an item whose `frames` are sent at this size."""

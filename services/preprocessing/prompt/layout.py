@@ -1,6 +1,6 @@
 """The full prompt: token ids, positions, and the runs of tokens that belong to each media item.
 
-    pieces:    [ids 0..4)  GridTokens  [ids]  GridTokens  [ids …)
+    pieces:    [ids 0..4)  MediaTokens  [ids]  MediaTokens  [ids …)
     input_ids: [ text     ][pad pad pad][text][pad pad pad][text  ]
     runs:                   ──────── one run for each grid ────────
 
@@ -16,23 +16,23 @@ from typing import TypeAlias
 import numpy as np
 
 from common.contract.plan import Int32Array, Run
-from services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
+from services.preprocessing.prompt.positions import MediaSpan, TextSpan, positions_of
 
-# The expansion of a media item: its grids, and the family's own text between them, control tokens included.
-Expansion: TypeAlias = tuple[str | GridSpan, ...]
+# The expansion of a media item: its spans, and the family's own text between them, control tokens included.
+Expansion: TypeAlias = tuple[str | MediaSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class GridTokens:
-    """One grid of media item `item`: as many tokens `pad_id` as the grid has cells."""
+class MediaTokens:
+    """One span of media item `item`: as many tokens `pad_id` as it has."""
 
     item: int
     pad_id: int
-    span: GridSpan
+    span: MediaSpan
 
     @property
     def size(self) -> int:
-        return self.span.grid.tokens
+        return self.span.tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,14 +44,14 @@ class Layout:
     runs: tuple[tuple[Run, ...], ...]
 
 
-def lay_out(pieces: Sequence[Int32Array | GridTokens]) -> Layout:
+def lay_out(pieces: Sequence[Int32Array | MediaTokens]) -> Layout:
     """Joins text ids (int32 [n]) and grids into the full, unpruned prompt. Items must appear in order."""
     ids: list[Int32Array] = []
-    spans: list[TextSpan | GridSpan] = []
+    spans: list[TextSpan | MediaSpan] = []
     runs: dict[int, list[Run]] = {}
     offset = 0
     for piece in pieces:
-        if isinstance(piece, GridTokens):
+        if isinstance(piece, MediaTokens):
             ids.append(np.full(piece.size, piece.pad_id, np.int32))
             spans.append(piece.span)
             runs.setdefault(piece.item, []).append(Run(offset, piece.size))

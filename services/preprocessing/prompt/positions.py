@@ -1,4 +1,4 @@
-"""The only position formula of the system: M-RoPE positions of the full, unpruned prompt.
+"""The only position formula of the system: positions of the full, unpruned prompt.
 
 All later stages gather or slice these positions; only decoded tokens add `index + delta`, which continues them.
 It knows no model family: a family describes its prompt as spans.
@@ -35,18 +35,32 @@ class GridSpan:
     grid: Grid
     time_step: Fraction
 
+    @property
+    def tokens(self) -> int:
+        return self.grid.tokens
 
-def positions_of(spans: Sequence[TextSpan | GridSpan]) -> Int32Array:
+
+@dataclass(frozen=True, slots=True)
+class LinearSpan:
+    """`tokens` media tokens of a model with one-dimensional positions, which count up as those of text."""
+
+    tokens: int
+
+
+MediaSpan: TypeAlias = GridSpan | LinearSpan
+
+
+def positions_of(spans: Sequence[TextSpan | MediaSpan]) -> Int32Array:
     """Positions of a prompt laid out as `spans`: int32 [3, N], the axes time, height, width.
 
     A span that starts at p = (maximum over all axes so far) + 1 puts token (i, j, k) of a grid at
-    (p + ⌊i · time_step⌋, p + j, p + k), and text token n at p + n on every axis.
+    (p + ⌊i · time_step⌋, p + j, p + k), and token n of another span at p + n on every axis.
     Raises PromptTooLong where videos last so long that a position would pass MAX_POSITION.
     """
     parts: list[Int32Array] = []
     start = 0
     for span in spans:
-        part = _text(span.tokens) if isinstance(span, TextSpan) else _grid(span)
+        part = _grid(span) if isinstance(span, GridSpan) else _line(span.tokens)
         if not part.size:
             continue
         last = start + int(part.max())
@@ -57,7 +71,7 @@ def positions_of(spans: Sequence[TextSpan | GridSpan]) -> Int32Array:
     return np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), np.int32)
 
 
-def _text(tokens: int) -> Int64Array:
+def _line(tokens: int) -> Int64Array:
     return np.broadcast_to(np.arange(tokens), (3, tokens))
 
 

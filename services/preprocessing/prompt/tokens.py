@@ -34,8 +34,8 @@ from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest, StartupError
 from common.contract.plan import Int32Array, Modality
 from common.process import give_back_freed_memory
-from services.preprocessing.prompt.layout import Expansion, GridTokens
-from services.preprocessing.prompt.positions import GridSpan
+from services.preprocessing.prompt.layout import Expansion, MediaTokens
+from services.preprocessing.prompt.positions import MediaSpan
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 LARGE_TEXT_CHARS = 2**16
@@ -68,16 +68,19 @@ class ChatTokens:
         if missing:
             raise StartupError(f"{path} has no token {', '.join(missing)}")
         self._media = {token: modality for modality, token in placeholders.items()}
-        self._plain = Tokenizer.from_str(json.dumps(contents | {"added_tokens": [], "post_processor": None}))
+        plain = contents | {"added_tokens": [], "post_processor": None}
+        self._plain_first = Tokenizer.from_str(json.dumps(plain))
+        self._plain = Tokenizer.from_str(json.dumps(plain | {"pre_tokenizer": _of_later_text(plain["pre_tokenizer"])}))
         # Serialises large texts: tokenising takes some 300 times the text's size, more than 1 GiB for 4 MiB.
         self._large = threading.Lock()
-        spellable = [token for token, token_id in self._control.items() if token_id in self._ids(token)]
+        spellable = [token for token, token_id in self._control.items() if token_id in _encoded(token, self._plain)]
         if spellable:
             raise StartupError(f"{path}: ordinary text can spell the control tokens {', '.join(spellable)}")
         longest_first = sorted(self._control, key=len, reverse=True)
         self._control_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
         config = checkpoint.read_json("tokenizer_config.json")
         self._names = {name: _text_of(config[name]) for name in _TOKEN_NAMES if config.get(name)}
+        self._prefix = _prefix(Tokenizer.from_str(json.dumps(contents)), str(path))
         try:
             self._template = _environment().from_string(_template(checkpoint, config))
         except TemplateError as error:
@@ -85,8 +88,8 @@ class ChatTokens:
 
     def conversation(
         self, turns: Sequence[Turn], expansions: Sequence[Expansion], check_cancelled: Callable[[], None] = lambda: None
-    ) -> list[Int32Array | GridTokens]:
-        """Ids (int32 [n]) of the rendered conversation, and between them the grids of its media.
+    ) -> list[Int32Array | MediaTokens]:
+        """Ids (int32 [n]) of the rendered conversation, and between them the tokens of its media.
 
         expansions: of the media items in the order of the turns; no text in them may spell a placeholder.
         check_cancelled: called before each text and while a large one waits; an exception from it ends the call.
@@ -106,18 +109,18 @@ class ChatTokens:
             raise InvalidRequest(
                 f"prompt.messages hold {len(asked)} media, the checkpoint's chat template places {len(placed)} of them"
             )
-        grids = [(item, part) for item, each in enumerate(expansions) for part in each if isinstance(part, GridSpan)]
-        return self._tokenise(self._expand(rendered, expansions), texts, grids, check_cancelled)
+        spans = [(item, part) for item, each in enumerate(expansions) for part in each if not isinstance(part, str)]
+        return self._tokenise(self._expand(rendered, expansions), texts, spans, check_cancelled)
 
     def _expand(self, rendered: str, expansions: Sequence[Expansion]) -> str:
-        """Replaces each placeholder by its item's expansion, with one placeholder for each grid."""
+        """Replaces each placeholder by its item's expansion, with one placeholder for each span."""
         following = iter(expansions)
 
         def replaced(match: re.Match[str]) -> str:
             token = match[0]
             if token not in self._media:
                 return token
-            return "".join(token if isinstance(part, GridSpan) else part for part in next(following))
+            return "".join(part if isinstance(part, str) else token for part in next(following))
 
         return self._control_pattern.sub(replaced, rendered)
 
@@ -125,41 +128,37 @@ class ChatTokens:
         self,
         text: str,
         texts: Mapping[str, str],
-        grids: Sequence[tuple[int, GridSpan]],
+        spans: Sequence[tuple[int, MediaSpan]],
         check_cancelled: Callable[[], None],
-    ) -> list[Int32Array | GridTokens]:
-        following = iter(grids)
-        pieces: list[Int32Array | GridTokens] = []
-        ids: list[int] = []
+    ) -> list[Int32Array | MediaTokens]:
+        following = iter(spans)
+        pieces: list[Int32Array | MediaTokens] = []
+        begins = text.startswith(self._names.get("bos_token", "\0"))
+        ids: list[int] = [] if begins else list(self._prefix)
         for index, piece in enumerate(self._control_pattern.split(text)):
             if index % 2 == 0:
-                ids += self._ids(_put_back(piece, texts), check_cancelled)
+                tokenizer = self._plain_first if index == 0 else self._plain
+                ids += self._ids(_put_back(piece, texts), check_cancelled, tokenizer)
             elif piece in self._media:
                 item, span = next(following)
-                pieces += [np.array(ids, np.int32), GridTokens(item, self._control[piece], span)]
+                pieces += [np.array(ids, np.int32), MediaTokens(item, self._control[piece], span)]
                 ids = []
             else:
                 ids.append(self._control[piece])
         pieces.append(np.array(ids, np.int32))
         return [piece for piece in pieces if piece.size]
 
-    def _ids(self, text: str, check_cancelled: Callable[[], None] = lambda: None) -> list[int]:
+    def _ids(self, text: str, check_cancelled: Callable[[], None], tokenizer: Tokenizer) -> list[int]:
         """Ids of text in which nothing is a control token. Large texts take turns, and leave no memory behind."""
         if not text:
             return []
         check_cancelled()
         if len(text) <= LARGE_TEXT_CHARS:
-            return self._encoded(text)
+            return _encoded(text, tokenizer)
         with self._turn(check_cancelled):
-            ids = self._encoded(text)
+            ids = _encoded(text, tokenizer)
             give_back_freed_memory()
             return ids
-
-    def _encoded(self, text: str) -> list[int]:
-        # Not `encode`: it holds the interpreter lock, for seconds with a large text.
-        (encoded,) = self._plain.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = encoded.ids
-        return ids
 
     @contextmanager
     def _turn(self, check_cancelled: Callable[[], None]) -> Iterator[None]:
@@ -188,6 +187,35 @@ class ChatTokens:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._names), texts
         except TemplateError as error:
             raise InvalidRequest(f"prompt.messages: the checkpoint's chat template refuses them: {error}") from error
+
+
+def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
+    # Not `encode`: it holds the interpreter lock, for seconds with a large text.
+    (encoded,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    ids: list[int] = encoded.ids
+    return ids
+
+
+def _prefix(tokenizer: Tokenizer, path: str) -> list[int]:
+    """What the tokenizer puts before each text, such as Llama's beginning of a sequence. Its processor adds it to a
+    prompt that does not begin with it. Raises StartupError for what it puts behind."""
+    bare = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a", add_special_tokens=True).ids
+    if whole[len(whole) - len(bare) :] != bare:
+        raise StartupError(f"{path}: a post_processor that puts tokens behind a text is not supported")
+    ids: list[int] = whole[: len(whole) - len(bare)]
+    return ids
+
+
+def _of_later_text(pre_tokenizer: Any) -> Any:
+    """A pre-tokenizer for text behind a control token: some mark the beginning of the first text alone."""
+    if not isinstance(pre_tokenizer, dict):
+        return pre_tokenizer
+    if pre_tokenizer.get("type") == "Sequence":
+        return pre_tokenizer | {"pretokenizers": [_of_later_text(each) for each in pre_tokenizer["pretokenizers"]]}
+    if pre_tokenizer.get("type") == "Metaspace" and pre_tokenizer.get("prepend_scheme") == "first":
+        return pre_tokenizer | {"prepend_scheme": "never"}
+    return pre_tokenizer
 
 
 def _put_back(piece: str, texts: Mapping[str, str]) -> str:

@@ -46,6 +46,21 @@ class PixelBudget:
     max_px: int
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is sent of a frame: it is resized to height_px × width_px, and the rectangle from (top, left) on is cut out."""
+
+    height_px: int
+    width_px: int
+    top: int
+    left: int
+
+
+def centre_view(height_px: int, width_px: int, sent_height_px: int, sent_width_px: int) -> View:
+    """The centre of a frame that is resized to at least the sent size. An odd row or column more is left out behind."""
+    return View(height_px, width_px, (height_px - sent_height_px) // 2, (width_px - sent_width_px) // 2)
+
+
 def smart_resize(
     height_px: int, width_px: int, budget: PixelBudget, frames: int = 1, rounded_frames: int = 1
 ) -> tuple[int, int]:
@@ -117,6 +132,16 @@ class _Call:
         """Number of values that are made. The last may lie outside the resized frame."""
         products, _, step = self.weights.shape
         return int(products * step)
+
+
+def view_into(pixels: UInt8Array, view: View | None, sent: UInt8Array) -> None:
+    """Fills uint8 [h, w, 3] with a view of uint8 [H, W, 3]; None: with the whole, resized."""
+    if view is None:
+        resize_into(pixels, sent)
+        return
+    resized = np.empty((view.height_px, view.width_px, _CHANNELS), np.uint8)
+    resize_into(pixels, resized)
+    sent[:] = resized[view.top : view.top + sent.shape[0], view.left : view.left + sent.shape[1]]
 
 
 def resize_into(pixels: UInt8Array, resized: UInt8Array) -> None:

@@ -17,7 +17,7 @@ from services.preprocessing.sources.source import Source
 from services.preprocessing.video.decode import DecodedFrame, decode_frames
 from services.preprocessing.video.packets import PacketIndex
 from services.preprocessing.video.pictures import Picture, PictureIndex, decode_picture, decode_pictures
-from services.preprocessing.video.resize import UInt8Array, resize_into
+from services.preprocessing.video.resize import UInt8Array, View, view_into
 
 _NS = 1e-9
 
@@ -41,12 +41,13 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPicture:
-    """A picture, and the size at which it is sent."""
+    """A picture, and the size at which it is sent. view: what of it; None: all."""
 
     source: Source
     picture: Picture
     height_px: int
     width_px: int
+    view: View | None = None
 
     def slices(self) -> Generator[Slice, None, None]:
         """Yields the only slice. Raises MediaDamaged if the picture cannot be decoded."""
@@ -54,7 +55,7 @@ class PlannedPicture:
         pixels = decode_picture(self.source, self.picture)
         decoded_ns = monotonic_ns()
         resized = np.empty((1, self.height_px, self.width_px, 3), np.uint8)
-        resize_into(pixels, resized[0])
+        view_into(pixels, self.view, resized[0])
         resized_ns = monotonic_ns()
         spent_s = (decoded_ns - start_ns) * _NS, (resized_ns - decoded_ns) * _NS
         yield Slice(0, resized, 0, *spent_s, decoded_ns, resized_ns)
@@ -64,7 +65,7 @@ class PlannedPicture:
 class PlannedVideo:
     """A video, the places of its selected frames, which are sent in slices of `slice_frames`, and their sent size.
 
-    index: where the frames are in its file, which may be one of pictures.
+    index: where the frames are in its file, which may be one of pictures. view: what is sent of each; None: all.
     """
 
     source: Source
@@ -73,6 +74,7 @@ class PlannedVideo:
     slice_frames: int
     height_px: int
     width_px: int
+    view: View | None = None
 
     def slices(self, progress: Callable[[], None] = lambda: None) -> Generator[Slice, None, None]:
         """Yields slices in order. progress and exceptions: as in `decode_frames` and `decode_pictures`."""
@@ -95,7 +97,7 @@ class PlannedVideo:
             start_ns = resized_ns
             frame = next(frames)
             decoded_ns = monotonic_ns()
-            resize_into(frame.pixels, row)
+            view_into(frame.pixels, self.view, row)
             resized_ns = monotonic_ns()
             decode_ns += decoded_ns - start_ns
             resize_ns += resized_ns - decoded_ns

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ from services.preprocessing.video.completeness import MAX_MISSING
 from services.preprocessing.video.epochs import MAX_EPOCHS, Epoch
 from services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, MAX_PTS, PacketIndex
 from services.preprocessing.video.pictures import Picture, PictureIndex
-from services.preprocessing.video.resize import UInt8Array
+from services.preprocessing.video.resize import UInt8Array, View
 from services.preprocessing.video.sampling import MAX_FRAMES, FrameTimes
 from services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo, Slice
 from services.preprocessing.video.timing import MAX_LENGTH_S
@@ -31,6 +31,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 _INT64 = 2**62
 _MAX_RATES = 3
+_MAX_SIDE_PX = 2**17
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,10 +192,8 @@ class VideoSlices:
             "repaired": sum(self._repaired[: begin - known]),
             "again": following - begin,
             "slice_frames": video.slice_frames,
-            "sent_height_px": video.height_px,
-            "sent_width_px": video.width_px,
         }
-        return Order(name, facts | sent, np.concatenate([places, numbers]))
+        return Order(name, facts | sent | _sent_facts(video), np.concatenate([places, numbers]))
 
     def piece(self, number: int, facts: Facts, data: UInt8Array) -> Slice:
         video = self.video
@@ -224,11 +223,24 @@ class PictureSlices:
     def order(self, done: int) -> Order:
         header = self.picture.picture
         facts = {"height_px": header.height_px, "width_px": header.width_px, "orientation": header.orientation}
-        sent = {"sent_height_px": self.picture.height_px, "sent_width_px": self.picture.width_px}
-        return Order("picture_slices", facts | sent)
+        return Order("picture_slices", facts | _sent_facts(self.picture))
 
     def piece(self, number: int, facts: Facts, data: UInt8Array) -> Slice:
         return _slice(0, (1, self.picture.height_px, self.picture.width_px, 3), facts, data)
+
+
+def _sent_facts(media: PlannedVideo | PlannedPicture) -> dict[str, int]:
+    sent = {"sent_height_px": media.height_px, "sent_width_px": media.width_px}
+    return sent | {f"view_{name}": value for name, value in (asdict(media.view) if media.view else {}).items()}
+
+
+def sent_of(facts: Facts) -> dict[str, Any]:
+    """The size and the view of planned media, from the fields of an order."""
+    sides = {name: facts.integer(f"sent_{name}", 1, _MAX_SIDE_PX) for name in ("height_px", "width_px")}
+    if "view_top" not in facts.values:
+        return sides
+    view = {each.name: facts.integer(f"view_{each.name}", 0, _MAX_SIDE_PX) for each in fields(View)}
+    return {**sides, "view": View(**view)}
 
 
 def slices_job(media: PlannedMedia) -> Job[Slice] | None:

@@ -30,7 +30,7 @@ from services.preprocessing.video.decode import RemainingPlaces
 from services.preprocessing.video.packets import PacketIndex, read_packets
 from services.preprocessing.video.pictures import Picture, PictureIndex, read_picture, read_pictures
 from services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
-from services.preprocessing.workers.jobs import index_facts, index_of, picture_index_facts, picture_index_of
+from services.preprocessing.workers.jobs import index_facts, index_of, picture_index_facts, picture_index_of, sent_of
 from services.preprocessing.workers.limits import Limits, confine
 from services.preprocessing.workers.protocol import (
     MAX_TEXT_CHARACTERS,
@@ -42,7 +42,7 @@ from services.preprocessing.workers.protocol import (
     send,
 )
 
-_MAX_SIDE_PX = 2**16
+_MAX_SLICE_FRAMES = 2**16
 _RETRY_S = 0.01
 
 
@@ -108,9 +108,8 @@ def _slices(
         source=task.source,
         index=index(task.numbers[places:]),
         places=RemainingPlaces.of(task.numbers[:places].tolist(), whole, repaired),
-        slice_frames=task.facts.integer("slice_frames", 1, _MAX_SIDE_PX),
-        height_px=task.facts.integer("sent_height_px", 1, _MAX_SIDE_PX),
-        width_px=task.facts.integer("sent_width_px", 1, _MAX_SIDE_PX),
+        slice_frames=task.facts.integer("slice_frames", 1, _MAX_SLICE_FRAMES),
+        **sent_of(task.facts),
     )
     slices = video.slices(task.progress)
     for _ in range(task.facts.integer("again", 0, whole)):
@@ -120,13 +119,7 @@ def _slices(
 
 def picture_slices(task: Task) -> Generator[Piece, None, None]:
     sides = (task.facts.integer(name, 1, 2**32) for name in ("height_px", "width_px", "orientation"))
-    picture = PlannedPicture(
-        source=task.source,
-        picture=Picture(*sides),
-        height_px=task.facts.integer("sent_height_px", 1, _MAX_SIDE_PX),
-        width_px=task.facts.integer("sent_width_px", 1, _MAX_SIDE_PX),
-    )
-    return _pieces(picture.slices())
+    return _pieces(PlannedPicture(task.source, Picture(*sides), **sent_of(task.facts)).slices())
 
 
 JOBS: JobTable = {

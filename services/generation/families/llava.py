@@ -1,0 +1,39 @@
+"""Language models of LLaVA 1.5 and of models in its layout: Llama, Mistral or Qwen2, with one-dimensional positions.
+
+Source: `LlavaForConditionalGeneration` of transformers 5.23; weight names of llava-hf/llava-1.5-7b-hf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from transformers import LlavaConfig, LlavaForConditionalGeneration
+from transformers.models.llama.modeling_llama import LlamaModel, LlamaRotaryEmbedding
+from transformers.models.mistral.modeling_mistral import MistralModel, MistralRotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model, Qwen2RotaryEmbedding
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
+from services.generation.families.loading import TextClasses, load_text
+from services.generation.model.language_model import LanguageModel
+from services.generation.parallel.group import Group
+
+# Of transformers 5, and of published checkpoints, whose output layer is below the text model, too.
+TEXT_PREFIXES = ("model.language_model.", "language_model.model.")
+TEXT_CLASSES: Mapping[str, TextClasses] = {
+    "llama": TextClasses(LlavaForConditionalGeneration, LlamaModel, LlamaRotaryEmbedding),
+    "mistral": TextClasses(LlavaForConditionalGeneration, MistralModel, MistralRotaryEmbedding),
+    "qwen2": TextClasses(LlavaForConditionalGeneration, Qwen2Model, Qwen2RotaryEmbedding),
+}
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
+    """The family's `load_language_model`."""
+    config = LlavaConfig.from_pretrained(checkpoint.folder)
+    kind = config.text_config.model_type
+    if kind not in TEXT_CLASSES:
+        raise StartupError(f"text_config.model_type {kind!r} is not supported, only {', '.join(TEXT_CLASSES)}")
+    model = load_text(checkpoint, config, TEXT_CLASSES[kind], TEXT_PREFIXES, dtype, device, group)
+    return replace(model, position_axes=1)

@@ -1,0 +1,174 @@
+"""LLaVA 1.5, and models in its layout: images of one frame each, which a CLIP, SigLIP or Pixtral tower encodes.
+
+Positions are one-dimensional. The image processor says how a picture becomes a frame:
+
+    shortest_edge, crop_size    resized until its shorter side fits, the centre cut out         CLIP
+    height, width               stretched                                                       SigLIP
+    longest_edge                shrunk until its longer side fits, sides rounded up to patches  Pixtral
+
+Pixtral's rows end with [IMG_BREAK], the last one with [IMG_END].
+Source: `LlavaProcessor`, `PixtralProcessor` and the image processors of transformers 5.23; arXiv 2310.03744, 2410.07073.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import InvalidRequest, MediaRejected, StartupError
+from common.contract.plan import Grid, Modality
+from services.preprocessing.prompt.layout import Expansion
+from services.preprocessing.prompt.positions import LinearSpan
+from services.preprocessing.video.resize import MAX_ASPECT_RATIO, View, centre_view
+from services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from services.preprocessing.video.timing import TimeBase
+
+CLIP, SIGLIP, PIXTRAL = "clip_vision_model", "siglip_vision_model", "pixtral"
+# Of transformers' classes: sizes, and sides of patches.
+_SIZES: Mapping[str, Mapping[str, int]] = {
+    CLIP: {"shortest_edge": 224},
+    SIGLIP: {"height": 224, "width": 224},
+    PIXTRAL: {"longest_edge": 1024},
+}
+_PATCHES_PX = {CLIP: 32, SIGLIP: 16, PIXTRAL: 16}
+_IMAGES_PX = {CLIP: 224, SIGLIP: 224, PIXTRAL: 1024}
+_DEFAULT = "default"
+_BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
+_ONLY = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Llava:
+    """The settings of one checkpoint.
+
+    sent_px: height and width of every frame; None: Pixtral's, which follow the picture. shortest_px: of a picture before
+    its centre is cut out; None: it is stretched. longest_px: Pixtral's limit. more_tokens: tokens of an image besides
+    one for each patch: 1 for a class token, −1 where the first patch is left out.
+    """
+
+    image_token: str
+    patch_px: int
+    sent_px: tuple[int, int] | None
+    shortest_px: int | None
+    longest_px: int
+    more_tokens: int
+
+    embed_levels: ClassVar[int] = 0
+    frame_bounds: ClassVar[FrameBounds] = FrameBounds(fps=1.0, min_frames=1, max_frames=1, temporal_patch=1)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Llava:
+        """Raises StartupError for settings that are not supported or contradict each other."""
+        vision, image = checkpoint.config.get("vision_config") or {}, checkpoint.processor("image")
+        tower = vision.get("model_type", CLIP)
+        if tower not in _SIZES:
+            raise StartupError(f"vision_config.model_type {tower!r} is not supported, only {', '.join(_SIZES)}")
+        for key, value in _ONLY.items():
+            if image.get(key, value) != value:
+                raise StartupError(f"the image processor's {key} is {image[key]}, only {value} is supported")
+        selects = checkpoint.config.get("vision_feature_select_strategy", _DEFAULT)
+        size = _size(image, tower)
+        crops = image.get("do_center_crop", tower == CLIP)
+        sent = _square(image.get("crop_size"), size["shortest_edge"]) if crops else _stretched(size)
+        family = cls(
+            image_token=_image_token(checkpoint, "[IMG]" if tower == PIXTRAL else "<image>"),
+            patch_px=int(vision.get("patch_size", _PATCHES_PX[tower])),
+            sent_px=sent,
+            shortest_px=size.get("shortest_edge") if crops else None,
+            longest_px=size.get("longest_edge", 0),
+            more_tokens=(tower == CLIP) - (selects == _DEFAULT),
+        )
+        family._check(tower, int(vision.get("image_size", _IMAGES_PX[tower])), selects)
+        return family
+
+    def _check(self, tower: str, image_px: int, selects: str) -> None:
+        if tower == PIXTRAL:
+            if selects == _DEFAULT or not self.longest_px:
+                raise StartupError("a Pixtral tower needs vision_feature_select_strategy full and a size.longest_edge")
+        elif self.sent_px != (image_px, image_px):
+            raise StartupError(
+                f"the image processor makes {self.sent_px} pixels, vision_config.image_size is {image_px}"
+            )
+
+    @property
+    def placeholders(self) -> Mapping[Modality, str]:
+        return {Modality.IMAGE: self.image_token}
+
+    @property
+    def token_px(self) -> int:
+        return self.patch_px
+
+    def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def image_size(self, height_px: int, width_px: int, wish: FrameSampling) -> tuple[int, int]:
+        """Height and width of the frame that is sent. Raises InvalidRequest for fewer pixels than it has, and
+        MediaRejected for an aspect ratio above 200."""
+        if max(height_px, width_px) > MAX_ASPECT_RATIO * min(height_px, width_px):
+            raise MediaRejected(
+                f"has {width_px}×{height_px} pixels, an aspect ratio of at most {MAX_ASPECT_RATIO} is allowed"
+            )
+        if self.sent_px is not None:
+            least = self.sent_px[0] * self.sent_px[1]
+            if wish.max_pixels is not None and wish.max_pixels < least:
+                raise InvalidRequest(
+                    f"frame_sampling.max_pixels must be at least {least}, the size that this model's images always have, "
+                    f"got {wish.max_pixels}"
+                )
+            return self.sent_px
+        ratio = max(height_px, width_px) / self.longest_px
+        if ratio > 1:
+            height_px, width_px = math.floor(height_px / ratio), math.floor(width_px / ratio)
+        return tuple(-(-side // self.patch_px) * self.patch_px for side in (height_px, width_px))  # type: ignore[return-value]
+
+    def view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
+        """What of a picture of this size is sent."""
+        if self.shortest_px is None:
+            return None
+        short, long = sorted((height_px, width_px))
+        longer = int(self.shortest_px * long / short)
+        resized = (self.shortest_px, longer) if height_px <= width_px else (longer, self.shortest_px)
+        return centre_view(*resized, *sent)
+
+    def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
+        """The grid of patches; a row of all tokens where these are not the patches."""
+        rows, columns = height_px // self.patch_px, width_px // self.patch_px
+        return Grid(1, 1, rows * columns + self.more_tokens) if self.more_tokens else Grid(1, rows, columns)
+
+    def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
+        """One span, or Pixtral's rows."""
+        if self.sent_px is not None:
+            return (LinearSpan(grid.tokens),)
+        row = (LinearSpan(grid.w), _BREAK)
+        return (*row * (grid.h - 1), LinearSpan(grid.w), _END)
+
+
+def _size(image: Mapping[str, Any], tower: str) -> Mapping[str, int]:
+    """The size of an image processor, which older files give as one number."""
+    size = image.get("size") or _SIZES[tower]
+    return {next(iter(_SIZES[tower])): size} if isinstance(size, int) else size
+
+
+def _square(size: Any, default: int) -> tuple[int, int]:
+    if isinstance(size, Mapping):
+        return int(size["height"]), int(size["width"])
+    side = int(size or default)
+    return side, side
+
+
+def _stretched(size: Mapping[str, int]) -> tuple[int, int] | None:
+    return (size["height"], size["width"]) if "height" in size and "width" in size else None
+
+
+def _image_token(checkpoint: Checkpoint, default: str) -> str:
+    """The token with the config's image_token_index."""
+    index = checkpoint.config.get("image_token_index", checkpoint.config.get("image_token_id"))
+    added = checkpoint.read_json("tokenizer.json").get("added_tokens") or []
+    return next((str(token["content"]) for token in added if token["id"] == index), default)
