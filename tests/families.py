@@ -37,7 +37,7 @@ class FamilyUnderTest:
     model: the class of transformers for the whole model.
     levels: number of tensors that a media token carries beside its embedding (DeepStack).
     slices_stand_alone: each temporal slice is a grid of its own, with text before and after it.
-    text_prefix: prefix of the names of the text model's weights in that checkpoint.
+    text_prefix, lm_head: prefix of the names of the text model's weights in that checkpoint, and its output layer's.
     linear: positions are one-dimensional.
     model_type: of its config.json, where that is not its name in FAMILIES.
     """
@@ -53,6 +53,7 @@ class FamilyUnderTest:
     text_prefix: str
     linear: bool = False
     model_type: str = ""
+    lm_head: str = "lm_head.weight"
 
     @property
     def token_px(self) -> int:
@@ -301,7 +302,8 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
             hidden=64,
             levels=0,
             slices_stand_alone=False,
-            text_prefix="model.language_model.",
+            text_prefix="language_model.model.",
+            lm_head="language_model.lm_head.weight",
             linear=True,
             model_type="llava",
         )

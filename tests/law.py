@@ -148,9 +148,7 @@ def assert_law(
         assert each.request.rope.tokens == len(expected.ids)
         assert each.request.cached_tokens < len(expected.ids)
         assert len(each.answer) == asking.new_tokens
-        reference = expected_logprobs(
-            text_model, lm_head, expected, asking.items, each.answer, models.family.linear
-        )
+        reference = expected_logprobs(text_model, lm_head, expected, asking.items, each.answer, models.family.linear)
         computed = torch.stack(engine.runner.logits[name]).cpu().log_softmax(dim=-1)
         assert computed.shape == reference.shape
         worst = float((computed - reference).abs().max())

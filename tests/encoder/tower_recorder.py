@@ -6,6 +6,7 @@ A replay computes the captured function again, and requires that every input was
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoint
-from services.encoder.families import load_tower, vision_model
+from services.encoder.families import llava, load_tower, vision_model
 from services.encoder.tower.graphs import Captured
 from services.encoder.tower.tower import Tower
 from tests.generation.test_decode_graphs import NoSynchronisation
@@ -61,7 +62,9 @@ def stale(buffer: Tensor) -> float:
 
 def load_packed(checkpoint: Path) -> Tower:
     """A tower with variable-length attention, as on CUDA."""
-    with patch.object(vision_model, "find_attention", return_value=attend_by_formula):
+    with ExitStack() as patches:
+        for module in (llava, vision_model):
+            patches.enter_context(patch.object(module, "find_attention", return_value=attend_by_formula))
         return load_tower(Checkpoint(checkpoint), "float32", CPU)
 
 

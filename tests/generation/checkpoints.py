@@ -33,7 +33,11 @@ def changed(
 def tied(folder: Path, to: Path) -> Path:
     """A copy whose output layer is its embeddings."""
     tie = {"tie_word_embeddings": True}
-    return changed(folder, to, lambda weights: weights.pop("lm_head.weight"), tie, **tie)
+
+    def drop_output_layer(weights: dict[str, Tensor]) -> None:
+        del weights[next(name for name in weights if name.endswith("lm_head.weight"))]
+
+    return changed(folder, to, drop_output_layer, tie, **tie)
 
 
 def with_swapped_experts(folder: Path, to: Path) -> Path:

@@ -16,6 +16,7 @@ from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from demo.checkpoint import TINY, write_checkpoint
 from services.cpu.packed_linear import JoinedLinear, PackedLinear, pack_linears
+from services.encoder.families import load_tower
 from services.generation.families import load_language_model
 from services.generation.model.language_model import LanguageModel
 from services.generation.sampling.sampler import SamplingParams
@@ -53,16 +54,38 @@ def test_a_tied_output_layer_answers_as_in_transformers(family: str, family_chec
     assert answer(load(folder)) == answer_of_transformers(family, folder)
 
 
-def test_both_spellings_of_key_names_load(tiny_checkpoint: Path, tmp_path: Path) -> None:
+# What transformers writes, and how it may be called otherwise: as published, or if it is asked not to keep those names.
+SPELLINGS = [
+    ("qwen2_5_vl", {"model.": "model.language_model.", "visual.": "model.visual."}),
+    ("llava", {"vision_tower.": "vision_tower.vision_model."}),
+    (
+        "llava",
+        {
+            "language_model.model.": "model.language_model.",
+            "language_model.lm_head.": "lm_head.",
+            "vision_tower.": "model.vision_tower.",
+            "multi_modal_projector.": "model.multi_modal_projector.",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "names"), SPELLINGS)
+def test_both_spellings_of_key_names_load(
+    family: str, names: dict[str, str], checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
     def rename(weights: dict[str, Tensor]) -> None:
         for name in list(weights):
-            if name.startswith("model."):
-                weights["model.language_model." + name.removeprefix("model.")] = weights.pop(name)
-            elif name.startswith("visual."):
-                weights["model." + name] = weights.pop(name)
+            old, new = next((each for each in names.items() if name.startswith(each[0])), ("", ""))
+            weights[new + name.removeprefix(old)] = weights.pop(name)
 
-    renamed = changed(tiny_checkpoint, tmp_path / "renamed", rename)
-    assert answer(load(renamed)) == answer(load(tiny_checkpoint))
+    renamed = changed(checkpoints(family), tmp_path / "renamed", rename)
+    assert answer(load(renamed)) == answer(load(checkpoints(family)))
+    picture = torch.arange(56 * 56 * 3).remainder(251).to(torch.uint8).view(1, 56, 56, 3)
+    folders = (renamed, checkpoints(family))
+    towers = [load_tower(Checkpoint(folder), "float32", torch.device("cpu")) for folder in folders]
+    frames = picture.expand(towers[0].patches.temporal_patch, -1, -1, -1)
+    assert torch.equal(*(tower.encode([frames])[0] for tower in towers))
 
 
 # Of the two matrices of an expert the first is square at 32, the second at 64: those are taken as they are.
@@ -81,7 +104,7 @@ def test_weights_that_differ_from_the_config_are_named(family: str, family_check
     two_layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     faults: list[tuple[Callable[[dict[str, Tensor]], object], dict[str, Any], str]] = [
         (lambda weights: weights.pop(query), {}, f"missing weights ['{query}']"),
-        (lambda weights: weights.pop("lm_head.weight"), {}, "missing weights ['lm_head.weight']"),
+        (lambda weights: weights.pop(FAMILIES[family].lm_head), {}, "missing weights ['lm_head.weight']"),
         (lambda weights: weights.update({norm: torch.zeros(3)}), {}, f"expects {norm} [64], got [3]"),
         (id, two_layers, f"unknown weights ['{prefix}layers.2"),
     ]

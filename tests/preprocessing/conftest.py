@@ -20,6 +20,13 @@ from tests.preprocessing.service import Queues, Service, running_queues
 from tests.preprocessing.worker_jobs import ENTRY, LIMITS, MIB, open_descriptors, open_memories, until
 
 
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
+def family(request: pytest.FixtureRequest) -> str:
+    """The families that sample videos. test_llava.py has the others."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cheap_garbage_collection() -> None:
     """Exempts imported modules from garbage collection: tests that count descriptors collect before they count."""

@@ -1,6 +1,6 @@
 """Towers of LLaVA 1.5 and of models in its layout: CLIP, SigLIP or Pixtral, a selection of layers, and a projector.
 
-    patches ─▶ embedding ─▶ layer 1 ─▶ … ─▶ layer n        0 is the embedding, −1 the last layer's output before any norm
+    patches ─▶ embedding ─▶ layer 1 ─▶ … ─▶ layer n        −1 is the last layer's output, before any norm
                    0            1               n
 
 The outputs of the layers in `vision_feature_layer` are joined along the channels and projected; layers behind the last
@@ -31,7 +31,11 @@ from services.encoder.tower.tower import ModelForward, Tower, TowerSizes
 from services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
 
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
-_CLASSES = {"clip_vision_model": CLIPVisionModel, "siglip_vision_model": SiglipVisionModel, "pixtral": PixtralVisionModel}
+_CLASSES = {
+    "clip_vision_model": CLIPVisionModel,
+    "siglip_vision_model": SiglipVisionModel,
+    "pixtral": PixtralVisionModel,
+}
 
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
@@ -39,7 +43,9 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
     config = LlavaConfig.from_pretrained(checkpoint.folder)
     vision = config.vision_config
     if vision.model_type not in _CLASSES:
-        raise StartupError(f"vision_config.model_type {vision.model_type!r} is not supported, only {', '.join(_CLASSES)}")
+        raise StartupError(
+            f"vision_config.model_type {vision.model_type!r} is not supported, only {', '.join(_CLASSES)}"
+        )
     lead = int(vision.model_type == "clip_vision_model")
     dropped = int(config.vision_feature_select_strategy == "default")
     vision._attn_implementation = "sdpa"
@@ -63,7 +69,9 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         embeds: Tensor = model(patches, layout, attend=attend)
         return embeds[None]
 
-    shape = TowerShape(1, lead=lead, dropped=dropped)
+    side = vision.image_size // vision.patch_size
+    fixed = None if vision.model_type == "pixtral" else (side, side)
+    shape = TowerShape(1, lead=lead, dropped=dropped, fixed=fixed)
     return Tower(
         forward=ModelForward(compute, shape, device, attend is not attend_by_length, layers),
         patches=PatchShape(vision.patch_size, 1, 1, lead, dropped),

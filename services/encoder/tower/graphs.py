@@ -143,7 +143,9 @@ def _measure(forward: ModelForward, graph: _Graph, device: Device) -> Measured:
 
 def _squares(bucket: Size, shape: TowerShape) -> list[Side]:
     """As many equal squares as the bucket holds."""
-    for side in range(MEASURED_SIDE * shape.merge, shape.merge, -shape.merge):
+    if shape.fixed and not excess(size_of(shape.fixed, shape), bucket):
+        return [shape.fixed] * fitting([size_of(shape.fixed, shape)] * bucket.tokens, bucket)
+    for side in range(0 if shape.fixed else MEASURED_SIDE * shape.merge, shape.merge, -shape.merge):
         size = size_of((side, side), shape)
         if not excess(size, bucket):
             return [(side, side)] * fitting([size] * (bucket.tokens // size.tokens), bucket)

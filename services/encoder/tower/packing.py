@@ -43,7 +43,7 @@ class TowerShape:
     merge: patches per side of a token. window_side: side of an attention window, in tokens; 0 without windows.
     table_side: side of the square table from which position embeddings are interpolated; 0 without a table.
     lead: rows of a slice before its patches, such as a class token. dropped: first rows of a slice that become no
-        tokens. Both are 0 where merge is above 1.
+        tokens. Both are 0 where merge is above 1. fixed: the sides of every slice, of towers that take no others.
     """
 
     merge: int
@@ -51,6 +51,7 @@ class TowerShape:
     table_side: int = 0
     lead: int = 0
     dropped: int = 0
+    fixed: Side | None = None
 
     def rows(self, bucket: Size) -> int:
         """Rows of patches of so many slices with so many tokens."""
@@ -61,10 +62,11 @@ class TowerShape:
 class PackedLayout(Generic[A]):
     """Layout of P patches in T tokens, S slices and W windows; None for arrays that a tower does not need.
 
-    positions: int64 (P, 2), row and column; −1 of rows before a slice's patches. ends: int32 (S + 1,), ends of slices in patches, the longest of which has
-    `longest`. order: int64 (T,), tokens by window. window_ends: int32 (W + 1,), ends of windows in patches, the longest
-    of which has `longest_window`. interpolation_indices: int64 (P, 4), table entries whose weighted sum is a patch's
-    position embedding; interpolation_weights: float32 (P, 4). token_rows: int64 (T,), the rows that become tokens.
+    positions: int64 (P, 2), row and column; −1 of rows before a slice's patches. ends: int32 (S + 1,), ends of slices
+    in patches, the longest of which has `longest`. order: int64 (T,), tokens by window. window_ends: int32 (W + 1,),
+    ends of windows in patches, the longest of which has `longest_window`. interpolation_indices: int64 (P, 4), table
+    entries whose weighted sum is a patch's position embedding; interpolation_weights: float32 (P, 4). token_rows: int64
+    (T,), the rows that become tokens.
     """
 
     positions: A

@@ -104,8 +104,8 @@ def _normalisation(config: Mapping[str, Any]) -> Normalisation:
 def patchify(frames: Tensor, shape: PatchShape) -> Tensor:
     """One temporal slice as patches, in the tower's order.
 
-    frames: uint8 (F, H, W, 3), 1 ≤ F ≤ temporal_patch; the last frame of a short slice is repeated, and rows and columns
-    behind the last whole token are left out. Returns uint8 (lead + H·W / patch², patch_values).
+    frames: uint8 (F, H, W, 3), 1 ≤ F ≤ temporal_patch; the last frame of a short slice is repeated, and rows and
+    columns behind the last whole token are left out. Returns uint8 (lead + H·W / patch², patch_values).
     """
     short = shape.temporal_patch - frames.shape[0]
     if short:

@@ -49,8 +49,8 @@ def read_weights(
 ) -> dict[str, Tensor]:
     """Reads tensors one by one, straight to the device, and converts them to `dtype`.
 
-    Those whose names start with `patch_embed` keep their stored dtype: normalisation is folded into them before they are
-    rounded.
+    Those whose names start with `patch_embed` keep their stored dtype: normalisation is folded into them before they
+    are rounded.
     """
     weights: dict[str, Tensor] = {}
     for path in {each.path for each in stored.values()}:

@@ -27,9 +27,10 @@ _ROPE_TYPES = ("default", "llama3")  # frequencies that do not change with the l
 
 def check_text(text_config: Any) -> None:
     """Raises StartupError for what this engine's attention lacks."""
-    window = getattr(text_config, "sliding_window", None)
-    if getattr(text_config, "use_sliding_window", window is not None):
-        raise StartupError(f"text_config.sliding_window {window}: sliding window attention is not supported")
+    # Mistral's windows have no switch.
+    switch = "use_sliding_window" if hasattr(text_config, "use_sliding_window") else "sliding_window"
+    if getattr(text_config, switch, None):
+        raise StartupError(f"text_config.{switch}: sliding window attention is not supported")
     rope_type = dict(text_config.rope_parameters or {}).get("rope_type")
     if rope_type not in _ROPE_TYPES:
         raise StartupError(

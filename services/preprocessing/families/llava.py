@@ -7,7 +7,8 @@ Positions are one-dimensional. The image processor says how a picture becomes a 
     longest_edge                shrunk until its longer side fits, sides rounded up to patches  Pixtral
 
 Pixtral's rows end with [IMG_BREAK], the last one with [IMG_END].
-Source: `LlavaProcessor`, `PixtralProcessor` and the image processors of transformers 5.23; arXiv 2310.03744, 2410.07073.
+Source: `LlavaProcessor`, `PixtralProcessor` and the image processors of transformers 5.23; arXiv 2310.03744 and
+2410.07073.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ _ONLY = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample"
 class Llava:
     """The settings of one checkpoint.
 
-    sent_px: height and width of every frame; None: Pixtral's, which follow the picture. shortest_px: of a picture before
-    its centre is cut out; None: it is stretched. longest_px: Pixtral's limit. more_tokens: tokens of an image besides
-    one for each patch: 1 for a class token, −1 where the first patch is left out.
+    sent_px: height and width of every frame; None: Pixtral's, which follow the picture. shortest_px: of a picture
+    before its centre is cut out; None: it is stretched. longest_px: Pixtral's limit. more_tokens: tokens of an image
+    besides one for each patch: 1 for a class token, −1 where the first patch is left out.
     """
 
     image_token: str
@@ -119,14 +120,15 @@ class Llava:
             least = self.sent_px[0] * self.sent_px[1]
             if wish.max_pixels is not None and wish.max_pixels < least:
                 raise InvalidRequest(
-                    f"frame_sampling.max_pixels must be at least {least}, the size that this model's images always have, "
-                    f"got {wish.max_pixels}"
+                    f"frame_sampling.max_pixels must be at least {least}, which this model's images always have, got "
+                    f"{wish.max_pixels}"
                 )
             return self.sent_px
         ratio = max(height_px, width_px) / self.longest_px
         if ratio > 1:
             height_px, width_px = math.floor(height_px / ratio), math.floor(width_px / ratio)
-        return tuple(-(-side // self.patch_px) * self.patch_px for side in (height_px, width_px))  # type: ignore[return-value]
+        rows, columns = -(-height_px // self.patch_px), -(-width_px // self.patch_px)
+        return rows * self.patch_px, columns * self.patch_px
 
     def view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
         """What of a picture of this size is sent."""

@@ -48,7 +48,7 @@ class PixelBudget:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is sent of a frame: it is resized to height_px × width_px, and the rectangle from (top, left) on is cut out."""
+    """What is sent of a frame: it is resized to height_px × width_px, and what begins at (top, left) is cut out."""
 
     height_px: int
     width_px: int

@@ -1,0 +1,191 @@
+"""LLaVA's images are sized, cut out and expanded as by transformers' processors; nothing but images is taken."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from transformers import AutoTokenizer
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.pixtral import image_processing_pil_pixtral
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import InvalidRequest, MediaRejected, StartupError
+from common.contract.plan import Modality
+from services.preprocessing.planner import Conversation, MediaRequest, Planner
+from services.preprocessing.prompt.tokens import Turn
+from services.preprocessing.video.sampling import FrameSampling
+from tests.families import LLAVA
+from tests.generation.checkpoints import changed
+from tests.media import picture
+from tests.preprocessing.preprocessing_media import clip
+
+with patch.dict(sys.modules, {image_processing_pil_pixtral.__name__.replace("_pil", ""): image_processing_pil_pixtral}):
+    from transformers.models.pixtral.processing_pixtral import PixtralProcessor  # without torchvision
+
+PROCESSORS: dict[str, Any] = {
+    "llava": CLIPImageProcessorPil,
+    "llava_siglip": SiglipImageProcessorPil,
+    "llava_pixtral": image_processing_pil_pixtral.PixtralImageProcessorPil,
+}
+# Width and height: smaller and larger than every tower's frames, upright and lying, odd, and the frames' own.
+SIZES = [(56, 56), (60, 60), (96, 96), (40, 30), (31, 57), (200, 131), (640, 113), (7, 90)]
+ROUNDING = 2  # levels between two ways to resize; of tall pictures Pillow computes columns first, unlike torch
+
+
+@pytest.fixture(scope="module", params=LLAVA)
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def folder(kind: str, checkpoints: Callable[[str], Path]) -> Path:
+    return checkpoints(kind)
+
+
+@pytest.fixture(scope="module")
+def planner(folder: Path) -> Planner:
+    return Planner(Checkpoint(folder), None)
+
+
+def image(data: bytes, **wish: Any) -> MediaRequest:
+    return MediaRequest("image", Modality.IMAGE, data, FrameSampling(**wish))
+
+
+def conversation(*parts: str | MediaRequest) -> Conversation:
+    media = tuple(part for part in parts if isinstance(part, MediaRequest))
+    turn = Turn("user", tuple(part.modality if isinstance(part, MediaRequest) else part for part in parts))
+    return Conversation((turn,), media)
+
+
+@cache
+def processor(kind: str, folder: Path) -> Any:
+    """transformers' processor of a checkpoint, without torchvision, which it asks for and does not need here."""
+    images = PROCESSORS[kind].from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    made = object.__new__(PixtralProcessor if kind == "llava_pixtral" else LlavaProcessor)
+    made.image_processor, made.tokenizer = images, tokenizer
+    made.patch_size, made.spatial_merge_size = LLAVA[kind]["vision_config"]["patch_size"], 1
+    made.image_token = "[IMG]" if kind == "llava_pixtral" else "<image>"
+    made.image_break_token, made.image_end_token = "[IMG_BREAK]", "[IMG_END]"
+    made.vision_feature_select_strategy = LLAVA[kind].get("vision_feature_select_strategy", "default")
+    made.num_additional_image_tokens = int(kind == "llava")
+    return made
+
+
+def pixels_of(kind: str, folder: Path, data: bytes) -> NDArray[np.uint8]:
+    """The pixels that transformers' image processor sends, before they are normalised."""
+    decoded = np.array(Image.open(BytesIO(data)).convert("RGB"))
+    made = processor(kind, folder).image_processor(decoded, do_rescale=False, do_normalize=False, return_tensors="np")
+    found: NDArray[np.uint8] = made["pixel_values"][0].transpose(1, 2, 0)
+    return found
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_a_picture_is_sent_as_the_image_processor_makes_it(
+    planner: Planner, kind: str, folder: Path, width: int, height: int
+) -> None:
+    data = picture(width, height)
+    planned = planner.plan(conversation(image(data), "What?"))
+    (item,), (media,) = planned.plan.media, planned.media
+    (sent,) = media.slices()
+    planned.files.close()
+    expected = pixels_of(kind, folder, data)
+    assert sent.pixels[0].shape == expected.shape == (item.frame_height_px, item.frame_width_px, 3)
+    apart = np.abs(sent.pixels[0].astype(int) - expected)
+    assert apart.max() <= (0 if (height, width) == expected.shape[:2] else ROUNDING)
+
+
+def test_each_image_expands_as_by_the_processor(planner: Planner, kind: str, folder: Path) -> None:
+    datas = [picture(*size) for size in SIZES]
+    parts = [part for number, data in enumerate(datas) for part in (image(data), f"Picture {number}. ")]
+    planned = planner.plan(conversation(*parts, "Which?"))
+    planned.files.close()
+    made = processor(kind, folder)
+    asked = [*parts, "Which?"]
+    content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in asked]
+    messages = [{"role": "user", "content": content}]
+    text = made.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    before, *after = text.split(made.image_token)
+    for number, (data, text) in enumerate(zip(datas, after, strict=True)):
+        pixels = pixels_of(kind, folder, data).transpose(2, 0, 1)
+        inputs = {"pixel_values": {number: pixels}, "image_sizes": {number: pixels.shape[1:]}}
+        before += made.replace_image_token(inputs, number) + text
+    plan = planned.plan
+    assert plan.input_ids.tolist() == made.tokenizer(before, add_special_tokens=False)["input_ids"]
+    assert plan.positions.tolist() == [list(range(plan.tokens))] * 3
+    image_id = made.tokenizer.convert_tokens_to_ids(made.image_token)
+    held = [place for item in plan.media for run in item.runs for place in range(run.offset, run.end)]
+    assert held == [place for place, token in enumerate(plan.input_ids) if token == image_id]
+
+
+def test_the_class_token_and_a_dropped_patch_change_the_number_of_tokens(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for kind, strategy, tokens in (
+        ("llava", "default", 16),
+        ("llava", "full", 17),
+        ("llava_siglip", "default", 15),
+        ("llava_siglip", "full", 16),
+    ):
+        folder = changed(checkpoints(kind), tmp_path / (kind + strategy), vision_feature_select_strategy=strategy)
+        planned = Planner(Checkpoint(folder), None).plan(conversation(image(picture(40, 30))))
+        planned.files.close()
+        assert planned.plan.media[0].grid.tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "why"),
+    [
+        (MediaRequest("video", Modality.VIDEO, clip(4), FrameSampling()), InvalidRequest, "video .* about images"),
+        (
+            image(picture(40, 30), max_pixels=1000),
+            InvalidRequest,
+            r"image.frame_sampling.max_pixels must be at least 3136",
+        ),
+        (image(picture(1, 201)), MediaRejected, "image has 1×201 pixels, an aspect ratio of at most 200"),
+    ],
+)
+def test_what_the_model_cannot_take_is_named(
+    checkpoints: Callable[[str], Path], request_: MediaRequest, error: type[Exception], why: str
+) -> None:
+    planner = Planner(Checkpoint(checkpoints("llava")), None)
+    with pytest.raises(error, match=why):
+        planner.plan(conversation(request_, "What?"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "settings", "why"),
+    [
+        ("llava", {"vision_config": {"model_type": "dinov2"}}, {}, "'dinov2' is not supported"),
+        ("llava", {}, {"resample": 2}, "resample is 2, only 3"),
+        ("llava", {}, {"crop_size": {"height": 70, "width": 70}}, "vision_config.image_size is 56"),
+        ("llava_pixtral", {"vision_feature_select_strategy": "default"}, {}, "select_strategy full"),
+    ],
+)
+def test_settings_that_contradict_the_tower_are_refused(
+    checkpoints: Callable[[str], Path],
+    tmp_path: Path,
+    kind: str,
+    config: dict[str, Any],
+    settings: dict[str, Any],
+    why: str,
+) -> None:
+    folder = changed(checkpoints(kind), tmp_path / "other", **config)
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    with pytest.raises(StartupError, match=why):
+        Planner(Checkpoint(folder), None)
