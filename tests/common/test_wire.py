@@ -125,7 +125,7 @@ FAULTS: dict[str, Callable[[Message], Any]] = {
     "too few frames": with_one_frame,
     "2^31 frames": lambda m: setattr(m.media[0], "frames", 2**31 - 1),
     "frames without size": lambda m: setattr(m.media[0], "frame_width_px", 0),
-    "frames smaller than the grid": lambda m: setattr(m.media[0], "frame_width_px", 1),
+    "fewer pixels than tokens": lambda m: m.media[0].MergeFrom(type(m.media[0])(frame_width_px=1, frame_height_px=1)),
     "frames of 2^31 pixels": lambda m: setattr(m.media[0], "frame_height_px", 2**31 - 1),
     "short content hash": lambda m: setattr(m.media[0], "content_hash", bytes(31)),
     "short fingerprint": lambda m: setattr(m, "fingerprint", b"short"),

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from services.encoder.families import load_tower
-from services.encoder.families.vision_model import PREFIXES
+from services.encoder.families.vision_model import PATCH_EMBED, PREFIXES
 from services.encoder.startup.build import compile_tower
 from services.encoder.tower import attention
 from services.encoder.tower.patches import read_normalisation
@@ -182,7 +182,7 @@ def test_weights_stored_in_bfloat16_run_so_and_are_found_under_either_prefix(cop
 
 
 def test_the_patch_embedding_keeps_its_dtype_until_normalisation_is_folded_into_it(levels_checkpoint: Path) -> None:
-    weights = read_weights(find_weights(Checkpoint(levels_checkpoint), PREFIXES), torch.bfloat16, CPU)
+    weights = read_weights(find_weights(Checkpoint(levels_checkpoint), PREFIXES), torch.bfloat16, CPU, PATCH_EMBED)
     unrounded = {name for name, each in weights.items() if each.dtype == torch.float32}
     assert unrounded == {"patch_embed.proj.weight", "patch_embed.proj.bias"}
 

@@ -40,7 +40,7 @@ _CLASSES = {
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
-    config = LlavaConfig.from_pretrained(checkpoint.folder)
+    config: Any = LlavaConfig.from_pretrained(checkpoint.folder)
     vision = config.vision_config
     if vision.model_type not in _CLASSES:
         raise StartupError(
@@ -73,8 +73,8 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
     fixed = None if vision.model_type == "pixtral" else (side, side)
     shape = TowerShape(1, lead=lead, dropped=dropped, fixed=fixed)
     return Tower(
-        forward=ModelForward(compute, shape, device, attend is not attend_by_length, layers),
-        patches=PatchShape(vision.patch_size, 1, 1, lead, dropped),
+        forward=ModelForward(compute, shape, device, attend is not attend_by_length, tuple(layers)),
+        patches=PatchShape(vision.patch_size, 1, 1, lead, dropped, crops=fixed is not None),
         embed_dim=config.text_config.hidden_size,
         embed_levels=0,
         dtype=runs_in,
@@ -86,7 +86,7 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
 class _SiglipAttention(SiglipAttention):
     """CLIP's has the same parts and, other than SigLIP's, passes the ends of sequences on to the attention."""
 
-    forward = CLIPAttention.forward
+    forward = CLIPAttention.forward  # type: ignore[assignment]
 
 
 class _Llava(nn.Module):
@@ -167,7 +167,7 @@ class _TableEmbedding(nn.Module):
         class_token = getattr(embeddings, "class_embedding", None)
         if class_token is not None:
             table = torch.cat([class_token.detach()[None] + table[:1], table[1:]])
-        self.register_buffer("table", table)
+        self.table = nn.Parameter(table, requires_grad=False)
         self._first = int(class_token is not None)
         self._side = embeddings.image_size // embeddings.patch_size
         self.patch_embed = patch_embed

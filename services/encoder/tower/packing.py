@@ -81,7 +81,7 @@ class PackedLayout(Generic[A]):
 
     def map(self, change: Callable[[A], B]) -> PackedLayout[B]:
         """A copy with `change` applied to every array."""
-        arrays = {
+        arrays: dict[str, Any] = {
             each.name: array if array is None or isinstance(array, int) else change(array)
             for each in fields(self)
             for array in (getattr(self, each.name),)

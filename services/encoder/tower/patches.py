@@ -31,7 +31,8 @@ _CENTRE = 128
 class PatchShape:
     """patch_px: side of a square patch; merge: patches per side of a token; temporal_patch: frames per slice.
 
-    lead: rows of a slice before its patches. dropped: first rows of a slice that become no tokens.
+    lead: rows of a slice before its patches. dropped: first rows of a slice that become no tokens. crops: frames may be
+    larger than their whole tokens, the rest is left out.
     """
 
     patch_px: int
@@ -39,6 +40,7 @@ class PatchShape:
     temporal_patch: int
     lead: int = 0
     dropped: int = 0
+    crops: bool = False
 
     @property
     def token_px(self) -> int:
@@ -57,8 +59,10 @@ class PatchShape:
         rows, columns = self.side(frames)
         return rows * columns // self.merge**2 + self.lead - self.dropped
 
-    def grid(self, height_px: int, width_px: int) -> tuple[int, int]:
-        """Rows and columns of the tokens of a frame; one row where they are not those of patches."""
+    def grid(self, height_px: int, width_px: int) -> tuple[int, int] | None:
+        """Rows and columns of the tokens of a frame; one row where they are not those of patches. None: of no frame."""
+        if not self.crops and (height_px % self.token_px or width_px % self.token_px):
+            return None
         if self.lead == self.dropped:
             return height_px // self.token_px, width_px // self.token_px
         return 1, self.tokens((1, height_px, width_px))

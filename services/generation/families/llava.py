@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration
@@ -31,7 +32,7 @@ TEXT_CLASSES: Mapping[str, TextClasses] = {
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
     """The family's `load_language_model`."""
-    config = LlavaConfig.from_pretrained(checkpoint.folder)
+    config: Any = LlavaConfig.from_pretrained(checkpoint.folder)
     kind = config.text_config.model_type
     if kind not in TEXT_CLASSES:
         raise StartupError(f"text_config.model_type {kind!r} is not supported, only {', '.join(TEXT_CLASSES)}")
