@@ -46,6 +46,10 @@ async def model_inputs(
                 frames[response.frames.media_index] += response.frames.chunk.data
     assert plan is not None
     ids = torch.from_numpy(plan.input_ids.astype(np.int64))[None]
+    if family.linear:
+        shapes = [(item.frame_height_px, item.frame_width_px, 3) for item in plan.media]
+        shown = [frames[index] for index in range(len(shapes))]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **_images(shown, shapes, folder, config)}
     types = torch.zeros_like(ids)
     types[ids == config.image_token_id] = 1
     types[ids == config.video_token_id] = 2
@@ -65,6 +69,21 @@ async def model_inputs(
     if steps and config.model_type == "qwen2_5_vl":
         inputs["second_per_grid_ts"] = torch.tensor(steps)
     return inputs
+
+
+def _images(
+    shown: Sequence[bytearray], shapes: Sequence[tuple[int, int, int]], folder: Path, config: Any
+) -> dict[str, Tensor]:
+    """Frames as transformers' image processor makes them: normalised, and of several sizes padded to one."""
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    mean, std = np.array(settings["image_mean"]), np.array(settings["image_std"])
+    height, width, _ = np.max(shapes, axis=0)
+    pixels = torch.zeros(len(shapes), 3, height, width)
+    for place, data, shape in zip(pixels, shown, shapes, strict=True):
+        values = (np.frombuffer(data, np.uint8).reshape(shape) / 255 - mean) / std
+        place[:, : shape[0], : shape[1]] = torch.from_numpy(values).permute(2, 0, 1)
+    sizes = {"image_sizes": torch.tensor(shapes)[:, :2]} if config.vision_config.model_type == "pixtral" else {}
+    return {"pixel_values": pixels, **sizes}
 
 
 def _patches(data: bytearray, shape: Sequence[int], folder: Path, family: FamilyUnderTest) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from common.contract.errors import InvalidRequest
 from common.contract.plan import Modality
 from common.contract.retention import Pruning
 from framesieve.cli.launcher import LocalStack
@@ -75,6 +76,27 @@ async def test_at_rate_0_the_answer_is_that_of_transformers_generate(
     family, preprocessing = FAMILIES[served.family], served.addresses["preprocessing"]
     inputs = await model_inputs(preprocessing, parts, QUESTION, family, served.folder, reference.config)
     check_answer(await client.ask(list(parts), QUESTION, **GREEDY), reference, inputs)
+
+
+IMAGES = (Image(data=PICTURE), Text("and"), Image(data=TALL), Image(data=media.picture(30, 31)))
+LLAVA_PARAMS = ["llava_pixtral", *(pytest.param(kind, marks=pytest.mark.deep) for kind in ("llava", "llava_siglip"))]
+
+
+@pytest.mark.parametrize("kind", LLAVA_PARAMS)
+async def test_llava_answers_questions_about_images_as_transformers_generate(
+    kind: str, checkpoints: Callable[[str], Path]
+) -> None:
+    folder, reference = checkpoints(kind), load_reference(kind, checkpoints(kind))
+    with running(folder) as stack:
+        addresses = stack.addresses
+        async with FramesieveClient(addresses["generation"]) as client:
+            for parts in (IMAGES[:1], IMAGES):
+                inputs = await model_inputs(
+                    addresses["preprocessing"], parts, QUESTION, FAMILIES[kind], folder, reference.config
+                )
+                check_answer(await client.ask(list(parts), QUESTION, **GREEDY), reference, inputs)
+            with pytest.raises(InvalidRequest, match="video must not be set: this model takes images only"):
+                await client.ask(Video(data=BRIEF), QUESTION)
 
 
 async def test_concurrent_requests_with_and_without_adapters_answer_as_peft_and_transformers_do(
