@@ -1,4 +1,4 @@
-"""The `framesieve` command: serve, settings, ask, chat, inspect, bench, capacity.
+"""The `framesieve` command: serve, models, settings, ask, chat, inspect, bench, capacity.
 
 Completions and JSON are printed to stdout, everything else to stderr. Exit status: 0; 1 for an error, reported as one
 line that begins with its reason; 2 for wrong usage; 130 after Ctrl-C. `serve` has statuses of its own.
@@ -21,6 +21,7 @@ from framesieve.bench.command import bench
 from framesieve.cli.ask import ask
 from framesieve.cli.chat import chat
 from framesieve.cli.inspection import inspect
+from framesieve.cli.models import models
 from framesieve.cli.serve import serve
 from framesieve.cli.settings import settings
 from framesieve.cli.signals import raise_on_interrupt
@@ -55,7 +56,7 @@ def _prepare(
 
 
 _FLAGS_OF_SERVICES = {"allow_extra_args": True, "ignore_unknown_options": True}
-for _command in (serve, settings, ask, chat, inspect, bench, capacity):
+for _command in (serve, models, settings, ask, chat, inspect, bench, capacity):
     app.command(cls=Command, context_settings=_FLAGS_OF_SERVICES if _command in (serve, settings) else None)(_command)
 
 if __name__ == "__main__":

@@ -15,7 +15,11 @@ import services.generation.families
 import services.preprocessing.families
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
+from common.model_families import MODEL_FAMILIES
 from tests.families import FAMILIES
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 @pytest.fixture
@@ -107,6 +111,9 @@ def test_a_repository_is_found_in_the_cache_of_hugging_face_and_offline_only_the
 def test_every_service_has_the_families_that_are_tested(copy: Path) -> None:
     for registry in (services.preprocessing.families, services.encoder.families, services.generation.families):
         assert set(registry.FAMILIES) == {family.model_type or name for name, family in FAMILIES.items()}
+    described = {family.model_type for family in MODEL_FAMILIES}
+    assert described == set(services.encoder.families.FAMILIES)
+    assert all(f"`{model_type}`" in DOCS.read_text() for model_type in described)
     (copy / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(
         StartupError,
