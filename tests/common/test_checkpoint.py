@@ -18,7 +18,6 @@ from common.contract.errors import StartupError
 from common.model_families import MODEL_FAMILIES
 from tests.families import FAMILIES
 
-
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 
