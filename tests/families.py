@@ -17,6 +17,8 @@ from transformers import (
     GenerationConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
@@ -309,6 +311,19 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
         )
         for name, settings in LLAVA.items()
     },
+    "llava_onevision": FamilyUnderTest(
+        write=lambda folder, seed: _write_onevision(folder, seed),
+        model=LlavaOnevisionForConditionalGeneration,
+        patch_px=14,
+        merge=1,
+        temporal_patch=1,
+        hidden=64,
+        levels=0,
+        slices_stand_alone=False,
+        text_prefix="language_model.model.",
+        lm_head="language_model.lm_head.weight",
+        linear=True,
+    ),
     "qwen2_vl": FamilyUnderTest(
         write=_write_qwen2_vl,
         model=Qwen2VLForConditionalGeneration,
@@ -334,6 +349,50 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
     "qwen3_vl": FamilyUnderTest(_write_qwen3_vl, Qwen3VLForConditionalGeneration, **_QWEN3),
     "qwen3_vl_moe": FamilyUnderTest(write_qwen3_vl_moe, Qwen3VLMoeForConditionalGeneration, **_QWEN3),
 }
+
+
+ONEVISION_PX, ONEVISION_PATCH = 60, 14
+ONEVISION = {
+    "vision_config": {
+        **TOWER,
+        "model_type": "siglip_vision_model",
+        "image_size": ONEVISION_PX,
+        "vision_use_head": False,
+    },
+    "image_grid_pinpoints": [[ONEVISION_PX * h, ONEVISION_PX * w] for h in (1, 2, 3) for w in (1, 2, 3)],
+    "vision_aspect_ratio": "anyres_max_2",
+    "vision_feature_layer": -1,
+}
+
+
+def _write_onevision(folder: Path, seed: int) -> Path:
+    tokenizer = make_tokenizer(TINY)
+    tokenizer.add_tokens(["<image>", "<video>"], special_tokens=True)
+    for kind in ("image", "video"):
+        marked = f"<|vision_start|><|{kind}_pad|><|vision_end|>"
+        tokenizer.chat_template = tokenizer.chat_template.replace(marked, f"<{kind}>")
+    ids = tokenizer.get_vocab()
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    text = {**LLAVA_TEXT, "model_type": "qwen2", "rope_parameters": rope, "vocab_size": len(tokenizer)}
+    tokens = {f"{kind}_token_index": ids[f"<{kind}>"] for kind in ("image", "video")}
+    config = LlavaOnevisionConfig(text_config=text, tie_word_embeddings=False, **tokens, **ONEVISION)
+    model = LlavaOnevisionForConditionalGeneration(config)
+    randomise(model, 0.1, seed)
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    settings = {
+        "size": {"height": ONEVISION_PX, "width": ONEVISION_PX},
+        "image_mean": [0.48, 0.46, 0.41],
+        "image_std": [0.27, 0.26, 0.28],
+    }
+    pinpoints = {"image_grid_pinpoints": ONEVISION["image_grid_pinpoints"]}
+    image = {**settings, **pinpoints, "image_processor_type": "LlavaOnevisionImageProcessor"}
+    video = {**settings, "video_processor_type": "LlavaOnevisionVideoProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+    return folder
 
 
 QWEN = sorted(name for name, family in FAMILIES.items() if not family.linear)

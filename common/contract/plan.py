@@ -88,14 +88,15 @@ class MediaPlan:
 
     grid: in merged tokens.
     runs: sorted and disjoint, in grid order, grid.tokens in total.
-    frames: number of frames that preprocessing sends when the item is selected (image: 1); 0 if the prompt brought
-        its embeddings.
+    frames: number of frames that preprocessing sends when the item is selected (image: 1, or its tiles); 0 if the
+        prompt brought its embeddings.
     frame_height_px, frame_width_px: of each frame, after resizing; 0 without frames.
     seconds_per_grid: time between temporal slices; None for an image.
     timestamps_s: presentation time of each frame; empty for an image.
     content_hash: 32 bytes; they differ if the pixels, their times or the given embeddings could differ.
     missing_frames: frames of the file that its container promises and that it does not hold.
     dropped_frames: frames of the file that have the same time as another one, and are not shown.
+    source_height_px, source_width_px: of an image as it is shown, before it is resized; 0 if not known.
     """
 
     modality: Modality
@@ -109,9 +110,11 @@ class MediaPlan:
     content_hash: bytes
     missing_frames: int = 0
     dropped_frames: int = 0
+    source_height_px: int = 0
+    source_width_px: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("missing_frames", "dropped_frames"):
+        for name in ("missing_frames", "dropped_frames", "source_height_px", "source_width_px"):
             if not 0 <= (count := getattr(self, name)) < 2**31:
                 raise ValueError(f"{name} must be at least 0 and below 2^31, got {count}")
         held = sum(run.length for run in self.runs)
@@ -126,15 +129,12 @@ class MediaPlan:
         for side in (self.frame_height_px, self.frame_width_px):
             if not least <= side <= most:
                 raise ValueError(f"a frame's side must be between {least} and {most} pixels, got {side}")
-        if self.frames and self.frame_height_px * self.frame_width_px < self.grid.slice_tokens:
+        if self.frames and self.frames * self.frame_height_px * self.frame_width_px < self.grid.tokens:
             raise ValueError(
                 f"frames of {self.frame_height_px}×{self.frame_width_px} pixels are too small for a grid of {self.grid}"
             )
-        if self.modality is Modality.IMAGE and (self.grid.t > 1 or self.frames > 1 or self.timestamps_s):
-            raise ValueError(
-                f"an image has one slice, one frame and no times, got {self.grid}, {self.frames} and "
-                f"{len(self.timestamps_s)}"
-            )
+        if self.modality is Modality.IMAGE and (self.grid.t > 1 or self.timestamps_s):
+            raise ValueError(f"an image has one slice and no times, got {self.grid} and {len(self.timestamps_s)}")
         if (self.modality is Modality.VIDEO) != (self.seconds_per_grid is not None):
             raise ValueError(
                 f"a video has a time base and an image has none, got {self.modality.value}, {self.seconds_per_grid}"
@@ -153,6 +153,11 @@ class MediaPlan:
             raise ValueError(f"timestamps_s must hold one time for each of {self.frames} frames, got {len(times)}")
         if not all(map(math.isfinite, times)) or any(after < before for before, after in pairwise(times)):
             raise ValueError("timestamps_s must be finite, none below the one before")
+
+    @property
+    def slices(self) -> int:
+        """What is decoded and encoded at a time: temporal slices of a video, frames of an image."""
+        return self.grid.t if self.modality is Modality.VIDEO or self.brings_embeds else self.frames
 
     @property
     def brings_embeds(self) -> bool:

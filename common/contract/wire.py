@@ -223,6 +223,8 @@ def _media_message(item: MediaPlan) -> prompt_pb2.MediaPlan:
         content_hash=item.content_hash,
         missing_frames=item.missing_frames,
         dropped_frames=item.dropped_frames,
+        source_height_px=item.source_height_px,
+        source_width_px=item.source_width_px,
     )
 
 
@@ -251,6 +253,8 @@ def _media_plan(message: prompt_pb2.MediaPlan) -> MediaPlan:
         content_hash=message.content_hash,
         missing_frames=message.missing_frames,
         dropped_frames=message.dropped_frames,
+        source_height_px=message.source_height_px,
+        source_width_px=message.source_width_px,
     )
 
 

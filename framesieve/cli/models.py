@@ -18,7 +18,8 @@ def models(as_json: JsonOption = False) -> None:
     Example: framesieve models --json
     """
     if as_json:
-        print_json([asdict(each) | {"media": [kind.value for kind in each.media]} for each in MODEL_FAMILIES])
+        families = [asdict(each) | {"media": [kind.value for kind in each.media]} for each in MODEL_FAMILIES]
+        print_json({"families": families})
         return
     for family in MODEL_FAMILIES:
         typer.echo(f"{family.model_type:14}{family.models}\n{'':14}{_abilities(family)}")

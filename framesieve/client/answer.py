@@ -129,7 +129,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of one media item, in temporal slices out of grid.t."""
+    """Progress of one media item, in temporal slices of a video or frames of an image."""
 
     media_index: int
     decoded_slices: int

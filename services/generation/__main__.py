@@ -83,7 +83,7 @@ async def main() -> ExitStatus:
             media = MediaClient(
                 preprocessing, encoder, _model_input(checkpoint, model), media_buffer, settings.max_inline_bytes
             )
-            limit = PromptLimit(built.limit_tokens)
+            limit = PromptLimit(built.limit_tokens, model.context_tokens if model.position_axes == 1 else None)
             name = served_name(checkpoint, settings.served_model_name)
             grammars = Grammars(checkpoint.folder, defaults.vocab_size, defaults.eos_ids)
             servicer = GenerationServicer(

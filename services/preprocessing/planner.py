@@ -9,8 +9,8 @@ import hashlib
 import math
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, 
 from common.contract.plan import MAX_FRAME_SIDE_PX, MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan
 from services.preprocessing.families import Family, load_family
 from services.preprocessing.prompt.embeds import Embeds
-from services.preprocessing.prompt.layout import lay_out
+from services.preprocessing.prompt.layout import Expansion, lay_out
 from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, ChatTokens, Turn
 from services.preprocessing.sources.digests import Digests, digests
 from services.preprocessing.sources.source import Source, bytes_source, path_source
@@ -110,11 +110,13 @@ class _Item:
     planned: PlannedMedia
     frames: int
     grid: Grid
+    expansion: Expansion
     base: TimeBase | None
     timestamps_s: tuple[float, ...]
     content: tuple[bytes, ...]
     missing_frames: int = 0
     dropped_frames: int = 0
+    source_px: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +162,13 @@ class Planner:
             for request in conversation.media:
                 if isinstance(request.location, Source):
                     files.callback(request.location.close)
-            items = [self._open(request, files, readers) for request in conversation.media]
+            images = sum(request.modality is Modality.IMAGE for request in conversation.media)
+            items = [self._open(request, files, readers, images) for request in conversation.media]
             plan = self._lay_out(conversation.turns, items, readers.check_cancelled)
             media = tuple(item.planned for item in items)
             return PlannedPrompt(plan, media, files.pop_all(), time.perf_counter() - start)
 
-    def _open(self, request: MediaRequest, files: ExitStack, readers: Readers) -> _Item:
+    def _open(self, request: MediaRequest, files: ExitStack, readers: Readers, images: int) -> _Item:
         readers.check_cancelled()
         if request.modality not in self._family.placeholders:
             known = " and ".join(f"{modality.value}s" for modality in self._family.placeholders)
@@ -175,7 +178,7 @@ class Planner:
         self._check_max_pixels(request)
         source = self._source(request, files, readers.check_cancelled)
         if request.modality is Modality.IMAGE:
-            make = partial(self._image, source, readers.picture(source), request)
+            make = partial(self._image, source, readers.picture(source), request, images)
         elif request.frames is not None:
             source = replace(source, digest=_digest_of_pictures(source.digest, request.frames.ends))
             make = partial(self._pictures, source, readers.pictures(source, request.frames.ends), request)
@@ -204,20 +207,24 @@ class Planner:
     def _embeds(self, embeds: Embeds) -> _Item:
         base = embeds.time_base(self._family.frame_bounds.temporal_patch)
         content = (b"embeds", embeds.digest, str(embeds.grid).encode(), _packed(base))
-        return _Item(embeds.modality, PlannedEmbeds(), 0, embeds.grid, base, (), content)
+        expansion = self._family.expansion(embeds.grid, base)
+        return _Item(embeds.modality, PlannedEmbeds(), 0, embeds.grid, expansion, base, (), content)
 
-    def _image(self, source: Source, picture: Picture, request: MediaRequest) -> _Item:
-        size = self._family.image_size(picture.height_px, picture.width_px, request.sampling)
-        height, width = self._within(size, request.sampling.max_pixels)
-        view = self._family.view(picture.height_px, picture.width_px, (height, width))
+    def _image(self, source: Source, picture: Picture, request: MediaRequest, images: int) -> _Item:
+        with _too_large():
+            laid = self._family.image(picture.height_px, picture.width_px, request.sampling, images)
+        _check_side(laid.height_px, laid.width_px)
+        sent = (_packed_sent(laid.height_px, laid.width_px, view) for view in laid.views)
         return _Item(
             modality=Modality.IMAGE,
-            planned=PlannedPicture(source, picture, height, width, view),
-            frames=1,
-            grid=self._grid(1, height, width, Modality.IMAGE),
+            planned=PlannedPicture(source, picture, laid.height_px, laid.width_px, laid.views),
+            frames=len(laid.views),
+            grid=laid.grid,
+            expansion=laid.expansion,
             base=None,
             timestamps_s=(),
-            content=(b"image", source.digest, _packed_sent(height, width, view)),
+            content=(b"image", source.digest, *sent),
+            source_px=(picture.height_px, picture.width_px),
         )
 
     def _file(self, source: Source, index: PacketIndex, sampling: FrameSampling) -> _Item:
@@ -238,15 +245,19 @@ class Planner:
         sampled = sample(times, bounds, sampling, self._family.sample_indices)
         size = self._family.video_size(index.height_px, index.width_px, sampled.frames, sampling)
         height, width = self._within(size, sampling.max_pixels)
-        view = self._family.view(index.height_px, index.width_px, (height, width))
+        view = self._family.video_view(index.height_px, index.width_px, (height, width))
         frames = len(sampled.places)
         base = TimeBase.of_frames(sampled.seconds_per_grid, sampled.timestamps_s, bounds.temporal_patch)
         places = struct.pack(f"<{frames}q", *sampled.places)
+        _check_side(height, width)
+        with _too_large():
+            grid = self._family.grid(frames, height, width, Modality.VIDEO)
         return _Item(
             modality=Modality.VIDEO,
             planned=PlannedVideo(source, index, sampled.places, bounds.temporal_patch, height, width, view),
             frames=frames,
-            grid=self._grid(frames, height, width, Modality.VIDEO),
+            grid=grid,
+            expansion=self._family.expansion(grid, base),
             base=base,
             timestamps_s=sampled.timestamps_s,
             content=(b"video", source.digest, _packed_sent(height, width, view), places, _packed(base)),
@@ -261,22 +272,10 @@ class Planner:
     def _within(self, size: tuple[int, int], max_pixels: int | None) -> tuple[int, int]:
         return size if max_pixels is None else shrink_to(*size, self._family.token_px, max_pixels)
 
-    def _grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
-        if max(height_px, width_px) > MAX_FRAME_SIDE_PX:
-            raise MediaRejected(
-                f"would be sent as frames of {width_px}×{height_px} pixels, at most {MAX_FRAME_SIDE_PX} are allowed on "
-                f"a side: lower max_pixels"
-            )
-        try:
-            return self._family.grid(frames, height_px, width_px, modality)
-        except ValueError as error:
-            raise PromptTooLong(f"is too large: {error}") from error
-
     def _lay_out(
         self, turns: Sequence[Turn], items: Sequence[_Item], check_cancelled: Callable[[], None]
     ) -> PromptPlan:
-        expansions = [self._family.expansion(item.grid, item.base) for item in items]
-        pieces = self._tokens.conversation(turns, expansions, check_cancelled)
+        pieces = self._tokens.conversation(turns, [item.expansion for item in items], check_cancelled)
         tokens = sum(piece.size for piece in pieces)
         if tokens > MAX_PROMPT_TOKENS:
             raise PromptTooLong(f"prompt has {tokens} tokens, at most {MAX_PROMPT_TOKENS} are allowed")
@@ -294,6 +293,8 @@ class Planner:
                 content_hash=self._content_hash(item),
                 missing_frames=item.missing_frames,
                 dropped_frames=item.dropped_frames,
+                source_height_px=item.source_px[0],
+                source_width_px=item.source_px[1],
             )
             for item, runs in zip(items, layout.runs, strict=True)
         )
@@ -305,6 +306,23 @@ class Planner:
         for part in (*item.content, self._fingerprint):
             digest.update(struct.pack("<q", len(part)) + part)
         return digest.digest()
+
+
+def _check_side(height_px: int, width_px: int) -> None:
+    if max(height_px, width_px) > MAX_FRAME_SIDE_PX:
+        raise MediaRejected(
+            f"would be sent as frames of {width_px}×{height_px} pixels, at most {MAX_FRAME_SIDE_PX} are allowed on "
+            f"a side: lower max_pixels"
+        )
+
+
+@contextmanager
+def _too_large() -> Iterator[None]:
+    """Raises PromptTooLong for a grid that is too large."""
+    try:
+        yield
+    except ValueError as error:
+        raise PromptTooLong(f"is too large: {error}") from error
 
 
 def _missing(index: PacketIndex, sampling: FrameSampling) -> int:
@@ -327,8 +345,7 @@ def _digest_of_pictures(digest: bytes, ends: Sequence[int]) -> bytes:
 
 def _packed_sent(height_px: int, width_px: int, view: View | None) -> bytes:
     """How frames are sent, as bytes, different for different ways."""
-    numbers = (height_px, width_px, *(astuple(view) if view else ()))
-    return struct.pack(f"<{len(numbers)}q", *numbers)
+    return repr((height_px, width_px, view and astuple(view))).encode()
 
 
 def _packed(base: TimeBase | None) -> bytes:

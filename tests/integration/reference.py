@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.channels import open_channel
-from common.contract.plan import Modality
+from common.contract.plan import Modality, PromptPlan
 from common.contract.wire import PlanReceiver
 from framesieve.client.answer import Answer
 from framesieve.client.messages import generate_request
@@ -46,6 +46,8 @@ async def model_inputs(
                 frames[response.frames.media_index] += response.frames.chunk.data
     assert plan is not None
     ids = torch.from_numpy(plan.input_ids.astype(np.int64))[None]
+    if config.model_type == "llava_onevision":
+        return _onevision(plan, frames, folder, config)
     if family.linear:
         shapes = [(item.frame_height_px, item.frame_width_px, 3) for item in plan.media]
         shown = [frames[index] for index in range(len(shapes))]
@@ -68,6 +70,34 @@ async def model_inputs(
     steps = [float(item.seconds_per_grid) for item in plan.media if item.seconds_per_grid]
     if steps and config.model_type == "qwen2_5_vl":
         inputs["second_per_grid_ts"] = torch.tensor(steps)
+    return inputs
+
+
+def _onevision(plan: PromptPlan, frames: Mapping[int, bytearray], folder: Path, config: Any) -> dict[str, Tensor]:
+    """What LLaVA-OneVision's processor makes: a newline is one more token of its image or video."""
+    ids = plan.input_ids.astype(np.int64)
+    for place in np.flatnonzero(ids == config.text_config.vocab_size):
+        ids[place] = ids[place - 1]
+    inputs = {"input_ids": torch.from_numpy(ids)[None], "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    mean, std = (torch.tensor(settings[name])[:, None, None] for name in ("image_mean", "image_std"))
+    pixels = []
+    for index, item in enumerate(plan.media):
+        shape = (item.frames, item.frame_height_px, item.frame_width_px, 3)
+        values = torch.from_numpy(np.frombuffer(frames[index], np.uint8).reshape(shape).copy()).permute(0, 3, 1, 2)
+        pixels.append((values / 255 - mean) / std)
+    images = [item.modality is Modality.IMAGE for item in plan.media]
+    if any(images):
+        shown = [each for each, is_image in zip(pixels, images, strict=True) if is_image]
+        most = max(len(each) for each in shown)
+        padded = [torch.cat([each, torch.zeros(most - len(each), *each.shape[1:])]) for each in shown]
+        sizes = [(item.source_height_px, item.source_width_px) for item in plan.media if item.source_width_px]
+        inputs |= {"pixel_values": torch.stack(padded), "image_sizes": torch.tensor(sizes)}
+        inputs["batch_num_images"] = torch.tensor([len(shown)])
+    if not all(images):
+        inputs["pixel_values_videos"] = torch.stack(
+            [each for each, is_image in zip(pixels, images, strict=True) if not is_image]
+        )
     return inputs
 
 

@@ -99,6 +99,34 @@ async def test_llava_answers_questions_about_images_as_transformers_generate(
                 await client.ask(Video(data=BRIEF), QUESTION)
 
 
+ONEVISION_MIXES: dict[str, tuple[Part, ...]] = {
+    "a small image": (Image(data=media.picture(31, 30)),),
+    "a wide image": (Image(data=media.picture(300, 90)),),
+    "a large image, whose tokens are shrunk": (Image(data=media.picture(400, 380)),),
+    "two images": (Image(data=PICTURE), Text("and"), Image(data=TALL)),
+    "a video": (Video(data=BRIEF, fps=4),),
+    "an image and a video": (Image(data=TALL), Video(data=BRIEF_WIDE, fps=6)),
+}
+
+
+async def test_llava_onevision_answers_as_transformers_generate(checkpoints: Callable[[str], Path]) -> None:
+    name = "llava_onevision"
+    folder, reference = checkpoints(name), load_reference(name, checkpoints(name))
+    with running(folder) as stack:
+        addresses = stack.addresses
+        async with FramesieveClient(addresses["generation"]) as client:
+            for parts in ONEVISION_MIXES.values():
+                inputs = await model_inputs(
+                    addresses["preprocessing"], parts, QUESTION, FAMILIES[name], folder, reference.config
+                )
+                check_answer(await client.ask(list(parts), QUESTION, **GREEDY), reference, inputs)
+            for method in ("evs", "vidcom2", "random"):
+                video = Video(data=BRIEF, fps=8, pruning=Pruning(0.5, method))
+                pruned = await client.ask(video, QUESTION, **GREEDY)
+                (item,) = pruned.usage.media
+                assert (item.grid.slice_tokens, item.kept_tokens) == (4, item.grid.tokens // 2)
+
+
 async def test_concurrent_requests_with_and_without_adapters_answer_as_peft_and_transformers_do(
     stack: LocalStack, tiny_checkpoint: Path, adapted: dict[Path, Any]
 ) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from common.checkpoint import Checkpoint
-from services.encoder.families import llava, qwen2_5_vl, qwen2_vl, qwen3_vl
+from services.encoder.families import llava, llava_onevision, qwen2_5_vl, qwen2_vl, qwen3_vl
 from services.encoder.tower.attention import Wanted
 from services.encoder.tower.tower import Tower
 
 FAMILIES = {
     "llava": llava.load,
+    "llava_onevision": llava_onevision.load,
     "qwen2_vl": qwen2_vl.load,
     "qwen2_5_vl": qwen2_5_vl.load,
     "qwen3_vl": qwen3_vl.load,

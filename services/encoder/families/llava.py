@@ -40,7 +40,11 @@ _CLASSES = {
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
-    config: Any = LlavaConfig.from_pretrained(checkpoint.folder)
+    return load_projected(checkpoint, LlavaConfig.from_pretrained(checkpoint.folder), dtype, device, attention)
+
+
+def load_projected(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+    """A tower, a selection of its layers and LLaVA's projector. config: of the whole model. Raises as `load`."""
     vision = config.vision_config
     if vision.model_type not in _CLASSES:
         raise StartupError(

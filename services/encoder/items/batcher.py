@@ -41,10 +41,12 @@ class ForwardTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slice:
-    """frames: uint8 (F, H, W, 3). target: receives its embeddings, (1 + levels, h·w, D)."""
+    """frames: uint8 (F, H, W, 3). target: on the device that the embeddings are for. store: receives them, (1 + levels,
+    tokens, D)."""
 
     frames: Tensor
     target: Tensor
+    store: Callable[[Tensor], object]
     size: Size
     encoded: Future[ForwardTimes] = field(default_factory=Future)
     queued_ns: int = field(default_factory=monotonic_ns)
@@ -83,14 +85,19 @@ class Batcher:
         with self._changed:
             return self._queue[0].queued_ns if self._queue else None
 
-    def submit(self, frames: Tensor, target: Tensor) -> Future[ForwardTimes]:
+    def submit(
+        self, frames: Tensor, target: Tensor, tokens: int | None = None, store: Callable[[Tensor], object] | None = None
+    ) -> Future[ForwardTimes]:
         """Queues a slice; the future completes once `target` holds its embeddings, or with the forward's error.
+
+        tokens, store: where the tower makes more tokens of a slice than `target` holds, their number, and what puts
+        them there, in the tower's thread.
 
         Cancelling the future before its forward starts removes the slice from the queue.
         Raises Unavailable once it is not `alive`.
         """
-        size = self._packing.size_of(frames.shape) if self._packing else Size(target.shape[1], 1, 0)
-        piece = _Slice(frames, target, size)
+        size = self._packing.size_of(frames.shape) if self._packing else Size(tokens or target.shape[1], 1, 0)
+        piece = _Slice(frames, target, store or target.copy_, size)
         # A method, not a closure over the slice: the cycle would keep its target alive until the collector runs.
         piece.encoded.add_done_callback(self._withdraw)
         with self._changed:
@@ -186,7 +193,7 @@ class Batcher:
             embeds = self._encode([piece.frames for piece in batch])
             with torch.inference_mode():
                 for piece, rows in zip(batch, embeds, strict=True):
-                    piece.target.copy_(rows)
+                    piece.store(rows)
             if target.is_cuda:  # completed slices may be read from any stream
                 torch.cuda.current_stream().synchronize()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic_ns
 
 import torch
@@ -88,12 +89,16 @@ class CacheEntry:
         self.entered_ns: int | None = None  # when the first forward with a slice of it began
         self.failure: BaseException | None = None
         self._tower = tower
+        self._arrangement = tower.arrangement(plan)
         self._batcher = batcher
         self._encoding_bytes = encoding_bytes
         self._reserved_bytes = 0
         self._buffer: Tensor | None = None
+        self._stored_slices = 0
         self._slices: list[asyncio.Future[ForwardTimes]] = []
-        self._ahead = asyncio.Semaphore(max(1, _FORWARDS_AHEAD * batcher.budget_tokens // plan.grid.slice_tokens))
+        self._ahead = asyncio.Semaphore(
+            max(1, _FORWARDS_AHEAD * batcher.budget_tokens // self._arrangement.slice_tokens)
+        )
         self._changed = asyncio.Event()
 
     @property
@@ -110,11 +115,11 @@ class CacheEntry:
 
     @property
     def complete(self) -> bool:
-        return self.failure is None and self.encoded_slices == self.plan.grid.t
+        return self.failure is None and self.encoded_slices == self.plan.slices
 
     @property
     def decoded(self) -> bool:
-        return self.decoded_slices == self.plan.grid.t
+        return self.decoded_slices == self.plan.slices
 
     @property
     def needs_stream(self) -> bool:
@@ -148,10 +153,11 @@ class CacheEntry:
         """
         if self._buffer is not None:
             return
-        size_bytes = embeds_bytes(self._tower, self.plan.grid.tokens)
+        tokens = self.plan.grid.tokens if self.plan.brings_embeds else self.plan.slices * self._arrangement.slice_tokens
+        size_bytes = encoding_bytes(self._tower, self.plan)
         await self._encoding_bytes.reserve(size_bytes)
         self._reserved_bytes = size_bytes
-        shape = (1 + self._tower.embed_levels, self.plan.grid.tokens, self._tower.embed_dim)
+        shape = (1 + self._tower.embed_levels, tokens, self._tower.embed_dim)
         try:
             self._buffer = torch.empty(shape, dtype=self._tower.dtype, device=self._tower.device)
         except BaseException:  # the device may be out of memory; the next leader reserves again
@@ -176,11 +182,12 @@ class CacheEntry:
         if self._buffer is None or self.failure is not None:  # closed or failed while it waited
             self._ahead.release()
             return
-        start = piece.index * self.plan.grid.slice_tokens
+        start = piece.index * self._arrangement.slice_tokens
         pixels = torch.frombuffer(piece.frames.data, dtype=torch.uint8).view(piece.frames.shape)
-        target = self._buffer[:, start : start + self.plan.grid.slice_tokens]
+        target = self._buffer[:, start : start + self._arrangement.slice_tokens]
         try:
-            submitted = self._batcher.submit(pixels, target)
+            tokens = self._tower.patches.tokens(pixels.shape)
+            submitted = self._batcher.submit(pixels, target, tokens, partial(self._store, target))
         except Unavailable as error:
             self._ahead.release()
             self.fail(error)
@@ -195,7 +202,7 @@ class CacheEntry:
         self.times.begun_ns = monotonic_ns()
         await asyncio.to_thread(self._buffer.copy_, embeds)
         self.times.encoded_ns = monotonic_ns()
-        self.decoded_slices = self.encoded_slices = self.plan.grid.t
+        self.decoded_slices = self.encoded_slices = self.plan.slices
         self.notify()
 
     def release_reservation(self) -> None:
@@ -213,6 +220,15 @@ class CacheEntry:
         self.scores = {}  # items refer to the entry until their request ends
         self.release_reservation()
 
+    def _store(self, target: Tensor, rows: Tensor) -> None:
+        """Stores the tower's tokens of a slice, and after the last slice arranges all of them. It runs in the tower's
+        thread, which encodes slices in their order."""
+        arrangement, buffer = self._arrangement, self._buffer
+        target.copy_(arrangement.of_slice(rows) if arrangement.of_slice else rows)
+        self._stored_slices += 1
+        if self._stored_slices == self.plan.slices and arrangement.of_item and buffer is not None:
+            self._buffer = arrangement.of_item(buffer)
+
     def _slice_done(self, encoded: asyncio.Future[ForwardTimes]) -> None:
         self._ahead.release()
         if encoded.cancelled():
@@ -226,6 +242,15 @@ class CacheEntry:
         self.times.encoded_ns = max(self.times.encoded_ns, forward.ended_ns)
         self.encoded_slices += 1
         self.notify()
+
+
+def encoding_bytes(tower: Tower, plan: MediaPlan) -> int:
+    """Bytes that encoding an item takes: its embeddings, and before them what they are arranged from."""
+    tokens = plan.grid.tokens
+    arrangement = tower.arrangement(plan)
+    if not plan.brings_embeds and arrangement.of_item:
+        tokens += plan.slices * arrangement.slice_tokens
+    return embeds_bytes(tower, tokens)
 
 
 def embeds_bytes(tower: Tower, tokens: int) -> int:

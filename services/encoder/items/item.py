@@ -28,7 +28,7 @@ from common.telemetry.logs import add_request_stats
 from common.telemetry.metrics import busy
 from common.telemetry.tracing import record, span
 from services.encoder.items.cache import EmbedsCache
-from services.encoder.items.cache_entry import CacheEntry, StageTimes, embeds_bytes
+from services.encoder.items.cache_entry import CacheEntry, StageTimes, embeds_bytes, encoding_bytes
 from services.encoder.items.preprocess_stream import PreprocessStream
 from services.encoder.metrics import count_item
 from services.encoder.pruning.methods import keep_tokens
@@ -156,7 +156,7 @@ class Item:
 
     def _check_fits(self) -> None:
         tower, limit_bytes = self._cache.tower, self._cache.encoding_bytes.size_bytes
-        size_bytes = embeds_bytes(tower, self.plan.grid.tokens)
+        size_bytes = encoding_bytes(tower, self.plan)
         if size_bytes > limit_bytes:
             raise MediaRejected(
                 f"media {self.media_index} becomes {self.plan.grid.tokens} tokens, {size_bytes} bytes of embeddings; "

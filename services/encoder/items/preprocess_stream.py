@@ -13,7 +13,7 @@ Anything that the plan did not announce raises PeerContract.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from time import monotonic_ns
@@ -39,11 +39,15 @@ _RETRIABLE = (Unavailable, DeadlinePassed, Overloaded, asyncio.CancelledError)
 
 @dataclass(frozen=True, slots=True)
 class PlanCheck:
-    """What a plan must agree with: the tower's patches and levels, and the checkpoint's fingerprint."""
+    """What a plan must agree with: the tower's patches and levels, and the checkpoint's fingerprint.
+
+    arrange: of a tower whose tokens are arranged; it raises ValueError for a plan that it cannot be of.
+    """
 
     patches: PatchShape
     embed_levels: int
     fingerprint: bytes
+    arrange: Callable[[MediaPlan], object] | None = None
 
     def check(self, plan: PromptPlan, modalities: Sequence[Modality], brought: Mapping[int, Grid]) -> None:
         """Raises PeerContract unless the plan was made with this checkpoint, for a prompt with these media.
@@ -69,6 +73,12 @@ class PlanCheck:
                 self._check_frames(item)
 
     def _check_frames(self, item: MediaPlan) -> None:
+        if self.arrange is not None:
+            try:
+                self.arrange(item)
+            except ValueError as error:
+                raise PeerContract(f"the frames of an {item.modality.value} do not make its grid: {error}") from error
+            return
         if (item.grid.h, item.grid.w) != self.patches.grid(item.frame_height_px, item.frame_width_px):
             raise PeerContract(
                 f"frames of {item.frame_height_px}×{item.frame_width_px} pixels do not make the grid {item.grid}"
@@ -206,7 +216,7 @@ class PreprocessStream:
         if entry is None:  # its leader was cancelled while the selection was being sent
             return
         await entry.add_slice(piece)
-        if piece.index + 1 == entry.plan.grid.t:
+        if piece.index + 1 == entry.plan.slices:
             del self._entries[piece.media_index]
             entry.end_stream(self.cancel_if_unwanted)
             self.cancel_if_unwanted()

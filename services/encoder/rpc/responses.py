@@ -90,7 +90,7 @@ class Responses:
 
     def _progress(self, item: Item) -> EncodeResponse | None:
         decoded, encoded, reported_at = self._reported.get(item.media_index, (0, 0, 0.0))
-        counts, slices = (item.decoded_slices, item.encoded_slices), item.plan.grid.t
+        counts, slices = (item.decoded_slices, item.encoded_slices), item.plan.slices
         ends = any(now == slices != before for now, before in zip(counts, (decoded, encoded), strict=True))
         now_s = time.monotonic()
         if counts == (decoded, encoded) or not (ends or now_s - reported_at >= _PROGRESS_EVERY_S):

@@ -65,7 +65,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         self._preprocessing = preprocessing
         self._credentials = credentials
         self._max_inline_bytes = max_inline_bytes
-        self._plan_check = PlanCheck(self._tower.patches, self._tower.embed_levels, fingerprint)
+        self._plan_check = PlanCheck(self._tower.patches, self._tower.embed_levels, fingerprint, self._tower.arrange)
 
     async def Encode(self, request_iterator: Requests, context: Context) -> AsyncIterator[EncodeResponse]:
         responses = Responses(self._output_bytes)

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from common.contract.plan import MediaPlan
 from common.contract.retention import METHODS
 from services.encoder.tower.graph_buckets import PackingLimit
 from services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape, lay_out
@@ -66,6 +67,19 @@ class TowerSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrangement:
+    """How the tower's tokens of an item's slices become those of its grid.
+
+    slice_tokens: tokens of each slice that are stored. of_slice: makes these of the tower's, (1 + levels, n, D).
+    of_item: makes the grid's tokens of all stored ones. None: they are the same.
+    """
+
+    slice_tokens: int
+    of_slice: Callable[[Tensor], Tensor] | None = None
+    of_item: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Tower:
     """A vision tower on its device, ready to run.
 
@@ -73,6 +87,8 @@ class Tower:
         embed_dim); level 0 is the embedding.
     pruning_methods: those of `common.contract.retention.METHODS` that a request may name.
     packing: what one forward may hold, if tokens are not the only limit.
+    arrange: how an item's tokens are arranged; raises ValueError for a plan with other frames or another grid than this
+        tower's. None: each slice of the grid has the tower's tokens of a slice.
     """
 
     forward: Callable[[Tensor, Sequence[Side]], Tensor]
@@ -84,6 +100,12 @@ class Tower:
     sizes: TowerSizes
     pruning_methods: tuple[str, ...] = METHODS
     packing: PackingLimit | None = None
+    arrange: Callable[[MediaPlan], Arrangement] | None = None
+
+    def arrangement(self, plan: MediaPlan) -> Arrangement:
+        """How the tokens of an item are arranged."""
+        arranged = self.arrange is not None and not plan.brings_embeds
+        return self.arrange(plan) if arranged else Arrangement(plan.grid.slice_tokens)  # type: ignore[misc]
 
     def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
         """Embeddings of each slice, (1 + embed_levels, h·w, embed_dim) on the tower's device, from one forward.

@@ -6,13 +6,14 @@ import torch
 from transformers import AutoConfig
 
 from common.checkpoint import Checkpoint
-from services.generation.families import llava, qwen2_5_vl, qwen2_vl, qwen3_vl
+from services.generation.families import llava, llava_onevision, qwen2_5_vl, qwen2_vl, qwen3_vl
 from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
 from services.generation.parallel.sharding import check_sizes
 
 FAMILIES = {
     "llava": llava.load,
+    "llava_onevision": llava_onevision.load,
     "qwen2_vl": qwen2_vl.load,
     "qwen2_5_vl": qwen2_5_vl.load,
     "qwen3_vl": qwen3_vl.load,

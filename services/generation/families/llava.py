@@ -23,18 +23,26 @@ from services.generation.parallel.group import Group
 
 # Of transformers 5, and of published checkpoints, whose output layer is below the text model, too.
 TEXT_PREFIXES = ("model.language_model.", "language_model.model.")
-TEXT_CLASSES: Mapping[str, TextClasses] = {
-    "llama": TextClasses(LlavaForConditionalGeneration, LlamaModel, LlamaRotaryEmbedding),
-    "mistral": TextClasses(LlavaForConditionalGeneration, MistralModel, MistralRotaryEmbedding),
-    "qwen2": TextClasses(LlavaForConditionalGeneration, Qwen2Model, Qwen2RotaryEmbedding),
+_TEXT_CLASSES: Mapping[str, tuple[Any, Any]] = {
+    "llama": (LlamaModel, LlamaRotaryEmbedding),
+    "mistral": (MistralModel, MistralRotaryEmbedding),
+    "qwen2": (Qwen2Model, Qwen2RotaryEmbedding),
 }
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
     """The family's `load_language_model`."""
-    config: Any = LlavaConfig.from_pretrained(checkpoint.folder)
+    config = LlavaConfig.from_pretrained(checkpoint.folder)
+    return load_linear(checkpoint, config, LlavaForConditionalGeneration, dtype, device, group)
+
+
+def load_linear(
+    checkpoint: Checkpoint, config: Any, whole_class: Any, dtype: torch.dtype, device: torch.device, group: Group | None
+) -> LanguageModel:
+    """A language model with one-dimensional positions. config, whole_class: of the whole model."""
     kind = config.text_config.model_type
-    if kind not in TEXT_CLASSES:
-        raise StartupError(f"text_config.model_type {kind!r} is not supported, only {', '.join(TEXT_CLASSES)}")
-    model = load_text(checkpoint, config, TEXT_CLASSES[kind], TEXT_PREFIXES, dtype, device, group)
+    if kind not in _TEXT_CLASSES:
+        raise StartupError(f"text_config.model_type {kind!r} is not supported, only {', '.join(_TEXT_CLASSES)}")
+    classes = TextClasses(whole_class, *_TEXT_CLASSES[kind])
+    model = load_text(checkpoint, config, classes, TEXT_PREFIXES, dtype, device, group)
     return replace(model, position_axes=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ class LanguageModel:
     embed_levels: deepstack tensors of a media row beside its embedding.
     adapters: those loaded into `text`; their rows must be set before each forward.
     context_tokens: the longest sequence that the checkpoint supports.
+    stored: vectors behind the vocabulary in `embed_tokens`.
     position_axes: of the positions that `text` takes: 3, or 1 of a model whose axes are all equal.
     """
 
@@ -35,11 +36,23 @@ class LanguageModel:
     context_tokens: int
     embed_levels: int
     position_axes: int = 3
+    stored: int = 0
     adapters: Adapters = field(default_factory=Adapters)
 
     def position_ids(self, positions: Tensor) -> Tensor:
         """int64 [3, T] as `text` takes them: [3, 1, T] or [1, T]."""
         return positions[:, None] if self.position_axes == len(positions) else positions[: self.position_axes]
+
+    def with_stored(self, *vectors: Tensor) -> LanguageModel:
+        """The model with vectors [D] that prompts name by the ids behind the vocabulary's."""
+        table = nn.Embedding.from_pretrained(torch.cat([self.embed_tokens.weight, torch.stack(vectors)]))
+        self.text.embed_tokens = table  # of which it keeps no second copy
+        return replace(self, embed_tokens=table, stored=len(vectors))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of the ids that text and answers have."""
+        return self.embed_tokens.num_embeddings - self.stored
 
     @property
     def hidden_size(self) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from common.contract.errors import FramesieveError
 from common.contract.plan import PromptPlan
 from services.generation.request.encoded_media import EncodedMedia
-from services.generation.request.rope import RopeState
+from services.generation.request.rope import MAX_VOCABULARY, RopeState
 from services.generation.sampling.detokenizer import Detokenizer
 from services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState
 
@@ -123,6 +123,7 @@ class Request:
     on_event: called in the engine's thread, in order; the last event is `Finished` or `Failed`. Must not block.
     rope: shared with another request for the same prompt.
     adapter: None to compute with the model alone.
+    vocab_size: see `RopeState`.
     """
 
     def __init__(
@@ -136,13 +137,14 @@ class Request:
         on_event: Callable[[Event], None],
         rope: RopeState | None = None,
         adapter: Adapter | None = None,
+        vocab_size: int = MAX_VOCABULARY,
     ) -> None:
         self.id = id
         self.adapter = adapter
         self.plan = plan
         self.kept_counts = tuple(kept_counts)
         self.media_keys = tuple(media_keys)
-        self.rope = rope or RopeState(plan, kept_counts)
+        self.rope = rope or RopeState(plan, kept_counts, vocab_size)
         self.sampling = sampling
         self.detokenizer = detokenizer
         self.on_event = on_event
@@ -196,7 +198,7 @@ class Request:
     def sampling_state(self) -> SamplingState:
         """Random generator and penalties of the answer. Needs the complete prompt."""
         assert self.rope.complete
-        return SamplingState(self.sampling, self.rope.ids)
+        return SamplingState(self.sampling, self.rope.ids[self.rope.ids < self.rope.vocab_size])
 
     def add_sibling(
         self,

@@ -20,6 +20,9 @@ from common.contract.errors import PeerContract
 from common.contract.plan import Int32Array, MediaPlan, PromptPlan
 
 
+MAX_VOCABULARY = 2**31 - 1
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Kept rows [first_row, first_row + length) of one media item, at `offset` of the pruned prompt."""
@@ -45,8 +48,10 @@ class RopeState:
     identities: int64 [2, tokens], valid up to `ready`: (0, token id) or (id of encoded media, row).
     """
 
-    def __init__(self, plan: PromptPlan, kept_counts: Sequence[int]) -> None:
+    def __init__(self, plan: PromptPlan, kept_counts: Sequence[int], vocab_size: int = MAX_VOCABULARY) -> None:
+        """vocab_size: ids from this on name vectors that the model stores, not text."""
         self._plan = plan
+        self.vocab_size = vocab_size
         self._kept_counts = tuple(kept_counts)
         self._mask = np.ones(plan.tokens, np.bool_)
         self._kept: list[Int32Array | None] = [None] * len(plan.media)
@@ -89,9 +94,9 @@ class RopeState:
 
     @cached_property
     def text_ids(self) -> Int32Array:
-        """int32 [tokens]: ids of the complete prompt, −1 for media rows."""
+        """int32 [tokens]: ids of the complete prompt, −1 for media rows and for stored vectors."""
         assert self.complete
-        return np.where(self.identities[0] > 0, np.int32(-1), self.ids)
+        return np.where((self.identities[0] > 0) | (self.ids >= self.vocab_size), np.int32(-1), self.ids)
 
     def content(self, first: int, end: int) -> bytes:
         """Everything that keys and values of tokens [first, end) depend on besides the tokens before them."""

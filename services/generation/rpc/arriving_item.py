@@ -81,9 +81,9 @@ class ArrivingItem:
         reached = Progress(self._index, decoded, encoded)
         falls = decoded < last.decoded_slices or encoded < last.encoded_slices
         # A repeated message is refused as well: a peer could send it for ever.
-        if falls or reached == last or not encoded <= decoded <= self._plan.grid.t:
+        if falls or reached == last or not encoded <= decoded <= self._plan.slices:
             raise PeerContract(
-                f"progress of item {self._index} ({self._plan.grid.t} slices) went from {last.decoded_slices} decoded "
+                f"progress of item {self._index} ({self._plan.slices} slices) went from {last.decoded_slices} decoded "
                 f"and {last.encoded_slices} encoded slices to {decoded} and {encoded}"
             )
         self._progress = reached

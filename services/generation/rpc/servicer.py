@@ -110,7 +110,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             events = Events(self._inbox, 1 + len(others))
             keys, listener = session.media_keys, events.listener
             question = Request(
-                request_id, plan, kept_counts, keys, first, self._detokenizer(first), listener(0), adapter=adapter
+                request_id,
+                plan,
+                kept_counts,
+                keys,
+                first,
+                self._detokenizer(first),
+                listener(0),
+                adapter=adapter,
+                vocab_size=self._defaults.vocab_size,
             )
             for index, each in enumerate(others, 1):
                 question.add_sibling(f"{request_id}#{index}", each, self._detokenizer(each), listener(index))

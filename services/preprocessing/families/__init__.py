@@ -9,10 +9,11 @@ from typing import Protocol
 from common.checkpoint import Checkpoint
 from common.contract.plan import Grid, Modality
 from services.preprocessing.families.llava import Llava
+from services.preprocessing.families.llava_onevision import LlavaOnevision
 from services.preprocessing.families.qwen2_5_vl import Qwen25VL
 from services.preprocessing.families.qwen2_vl import Qwen2VL
 from services.preprocessing.families.qwen3_vl import Qwen3VL
-from services.preprocessing.prompt.layout import Expansion
+from services.preprocessing.prompt.layout import Expansion, ImageLayout
 from services.preprocessing.video.resize import View
 from services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from services.preprocessing.video.timing import TimeBase
@@ -40,24 +41,25 @@ class Family(Protocol):
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         """The sampled frames: indices below `total_frames`, not decreasing, at least one."""
 
-    def image_size(self, height_px: int, width_px: int, wish: FrameSampling) -> tuple[int, int]:
-        """Height and width after resizing."""
+    def image(self, height_px: int, width_px: int, wish: FrameSampling, images: int) -> ImageLayout:
+        """The layout of a picture of this size, one of so many `images` in the prompt."""
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
         """Height and width of each of `frames` after resizing."""
 
-    def view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
-        """What is sent of a picture of this size, where the sent size is this; None: all of it."""
+    def video_view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
+        """What is sent of a video's frames of this size, where the sent size is this; None: all of them."""
 
     def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
         """The grid of merged tokens of an item whose `frames` are sent at this size."""
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
-        """The expansion of the item's placeholder. base: of a video; None for an image."""
+        """The expansion of the placeholder of a video, or of embeddings. base: of a video; None for an image."""
 
 
 FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
     "llava": Llava.from_checkpoint,
+    "llava_onevision": LlavaOnevision.from_checkpoint,
     "qwen2_vl": Qwen2VL.from_checkpoint,
     "qwen2_5_vl": Qwen25VL.from_checkpoint,
     "qwen3_vl": Qwen3VL.from_checkpoint,

@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest, MediaRejected, StartupError
 from common.contract.plan import Grid, Modality
-from services.preprocessing.prompt.layout import Expansion
+from services.preprocessing.prompt.layout import Expansion, ImageLayout
 from services.preprocessing.prompt.positions import LinearSpan
-from services.preprocessing.video.resize import MAX_ASPECT_RATIO, View, centre_view
+from services.preprocessing.video.resize import MAX_ASPECT_RATIO, View, centre_view, shrink_to
 from services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from services.preprocessing.video.timing import TimeBase
 
@@ -130,8 +130,18 @@ class Llava:
         rows, columns = -(-height_px // self.patch_px), -(-width_px // self.patch_px)
         return rows * self.patch_px, columns * self.patch_px
 
-    def view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
-        """What of a picture of this size is sent."""
+    def image(self, height_px: int, width_px: int, wish: FrameSampling, images: int) -> ImageLayout:
+        """One frame. Raises InvalidRequest and MediaRejected."""
+        size = self.image_size(height_px, width_px, wish)
+        if wish.max_pixels is not None and self.sent_px is None:
+            size = shrink_to(*size, self.token_px, wish.max_pixels)
+        grid = self.grid(1, *size, Modality.IMAGE)
+        return ImageLayout(*size, (self._view(height_px, width_px, size),), grid, self.expansion(grid, None))
+
+    def video_view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
+        raise NotImplementedError
+
+    def _view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
         if self.shortest_px is None:
             return None
         short, long = sorted((height_px, width_px))

@@ -13,8 +13,10 @@ from typing import Any, ClassVar, Self
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from common.contract.plan import Grid, Modality
-from services.preprocessing.video.resize import PixelBudget, View, smart_resize
+from services.preprocessing.prompt.layout import Expansion, ImageLayout
+from services.preprocessing.video.resize import PixelBudget, View, shrink_to, smart_resize
 from services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from services.preprocessing.video.timing import TimeBase
 
 # Defaults of transformers' processors. Qwen2-VL's class says fps=None, but the models were trained at 2.
 _IMAGE_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
@@ -94,9 +96,21 @@ class QwenVL:
             height_px, width_px, budget if wish.max_pixels is None else at_most(budget, wish.max_pixels)
         )
 
-    def view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
+    def image(self, height_px: int, width_px: int, wish: FrameSampling, images: int) -> ImageLayout:
+        """One frame, resized. Raises MediaRejected."""
+        size = self.image_size(height_px, width_px, wish)
+        if wish.max_pixels is not None:
+            size = shrink_to(*size, self.token_px, wish.max_pixels)
+        grid = self.grid(1, *size, Modality.IMAGE)
+        return ImageLayout(*size, (None,), grid, self.expansion(grid, None))
+
+    def video_view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
         """Everything is sent."""
         return None
+
+    def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
+        """The expansion of an item's placeholder."""
+        raise NotImplementedError
 
     def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
         """The grid of merged tokens of an item whose `frames` are sent at this size."""

@@ -15,11 +15,25 @@ from typing import TypeAlias
 
 import numpy as np
 
-from common.contract.plan import Int32Array, Run
+from common.contract.plan import Grid, Int32Array, Run
 from services.preprocessing.prompt.positions import MediaSpan, TextSpan, positions_of
+from services.preprocessing.video.resize import View
 
-# The expansion of a media item: its spans, and the family's own text between them, control tokens included.
-Expansion: TypeAlias = tuple[str | MediaSpan, ...]
+# The expansion of a media item: its spans, and the family's own text between them, control tokens included. A number is
+# the id of a vector that generation stores, which no text spells.
+Expansion: TypeAlias = tuple[str | int | MediaSpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLayout:
+    """How an image is sent and laid out: the size of its frames, what each of them shows (None: all), its grid and its
+    expansion."""
+
+    height_px: int
+    width_px: int
+    views: tuple[View | None, ...]
+    grid: Grid
+    expansion: Expansion
 
 
 @dataclass(frozen=True, slots=True)

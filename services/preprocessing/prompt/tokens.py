@@ -113,7 +113,7 @@ class ChatTokens:
         return self._tokenise(self._expand(rendered, expansions), texts, spans, check_cancelled)
 
     def _expand(self, rendered: str, expansions: Sequence[Expansion]) -> str:
-        """Replaces each placeholder by its item's expansion, with one placeholder for each span."""
+        """Replaces each placeholder by its item's expansion, with one placeholder for each part that is no text."""
         following = iter(expansions)
 
         def replaced(match: re.Match[str]) -> str:
@@ -128,7 +128,7 @@ class ChatTokens:
         self,
         text: str,
         texts: Mapping[str, str],
-        spans: Sequence[tuple[int, MediaSpan]],
+        spans: Sequence[tuple[int, int | MediaSpan]],
         check_cancelled: Callable[[], None],
     ) -> list[Int32Array | MediaTokens]:
         following = iter(spans)
@@ -141,6 +141,9 @@ class ChatTokens:
                 ids += self._ids(_put_back(piece, texts), check_cancelled, tokenizer)
             elif piece in self._media:
                 item, span = next(following)
+                if isinstance(span, int):
+                    ids.append(span)
+                    continue
                 pieces += [np.array(ids, np.int32), MediaTokens(item, self._control[piece], span)]
                 ids = []
             else:

@@ -48,12 +48,17 @@ class PixelBudget:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is sent of a frame: it is resized to height_px × width_px, and what begins at (top, left) is cut out."""
+    """What is sent of a frame: it is resized to height_px × width_px, and what begins at (top, left) is cut out.
+
+    Pixels outside of the resized frame are black. squared: the frame is padded to a square with this colour, RGB,
+    before it is resized; None: it is not.
+    """
 
     height_px: int
     width_px: int
-    top: int
-    left: int
+    top: int = 0
+    left: int = 0
+    squared: tuple[int, int, int] | None = None
 
 
 def centre_view(height_px: int, width_px: int, sent_height_px: int, sent_width_px: int) -> View:
@@ -140,8 +145,33 @@ def view_into(pixels: UInt8Array, view: View | None, sent: UInt8Array) -> None:
         resize_into(pixels, sent)
         return
     resized = np.empty((view.height_px, view.width_px, _CHANNELS), np.uint8)
-    resize_into(pixels, resized)
-    sent[:] = resized[view.top : view.top + sent.shape[0], view.left : view.left + sent.shape[1]]
+    resize_into(pixels if view.squared is None else _squared(pixels, view.squared), resized)
+    sent[:] = 0
+    taken, placed = zip(
+        *(
+            _overlap(first, of, to)
+            for first, of, to in zip((view.top, view.left), resized.shape, sent.shape[:2], strict=False)
+        ),
+        strict=True,
+    )
+    sent[placed] = resized[taken]
+
+
+def _overlap(first: int, length: int, sent: int) -> tuple[slice, slice]:
+    """The places of an axis that are sent, among `length` and among those that are sent, which begin at `first`."""
+    begin, end = max(first, 0), min(first + sent, length)
+    return slice(begin, max(begin, end)), slice(begin - first, max(begin, end) - first)
+
+
+def _squared(pixels: UInt8Array, colour: tuple[int, int, int]) -> UInt8Array:
+    """The frame in the middle of a square of its longer side."""
+    height, width, _ = pixels.shape
+    side = max(height, width)
+    square = np.empty((side, side, _CHANNELS), np.uint8)
+    square[:] = colour
+    top, left = (side - height) // 2, (side - width) // 2
+    square[top : top + height, left : left + width] = pixels
+    return square
 
 
 def resize_into(pixels: UInt8Array, resized: UInt8Array) -> None:

@@ -41,24 +41,26 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPicture:
-    """A picture, and the size at which it is sent. view: what of it; None: all."""
+    """A picture, and the size of the frames in which it is sent. views: what each of them shows; None: all."""
 
     source: Source
     picture: Picture
     height_px: int
     width_px: int
-    view: View | None = None
+    views: tuple[View | None, ...] = (None,)
 
     def slices(self) -> Generator[Slice, None, None]:
-        """Yields the only slice. Raises MediaDamaged if the picture cannot be decoded."""
+        """Yields a slice for each frame. Raises MediaDamaged if the picture cannot be decoded."""
         start_ns = monotonic_ns()
         pixels = decode_picture(self.source, self.picture)
         decoded_ns = monotonic_ns()
-        resized = np.empty((1, self.height_px, self.width_px, 3), np.uint8)
-        view_into(pixels, self.view, resized[0])
-        resized_ns = monotonic_ns()
-        spent_s = (decoded_ns - start_ns) * _NS, (resized_ns - decoded_ns) * _NS
-        yield Slice(0, resized, 0, *spent_s, decoded_ns, resized_ns)
+        for number, view in enumerate(self.views):
+            begun_ns = monotonic_ns()
+            resized = np.empty((1, self.height_px, self.width_px, 3), np.uint8)
+            view_into(pixels, view, resized[0])
+            resized_ns = monotonic_ns()
+            decode_s = 0.0 if number else (decoded_ns - start_ns) * _NS
+            yield Slice(number, resized, 0, decode_s, (resized_ns - begun_ns) * _NS, decoded_ns, resized_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ each is checked like a message of a remote peer, and an impossible value raises 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any, Protocol, TypeVar
 
@@ -193,7 +193,7 @@ class VideoSlices:
             "again": following - begin,
             "slice_frames": video.slice_frames,
         }
-        return Order(name, facts | sent | _sent_facts(video), np.concatenate([places, numbers]))
+        return Order(name, facts | sent | _sent_facts(video, [video.view]), np.concatenate([places, numbers]))
 
     def piece(self, number: int, facts: Facts, data: UInt8Array) -> Slice:
         video = self.video
@@ -205,11 +205,9 @@ class VideoSlices:
 
 @dataclass(frozen=True, slots=True)
 class PictureSlices:
-    """Decodes and resizes a picture: one slice of one frame."""
+    """Decodes and resizes a picture: one slice for each frame."""
 
     picture: PlannedPicture
-    pieces: int = 1
-    frames: int = 1
     gives_way: bool = False
 
     @property
@@ -217,30 +215,39 @@ class PictureSlices:
         return self.picture.source
 
     @property
+    def pieces(self) -> int:
+        return len(self.picture.views)
+
+    @property
+    def frames(self) -> int:
+        return self.pieces
+
+    @property
     def piece_bytes(self) -> int:
         return self.picture.height_px * self.picture.width_px * 3
 
     def order(self, done: int) -> Order:
-        header = self.picture.picture
+        picture, header = self.picture, self.picture.picture
         facts = {"height_px": header.height_px, "width_px": header.width_px, "orientation": header.orientation}
-        return Order("picture_slices", facts | _sent_facts(self.picture))
+        return Order("picture_slices", facts | _sent_facts(picture, picture.views[done:]))
 
     def piece(self, number: int, facts: Facts, data: UInt8Array) -> Slice:
-        return _slice(0, (1, self.picture.height_px, self.picture.width_px, 3), facts, data)
+        return _slice(number, (1, self.picture.height_px, self.picture.width_px, 3), facts, data)
 
 
-def _sent_facts(media: PlannedVideo | PlannedPicture) -> dict[str, int]:
-    sent = {"sent_height_px": media.height_px, "sent_width_px": media.width_px}
-    return sent | {f"view_{name}": value for name, value in (asdict(media.view) if media.view else {}).items()}
+def _sent_facts(media: PlannedVideo | PlannedPicture, views: Sequence[View | None]) -> dict[str, Any]:
+    shown = [view and asdict(view) for view in views]
+    return {"sent_height_px": media.height_px, "sent_width_px": media.width_px, "views": shown}
 
 
-def sent_of(facts: Facts) -> dict[str, Any]:
-    """The size and the view of planned media, from the fields of an order."""
-    sides = {name: facts.integer(f"sent_{name}", 1, _MAX_SIDE_PX) for name in ("height_px", "width_px")}
-    if "view_top" not in facts.values:
-        return sides
-    view = {each.name: facts.integer(f"view_{each.name}", 0, _MAX_SIDE_PX) for each in fields(View)}
-    return {**sides, "view": View(**view)}
+def sent_of(facts: Facts) -> tuple[int, int, tuple[View | None, ...]]:
+    """Height and width of the frames that are sent, and what they show, from the fields of an order."""
+    height, width = (facts.integer(f"sent_{name}", 1, _MAX_SIDE_PX) for name in ("height_px", "width_px"))
+    return height, width, tuple(None if view is None else _view(**view) for view in facts.values["views"])
+
+
+def _view(squared: Sequence[int] | None, **places: int) -> View:
+    return View(**places, squared=None if squared is None else tuple(squared))  # type: ignore[arg-type]
 
 
 def slices_job(media: PlannedMedia) -> Job[Slice] | None:

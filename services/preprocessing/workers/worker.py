@@ -104,12 +104,15 @@ def _slices(
     places = task.facts.integer("places", 0, task.numbers.size)
     whole = task.facts.integer("whole", places, 2**31)
     repaired = task.facts.integer("repaired", 0, whole)
+    height_px, width_px, (view,) = sent_of(task.facts)
     video = PlannedVideo(
         source=task.source,
         index=index(task.numbers[places:]),
         places=RemainingPlaces.of(task.numbers[:places].tolist(), whole, repaired),
         slice_frames=task.facts.integer("slice_frames", 1, _MAX_SLICE_FRAMES),
-        **sent_of(task.facts),
+        height_px=height_px,
+        width_px=width_px,
+        view=view,
     )
     slices = video.slices(task.progress)
     for _ in range(task.facts.integer("again", 0, whole)):
@@ -119,7 +122,7 @@ def _slices(
 
 def picture_slices(task: Task) -> Generator[Piece, None, None]:
     sides = (task.facts.integer(name, 1, 2**32) for name in ("height_px", "width_px", "orientation"))
-    return _pieces(PlannedPicture(task.source, Picture(*sides), **sent_of(task.facts)).slices())
+    return _pieces(PlannedPicture(task.source, Picture(*sides), *sent_of(task.facts)).slices())
 
 
 JOBS: JobTable = {

@@ -1,0 +1,30 @@
+"""LLaVA-OneVision's language model, and its newline: a stored vector, which prompts name by the id behind the last.
+
+Source: `LlavaOnevisionForConditionalGeneration` of transformers 5.23; weight names of
+llava-hf/llava-onevision-qwen2-7b-ov-hf.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
+from services.generation.families.llava import load_linear
+from services.generation.families.text_model import read_weights
+from services.generation.model.language_model import LanguageModel
+from services.generation.parallel.group import Group
+
+_NEWLINES = ("model.image_newline", "image_newline")
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
+    """The family's `load_language_model`."""
+    config = LlavaOnevisionConfig.from_pretrained(checkpoint.folder)
+    whole = LlavaOnevisionForConditionalGeneration
+    model = load_linear(checkpoint, config, whole, dtype, device, group)
+    for name in _NEWLINES:
+        if vector := read_weights(checkpoint, name, model.dtype, device, {}):
+            return model.with_stored(vector[""])
+    raise StartupError(f"missing weights ['{_NEWLINES[-1]}']")
