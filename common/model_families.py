@@ -43,4 +43,5 @@ MODEL_FAMILIES = (
         "one-dimensional",
         "no videos; no float16 tower",
     ),
+    ModelFamily("llava_onevision", "LLaVA-OneVision", _BOTH, _PRUNING, "one-dimensional", "no float16 tower"),
 )

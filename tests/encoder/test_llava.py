@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlavaForConditionalGeneration
+from transformers import LlavaForConditionalGeneration, LlavaOnevisionForConditionalGeneration
 
+from common.anyres import AnyRes
 from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
+from common.contract.errors import PeerContract, StartupError
+from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
 from services.encoder.families import load_tower
+from services.encoder.items.preprocess_stream import PlanCheck
 from services.encoder.tower.graphs import with_graphs
 from tests.encoder.tower_recorder import Recorder, load_packed
-from tests.families import LLAVA, LLAVA_PROCESSORS
+from tests.families import LLAVA, LLAVA_PROCESSORS, ONEVISION_PATCH, ONEVISION_PX
 from tests.generation.checkpoints import changed
 
 CPU = torch.device("cpu")
+SIDE = ONEVISION_PX // ONEVISION_PATCH
 # Outputs of a tower of three layers: 0 is its embedding.
 LAYERS: list[Any] = [-1, -2, 1, 3, [0, 3], [-1, 2, -4]]
 SELECTIONS = [(kind, layers) for kind in LLAVA for layers in LAYERS]
@@ -32,6 +40,34 @@ def frames_of(kind: str) -> list[Tensor]:
     sizes = [(32, 48), (96, 8), (32, 48)] if kind == "llava_pixtral" else [(side, side)] * 3
     random = torch.Generator().manual_seed(0)
     return [torch.randint(0, 255, (1, *size, 3), dtype=torch.uint8, generator=random) for size in sizes]
+
+
+def normalised(frames: Tensor) -> Tensor:
+    """Frames of LLaVA-OneVision as its processor makes them, (F, 3, H, W)."""
+    mean, std = torch.tensor([0.48, 0.46, 0.41]), torch.tensor([0.27, 0.26, 0.28])
+    return ((frames / 255 - mean) / std).permute(0, 3, 1, 2)
+
+
+def plan_of_image(frames: Tensor, height: int, width: int, tokens: int) -> MediaPlan:
+    return MediaPlan(
+        modality=Modality.IMAGE,
+        grid=Grid(1, 1, tokens),
+        runs=(Run(0, tokens),),
+        frames=len(frames),
+        frame_height_px=frames.shape[1],
+        frame_width_px=frames.shape[2],
+        seconds_per_grid=None,
+        timestamps_s=(),
+        content_hash=bytes(32),
+        source_height_px=height,
+        source_width_px=width,
+    )
+
+
+def plan_of_video(frames: Tensor, grid: Grid) -> MediaPlan:
+    return replace(
+        plan_of_image(frames, 0, 0, grid.tokens), modality=Modality.VIDEO, grid=grid, seconds_per_grid=Fraction(1)
+    )
 
 
 @torch.no_grad()
@@ -83,6 +119,68 @@ def test_graphs_replay_what_the_tower_computes(checkpoints: Callable[[str], Path
     for ours, theirs in zip(graphed.encode(frames), tower.encode(frames), strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
     assert recorder.replayed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("height", "width"), [(30, 31), (90, 300), (380, 400), (200, 100), (60, 60)])
+def test_tiles_of_an_image_become_one_picture_as_in_transformers(
+    checkpoints: Callable[[str], Path], height: int, width: int
+) -> None:
+    folder = checkpoints("llava_onevision")
+    tower = load_tower(Checkpoint(folder), "float32", CPU)
+    tiles = AnyRes.of(Checkpoint(folder).config, 2).tiles(height, width)
+    count = 1 + tiles.rows * tiles.columns
+    random = torch.Generator().manual_seed(0)
+    frames = torch.randint(0, 255, (count, ONEVISION_PX, ONEVISION_PX, 3), dtype=torch.uint8, generator=random)
+    plan = plan_of_image(frames, height, width, SIDE**2 + math.prod(tiles.shrunk))
+    arrangement = tower.arrangement(plan)
+    stored = torch.cat(tower.encode(list(frames.split(1))), dim=1)
+    assert (plan.slices, arrangement.slice_tokens, arrangement.of_slice) == (count, SIDE**2, None)
+    assert arrangement.of_item is not None
+    (ours,) = arrangement.of_item(stored)
+    model = LlavaOnevisionForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").model.eval()
+    sizes = torch.tensor([(height, width)])
+    (theirs,) = model.get_image_features(normalised(frames)[None], sizes, return_dict=True).pooler_output
+    newline = (theirs == model.image_newline).all(dim=1)
+    assert newline.sum() == tiles.shrunk[0]
+    torch.testing.assert_close(ours, theirs[~newline], atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_frames_of_a_video_are_pooled_as_in_transformers(checkpoints: Callable[[str], Path]) -> None:
+    folder = checkpoints("llava_onevision")
+    tower = load_tower(Checkpoint(folder), "float32", CPU)
+    random = torch.Generator().manual_seed(0)
+    frames = torch.randint(0, 255, (3, ONEVISION_PX, ONEVISION_PX, 3), dtype=torch.uint8, generator=random)
+    pooled = math.ceil(SIDE / 2)
+    arrangement = tower.arrangement(plan_of_video(frames, Grid(3, pooled, pooled)))
+    assert arrangement.of_slice is not None
+    ours = torch.cat([arrangement.of_slice(rows)[0] for rows in tower.encode(list(frames.split(1)))])
+    model = LlavaOnevisionForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").model.eval()
+    (theirs,) = model.get_video_features(normalised(frames)[None], return_dict=True).pooler_output
+    torch.testing.assert_close(ours, theirs[:-1], atol=1e-5, rtol=0)
+    assert torch.equal(theirs[-1], model.image_newline)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan_of_image(torch.empty(2, ONEVISION_PX, ONEVISION_PX, 3), 30, 31, 16 + 15),
+        plan_of_image(torch.empty(3, ONEVISION_PX, ONEVISION_PX, 3), 30, 31, 32),
+        plan_of_image(torch.empty(1, 56, 56, 3), 30, 31, 16),
+        plan_of_video(torch.empty(3, ONEVISION_PX, ONEVISION_PX, 3), Grid(3, 4, 4)),
+        plan_of_video(torch.empty(3, ONEVISION_PX, ONEVISION_PX, 3), Grid(2, 2, 2)),
+    ],
+)
+def test_a_plan_with_other_frames_or_another_grid_breaks_the_contract(
+    checkpoints: Callable[[str], Path], plan: MediaPlan
+) -> None:
+    tower = load_tower(Checkpoint(checkpoints("llava_onevision")), "float32", CPU)
+    check = PlanCheck(tower.patches, 0, bytes(32), tower.arrange)
+    tokens = plan.grid.tokens
+    prompt = PromptPlan(np.zeros(tokens, np.int32), np.zeros((3, tokens), np.int32), (plan,), 0, bytes(32))
+    with pytest.raises(PeerContract, match="do not make its grid"):
+        check.check(prompt, [plan.modality], {})
 
 
 @pytest.mark.parametrize(

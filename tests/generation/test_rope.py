@@ -171,3 +171,10 @@ def test_windows_of_one_adapter_are_adjacent() -> None:
     assert packed.num_decodes == 7
     adapted = sorted((rows.digest, packed.ids[rows.start : rows.end].tolist()) for rows in packed.adapted)
     assert adapted == [(one.digest, [10, 10, 16, 16, 16]), (one.digest, [13, 18]), (two.digest, [12, 15, 17])]
+
+
+def test_ids_of_stored_vectors_are_no_text() -> None:
+    plan = make_plan([Text((5, 300, 6))])
+    state = RopeState(plan, [], vocab_size=300)
+    assert state.ids.tolist() == [5, 300, 6]
+    assert state.text_ids.tolist() == [5, -1, 6]

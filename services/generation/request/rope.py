@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from common.contract.errors import PeerContract
 from common.contract.plan import Int32Array, MediaPlan, PromptPlan
 
-
 MAX_VOCABULARY = 2**31 - 1
 
 

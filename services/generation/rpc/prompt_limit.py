@@ -16,15 +16,14 @@ from common.contract.retention import Pruning, retained_count
 
 # Preprocessing samples at least this many frames of a video, unless the request sets another minimum.
 MIN_FRAMES = 4
-_UNPRUNED = Pruning()
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
     """A limit on prompt and answer together, in tokens.
 
-    context_tokens: of a model with one-dimensional positions, which pruning leaves as they are: the prompt before pruning
-    and its answer must fit into it. None: of other models, whose positions grow more slowly than their tokens.
+    context_tokens: of a model with one-dimensional positions, which pruning leaves as they are: the prompt before
+    pruning and its answer must fit into it. None: of other models, whose positions grow more slowly than their tokens.
     """
 
     tokens: int
@@ -48,20 +47,18 @@ class PromptLimit:
             spare = min(spare, self.context_tokens - plan.tokens)
         if answer <= spare:
             return spare
-        if prompt + answer <= self.tokens:
+        wanted = f"sampling.max_new_tokens {answer}" if max_new_tokens else "an answer"
+        if self.context_tokens is not None and prompt + answer <= self.tokens:
+            unpruned = [Pruning()] * len(plan.media)
             raise PromptTooLong(
-                f"the prompt has {plan.tokens} tokens before pruning, which keep their positions; with "
-                f"{_wanted(max_new_tokens)} it exceeds the model's context of {self.context_tokens}"
-                f"{advice(plan.media, [_UNPRUNED] * len(plan.media), (self.context_tokens or 0) - text - answer)}"
+                f"the prompt has {plan.tokens} tokens before pruning, which keep their positions; with {wanted} it "
+                f"exceeds the model's context of {self.context_tokens} tokens"
+                f"{advice(plan.media, unpruned, self.context_tokens - text - answer)}"
             )
         raise PromptTooLong(
-            f"the prompt has {prompt} tokens after pruning, {text} of them text; with {_wanted(max_new_tokens)} it exceeds the limit of "
+            f"the prompt has {prompt} tokens after pruning, {text} of them text; with {wanted} it exceeds the limit of "
             f"{self.tokens} tokens{advice(plan.media, prunings, self.tokens - text - answer)}"
         )
-
-
-def _wanted(max_new_tokens: int | None) -> str:
-    return f"sampling.max_new_tokens {max_new_tokens}" if max_new_tokens else "an answer"
 
 
 def advice(media: Sequence[MediaPlan], prunings: Sequence[Pruning], limit_tokens: int) -> str:

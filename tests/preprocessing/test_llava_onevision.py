@@ -1,0 +1,122 @@
+"""LLaVA-OneVision's tiles, squares and videos are those of transformers' processors, as are their numbers of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import LlavaOnevisionConfig
+from transformers.image_processing_utils import select_best_resolution
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.modeling_llava_onevision import unpad_image
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+
+from common.anyres import AnyRes
+from common.checkpoint import Checkpoint
+from common.contract.plan import Modality
+from services.preprocessing.planner import MediaRequest, Planner
+from services.preprocessing.video.sampling import FrameSampling
+from tests.families import ONEVISION_PATCH, ONEVISION_PX
+from tests.media import picture
+from tests.preprocessing.preprocessing_media import clip, decoded_in_order
+from tests.preprocessing.test_llava import ROUNDING, conversation, image
+
+SIDE = ONEVISION_PX // ONEVISION_PATCH
+# Width and height: of one tile, several, more than remain, and with padding on either side.
+SIZES = [(60, 60), (31, 30), (50, 60), (120, 90), (300, 90), (130, 100), (400, 380), (200, 197)]
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints: Callable[[str], Path]) -> Path:
+    return checkpoints("llava_onevision")
+
+
+@pytest.fixture(scope="module")
+def planner(folder: Path) -> Planner:
+    return Planner(Checkpoint(folder), None)
+
+
+def processor(folder: Path) -> Any:
+    """The part of transformers' processor that counts tokens."""
+    made = object.__new__(LlavaOnevisionProcessor)
+    made.image_processor = LlavaOnevisionImageProcessorPil.from_pretrained(folder)
+    made.num_image_tokens, made.vision_aspect_ratio = SIDE**2, "anyres_max_2"
+    made.image_token, made.video_token, made.vision_feature_select_strategy = "i", "v", "full"
+    return made
+
+
+def pixels(data: bytes) -> Any:
+    return np.array(Image.open(BytesIO(data)).convert("RGB"))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_frames_and_tokens_of_images_are_those_of_the_processor(
+    planner: Planner, folder: Path, width: int, height: int, alone: bool
+) -> None:
+    datas = [picture(width, height)] if alone else [picture(width, height), picture(40, 30, seed=1)]
+    planned = planner.plan(conversation(*map(image, datas), "What?"))
+    sent = [np.concatenate([each.pixels for each in media.slices()]) for media in planned.media]
+    planned.files.close()
+    made = processor(folder)
+    options: Any = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
+    expected = made.image_processor([[pixels(data) for data in datas]], **options)
+    for index, (frames, item) in enumerate(zip(sent, planned.plan.media, strict=True)):
+        theirs = expected["pixel_values"][index][: len(frames)].transpose(0, 2, 3, 1)
+        assert np.abs(frames.astype(int) - theirs).max() <= ROUNDING
+        assert (item.source_width_px, item.source_height_px) == Image.open(BytesIO(datas[index])).size
+        newlines = len(item.runs) - 1 if alone else 1
+        assert item.grid.tokens + newlines == len(made.replace_image_token(expected, index))
+    if alone:  # those beyond ours pad a batch
+        assert len(expected["pixel_values"][0]) == len(sent[0]) > 1
+    assert planned.plan.positions.tolist() == [list(range(planned.plan.tokens))] * 3
+
+
+def test_a_video_has_a_frame_a_second_of_pooled_tokens_and_one_newline(planner: Planner, folder: Path) -> None:
+    data = clip(50, rate=10)
+    request = MediaRequest("video", Modality.VIDEO, data, FrameSampling())
+    planned = planner.plan(conversation(request, "What?"))
+    (media,), (item,) = planned.media, planned.plan.media
+    sent = [each.pixels[0] for each in media.slices()]
+    planned.files.close()
+    assert item.timestamps_s == (0.0, 1.0, 2.0, 3.0, 4.0)
+    shown = decoded_in_order(data)
+    for frame, index in zip(sent, (0, 10, 20, 30, 40), strict=True):
+        resized = Image.fromarray(shown[index]).resize((ONEVISION_PX, ONEVISION_PX), Image.Resampling.BICUBIC)
+        assert np.abs(frame.astype(int) - np.array(resized)).max() <= ROUNDING
+    tokens = processor(folder).replace_video_token({"pixel_values_videos": [np.zeros((5, 3, 60, 60))]}, 0)
+    assert item.grid.tokens + 1 == len(tokens)
+    (run,) = item.runs
+    vocabulary = Checkpoint(folder).config["text_config"]["vocab_size"]
+    assert planned.plan.input_ids[run.end] == vocabulary
+    assert (planned.plan.input_ids == vocabulary).sum() == 1
+
+
+PUBLISHED = LlavaOnevisionConfig()
+PUBLISHED_ANYRES = AnyRes.of(PUBLISHED.to_dict(), 9)
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000))
+def test_tiles_of_every_size_are_those_of_transformers(height: int, width: int) -> None:
+    """With the resolutions of published checkpoints."""
+    if max(height, width) > 200 * min(height, width):
+        return
+    tiles = PUBLISHED_ANYRES.tiles(height, width)
+    pinpoints = PUBLISHED.image_grid_pinpoints
+    assert (384 * tiles.rows, 384 * tiles.columns) == tuple(select_best_resolution((height, width), pinpoints))
+    grid = torch.empty(1, 27 * tiles.rows, 27 * tiles.columns)
+    assert tiles.unpadded == tuple(unpad_image(grid, (height, width)).shape[1:])
+    counting = object.__new__(LlavaOnevisionProcessor)
+    counting.image_processor = SimpleNamespace(image_grid_pinpoints=pinpoints)
+    counting.num_image_tokens, counting.vision_aspect_ratio = 729, "anyres_max_9"
+    rows, columns = tiles.shrunk
+    assert 729 + rows * columns + rows == counting._get_number_of_features(height, width, 384, 384)
