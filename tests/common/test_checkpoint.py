@@ -116,6 +116,6 @@ def test_every_service_has_the_families_that_are_tested(copy: Path) -> None:
     (copy / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(
         StartupError,
-        match=r"has the model_type 'llama'; supported: llava, llava_onevision, qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe",
+        match=r"model_type 'llama'; supported: llava, llava_onevision, qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe",
     ):
         Checkpoint(copy).pick(services.encoder.families.FAMILIES)
