@@ -43,5 +43,10 @@ MODEL_FAMILIES = (
         "one-dimensional",
         "no videos; no float16 tower",
     ),
+    ModelFamily(
+        "mistral3", "Mistral Small 3.1, 3.2", (Modality.IMAGE,), (), "one-dimensional", "no videos; no float16 tower"
+    ),
+    ModelFamily("internvl", "InternVL 2.5, 3 (-hf)", _BOTH, _PRUNING, "one-dimensional", "no float16 tower"),
+    ModelFamily("llava_next_video", "LLaVA-NeXT-Video", _BOTH, _PRUNING, "one-dimensional", "no float16 tower"),
     ModelFamily("llava_onevision", "LLaVA-OneVision", _BOTH, _PRUNING, "one-dimensional", "no float16 tower"),
 )

@@ -43,7 +43,15 @@ LONGEST_FIRST = ("integration", "generation", "encoder", "framesieve", "preproce
 
 # Deep ones differ from the others in parts that tests of the encoder and of preprocessing cover.
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-DEEP_FAMILIES = ("llava_onevision", "llava_pixtral", "llava_siglip", "qwen2_vl")
+DEEP_FAMILIES = (
+    "internvl",
+    "llava_next_video",
+    "llava_onevision",
+    "llava_pixtral",
+    "llava_siglip",
+    "mistral3",
+    "qwen2_vl",
+)
 FAMILY_PARAMS = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP_FAMILIES)]
 
 

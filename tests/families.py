@@ -15,10 +15,16 @@ from typing import Any
 import torch
 from transformers import (
     GenerationConfig,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextVideoConfig,
+    LlavaNextVideoForConditionalGeneration,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
@@ -218,7 +224,19 @@ LLAVA: Mapping[str, Mapping[str, Any]] = {
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "full",
     },
+    "mistral3": {
+        "vision_config": {**TOWER, "model_type": "pixtral", "patch_size": 8, "image_size": 96},
+        "text": {
+            "model_type": "mistral",
+            "sliding_window": None,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "vision_feature_layer": -1,
+        "spatial_merge_size": 2,
+    },
 }
+_MISTRAL3 = (Mistral3Config, Mistral3ForConditionalGeneration)
 LLAVA_PROCESSORS: Mapping[str, Mapping[str, Any]] = {
     "llava": {
         "image_processor_type": "CLIPImageProcessor",
@@ -235,6 +253,13 @@ LLAVA_PROCESSORS: Mapping[str, Mapping[str, Any]] = {
         "image_std": [0.5, 0.5, 0.5],
     },
     "llava_pixtral": {
+        "image_processor_type": "PixtralImageProcessor",
+        "size": {"longest_edge": 96},
+        "patch_size": {"height": 8, "width": 8},
+        "image_mean": [0.48, 0.46, 0.41],
+        "image_std": [0.27, 0.26, 0.28],
+    },
+    "mistral3": {
         "image_processor_type": "PixtralImageProcessor",
         "size": {"longest_edge": 96},
         "patch_size": {"height": 8, "width": 8},
@@ -265,7 +290,8 @@ LLAVA_TEXT: Mapping[str, Any] = {
 def write_llava(folder: Path, seed: int, name: str = "llava") -> Path:
     """A checkpoint of a kind of LLAVA, with the files of its published ones."""
     tokenizer = make_tokenizer(TINY)
-    pixtral = name == "llava_pixtral"
+    pixtral = name in ("llava_pixtral", "mistral3")
+    config_class, model_class = _MISTRAL3 if name == "mistral3" else (LlavaConfig, LlavaForConditionalGeneration)
     image = "[IMG]" if pixtral else "<image>"
     breaks = ["[IMG_BREAK]", "[IMG_END]"] if pixtral else []
     tokenizer.add_tokens([image, *breaks], special_tokens=True)
@@ -273,14 +299,136 @@ def write_llava(folder: Path, seed: int, name: str = "llava") -> Path:
     ids = tokenizer.get_vocab()
     settings = dict(LLAVA[name])
     text = {**LLAVA_TEXT, **settings.pop("text"), "vocab_size": len(tokenizer)}
-    config = LlavaConfig(text_config=text, image_token_index=ids[image], tie_word_embeddings=False, **settings)
-    model = LlavaForConditionalGeneration(config)
+    config = config_class(text_config=text, image_token_index=ids[image], tie_word_embeddings=False, **settings)
+    model = model_class(config)
     randomise(model, 0.1, seed)
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(LLAVA_PROCESSORS[name]))
+    return folder
+
+
+ONEVISION_PX, ONEVISION_PATCH = 60, 14
+ONEVISION = {
+    "vision_config": {
+        **TOWER,
+        "model_type": "siglip_vision_model",
+        "image_size": ONEVISION_PX,
+        "vision_use_head": False,
+    },
+    "image_grid_pinpoints": [[ONEVISION_PX * h, ONEVISION_PX * w] for h in (1, 2, 3) for w in (1, 2, 3)],
+    "vision_aspect_ratio": "anyres_max_2",
+    "vision_feature_layer": -1,
+}
+
+
+NEXT_VIDEO_PX = 56
+NEXT_VIDEO = {
+    "vision_config": {**TOWER, "model_type": "clip_vision_model", "image_size": NEXT_VIDEO_PX, "projection_dim": 16},
+    "image_grid_pinpoints": [
+        [NEXT_VIDEO_PX * h, NEXT_VIDEO_PX * w] for h, w in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
+    ],
+}
+
+
+def _write_onevision(folder: Path, seed: int) -> Path:
+    settings = {
+        "size": {"height": ONEVISION_PX, "width": ONEVISION_PX},
+        "image_mean": [0.48, 0.46, 0.41],
+        "image_std": [0.27, 0.26, 0.28],
+    }
+    classes = LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    text = {"model_type": "qwen2", "rope_parameters": rope}
+    return _write_tiled(folder, seed, classes, ONEVISION, text, settings, "LlavaOnevision")
+
+
+def _write_next_video(folder: Path, seed: int) -> Path:
+    settings = {
+        "size": {"shortest_edge": NEXT_VIDEO_PX},
+        "crop_size": {"height": NEXT_VIDEO_PX, "width": NEXT_VIDEO_PX},
+        "do_center_crop": True,
+        "image_mean": [0.48, 0.46, 0.41],
+        "image_std": [0.27, 0.26, 0.28],
+    }
+    classes = LlavaNextVideoConfig, LlavaNextVideoForConditionalGeneration
+    return _write_tiled(folder, seed, classes, NEXT_VIDEO, {"model_type": "llama"}, settings, "LlavaNext")
+
+
+def _write_tiled(
+    folder: Path,
+    seed: int,
+    classes: tuple[Any, Any],
+    own: Mapping[str, Any],
+    text: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    name: str,
+) -> Path:
+    """classes: of config and model. own: fields of the config. settings: of both processors. name: of their classes."""
+    tokenizer = make_tokenizer(TINY)
+    tokenizer.add_tokens(["<image>", "<video>"], special_tokens=True)
+    for kind in ("image", "video"):
+        marked = f"<|vision_start|><|{kind}_pad|><|vision_end|>"
+        tokenizer.chat_template = tokenizer.chat_template.replace(marked, f"<{kind}>")
+    ids = tokenizer.get_vocab()
+    text = {**LLAVA_TEXT, **text, "vocab_size": len(tokenizer)}
+    tokens = {f"{kind}_token_index": ids[f"<{kind}>"] for kind in ("image", "video")}
+    config_class, model_class = classes
+    model = model_class(config_class(text_config=text, tie_word_embeddings=False, **tokens, **own))
+    randomise(model, 0.1, seed)
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    pinpoints = {"image_grid_pinpoints": own["image_grid_pinpoints"]}
+    image = {**settings, **pinpoints, "image_processor_type": f"{name}ImageProcessor"}
+    video = {**settings, "video_processor_type": f"{name}VideoProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+    return folder
+
+
+INTERNVL_PX = 56
+INTERNVL = {
+    "vision_config": {
+        **TOWER,
+        "model_type": "internvl_vision",
+        "image_size": [INTERNVL_PX] * 2,
+        "patch_size": [14, 14],
+    },
+    "image_seq_length": 4,
+}
+
+
+def _write_internvl(folder: Path, seed: int) -> Path:
+    tokenizer = make_tokenizer(TINY)
+    tokenizer.add_tokens(["<img>", "</img>", "<IMG_CONTEXT>", "<video>"], special_tokens=True)
+    for marked, token in (("image", "<IMG_CONTEXT>"), ("video", "<video>")):
+        template = tokenizer.chat_template
+        tokenizer.chat_template = template.replace(f"<|vision_start|><|{marked}_pad|><|vision_end|>", token)
+    ids = tokenizer.get_vocab()
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    text = {**LLAVA_TEXT, "model_type": "qwen2", "rope_parameters": rope, "vocab_size": len(tokenizer)}
+    config = InternVLConfig(
+        text_config=text, image_token_id=ids["<IMG_CONTEXT>"], tie_word_embeddings=False, **INTERNVL
+    )
+    model = InternVLForConditionalGeneration(config)
+    randomise(model, 0.1, seed)
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    settings = {
+        "size": {"height": INTERNVL_PX, "width": INTERNVL_PX},
+        "image_mean": [0.48, 0.46, 0.41],
+        "image_std": [0.27, 0.26, 0.28],
+    }
+    image = {**settings, "max_patches": 6, "image_processor_type": "GotOcr2ImageProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
+    video = {**settings, "video_processor_type": "InternVLVideoProcessor"}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
     return folder
 
 
@@ -297,9 +445,9 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
     **{
         name: FamilyUnderTest(
             write=partial(write_llava, name=name),
-            model=LlavaForConditionalGeneration,
+            model=Mistral3ForConditionalGeneration if name == "mistral3" else LlavaForConditionalGeneration,
             patch_px=settings["vision_config"]["patch_size"],
-            merge=1,
+            merge=settings.get("spatial_merge_size", 1),
             temporal_patch=1,
             hidden=64,
             levels=0,
@@ -307,12 +455,38 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
             text_prefix="language_model.model.",
             lm_head="language_model.lm_head.weight",
             linear=True,
-            model_type="llava",
+            model_type=name if name == "mistral3" else "llava",
         )
         for name, settings in LLAVA.items()
     },
+    "internvl": FamilyUnderTest(
+        write=_write_internvl,
+        model=InternVLForConditionalGeneration,
+        patch_px=14,
+        merge=2,
+        temporal_patch=1,
+        hidden=64,
+        levels=0,
+        slices_stand_alone=True,
+        text_prefix="language_model.model.",
+        lm_head="language_model.lm_head.weight",
+        linear=True,
+    ),
+    "llava_next_video": FamilyUnderTest(
+        write=_write_next_video,
+        model=LlavaNextVideoForConditionalGeneration,
+        patch_px=14,
+        merge=1,
+        temporal_patch=1,
+        hidden=64,
+        levels=0,
+        slices_stand_alone=False,
+        text_prefix="language_model.model.",
+        lm_head="language_model.lm_head.weight",
+        linear=True,
+    ),
     "llava_onevision": FamilyUnderTest(
-        write=lambda folder, seed: _write_onevision(folder, seed),
+        write=_write_onevision,
         model=LlavaOnevisionForConditionalGeneration,
         patch_px=14,
         merge=1,
@@ -349,50 +523,6 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
     "qwen3_vl": FamilyUnderTest(_write_qwen3_vl, Qwen3VLForConditionalGeneration, **_QWEN3),
     "qwen3_vl_moe": FamilyUnderTest(write_qwen3_vl_moe, Qwen3VLMoeForConditionalGeneration, **_QWEN3),
 }
-
-
-ONEVISION_PX, ONEVISION_PATCH = 60, 14
-ONEVISION = {
-    "vision_config": {
-        **TOWER,
-        "model_type": "siglip_vision_model",
-        "image_size": ONEVISION_PX,
-        "vision_use_head": False,
-    },
-    "image_grid_pinpoints": [[ONEVISION_PX * h, ONEVISION_PX * w] for h in (1, 2, 3) for w in (1, 2, 3)],
-    "vision_aspect_ratio": "anyres_max_2",
-    "vision_feature_layer": -1,
-}
-
-
-def _write_onevision(folder: Path, seed: int) -> Path:
-    tokenizer = make_tokenizer(TINY)
-    tokenizer.add_tokens(["<image>", "<video>"], special_tokens=True)
-    for kind in ("image", "video"):
-        marked = f"<|vision_start|><|{kind}_pad|><|vision_end|>"
-        tokenizer.chat_template = tokenizer.chat_template.replace(marked, f"<{kind}>")
-    ids = tokenizer.get_vocab()
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    text = {**LLAVA_TEXT, "model_type": "qwen2", "rope_parameters": rope, "vocab_size": len(tokenizer)}
-    tokens = {f"{kind}_token_index": ids[f"<{kind}>"] for kind in ("image", "video")}
-    config = LlavaOnevisionConfig(text_config=text, tie_word_embeddings=False, **tokens, **ONEVISION)
-    model = LlavaOnevisionForConditionalGeneration(config)
-    randomise(model, 0.1, seed)
-    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    settings = {
-        "size": {"height": ONEVISION_PX, "width": ONEVISION_PX},
-        "image_mean": [0.48, 0.46, 0.41],
-        "image_std": [0.27, 0.26, 0.28],
-    }
-    pinpoints = {"image_grid_pinpoints": ONEVISION["image_grid_pinpoints"]}
-    image = {**settings, **pinpoints, "image_processor_type": "LlavaOnevisionImageProcessor"}
-    video = {**settings, "video_processor_type": "LlavaOnevisionVideoProcessor"}
-    (folder / "preprocessor_config.json").write_text(json.dumps(image))
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
-    return folder
 
 
 QWEN = sorted(name for name, family in FAMILIES.items() if not family.linear)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -27,7 +27,7 @@ class Item:
 
     deepstack: further levels of each token, [t·h·w, D] each.
     texts: for families with text between slices, the text before each slice and after the last one: t + 1.
-    linear: its positions count up as those of text.
+    linear: its positions count up as those of text. compact: the positions of its prompt count the kept tokens alone.
     """
 
     t: int
@@ -40,6 +40,7 @@ class Item:
     deepstack: tuple[NDArray[np.float32], ...] = ()
     texts: tuple[Text, ...] = ()
     linear: bool = False
+    compact: bool = False
 
     @property
     def tokens(self) -> int:
@@ -93,6 +94,9 @@ def expected_sequence(parts: Sequence[Text | Item], kept: Sequence[Sequence[int]
     """The sequence that the language model must read, from the parts of a prompt and the kept tokens of each item."""
     full = _full_prompt(parts, pad_id)
     gathered = [token for token in full if token.source is None or token.source[1] in kept[token.source[0]]]
+    if any(isinstance(part, Item) and part.compact for part in parts):
+        gathered = [replace(token, place=(rank,) * 3) for rank, token in enumerate(gathered)]
+        full = gathered
     return Expected(
         ids=[token.id for token in gathered],
         rows=[token.source for token in gathered],

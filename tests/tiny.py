@@ -174,7 +174,17 @@ def make_request(
     items = [part for part in parts if isinstance(part, Item)]
     events: list[Event] = []
     kept_counts, keys = [item.kept_count for item in items], [key_of(item) for item in items]
-    request = Request(name, make_plan(parts), kept_counts, keys, params, WholeWords(), events.append, adapter=adapter)
+    request = Request(
+        name,
+        make_plan(parts),
+        kept_counts,
+        keys,
+        params,
+        WholeWords(),
+        events.append,
+        adapter=adapter,
+        compact=any(item.compact for item in items),
+    )
     return Asked(request, events)
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from common.channels import open_channel, upstream_errors
 from common.contract.errors import InvalidRequest, PeerContract
-from common.contract.plan import Int32Array, MediaPlan, Modality, PromptPlan
+from common.contract.plan import Grid, Int32Array, MediaPlan, Modality, PromptPlan
 from common.contract.retention import EVS, NONE, RANDOM, VIDCOM2, Pruning
 from common.contract.tensors import DType, TensorBuffer
 from common.contract.wire import PlanReceiver, add_chunk, buffer_for
@@ -193,7 +193,11 @@ def _draw(inspected: Inspection, pruning: Pruning, name: str) -> Any:
         f"{_METHOD_NAMES[pruning.method]} at rate {pruning.rate:g} keeps {kept} of {grid.tokens} tokens "
         f"({kept / grid.tokens:.1%})  ·  {_slices(inspected)} of {grid.h} by {grid.w} tokens"
     )
-    return contact_sheet(inspected.frames, grid, inspected.kept, inspected.plan.timestamps_s, name, caption)
+    kept_tokens = inspected.kept
+    if inspected.plan.modality is Modality.IMAGE and (len(inspected.frames) > 1 or grid.h == 1):
+        # Tokens of tiles are in no frame's grid, and all are kept: an image is never pruned.
+        grid, kept_tokens = Grid(len(inspected.frames), 1, 1), np.arange(len(inspected.frames), dtype=np.int32)
+    return contact_sheet(inspected.frames, grid, kept_tokens, inspected.plan.timestamps_s, name, caption)
 
 
 def _print_counts(inspected: Inspection, pruning: Pruning, output: Path, as_json: bool) -> None:

@@ -67,13 +67,17 @@ class Encoded:
     def as_embeds(self) -> Embeds:
         """The embeddings in the form that a prompt takes in place of pixels, with the same time base.
 
-        Raises InvalidRequest if tokens were pruned (a prompt needs all tokens of the grid), or if this item was sent as
-        embeddings in the first place.
+        Raises InvalidRequest if tokens were pruned (a prompt needs all tokens of the grid), if this item was sent as
+        embeddings in the first place, or if it is an image of several tiles, whose rows a prompt could not know.
         """
         tokens = self.plan.grid.tokens
         if self.kept.size != tokens:
             raise InvalidRequest(
                 f"a prompt needs the embeddings of all {tokens} tokens, got {self.kept.size}: encode without pruning"
+            )
+        if self.plan.modality is Modality.IMAGE and self.plan.frames > 1:
+            raise InvalidRequest(
+                f"an image of {self.plan.frames} tiles cannot be sent as embeddings: send the image again"
             )
         if self.plan.brings_embeds:
             raise InvalidRequest("this item was sent as embeddings: pass the same Embeds again")

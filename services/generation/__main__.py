@@ -83,11 +83,13 @@ async def main() -> ExitStatus:
             media = MediaClient(
                 preprocessing, encoder, _model_input(checkpoint, model), media_buffer, settings.max_inline_bytes
             )
-            limit = PromptLimit(built.limit_tokens, model.context_tokens if model.position_axes == 1 else None)
+            limit = PromptLimit(
+                built.limit_tokens, model.context_tokens if model.position_axes == 1 and not model.compact else None
+            )
             name = served_name(checkpoint, settings.served_model_name)
             grammars = Grammars(checkpoint.folder, defaults.vocab_size, defaults.eos_ids)
             servicer = GenerationServicer(
-                engine, media, tokenizer, defaults, limit, credentials, model.adapters, name, grammars
+                engine, media, tokenizer, defaults, limit, credentials, model.adapters, name, grammars, model.compact
             )
             register = partial(add_GenerationServiceServicer_to_server, servicer)
             status = await serve(SERVICE, settings, register, lambda: engine.well, broken)

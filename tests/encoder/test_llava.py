@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlavaForConditionalGeneration, LlavaOnevisionForConditionalGeneration
+from transformers import (
+    InternVLForConditionalGeneration,
+    LlavaForConditionalGeneration,
+    LlavaNextVideoForConditionalGeneration,
+    LlavaOnevisionForConditionalGeneration,
+    Mistral3ForConditionalGeneration,
+)
 
 from common.anyres import AnyRes
 from common.checkpoint import Checkpoint
@@ -23,21 +29,22 @@ from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
 from services.encoder.families import load_tower
 from services.encoder.items.preprocess_stream import PlanCheck
 from services.encoder.tower.graphs import with_graphs
+from services.encoder.tower.tower import Tower
 from tests.encoder.tower_recorder import Recorder, load_packed
-from tests.families import LLAVA, LLAVA_PROCESSORS, ONEVISION_PATCH, ONEVISION_PX
+from tests.families import INTERNVL_PX, LLAVA, LLAVA_PROCESSORS, NEXT_VIDEO_PX, ONEVISION_PX
 from tests.generation.checkpoints import changed
 
 CPU = torch.device("cpu")
-SIDE = ONEVISION_PX // ONEVISION_PATCH
 # Outputs of a tower of three layers: 0 is its embedding.
 LAYERS: list[Any] = [-1, -2, 1, 3, [0, 3], [-1, 2, -4]]
-SELECTIONS = [(kind, layers) for kind in LLAVA for layers in LAYERS]
+PIXTRAL = ("llava_pixtral", "mistral3")
+SELECTIONS = [(kind, layers) for kind in LLAVA for layers in LAYERS if kind != "mistral3" or isinstance(layers, int)]
 
 
 def frames_of(kind: str) -> list[Tensor]:
     """Two frames of the sizes that the tower takes: all of one size, but of any in patches of Pixtral's."""
     side = LLAVA[kind]["vision_config"]["image_size"]
-    sizes = [(32, 48), (96, 8), (32, 48)] if kind == "llava_pixtral" else [(side, side)] * 3
+    sizes = [(32, 48), (96, 16), (32, 48)] if kind in PIXTRAL else [(side, side)] * 3
     random = torch.Generator().manual_seed(0)
     return [torch.randint(0, 255, (1, *size, 3), dtype=torch.uint8, generator=random) for size in sizes]
 
@@ -73,13 +80,14 @@ def plan_of_video(frames: Tensor, grid: Grid) -> MediaPlan:
 @torch.no_grad()
 def reference(folder: Path, kind: str, frames: Sequence[Tensor]) -> list[Tensor]:
     """Each frame's features by transformers, of normalised float32 pixels."""
-    model = LlavaForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").model.eval()
+    model_class = Mistral3ForConditionalGeneration if kind == "mistral3" else LlavaForConditionalGeneration
+    model = model_class.from_pretrained(folder, attn_implementation="eager").model.eval()
     settings = LLAVA_PROCESSORS[kind]
     mean, std = (torch.tensor(settings[name]) for name in ("image_mean", "image_std"))
     found = []
     for each in frames:
         pixels = ((each / 255 - mean) / std).permute(0, 3, 1, 2)
-        sizes = {"image_sizes": torch.tensor([pixels.shape[2:]])} if kind == "llava_pixtral" else {}
+        sizes = {"image_sizes": torch.tensor([pixels.shape[2:]])} if kind in PIXTRAL else {}
         found += model.get_image_features(pixels, return_dict=True, **sizes).pooler_output
     return found
 
@@ -95,6 +103,8 @@ def selecting(folder: Path, to: Path, kind: str, layers: Any, strategy: str) -> 
         weights[name] = 0.1 * torch.randn(len(weights[name]), count * hidden, generator=random)
 
     fields = {"vision_feature_layer": layers, "vision_feature_select_strategy": strategy}
+    if kind == "mistral3":
+        del fields["vision_feature_select_strategy"]
     return changed(folder, to, widen, **fields)
 
 
@@ -102,7 +112,7 @@ def selecting(folder: Path, to: Path, kind: str, layers: Any, strategy: str) -> 
 def test_each_selection_of_layers_equals_transformers(
     checkpoints: Callable[[str], Path], tmp_path: Path, kind: str, layers: Any
 ) -> None:
-    strategies = ["full"] if kind == "llava_pixtral" else ["full", "default"]  # Pixtral's refuses the other
+    strategies = ["full"] if kind in PIXTRAL else ["full", "default"]  # Pixtral's refuses the other
     for strategy in strategies:
         folder = selecting(checkpoints(kind), tmp_path / strategy, kind, layers, strategy)
         frames = frames_of(kind)
@@ -111,9 +121,10 @@ def test_each_selection_of_layers_equals_transformers(
             torch.testing.assert_close(ours[0], theirs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", LLAVA)
+@pytest.mark.parametrize("kind", [*LLAVA, "internvl"])
 def test_graphs_replay_what_the_tower_computes(checkpoints: Callable[[str], Path], kind: str) -> None:
-    tower, recorder, frames = load_packed(checkpoints(kind)), Recorder(), frames_of(kind)
+    tower, recorder = load_packed(checkpoints(kind)), Recorder()
+    frames = frames_of("llava" if kind == "internvl" else kind)
     graphed = with_graphs(tower, 160, recorder)
     recorder.replayed.clear()
     for ours, theirs in zip(graphed.encode(frames), tower.encode(frames), strict=True):
@@ -121,24 +132,28 @@ def test_graphs_replay_what_the_tower_computes(checkpoints: Callable[[str], Path
     assert recorder.replayed
 
 
+# Of each family with tiles: side of a frame in pixels and tokens, of a pooled one, and how many tiles of tokens remain.
+TILED = {
+    "llava_onevision": (LlavaOnevisionForConditionalGeneration, ONEVISION_PX, 4, 2, 2),
+    "llava_next_video": (LlavaNextVideoForConditionalGeneration, NEXT_VIDEO_PX, 4, 2, None),
+}
+
+
 @torch.no_grad()
+@pytest.mark.parametrize("name", TILED)
 @pytest.mark.parametrize(("height", "width"), [(30, 31), (90, 300), (380, 400), (200, 100), (60, 60)])
 def test_tiles_of_an_image_become_one_picture_as_in_transformers(
-    checkpoints: Callable[[str], Path], height: int, width: int
+    checkpoints: Callable[[str], Path], name: str, height: int, width: int
 ) -> None:
-    folder = checkpoints("llava_onevision")
+    folder, (model_class, side_px, side, _, most_tiles) = checkpoints(name), TILED[name]
     tower = load_tower(Checkpoint(folder), "float32", CPU)
-    tiles = AnyRes.of(Checkpoint(folder).config, 2).tiles(height, width)
+    tiles = AnyRes.of(Checkpoint(folder).config, most_tiles).tiles(height, width)
     count = 1 + tiles.rows * tiles.columns
     random = torch.Generator().manual_seed(0)
-    frames = torch.randint(0, 255, (count, ONEVISION_PX, ONEVISION_PX, 3), dtype=torch.uint8, generator=random)
-    plan = plan_of_image(frames, height, width, SIDE**2 + math.prod(tiles.shrunk))
-    arrangement = tower.arrangement(plan)
-    stored = torch.cat(tower.encode(list(frames.split(1))), dim=1)
-    assert (plan.slices, arrangement.slice_tokens, arrangement.of_slice) == (count, SIDE**2, None)
-    assert arrangement.of_item is not None
-    (ours,) = arrangement.of_item(stored)
-    model = LlavaOnevisionForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").model.eval()
+    frames = torch.randint(0, 255, (count, side_px, side_px, 3), dtype=torch.uint8, generator=random)
+    plan = plan_of_image(frames, height, width, side**2 + math.prod(tiles.shrunk))
+    (ours,) = encoded(tower, plan, frames)
+    model = model_class.from_pretrained(folder, attn_implementation="eager").model.eval()
     sizes = torch.tensor([(height, width)])
     (theirs,) = model.get_image_features(normalised(frames)[None], sizes, return_dict=True).pooler_output
     newline = (theirs == model.image_newline).all(dim=1)
@@ -147,19 +162,46 @@ def test_tiles_of_an_image_become_one_picture_as_in_transformers(
 
 
 @torch.no_grad()
-def test_frames_of_a_video_are_pooled_as_in_transformers(checkpoints: Callable[[str], Path]) -> None:
-    folder = checkpoints("llava_onevision")
+@pytest.mark.parametrize("name", TILED)
+def test_frames_of_a_video_are_pooled_as_in_transformers(checkpoints: Callable[[str], Path], name: str) -> None:
+    folder, (model_class, side_px, _, pooled, _) = checkpoints(name), TILED[name]
     tower = load_tower(Checkpoint(folder), "float32", CPU)
     random = torch.Generator().manual_seed(0)
-    frames = torch.randint(0, 255, (3, ONEVISION_PX, ONEVISION_PX, 3), dtype=torch.uint8, generator=random)
-    pooled = math.ceil(SIDE / 2)
-    arrangement = tower.arrangement(plan_of_video(frames, Grid(3, pooled, pooled)))
-    assert arrangement.of_slice is not None
-    ours = torch.cat([arrangement.of_slice(rows)[0] for rows in tower.encode(list(frames.split(1)))])
-    model = LlavaOnevisionForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").model.eval()
+    frames = torch.randint(0, 255, (3, side_px, side_px, 3), dtype=torch.uint8, generator=random)
+    (ours,) = encoded(tower, plan_of_video(frames, Grid(3, pooled, pooled)), frames)
+    model = model_class.from_pretrained(folder, attn_implementation="eager").model.eval()
     (theirs,) = model.get_video_features(normalised(frames)[None], return_dict=True).pooler_output
-    torch.testing.assert_close(ours, theirs[:-1], atol=1e-5, rtol=0)
-    assert torch.equal(theirs[-1], model.image_newline)
+    torch.testing.assert_close(ours, theirs[: len(ours)], atol=1e-5, rtol=0)
+    behind = [model.image_newline] if name == "llava_onevision" else []
+    assert all(map(torch.equal, theirs[len(ours) :], behind))
+    assert len(theirs) - len(ours) == len(behind)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layer", [-1, -2, 2])
+def test_internvl_shuffles_patches_to_tokens_as_in_transformers(
+    checkpoints: Callable[[str], Path], tmp_path: Path, layer: int
+) -> None:
+    folder = changed(checkpoints("internvl"), tmp_path / "other", vision_feature_layer=layer)
+    tower = load_tower(Checkpoint(folder), "float32", CPU)
+    random = torch.Generator().manual_seed(0)
+    frames = torch.randint(0, 255, (5, INTERNVL_PX, INTERNVL_PX, 3), dtype=torch.uint8, generator=random)
+    model = InternVLForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").model.eval()
+    theirs = model.get_image_features(normalised(frames), return_dict=True).pooler_output.flatten(0, 1)
+    for plan in (plan_of_image(frames, 0, 0, 5 * 4), plan_of_video(frames, Grid(5, 2, 2))):
+        torch.testing.assert_close(encoded(tower, plan, frames)[0], theirs, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="5 frames have 4 tokens each"):
+        tower.arrangement(plan_of_image(frames, 0, 0, 5 * 4 + 1))
+
+
+def encoded(tower: Tower, plan: MediaPlan, frames: Tensor) -> Tensor:
+    """The embeddings of an item, (1, tokens, D), of the slices that the tower encodes."""
+    arrangement = tower.arrangement(plan)
+    slices = tower.encode(list(frames.split(1)))
+    assert len(slices) == plan.slices
+    stored = torch.cat([arrangement.of_slice(rows) if arrangement.of_slice else rows for rows in slices], dim=1)
+    assert stored.shape[1] == plan.slices * arrangement.slice_tokens
+    return arrangement.of_item(stored) if arrangement.of_item else stored
 
 
 @pytest.mark.parametrize(

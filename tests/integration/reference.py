@@ -46,8 +46,8 @@ async def model_inputs(
                 frames[response.frames.media_index] += response.frames.chunk.data
     assert plan is not None
     ids = torch.from_numpy(plan.input_ids.astype(np.int64))[None]
-    if config.model_type == "llava_onevision":
-        return _onevision(plan, frames, folder, config)
+    if config.model_type in ("llava_onevision", "llava_next_video", "internvl"):
+        return _tiled(plan, frames, folder, config)
     if family.linear:
         shapes = [(item.frame_height_px, item.frame_width_px, 3) for item in plan.media]
         shown = [frames[index] for index in range(len(shapes))]
@@ -73,8 +73,8 @@ async def model_inputs(
     return inputs
 
 
-def _onevision(plan: PromptPlan, frames: Mapping[int, bytearray], folder: Path, config: Any) -> dict[str, Tensor]:
-    """What LLaVA-OneVision's processor makes: a newline is one more token of its image or video."""
+def _tiled(plan: PromptPlan, frames: Mapping[int, bytearray], folder: Path, config: Any) -> dict[str, Tensor]:
+    """What the processors of LLaVA-OneVision and LLaVA-NeXT-Video make: a newline is one more token of its item."""
     ids = plan.input_ids.astype(np.int64)
     for place in np.flatnonzero(ids == config.text_config.vocab_size):
         ids[place] = ids[place - 1]
@@ -93,7 +93,14 @@ def _onevision(plan: PromptPlan, frames: Mapping[int, bytearray], folder: Path, 
         padded = [torch.cat([each, torch.zeros(most - len(each), *each.shape[1:])]) for each in shown]
         sizes = [(item.source_height_px, item.source_width_px) for item in plan.media if item.source_width_px]
         inputs |= {"pixel_values": torch.stack(padded), "image_sizes": torch.tensor(sizes)}
-        inputs["batch_num_images"] = torch.tensor([len(shown)])
+        if config.model_type == "llava_onevision":
+            inputs["batch_num_images"] = torch.tensor([len(shown)])
+    if config.model_type == "internvl":
+        return {
+            "input_ids": inputs["input_ids"],
+            "attention_mask": inputs["attention_mask"],
+            "pixel_values": torch.cat(pixels),
+        }
     if not all(images):
         inputs["pixel_values_videos"] = torch.stack(
             [each for each, is_image in zip(pixels, images, strict=True) if not is_image]

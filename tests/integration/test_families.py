@@ -79,7 +79,10 @@ async def test_at_rate_0_the_answer_is_that_of_transformers_generate(
 
 
 IMAGES = (Image(data=PICTURE), Text("and"), Image(data=TALL), Image(data=media.picture(30, 31)))
-LLAVA_PARAMS = ["llava_pixtral", *(pytest.param(kind, marks=pytest.mark.deep) for kind in ("llava", "llava_siglip"))]
+LLAVA_PARAMS = [
+    "llava_pixtral",
+    *(pytest.param(kind, marks=pytest.mark.deep) for kind in ("llava", "llava_siglip", "mistral3")),
+]
 
 
 @pytest.mark.parametrize("kind", LLAVA_PARAMS)
@@ -99,7 +102,11 @@ async def test_llava_answers_questions_about_images_as_transformers_generate(
                 await client.ask(Video(data=BRIEF), QUESTION)
 
 
-ONEVISION_MIXES: dict[str, tuple[Part, ...]] = {
+TILED = [
+    "llava_onevision",
+    *(pytest.param(name, marks=pytest.mark.deep) for name in ("internvl", "llava_next_video")),
+]
+TILED_MIXES: dict[str, tuple[Part, ...]] = {
     "a small image": (Image(data=media.picture(31, 30)),),
     "a wide image": (Image(data=media.picture(300, 90)),),
     "a large image, whose tokens are shrunk": (Image(data=media.picture(400, 380)),),
@@ -109,13 +116,15 @@ ONEVISION_MIXES: dict[str, tuple[Part, ...]] = {
 }
 
 
-async def test_llava_onevision_answers_as_transformers_generate(checkpoints: Callable[[str], Path]) -> None:
-    name = "llava_onevision"
+@pytest.mark.parametrize("name", TILED)
+async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_generate(
+    name: str, checkpoints: Callable[[str], Path]
+) -> None:
     folder, reference = checkpoints(name), load_reference(name, checkpoints(name))
     with running(folder) as stack:
         addresses = stack.addresses
         async with FramesieveClient(addresses["generation"]) as client:
-            for parts in ONEVISION_MIXES.values():
+            for parts in TILED_MIXES.values():
                 inputs = await model_inputs(
                     addresses["preprocessing"], parts, QUESTION, FAMILIES[name], folder, reference.config
                 )

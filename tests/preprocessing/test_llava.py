@@ -27,7 +27,7 @@ from common.contract.plan import Modality
 from services.preprocessing.planner import Conversation, MediaRequest, Planner
 from services.preprocessing.prompt.tokens import Turn
 from services.preprocessing.video.sampling import FrameSampling
-from tests.families import LLAVA
+from tests.families import FAMILIES, LLAVA
 from tests.generation.checkpoints import changed
 from tests.media import picture
 from tests.preprocessing.preprocessing_media import clip
@@ -39,6 +39,7 @@ PROCESSORS: dict[str, Any] = {
     "llava": CLIPImageProcessorPil,
     "llava_siglip": SiglipImageProcessorPil,
     "llava_pixtral": image_processing_pil_pixtral.PixtralImageProcessorPil,
+    "mistral3": image_processing_pil_pixtral.PixtralImageProcessorPil,
 }
 # Width and height: smaller and larger than every tower's frames, upright and lying, odd, and the frames' own.
 SIZES = [(56, 56), (60, 60), (96, 96), (40, 30), (31, 57), (200, 131), (640, 113), (7, 90)]
@@ -76,10 +77,11 @@ def processor(kind: str, folder: Path) -> Any:
     """transformers' processor of a checkpoint, without torchvision, which it asks for and does not need here."""
     images = PROCESSORS[kind].from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    made = object.__new__(PixtralProcessor if kind == "llava_pixtral" else LlavaProcessor)
+    pixtral = kind in ("llava_pixtral", "mistral3")
+    made = object.__new__(PixtralProcessor if pixtral else LlavaProcessor)
     made.image_processor, made.tokenizer = images, tokenizer
-    made.patch_size, made.spatial_merge_size = LLAVA[kind]["vision_config"]["patch_size"], 1
-    made.image_token = "[IMG]" if kind == "llava_pixtral" else "<image>"
+    made.patch_size, made.spatial_merge_size = FAMILIES[kind].patch_px, FAMILIES[kind].merge
+    made.image_token = "[IMG]" if pixtral else "<image>"
     made.image_break_token, made.image_end_token = "[IMG_BREAK]", "[IMG_END]"
     made.vision_feature_select_strategy = LLAVA[kind].get("vision_feature_select_strategy", "default")
     made.num_additional_image_tokens = int(kind == "llava")
@@ -89,7 +91,10 @@ def processor(kind: str, folder: Path) -> Any:
 def pixels_of(kind: str, folder: Path, data: bytes) -> NDArray[np.uint8]:
     """The pixels that transformers' image processor sends, before they are normalised."""
     decoded = np.array(Image.open(BytesIO(data)).convert("RGB"))
-    made = processor(kind, folder).image_processor(decoded, do_rescale=False, do_normalize=False, return_tensors="np")
+    options = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
+    if kind == "mistral3":  # as its processor asks
+        options["patch_size"] = FAMILIES[kind].token_px
+    made = processor(kind, folder).image_processor(decoded, **options)
     found: NDArray[np.uint8] = made["pixel_values"][0].transpose(1, 2, 0)
     return found
 

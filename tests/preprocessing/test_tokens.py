@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest, StartupError, Unavailable
 from common.contract.plan import Grid, Modality
 from services.preprocessing.families.qwen_vl import QwenVL
 from services.preprocessing.prompt.layout import Expansion, MediaTokens
-from services.preprocessing.prompt.positions import GridSpan
+from services.preprocessing.prompt.positions import GridSpan, LinearSpan
 from services.preprocessing.prompt.tokens import ChatTokens, Turn
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|video_pad|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>"]
@@ -217,3 +218,35 @@ def test_an_unsafe_tokenizer_refuses_to_start(tmp_path: Path, tiny_checkpoint: P
     (tmp_path / "tokenizer.json").write_text(json.dumps(contents))
     with pytest.raises(StartupError, match=why):
         ChatTokens(Checkpoint(tmp_path), PLACEHOLDERS)
+
+
+WITH_IMAGES: list[tuple[str | Modality, ...]] = [
+    ("What is  this? ",),
+    (Modality.IMAGE, "What is  this? "),
+    (" Look: ", Modality.IMAGE, " and ", Modality.IMAGE, "é, compare"),
+]
+
+
+@pytest.mark.parametrize("parts", WITH_IMAGES)
+def test_llamas_first_mark_and_beginning_are_put_as_by_transformers(
+    tmp_path: Path, parts: tuple[str | Modality, ...]
+) -> None:
+    """Llama marks the beginning of the first text alone, and begins a sequence with a token of its own."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    trainer = trainers.BpeTrainer(vocab_size=120, show_progress=False)
+    tokenizer.train_from_iterator(["What is this? Look: and compare", "é"], trainer)
+    tokenizer.add_special_tokens(["<s>", "<image>"])
+    begins = ("<s>", tokenizer.token_to_id("<s>"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[begins])
+    template = (
+        "{% for message in messages %}{% for part in message['content'] %}"
+        "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", chat_template=template)
+    fast.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    chat = ChatTokens(Checkpoint(tmp_path), {Modality.IMAGE: "<image>"})
+    text = "".join("<image><image>" if part is Modality.IMAGE else part for part in parts)
+    assert ids_of(chat, [Turn("user", parts)], (LinearSpan(2),)) == fast(text)["input_ids"]

@@ -5,13 +5,25 @@ from __future__ import annotations
 import torch
 
 from common.checkpoint import Checkpoint
-from services.encoder.families import llava, llava_onevision, qwen2_5_vl, qwen2_vl, qwen3_vl
+from services.encoder.families import (
+    internvl,
+    llava,
+    llava_next_video,
+    llava_onevision,
+    mistral3,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_vl,
+)
 from services.encoder.tower.attention import Wanted
 from services.encoder.tower.tower import Tower
 
 FAMILIES = {
+    "internvl": internvl.load,
     "llava": llava.load,
+    "llava_next_video": llava_next_video.load,
     "llava_onevision": llava_onevision.load,
+    "mistral3": mistral3.load,
     "qwen2_vl": qwen2_vl.load,
     "qwen2_5_vl": qwen2_5_vl.load,
     "qwen3_vl": qwen3_vl.load,

@@ -10,32 +10,40 @@ Source: `LlavaModel.get_image_features` of transformers 5.23, whose classes thes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlavaConfig
 from transformers.models.clip.modeling_clip import CLIPAttention, CLIPVisionModel
+from transformers.models.internvl.modeling_internvl import (
+    InternVLVisionEmbeddings,
+    InternVLVisionLayer,
+    InternVLVisionModel,
+)
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 from transformers.models.pixtral.modeling_pixtral import PixtralVisionModel, PixtralVisionRotaryEmbedding
 from transformers.models.siglip.modeling_siglip import SiglipAttention, SiglipVisionModel
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
+from common.contract.plan import MediaPlan
 from services.cpu.packed_linear import pack_linears
 from services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
 from services.encoder.tower.packing import PackedLayout, TowerShape
 from services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
-from services.encoder.tower.tower import ModelForward, Tower, TowerSizes
+from services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes
 from services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
 
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
-_CLASSES = {
+_CLASSES: dict[str, Any] = {
     "clip_vision_model": CLIPVisionModel,
     "siglip_vision_model": SiglipVisionModel,
     "pixtral": PixtralVisionModel,
+    "internvl_vision": InternVLVisionModel,
 }
+_WITH_CLASS_TOKEN = ("clip_vision_model", "internvl_vision")
 
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
@@ -43,18 +51,32 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
     return load_projected(checkpoint, LlavaConfig.from_pretrained(checkpoint.folder), dtype, device, attention)
 
 
-def load_projected(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, attention: Wanted) -> Tower:
-    """A tower, a selection of its layers and LLaVA's projector. config: of the whole model. Raises as `load`."""
+def load_projected(
+    checkpoint: Checkpoint,
+    config: Any,
+    dtype: str,
+    device: torch.device,
+    attention: Wanted,
+    *,
+    projector: Callable[[Any], nn.Module] = LlavaMultiModalProjector,
+    merge: int = 1,
+    arrange: Callable[[nn.Module], Callable[[MediaPlan], Arrangement]] | None = None,
+) -> Tower:
+    """A tower, a selection of its layers and a projector. config: of the whole model.
+
+    projector: makes it of the config. merge: patches per side of a token, which the projector merges. arrange: makes
+    `Tower.arrange` of the projector, which the tower then leaves out. Raises as `load`.
+    """
     vision = config.vision_config
     if vision.model_type not in _CLASSES:
         raise StartupError(
             f"vision_config.model_type {vision.model_type!r} is not supported, only {', '.join(_CLASSES)}"
         )
-    lead = int(vision.model_type == "clip_vision_model")
-    dropped = int(config.vision_feature_select_strategy == "default")
+    lead = int(vision.model_type in _WITH_CLASS_TOKEN)
+    dropped = int(getattr(config, "vision_feature_select_strategy", "full") == "default")
     vision._attn_implementation = "sdpa"
     with torch.device("meta"):
-        model = _Llava(config)
+        model = _Llava(config, projector(config))
     stored = _find(checkpoint, model)
     runs_in = choose_dtype(stored, dtype, device)
     if runs_in == torch.float16:
@@ -69,21 +91,25 @@ def load_projected(checkpoint: Checkpoint, config: Any, dtype: str, device: torc
     layers = model.layers
     pack_linears(model.eval().requires_grad_(False).to(device))
 
-    def compute(patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
-        embeds: Tensor = model(patches, layout, attend=attend)
-        return embeds[None]
+    project = model.multi_modal_projector
 
-    side = vision.image_size // vision.patch_size
+    def compute(patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
+        features: Tensor = model(patches, layout, attend=attend)
+        return (features if arrange else project(features))[None]
+
+    side = _one(vision.image_size) // _one(vision.patch_size)
     fixed = None if vision.model_type == "pixtral" else (side, side)
-    shape = TowerShape(1, lead=lead, dropped=dropped, fixed=fixed)
+    shape = TowerShape(merge, lead=lead, dropped=dropped, fixed=fixed)
     return Tower(
         forward=ModelForward(compute, shape, device, attend is not attend_by_length, tuple(layers)),
-        patches=PatchShape(vision.patch_size, 1, 1, lead, dropped, crops=fixed is not None),
+        patches=PatchShape(_one(vision.patch_size), merge, 1, lead, dropped, crops=fixed is not None),
         embed_dim=config.text_config.hidden_size,
         embed_levels=0,
         dtype=runs_in,
         device=device,
         sizes=sizes,
+        features=model.features if arrange else None,
+        arrange=arrange(project) if arrange else None,
     )
 
 
@@ -93,37 +119,55 @@ class _SiglipAttention(SiglipAttention):
     forward = CLIPAttention.forward  # type: ignore[assignment]
 
 
+class _InternVLLayer(InternVLVisionLayer):
+    """Passes the ends of sequences on to the attention, which transformers' does not."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: None = None, **keywords: Any) -> Tensor:
+        attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **keywords)
+        hidden_states = hidden_states + self.lambda_1 * attended
+        output: Tensor = hidden_states + self.lambda_2 * self.mlp(self.layernorm_after(hidden_states))
+        return output
+
+
 class _Llava(nn.Module):
     """vision_tower: transformers' model without what is not read. embed: patches and their layout, to rows."""
 
     embed: Any
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, projector: nn.Module) -> None:
         super().__init__()
         self.vision_tower: Any = _CLASSES[config.vision_config.model_type](config.vision_config)
-        self.multi_modal_projector = LlavaMultiModalProjector(config)
+        self.multi_modal_projector = projector
         count, chosen = len(self.layers), config.vision_feature_layer
         chosen = [chosen] if isinstance(chosen, int) else chosen
         if not chosen or not all(-count - 1 <= layer <= count for layer in chosen):
             raise StartupError(f"vision_feature_layer {chosen} names outputs that a tower of {count} layers lacks")
         self._selected = [layer % (count + 1) for layer in chosen]
+        self.features = len(chosen) * config.vision_config.hidden_size
         del self.layers[max(self._selected) :]
         for unread in ("post_layernorm", "head"):
             self._remove(unread)
         for module in self.layers.modules():
             if isinstance(module, SiglipAttention):
                 module.__class__ = _SiglipAttention
+            elif isinstance(module, InternVLVisionLayer):
+                module.__class__ = _InternVLLayer
 
     @property
     def layers(self) -> nn.ModuleList:
         inner = getattr(self.vision_tower, "encoder", None) or self.vision_tower.transformer
-        layers: nn.ModuleList = inner.layers
+        layers: nn.ModuleList = inner.layer if hasattr(inner, "layer") else inner.layers
         return layers
 
     @property
     def patch_embedding(self) -> str:
         """What the names of the patch embedding's weights start with."""
-        return _TOWER + ("patch_conv." if hasattr(self.vision_tower, "patch_conv") else "embeddings.patch_embedding.")
+        if hasattr(self.vision_tower, "patch_conv"):
+            return f"{_TOWER}patch_conv."
+        inner = self.vision_tower.embeddings
+        return f"{_TOWER}embeddings." + (
+            "patch_embedding." if hasattr(inner, "patch_embedding") else "patch_embeddings.projection."
+        )
 
     def embed_with(self, normalisation: Normalisation, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         """Replaces the embedding by one of uint8 patches, once the model has its weights."""
@@ -140,7 +184,7 @@ class _Llava(nn.Module):
             delattr(self.vision_tower, name)
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Any) -> Tensor:
-        """Tokens (T, text hidden) of patches uint8 (P, values)."""
+        """Selected features (T, hidden · selected layers) of patches uint8 (P, values)."""
         rows, keywords = self.embed(patches, layout)
         outputs = [rows[None]]
         for layer in self.layers:
@@ -155,25 +199,26 @@ class _Llava(nn.Module):
                 )
             )
         selected = torch.cat([outputs[index][0] for index in self._selected], dim=-1)
-        if layout.token_rows is not None:
-            selected = selected[layout.token_rows]
-        tokens: Tensor = self.multi_modal_projector(selected)
-        return tokens
+        return selected if layout.token_rows is None else selected[layout.token_rows]
 
 
 class _TableEmbedding(nn.Module):
-    """CLIP's and SigLIP's: a position embedding for each place of a square grid, CLIP's class token before them."""
+    """A position embedding for each place of a square grid; CLIP's and InternVL's class token before them."""
 
     def __init__(self, tower: Any, patch_embed: FoldedPatchEmbed) -> None:
         super().__init__()
         embeddings = tower.embeddings
-        table = embeddings.position_embedding.weight.detach()
-        class_token = getattr(embeddings, "class_embedding", None)
+        class_token: Tensor | None
+        if isinstance(embeddings, InternVLVisionEmbeddings):
+            table, class_token = embeddings.position_embeddings[0], embeddings.cls_token[0, 0]
+        else:
+            table = embeddings.position_embedding.weight
+            class_token = getattr(embeddings, "class_embedding", None)
         if class_token is not None:
-            table = torch.cat([class_token.detach()[None] + table[:1], table[1:]])
-        self.table = nn.Parameter(table, requires_grad=False)
+            table = torch.cat([class_token[None] + table[:1], table[1:]])
+        self.table = nn.Parameter(table.detach(), requires_grad=False)
         self._first = int(class_token is not None)
-        self._side = embeddings.image_size // embeddings.patch_size
+        self._side = _one(embeddings.image_size) // _one(embeddings.patch_size)
         self.patch_embed = patch_embed
         self.norm = getattr(tower, "pre_layrnorm", nn.Identity())
 
@@ -200,6 +245,10 @@ class _RotaryEmbedding(nn.Module):
         return rows, {"position_embeddings": self.rotary(rows, layout.positions)}
 
 
+def _one(side: int | Sequence[int]) -> int:
+    return side if isinstance(side, int) else side[0]
+
+
 def _find(checkpoint: Checkpoint, model: _Llava) -> dict[str, Stored]:
     """The weights of tower and projector by their names in the model, without those that the model leaves out.
 
@@ -210,7 +259,7 @@ def _find(checkpoint: Checkpoint, model: _Llava) -> dict[str, Stored]:
         for name, each in find_weights(checkpoint, (f"model.{part}", part)).items():
             found[part + name.removeprefix("vision_model.")] = each
     kept = model.state_dict().keys()
-    unread = (f"{_TOWER}post_layernorm.", f"{_TOWER}head.", f"{_TOWER}encoder.layers.", f"{_TOWER}transformer.layers.")
+    unread = (f"{_TOWER}post_layernorm.", f"{_TOWER}head.", f"{_TOWER}encoder.layer", f"{_TOWER}transformer.layers.")
     return {name: each for name, each in found.items() if name in kept or not name.startswith(unread)}
 
 

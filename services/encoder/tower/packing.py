@@ -43,7 +43,7 @@ class TowerShape:
     merge: patches per side of a token. window_side: side of an attention window, in tokens; 0 without windows.
     table_side: side of the square table from which position embeddings are interpolated; 0 without a table.
     lead: rows of a slice before its patches, such as a class token. dropped: first rows of a slice that become no
-        tokens. Both are 0 where merge is above 1. fixed: the sides of every slice, of towers that take no others.
+        tokens; as many where merge is above 1. fixed: the sides of every slice, of towers that take no others.
     """
 
     merge: int
@@ -66,7 +66,7 @@ class PackedLayout(Generic[A]):
     in patches, the longest of which has `longest`. order: int64 (T,), tokens by window. window_ends: int32 (W + 1,),
     ends of windows in patches, the longest of which has `longest_window`. interpolation_indices: int64 (P, 4), table
     entries whose weighted sum is a patch's position embedding; interpolation_weights: float32 (P, 4). token_rows: int64
-    (T,), the rows that become tokens.
+    (T · merge²,), the rows that become tokens.
     """
 
     positions: A
@@ -156,7 +156,9 @@ def pad(layout: PackedLayout[Array], bucket: Size, shape: TowerShape) -> PackedL
         longest_window=min(patches, (shape.window_side * shape.merge) ** 2),
         interpolation_indices=None if indices is None else _lengthen(indices, patches, 0),
         interpolation_weights=None if weights is None else _lengthen(weights, patches, 0),
-        token_rows=None if layout.token_rows is None else _lengthen(layout.token_rows, bucket.tokens, 0),
+        token_rows=None
+        if layout.token_rows is None
+        else _lengthen(layout.token_rows, bucket.tokens * shape.merge**2, 0),
     )
 
 

@@ -87,6 +87,7 @@ class Tower:
         embed_dim); level 0 is the embedding.
     pruning_methods: those of `common.contract.retention.METHODS` that a request may name.
     packing: what one forward may hold, if tokens are not the only limit.
+    features: width of what `forward` gives, where `arrange` makes embeddings of it; None: embed_dim.
     arrange: how an item's tokens are arranged; raises ValueError for a plan with other frames or another grid than this
         tower's. None: each slice of the grid has the tower's tokens of a slice.
     """
@@ -100,6 +101,7 @@ class Tower:
     sizes: TowerSizes
     pruning_methods: tuple[str, ...] = METHODS
     packing: PackingLimit | None = None
+    features: int | None = None
     arrange: Callable[[MediaPlan], Arrangement] | None = None
 
     def arrangement(self, plan: MediaPlan) -> Arrangement:

@@ -6,14 +6,26 @@ import torch
 from transformers import AutoConfig
 
 from common.checkpoint import Checkpoint
-from services.generation.families import llava, llava_onevision, qwen2_5_vl, qwen2_vl, qwen3_vl
+from services.generation.families import (
+    internvl,
+    llava,
+    llava_next_video,
+    llava_onevision,
+    mistral3,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_vl,
+)
 from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
 from services.generation.parallel.sharding import check_sizes
 
 FAMILIES = {
+    "internvl": internvl.load,
     "llava": llava.load,
+    "llava_next_video": llava_next_video.load,
     "llava_onevision": llava_onevision.load,
+    "mistral3": mistral3.load,
     "qwen2_vl": qwen2_vl.load,
     "qwen2_5_vl": qwen2_5_vl.load,
     "qwen3_vl": qwen3_vl.load,

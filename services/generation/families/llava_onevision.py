@@ -6,6 +6,8 @@ llava-hf/llava-onevision-qwen2-7b-ov-hf.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
 
@@ -22,8 +24,14 @@ _NEWLINES = ("model.image_newline", "image_newline")
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
     """The family's `load_language_model`."""
     config = LlavaOnevisionConfig.from_pretrained(checkpoint.folder)
-    whole = LlavaOnevisionForConditionalGeneration
-    model = load_linear(checkpoint, config, whole, dtype, device, group)
+    return load_with_newline(checkpoint, config, LlavaOnevisionForConditionalGeneration, dtype, device, group)
+
+
+def load_with_newline(
+    checkpoint: Checkpoint, config: Any, whole_class: Any, dtype: torch.dtype, device: torch.device, group: Group | None
+) -> LanguageModel:
+    """As `load_linear`, with the newline as the only stored vector."""
+    model = load_linear(checkpoint, config, whole_class, dtype, device, group)
     for name in _NEWLINES:
         if vector := read_weights(checkpoint, name, model.dtype, device, {}):
             return model.with_stored(vector[""])

@@ -62,7 +62,7 @@ class PrefixCache:
 
         encoded_media: what is still known of the request's first items.
         """
-        rope = RopeState(request.plan, request.kept_counts)
+        rope = request.rope.undelivered()
         for index, encoded in enumerate(encoded_media):
             rope.deliver(index, encoded.kept, encoded.id)
         blocks, _ = self._lookup(rope, min(rope.ready, rope.tokens - 1), 0, request.root)

@@ -22,6 +22,7 @@ class LanguageModel:
     embed_levels: deepstack tensors of a media row beside its embedding.
     adapters: those loaded into `text`; their rows must be set before each forward.
     context_tokens: the longest sequence that the checkpoint supports.
+    compact: its checkpoint was trained with positions that count the kept tokens alone.
     stored: vectors behind the vocabulary in `embed_tokens`.
     position_axes: of the positions that `text` takes: 3, or 1 of a model whose axes are all equal.
     """
@@ -36,6 +37,7 @@ class LanguageModel:
     context_tokens: int
     embed_levels: int
     position_axes: int = 3
+    compact: bool = False
     stored: int = 0
     adapters: Adapters = field(default_factory=Adapters)
 

@@ -123,7 +123,7 @@ class Request:
     on_event: called in the engine's thread, in order; the last event is `Finished` or `Failed`. Must not block.
     rope: shared with another request for the same prompt.
     adapter: None to compute with the model alone.
-    vocab_size: see `RopeState`.
+    vocab_size, compact: see `RopeState`.
     """
 
     def __init__(
@@ -138,13 +138,14 @@ class Request:
         rope: RopeState | None = None,
         adapter: Adapter | None = None,
         vocab_size: int = MAX_VOCABULARY,
+        compact: bool = False,
     ) -> None:
         self.id = id
         self.adapter = adapter
         self.plan = plan
         self.kept_counts = tuple(kept_counts)
         self.media_keys = tuple(media_keys)
-        self.rope = rope or RopeState(plan, kept_counts, vocab_size)
+        self.rope = rope or RopeState(plan, kept_counts, vocab_size, compact=compact)
         self.sampling = sampling
         self.detokenizer = detokenizer
         self.on_event = on_event

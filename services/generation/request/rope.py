@@ -47,10 +47,22 @@ class RopeState:
     identities: int64 [2, tokens], valid up to `ready`: (0, token id) or (id of encoded media, row).
     """
 
-    def __init__(self, plan: PromptPlan, kept_counts: Sequence[int], vocab_size: int = MAX_VOCABULARY) -> None:
-        """vocab_size: ids from this on name vectors that the model stores, not text."""
+    def __init__(
+        self,
+        plan: PromptPlan,
+        kept_counts: Sequence[int],
+        vocab_size: int = MAX_VOCABULARY,
+        *,
+        compact: bool = False,
+    ) -> None:
+        """vocab_size: ids from this on name vectors that the model stores, not text.
+
+        compact: positions are the places in the pruned prompt, for checkpoints that were trained so; else pruned
+        positions keep their gaps.
+        """
         self._plan = plan
         self.vocab_size = vocab_size
+        self._compact = compact
         self._kept_counts = tuple(kept_counts)
         self._mask = np.ones(plan.tokens, np.bool_)
         self._kept: list[Int32Array | None] = [None] * len(plan.media)
@@ -59,13 +71,17 @@ class RopeState:
         self._cursor = 0
         dropped = sum(item.grid.tokens for item in plan.media) - sum(self._kept_counts)
         self.tokens = plan.tokens - dropped
-        self.delta = int(plan.positions.max()) + 1 - self.tokens
+        self.delta = 0 if compact else int(plan.positions.max()) + 1 - self.tokens
         self.ids = np.empty(self.tokens, np.int32)
         self.positions = np.empty((3, self.tokens), np.int32)
         self.identities = np.empty((2, self.tokens), np.int64)
         self.ready = 0
         self.spans: list[Span] = []
         self._gather()
+
+    def undelivered(self) -> RopeState:
+        """The state of the same prompt before any item arrived."""
+        return RopeState(self._plan, self._kept_counts, self.vocab_size, compact=self._compact)
 
     @property
     def complete(self) -> bool:
@@ -116,7 +132,8 @@ class RopeState:
         taken = np.flatnonzero(self._mask[self._cursor : limit]) + self._cursor
         end = self.ready + taken.size
         self.ids[self.ready : end] = self._plan.input_ids[taken]
-        self.positions[:, self.ready : end] = self._plan.positions[:, taken]
+        kept_positions = np.arange(self.ready, end) if self._compact else self._plan.positions[:, taken]
+        self.positions[:, self.ready : end] = kept_positions
         self.identities[0, self.ready : end] = 0
         self.identities[1, self.ready : end] = self.ids[self.ready : end]
         for index in range(first, self._next_item):

@@ -59,6 +59,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     defaults: of the checkpoint. limit: on prompt and answer together. credentials: sent upstream. adapters: those that
     requests may name. model_name: the name under which the checkpoint is served. grammars: of its tokenizer.
+    compact: see `RopeState`.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         adapters: Adapters = NO_ADAPTERS,
         model_name: str = "",
         grammars: Grammars | None = None,
+        compact: bool = False,
     ) -> None:
         self._engine = engine
         self._media = media
@@ -82,6 +84,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._adapters = adapters
         self._model_name = model_name
         self._grammars = grammars
+        self._compact = compact
         self._inbox = Inbox()
 
     async def ListModels(
@@ -119,6 +122,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 listener(0),
                 adapter=adapter,
                 vocab_size=self._defaults.vocab_size,
+                compact=self._compact,
             )
             for index, each in enumerate(others, 1):
                 question.add_sibling(f"{request_id}#{index}", each, self._detokenizer(each), listener(index))

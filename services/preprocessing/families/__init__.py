@@ -8,7 +8,9 @@ from typing import Protocol
 
 from common.checkpoint import Checkpoint
 from common.contract.plan import Grid, Modality
+from services.preprocessing.families.internvl import InternVL
 from services.preprocessing.families.llava import Llava
+from services.preprocessing.families.llava_next_video import LlavaNextVideo
 from services.preprocessing.families.llava_onevision import LlavaOnevision
 from services.preprocessing.families.qwen2_5_vl import Qwen25VL
 from services.preprocessing.families.qwen2_vl import Qwen2VL
@@ -25,6 +27,10 @@ class Family(Protocol):
     @property
     def placeholders(self) -> Mapping[Modality, str]:
         """The control token of a media item in the chat template, by modality; of those that the model knows."""
+
+    @property
+    def pads(self) -> Mapping[Modality, str]:
+        """The token of each of an item's tokens, by modality."""
 
     @property
     def embed_levels(self) -> int:
@@ -58,8 +64,11 @@ class Family(Protocol):
 
 
 FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
+    "internvl": InternVL.from_checkpoint,
     "llava": Llava.from_checkpoint,
+    "llava_next_video": LlavaNextVideo.from_checkpoint,
     "llava_onevision": LlavaOnevision.from_checkpoint,
+    "mistral3": Llava.from_checkpoint,
     "qwen2_vl": Qwen2VL.from_checkpoint,
     "qwen2_5_vl": Qwen25VL.from_checkpoint,
     "qwen3_vl": Qwen3VL.from_checkpoint,

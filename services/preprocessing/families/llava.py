@@ -1,4 +1,4 @@
-"""LLaVA 1.5, and models in its layout: images of one frame each, which a CLIP, SigLIP or Pixtral tower encodes.
+"""LLaVA 1.5, models in its layout and Mistral 3: images of one frame, which a CLIP, SigLIP or Pixtral tower encodes.
 
 Positions are one-dimensional. The image processor says how a picture becomes a frame:
 
@@ -6,7 +6,8 @@ Positions are one-dimensional. The image processor says how a picture becomes a 
     height, width               stretched                                                       SigLIP
     longest_edge                shrunk until its longer side fits, sides rounded up to patches  Pixtral
 
-Pixtral's rows end with [IMG_BREAK], the last one with [IMG_END].
+Mistral 3 merges patches to tokens, whose multiples are then the sides. Pixtral's rows end with [IMG_BREAK], the last
+one with [IMG_END].
 Source: `LlavaProcessor`, `PixtralProcessor` and the image processors of transformers 5.23; arXiv 2310.03744 and
 2410.07073.
 """
@@ -20,11 +21,12 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from common.checkpoint import Checkpoint
-from common.contract.errors import InvalidRequest, MediaRejected, StartupError
+from common.contract.errors import InvalidRequest, StartupError
 from common.contract.plan import Grid, Modality
+from services.preprocessing.families.tiles import check_aspect, check_processors
 from services.preprocessing.prompt.layout import Expansion, ImageLayout
 from services.preprocessing.prompt.positions import LinearSpan
-from services.preprocessing.video.resize import MAX_ASPECT_RATIO, View, centre_view, shrink_to
+from services.preprocessing.video.resize import View, centre_view, shrink_to
 from services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from services.preprocessing.video.timing import TimeBase
 
@@ -38,8 +40,8 @@ _SIZES: Mapping[str, Mapping[str, int]] = {
 _PATCHES_PX = {CLIP: 32, SIGLIP: 16, PIXTRAL: 16}
 _IMAGES_PX = {CLIP: 224, SIGLIP: 224, PIXTRAL: 1024}
 _DEFAULT = "default"
+_MERGES = "mistral3"
 _BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
-_ONLY = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Llava:
     """
 
     image_token: str
-    patch_px: int
+    token_px: int
     sent_px: tuple[int, int] | None
     shortest_px: int | None
     longest_px: int
@@ -68,16 +70,16 @@ class Llava:
         tower = vision.get("model_type", CLIP)
         if tower not in _SIZES:
             raise StartupError(f"vision_config.model_type {tower!r} is not supported, only {', '.join(_SIZES)}")
-        for key, value in _ONLY.items():
-            if image.get(key, value) != value:
-                raise StartupError(f"the image processor's {key} is {image[key]}, only {value} is supported")
-        selects = checkpoint.config.get("vision_feature_select_strategy", _DEFAULT)
+        check_processors(checkpoint)
+        merges = checkpoint.model_type == _MERGES
+        selects = checkpoint.config.get("vision_feature_select_strategy", "full" if merges else _DEFAULT)
+        merge = int(checkpoint.config.get("spatial_merge_size", 2)) if merges else 1
         size = _size(image, tower)
         crops = image.get("do_center_crop", tower == CLIP)
         sent = _square(image.get("crop_size"), size["shortest_edge"]) if crops else _stretched(size)
         family = cls(
             image_token=_image_token(checkpoint, "[IMG]" if tower == PIXTRAL else "<image>"),
-            patch_px=int(vision.get("patch_size", _PATCHES_PX[tower])),
+            token_px=merge * int(vision.get("patch_size", _PATCHES_PX[tower])),
             sent_px=sent,
             shortest_px=size.get("shortest_edge") if crops else None,
             longest_px=size.get("longest_edge", 0),
@@ -100,8 +102,8 @@ class Llava:
         return {Modality.IMAGE: self.image_token}
 
     @property
-    def token_px(self) -> int:
-        return self.patch_px
+    def pads(self) -> Mapping[Modality, str]:
+        return self.placeholders
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         raise NotImplementedError
@@ -112,10 +114,7 @@ class Llava:
     def image_size(self, height_px: int, width_px: int, wish: FrameSampling) -> tuple[int, int]:
         """Height and width of the frame that is sent. Raises InvalidRequest for fewer pixels than it has, and
         MediaRejected for an aspect ratio above 200."""
-        if max(height_px, width_px) > MAX_ASPECT_RATIO * min(height_px, width_px):
-            raise MediaRejected(
-                f"has {width_px}×{height_px} pixels, an aspect ratio of at most {MAX_ASPECT_RATIO} is allowed"
-            )
+        check_aspect(height_px, width_px)
         if self.sent_px is not None:
             least = self.sent_px[0] * self.sent_px[1]
             if wish.max_pixels is not None and wish.max_pixels < least:
@@ -127,8 +126,8 @@ class Llava:
         ratio = max(height_px, width_px) / self.longest_px
         if ratio > 1:
             height_px, width_px = math.floor(height_px / ratio), math.floor(width_px / ratio)
-        rows, columns = -(-height_px // self.patch_px), -(-width_px // self.patch_px)
-        return rows * self.patch_px, columns * self.patch_px
+        rows, columns = -(-height_px // self.token_px), -(-width_px // self.token_px)
+        return rows * self.token_px, columns * self.token_px
 
     def image(self, height_px: int, width_px: int, wish: FrameSampling, images: int) -> ImageLayout:
         """One frame. Raises InvalidRequest and MediaRejected."""
@@ -144,14 +143,11 @@ class Llava:
     def _view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
         if self.shortest_px is None:
             return None
-        short, long = sorted((height_px, width_px))
-        longer = int(self.shortest_px * long / short)
-        resized = (self.shortest_px, longer) if height_px <= width_px else (longer, self.shortest_px)
-        return centre_view(*resized, *sent)
+        return centre_view(height_px, width_px, self.shortest_px, sent)
 
     def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
         """The grid of patches; a row of all tokens where these are not the patches."""
-        rows, columns = height_px // self.patch_px, width_px // self.patch_px
+        rows, columns = height_px // self.token_px, width_px // self.token_px
         return Grid(1, 1, rows * columns + self.more_tokens) if self.more_tokens else Grid(1, rows, columns)
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:

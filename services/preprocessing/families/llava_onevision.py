@@ -20,15 +20,22 @@ from typing import ClassVar
 
 from common.anyres import AnyRes
 from common.checkpoint import Checkpoint
-from common.contract.errors import InvalidRequest, MediaRejected, StartupError
+from common.contract.errors import StartupError
 from common.contract.plan import Grid, Modality
+from services.preprocessing.families.tiles import (
+    check_aspect,
+    check_fixed,
+    check_processors,
+    evenly,
+    placeholders_of,
+    tiled,
+)
 from services.preprocessing.prompt.layout import Expansion, ImageLayout
 from services.preprocessing.prompt.positions import LinearSpan
-from services.preprocessing.video.resize import MAX_ASPECT_RATIO, View
+from services.preprocessing.video.resize import View
 from services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from services.preprocessing.video.timing import TimeBase
 
-_ONLY = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _ANYRES = "anyres_max_"
 
@@ -55,10 +62,8 @@ class LlavaOnevision:
         """Raises StartupError for settings that are not supported or contradict each other."""
         config, image = checkpoint.config, checkpoint.processor("image")
         vision, text = config.get("vision_config") or {}, config.get("text_config") or {}
+        check_processors(checkpoint)
         for name, settings in (("image", image), ("video", checkpoint.processor("video") or image)):
-            for key, value in _ONLY.items():
-                if settings.get(key, value) != value:
-                    raise StartupError(f"the {name} processor's {key} is {settings[key]}, only {value} is supported")
             size = settings.get("size") or {}
             if {size.get("height"), size.get("width")} != {vision.get("image_size")}:
                 raise StartupError(f"the {name} processor's size is {size}, vision_config's {vision.get('image_size')}")
@@ -67,12 +72,8 @@ class LlavaOnevision:
             raise StartupError(
                 "only vision_aspect_ratio anyres_max_… and vision_feature_select_strategy full are supported"
             )
-        added = {token["id"]: str(token["content"]) for token in checkpoint.read_json("tokenizer.json")["added_tokens"]}
         return cls(
-            placeholders={
-                modality: added.get(config.get(f"{modality.value}_token_index"), f"<{modality.value}>")
-                for modality in (Modality.IMAGE, Modality.VIDEO)
-            },
+            placeholders=placeholders_of(checkpoint),
             patch_px=int(vision["patch_size"]),
             anyres=AnyRes.of(config, int(aspect.removeprefix(_ANYRES))),
             newline=int(text["vocab_size"]),
@@ -80,42 +81,32 @@ class LlavaOnevision:
         )
 
     @property
+    def pads(self) -> Mapping[Modality, str]:
+        return self.placeholders
+
+    @property
     def token_px(self) -> int:
         return self.patch_px
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
-        """Evenly spaced indices from the first frame on, as `BaseVideoProcessor.sample_frames` chooses them."""
-        wanted = int(total_frames / float(average_rate) * bounds.fps)
-        frames = bounds.num_frames or max(1, min(max(wanted, bounds.min_frames), bounds.max_frames, total_frames))
-        return tuple(int(index * total_frames / frames) for index in range(min(frames, total_frames)))
+        """Evenly spaced indices from the first frame on."""
+        return evenly(total_frames, average_rate, bounds)
 
     def image(self, height_px: int, width_px: int, wish: FrameSampling, images: int) -> ImageLayout:
         """Raises InvalidRequest for fewer pixels than a frame has, and MediaRejected for an aspect ratio above 200."""
-        if max(height_px, width_px) > MAX_ASPECT_RATIO * min(height_px, width_px):
-            raise MediaRejected(
-                f"has {width_px}×{height_px} pixels, an aspect ratio of at most {MAX_ASPECT_RATIO} is allowed"
-            )
-        side = self._side(wish)
-        if images > 1:
-            grid = Grid(1, self.anyres.tile_tokens, self.anyres.tile_tokens)
-            squared = None if height_px == width_px else self.background
-            return ImageLayout(side, side, (View(side, side, squared=squared),), grid, self.expansion(grid, None))
-        tiles = self.anyres.tiles(height_px, width_px)
-        views = (
-            View(tiles.height_px, tiles.width_px, row * side - tiles.top_px, column * side - tiles.left_px)
-            for row in range(tiles.rows)
-            for column in range(tiles.columns)
-        )
-        whole = self.anyres.tile_tokens**2
-        rows, columns = tiles.shrunk
-        grid = Grid(1, 1, whole + rows * columns)
-        row = (LinearSpan(columns), self.newline)
-        return ImageLayout(side, side, (None, *views), grid, (LinearSpan(whole), *row * rows))
+        check_aspect(height_px, width_px)
+        check_fixed(self.anyres.tile_px, wish)
+        if images == 1:
+            return tiled(self.anyres, self.newline, height_px, width_px)
+        side, tokens = self.anyres.tile_px, self.anyres.tile_tokens
+        squared = None if height_px == width_px else self.background
+        grid = Grid(1, tokens, tokens)
+        return ImageLayout(side, side, (View(side, side, squared=squared),), grid, self.expansion(grid, None))
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
         """The size of every frame. Raises InvalidRequest for fewer pixels than it has."""
-        side = self._side(wish)
-        return side, side
+        check_fixed(self.anyres.tile_px, wish)
+        return self.anyres.tile_px, self.anyres.tile_px
 
     def video_view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
         """Frames are stretched."""
@@ -129,12 +120,3 @@ class LlavaOnevision:
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
         """One span and a newline."""
         return (LinearSpan(grid.tokens), self.newline)
-
-    def _side(self, wish: FrameSampling) -> int:
-        side = self.anyres.tile_px
-        if wish.max_pixels is not None and wish.max_pixels < side**2:
-            raise InvalidRequest(
-                f"frame_sampling.max_pixels must be at least {side**2}, which this model's frames always have, got "
-                f"{wish.max_pixels}"
-            )
-        return side

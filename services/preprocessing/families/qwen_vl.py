@@ -85,6 +85,10 @@ class QwenVL:
         )
 
     @property
+    def pads(self) -> Mapping[Modality, str]:
+        return self.placeholders
+
+    @property
     def token_px(self) -> int:
         """Side of a merged token in pixels."""
         return self.patch_px * self.merge

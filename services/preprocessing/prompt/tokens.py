@@ -54,20 +54,27 @@ class Turn:
 class ChatTokens:
     """Tokenises conversations with a checkpoint's chat template and tokenizer.
 
-    placeholders: the control token of a media item, by modality.
+    placeholders: the control token of a media item, by modality. pads: that of each of its tokens; None: the same.
     Raises StartupError if the checkpoint has no usable tokenizer or template.
     """
 
-    def __init__(self, checkpoint: Checkpoint, placeholders: Mapping[Modality, str]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        placeholders: Mapping[Modality, str],
+        pads: Mapping[Modality, str] | None = None,
+    ) -> None:
         path = checkpoint.folder / "tokenizer.json"
         contents = checkpoint.read_json(path.name)
         if not contents:
             raise StartupError(f"{path} does not exist")
         self._control = _control_tokens(contents, str(path))
-        missing = [token for token in placeholders.values() if token not in self._control]
+        pads = pads or placeholders
+        missing = [token for token in (*placeholders.values(), *pads.values()) if token not in self._control]
         if missing:
             raise StartupError(f"{path} has no token {', '.join(missing)}")
         self._media = {token: modality for modality, token in placeholders.items()}
+        self._pad_ids = {token: self._control[pads[modality]] for token, modality in self._media.items()}
         plain = contents | {"added_tokens": [], "post_processor": None}
         self._plain_first = Tokenizer.from_str(json.dumps(plain))
         self._plain = Tokenizer.from_str(json.dumps(plain | {"pre_tokenizer": _of_later_text(plain["pre_tokenizer"])}))
@@ -144,7 +151,7 @@ class ChatTokens:
                 if isinstance(span, int):
                     ids.append(span)
                     continue
-                pieces += [np.array(ids, np.int32), MediaTokens(item, self._control[piece], span)]
+                pieces += [np.array(ids, np.int32), MediaTokens(item, self._pad_ids[piece], span)]
                 ids = []
             else:
                 ids.append(self._control[piece])

@@ -61,9 +61,14 @@ class View:
     squared: tuple[int, int, int] | None = None
 
 
-def centre_view(height_px: int, width_px: int, sent_height_px: int, sent_width_px: int) -> View:
-    """The centre of a frame that is resized to at least the sent size. An odd row or column more is left out behind."""
-    return View(height_px, width_px, (height_px - sent_height_px) // 2, (width_px - sent_width_px) // 2)
+def centre_view(height_px: int, width_px: int, shorter_px: int, sent: tuple[int, int]) -> View:
+    """The centre of a frame whose shorter side is resized to `shorter_px`. An odd row or column is left out behind.
+
+    Source: `get_resize_output_image_size` and `center_crop` of transformers 5.23.
+    """
+    longer_px = int(shorter_px * max(height_px, width_px) / min(height_px, width_px))
+    height, width = (shorter_px, longer_px) if height_px <= width_px else (longer_px, shorter_px)
+    return View(height, width, (height - sent[0]) // 2, (width - sent[1]) // 2)
 
 
 def smart_resize(

@@ -164,7 +164,8 @@ def encode_share(tower: Tower, slices: Sequence[Tensor], packing: PackingLimit) 
 
 def empty_embeds(tower: Tower, tokens: int) -> Tensor:
     """An uninitialised buffer for embeddings of so many tokens, on the tower's device."""
-    return torch.empty((1 + tower.embed_levels, tokens, tower.embed_dim), dtype=tower.dtype, device=tower.device)
+    width = tower.features or tower.embed_dim
+    return torch.empty((1 + tower.embed_levels, tokens, width), dtype=tower.dtype, device=tower.device)
 
 
 def _forwards(slices: Sequence[Tensor], packing: PackingLimit) -> Iterator[Sequence[Tensor]]:

@@ -1,4 +1,5 @@
-"""LLaVA-OneVision's tiles, squares and videos are those of transformers' processors, as are their numbers of tokens."""
+"""LLaVA-OneVision's and LLaVA-NeXT-Video's tiles, squares and videos are those of transformers'
+processors, as are their numbers of tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import LlavaOnevisionConfig
+from transformers import AutoTokenizer, LlavaOnevisionConfig
 from transformers.image_processing_utils import select_best_resolution
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next_video.processing_llava_next_video import LlavaNextVideoProcessor
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.llava_onevision.modeling_llava_onevision import unpad_image
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
@@ -99,6 +105,89 @@ def test_a_video_has_a_frame_a_second_of_pooled_tokens_and_one_newline(planner: 
     vocabulary = Checkpoint(folder).config["text_config"]["vocab_size"]
     assert planned.plan.input_ids[run.end] == vocabulary
     assert (planned.plan.input_ids == vocabulary).sum() == 1
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_llava_next_video_tiles_every_image(checkpoints: Callable[[str], Path], width: int, height: int) -> None:
+    folder = checkpoints("llava_next_video")
+    datas = [picture(width, height), picture(40, 30, seed=1)]
+    planned = Planner(Checkpoint(folder), None).plan(conversation(*map(image, datas), "What?"))
+    sent = [np.concatenate([each.pixels for each in media.slices()]) for media in planned.media]
+    planned.files.close()
+    options: Any = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
+    made = object.__new__(LlavaNextVideoProcessor)
+    made.image_processor = LlavaNextImageProcessorPil.from_pretrained(folder)
+    made.patch_size, made.num_additional_image_tokens, made.vision_feature_select_strategy = 14, 1, "default"
+    made.image_token = "i"
+    expected = made.image_processor(list(map(pixels, datas)), **options)
+    for index, (frames, item) in enumerate(zip(sent, planned.plan.media, strict=True)):
+        theirs = expected["pixel_values"][index][: len(frames)].transpose(0, 2, 3, 1)
+        apart = np.abs(frames.astype(int) - theirs)
+        # Of some tall pictures Pillow computes columns first, unlike torch: a few pixels differ more.
+        assert (apart > ROUNDING).mean() < (0.001 if height > width else 1e-9)
+        assert item.grid.tokens + len(item.runs) - 1 == len(made.replace_image_token(expected, index))
+
+
+def test_the_centre_of_llava_next_videos_frames_is_sent(checkpoints: Callable[[str], Path]) -> None:
+    folder, data = checkpoints("llava_next_video"), clip(30, rate=10)
+    request = MediaRequest("video", Modality.VIDEO, data, FrameSampling())
+    planned = Planner(Checkpoint(folder), None).plan(conversation(request, "What?"))
+    (media,), (item,) = planned.media, planned.plan.media
+    sent = [each.pixels[0] for each in media.slices()]
+    planned.files.close()
+    assert item.timestamps_s == (0.0, 1.0, 2.0)
+    assert (item.grid.t, item.grid.h, item.grid.w, len(item.runs)) == (3, 2, 2, 1)
+    centre = CLIPImageProcessorPil.from_pretrained(folder)  # as its video processor, which needs torchvision
+    shown = [decoded_in_order(data)[index] for index in (0, 10, 20)]
+    expected = centre(shown, do_rescale=False, do_normalize=False, return_tensors="np")["pixel_values"]
+    assert np.abs(np.stack(sent).astype(int) - expected.transpose(0, 2, 3, 1)).max() <= ROUNDING
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_internvl_tiles_an_image_by_its_shape(checkpoints: Callable[[str], Path], width: int, height: int) -> None:
+    folder = checkpoints("internvl")
+    data = picture(width, height)
+    planned = Planner(Checkpoint(folder), None).plan(conversation(image(data), "What?"))
+    (media,), (item,) = planned.media, planned.plan.media
+    frames = np.concatenate([each.pixels for each in media.slices()])
+    planned.files.close()
+    options: Any = {"do_rescale": False, "do_normalize": False, "crop_to_patches": True, "return_tensors": "np"}
+    made = GotOcr2ImageProcessorPil.from_pretrained(folder)
+    expected = made(pixels(data), **options)
+    theirs = expected["pixel_values"].transpose(0, 2, 3, 1)
+    assert len(frames) == len(theirs) == expected["num_patches"][0] == item.frames
+    apart = np.abs(frames.astype(int) - theirs)
+    assert (apart > ROUNDING).mean() < (0.001 if height > width else 1e-9)
+    assert text_of(folder, planned.plan.input_ids) == asked(internvl(folder).replace_image_token(expected, 0))
+
+
+def test_internvl_numbers_the_frames_of_a_video(checkpoints: Callable[[str], Path]) -> None:
+    folder = checkpoints("internvl")
+    request = MediaRequest("video", Modality.VIDEO, clip(35, rate=10), FrameSampling())
+    planned = Planner(Checkpoint(folder), None).plan(conversation(request, "What?"))
+    planned.files.close()
+    (item,) = planned.plan.media
+    indices = torch.arange(35 / 3 / 2, 35, 35 / 3).int()  # of InternVLVideoProcessor.sample_frames
+    assert item.timestamps_s == pytest.approx((indices / 10).tolist())
+    expected = internvl(folder).replace_video_token({"pixel_values_videos": [np.zeros((3, 3, 56, 56))]}, 0)
+    assert text_of(folder, planned.plan.input_ids) == asked(expected)
+    assert len(item.runs) == 3
+
+
+def internvl(folder: Path) -> Any:
+    """The part of transformers' processor that writes the text of media."""
+    made = object.__new__(InternVLProcessor)
+    made.start_image_token, made.end_image_token, made.image_token = "<img>", "</img>", "<IMG_CONTEXT>"
+    made.image_seq_length = 4
+    return made
+
+
+def text_of(folder: Path, ids: Any) -> str:
+    return str(AutoTokenizer.from_pretrained(folder).decode(ids))
+
+
+def asked(media: str) -> str:
+    return f"<|im_start|>user\n{media}What?<|im_end|>\n<|im_start|>assistant\n"
 
 
 PUBLISHED = LlavaOnevisionConfig()

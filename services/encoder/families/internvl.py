@@ -1,0 +1,56 @@
+"""InternVL's tower: InternViT, a pixel shuffle of its patches to tokens, and a projector.
+
+Source: `InternVLModel` of transformers 5.23; InternVL 2.5, arXiv 2412.05271.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import InternVLConfig
+from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
+from common.contract.plan import MediaPlan
+from services.encoder.families.llava import load_projected
+from services.encoder.tower.attention import Wanted
+from services.encoder.tower.tower import Arrangement, Tower
+
+
+class _Projector(InternVLMultiModalProjector):
+    """Takes the patches of a token one after the other, in the order in which transformers' pixel shuffle puts them."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._patches = round(1 / config.downsample_ratio) ** 2
+
+    def forward(self, features: Tensor) -> Tensor:
+        shuffled = features.unflatten(0, (-1, self._patches)).flatten(1)
+        projected: Tensor = super().forward(shuffled)  # type: ignore[no-untyped-call]
+        return projected
+
+
+def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
+    config: Any = InternVLConfig.from_pretrained(checkpoint.folder)
+    vision = config.vision_config
+    if not (vision.use_mean_pooling and vision.use_absolute_position_embeddings) or vision.use_mask_token:
+        raise StartupError(
+            "vision_config: only mean pooling and absolute positions, without a mask token, are supported"
+        )
+    merge = round(1 / config.downsample_ratio)
+    tower = load_projected(checkpoint, config, dtype, device, attention, projector=_Projector, merge=merge)
+
+    def arrange(plan: MediaPlan) -> Arrangement:
+        tokens = tower.patches.tokens((1, plan.frame_height_px, plan.frame_width_px))
+        if tower.forward.shape.fixed != tower.patches.side((1, plan.frame_height_px, plan.frame_width_px)):  # type: ignore[attr-defined]
+            raise ValueError(f"they have {plan.frame_height_px}×{plan.frame_width_px} pixels")
+        if plan.grid.tokens != plan.frames * tokens:
+            raise ValueError(f"{plan.frames} frames have {tokens} tokens each, the grid {plan.grid}")
+        return Arrangement(tokens)
+
+    return replace(tower, arrange=arrange)

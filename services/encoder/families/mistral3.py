@@ -1,0 +1,32 @@
+"""Mistral 3's tower: Pixtral, and a projector that merges patches. Source: `Mistral3Model` of transformers 5.23."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Mistral3Config
+from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
+
+from common.checkpoint import Checkpoint
+from services.encoder.families.llava import load_projected
+from services.encoder.tower.attention import Wanted
+from services.encoder.tower.tower import Tower
+
+
+class _Projector(Mistral3MultiModalProjector):
+    """Takes the patches of a token one after the other, where transformers' takes those of a picture row by row."""
+
+    def forward(self, features: Tensor) -> Tensor:  # type: ignore[override]
+        merger = self.patch_merger
+        normed = self.norm(features).unflatten(0, (-1, merger.spatial_merge_size**2))
+        merged: Tensor = merger.merging_layer(normed.transpose(1, 2).flatten(1))
+        return self.linear_2(self.act(self.linear_1(merged)))  # type: ignore[no-any-return]
+
+
+def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
+    config: Any = Mistral3Config.from_pretrained(checkpoint.folder)
+    merge = config.spatial_merge_size
+    return load_projected(checkpoint, config, dtype, device, attention, projector=_Projector, merge=merge)

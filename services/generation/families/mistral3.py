@@ -1,0 +1,21 @@
+"""Mistral 3's language model: Mistral, with one-dimensional positions.
+
+Source: `Mistral3ForConditionalGeneration` of transformers 5.23; weight names of
+mistralai/Mistral-Small-3.1-24B-Instruct-2503.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+from common.checkpoint import Checkpoint
+from services.generation.families.llava import load_linear
+from services.generation.model.language_model import LanguageModel
+from services.generation.parallel.group import Group
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
+    """The family's `load_language_model`."""
+    config = Mistral3Config.from_pretrained(checkpoint.folder)
+    return load_linear(checkpoint, config, Mistral3ForConditionalGeneration, dtype, device, group)

@@ -1,0 +1,140 @@
+"""InternVL: an image as tiles of its own shape, behind them the whole; videos of one frame after the other.
+
+    an image    <img>, 16 × 16 tokens of each tile, row by row, and of the whole where there are several, </img>
+    a video     Frame1: <img>, 16 × 16 tokens, </img>, newline, Frame2: …
+
+Positions are one-dimensional. Frames are stretched. The processor does not sample frames unless it is asked: here a
+video has one a second, at most 32, each from the middle of its share, as the processor's own sampling has them.
+Source: `InternVLProcessor`, `InternVLVideoProcessor` and `GotOcr2ImageProcessor` of transformers 5.23; InternVL 2.5,
+arXiv 2412.05271.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
+from common.contract.plan import Grid, Modality
+from services.preprocessing.families.tiles import check_aspect, check_fixed, check_processors
+from services.preprocessing.prompt.layout import Expansion, ImageLayout
+from services.preprocessing.prompt.positions import LinearSpan
+from services.preprocessing.video.resize import View
+from services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from services.preprocessing.video.timing import TimeBase
+
+_MIN_TILES, _MAX_TILES = 1, 12
+
+
+@dataclass(frozen=True, slots=True)
+class InternVL:
+    """The settings of one checkpoint.
+
+    side_px: of every frame. token_px: of a token. start, end: the tokens around those of a frame or an image. tiles:
+        the fewest and the most of an image.
+    """
+
+    placeholders: Mapping[Modality, str]
+    pads: Mapping[Modality, str]
+    side_px: int
+    token_px: int
+    start: str
+    end: str
+    tiles: tuple[int, int]
+
+    embed_levels: ClassVar[int] = 0
+    frame_bounds: ClassVar[FrameBounds] = FrameBounds(fps=1.0, min_frames=1, max_frames=32, temporal_patch=1)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> InternVL:
+        """Raises StartupError for settings that are not supported or contradict each other."""
+        config, image = checkpoint.config, checkpoint.processor("image")
+        vision, names = config.get("vision_config") or {}, checkpoint.read_json("tokenizer_config.json")
+        check_processors(checkpoint)
+        side_px, patch_px = _side(vision.get("image_size", 448)), _side(vision.get("patch_size", 14))
+        for name, settings in (("image", image), ("video", checkpoint.processor("video") or image)):
+            if set((settings.get("size") or {}).values()) != {side_px}:
+                raise StartupError(f"the {name} processor's size is {settings.get('size')}, vision_config's {side_px}")
+        if config.get("vision_feature_select_strategy", "default") != "default":
+            raise StartupError("only vision_feature_select_strategy default is supported")
+        context = str(names.get("context_image_token", "<IMG_CONTEXT>"))
+        return cls(
+            placeholders={Modality.IMAGE: context, Modality.VIDEO: str(names.get("video_token", "<video>"))},
+            pads=dict.fromkeys(Modality, context),
+            side_px=side_px,
+            token_px=round(patch_px / config.get("downsample_ratio", 0.5)),
+            start=str(names.get("start_image_token", "<img>")),
+            end=str(names.get("end_image_token", "</img>")),
+            tiles=(int(image.get("min_patches", _MIN_TILES)), int(image.get("max_patches", _MAX_TILES))),
+        )
+
+    def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
+        """The middle of each of evenly divided shares."""
+        wanted = int(total_frames / float(average_rate) * bounds.fps)
+        frames = bounds.num_frames or max(1, min(max(wanted, bounds.min_frames), bounds.max_frames, total_frames))
+        frames = min(frames, total_frames)
+        return tuple(int((index + 0.5) * total_frames / frames) for index in range(frames))
+
+    def image(self, height_px: int, width_px: int, wish: FrameSampling, images: int) -> ImageLayout:
+        """Raises InvalidRequest for fewer pixels than a frame has, and MediaRejected for an aspect ratio above 200."""
+        check_aspect(height_px, width_px)
+        check_fixed(self.side_px, wish)
+        side, tokens = self.side_px, self.side_px // self.token_px
+        columns, rows = self._tiles(height_px, width_px)
+        tiles = tuple(
+            View(rows * side, columns * side, row * side, column * side)
+            for row in range(rows)
+            for column in range(columns)
+        )
+        views = (*tiles, None) if len(tiles) > 1 else (None,)
+        grid = Grid(1, tokens, tokens) if len(views) == 1 else Grid(1, 1, len(views) * tokens**2)
+        return ImageLayout(side, side, views, grid, (self.start, LinearSpan(grid.tokens), self.end))
+
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
+        """The size of every frame. Raises InvalidRequest for fewer pixels than it has."""
+        check_fixed(self.side_px, wish)
+        return self.side_px, self.side_px
+
+    def video_view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
+        """Frames are stretched."""
+        return None
+
+    def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
+        """The grid of a video."""
+        side = self.side_px // self.token_px
+        return Grid(frames, side, side)
+
+    def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
+        """For each frame its number and its tokens; of embeddings of an image its tokens."""
+        if base is None:
+            return (self.start, LinearSpan(grid.tokens), self.end)
+        one = LinearSpan(grid.slice_tokens)
+        return tuple(
+            part
+            for number in range(1, grid.t + 1)
+            for part in (f"{chr(10) if number > 1 else ''}Frame{number}: {self.start}", one, self.end)
+        )
+
+    def _tiles(self, height_px: int, width_px: int) -> tuple[int, int]:
+        """Columns and rows nearest to the picture's shape; of several as near, the most of which it fills half."""
+        least, most = self.tiles
+        shapes = [
+            (columns, rows)
+            for columns in range(1, most + 1)
+            for rows in range(1, most + 1)
+            if least <= columns * rows <= most
+        ]
+        best, best_apart = (1, 1), float("inf")
+        for columns, rows in sorted(shapes, key=lambda shape: shape[0] * shape[1]):
+            apart = abs(width_px / height_px - columns / rows)
+            fills = width_px * height_px > 0.5 * self.side_px**2 * columns * rows
+            if apart < best_apart or (apart == best_apart and fills):
+                best, best_apart = (columns, rows), apart
+        return best
+
+
+def _side(value: int | list[int]) -> int:
+    return value if isinstance(value, int) else int(value[0])

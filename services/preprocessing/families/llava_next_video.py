@@ -1,0 +1,108 @@
+"""LLaVA-NeXT-Video: images as tiles of any resolution, videos of pooled frames.
+
+    an image    24 × 24 tokens of the whole picture, then those of its tiles, a newline behind each of their rows
+    a video     12 × 12 tokens of each frame
+
+A newline is a vector that the checkpoint stores. Positions are one-dimensional. A video's frame is resized until its
+shorter side fits, and its centre cut out. The processor does not sample frames unless it is asked: here a video has one
+a second, at most 16, which with an answer fit into the context of the published checkpoints.
+Source: `LlavaNextVideoProcessor` and its image and video processors in transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+from common.anyres import AnyRes
+from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
+from common.contract.plan import Grid, Modality
+from services.preprocessing.families.tiles import (
+    check_aspect,
+    check_fixed,
+    check_processors,
+    evenly,
+    placeholders_of,
+    tiled,
+)
+from services.preprocessing.prompt.layout import Expansion, ImageLayout
+from services.preprocessing.prompt.positions import LinearSpan
+from services.preprocessing.video.resize import View, centre_view
+from services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from services.preprocessing.video.timing import TimeBase
+
+
+@dataclass(frozen=True, slots=True)
+class LlavaNextVideo:
+    """The settings of one checkpoint. newline: id of the stored vector. stride: patches per side of a pooled token."""
+
+    placeholders: Mapping[Modality, str]
+    patch_px: int
+    anyres: AnyRes
+    newline: int
+    stride: int
+
+    embed_levels: ClassVar[int] = 0
+    frame_bounds: ClassVar[FrameBounds] = FrameBounds(fps=1.0, min_frames=1, max_frames=16, temporal_patch=1)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> LlavaNextVideo:
+        """Raises StartupError for settings that are not supported or contradict each other."""
+        config, image = checkpoint.config, checkpoint.processor("image")
+        vision = config.get("vision_config") or {}
+        check_processors(checkpoint)
+        for name, settings in (("image", image), ("video", checkpoint.processor("video") or image)):
+            sizes = {(settings.get("size") or {}).get("shortest_edge"), *(settings.get("crop_size") or {}).values()}
+            if sizes != {vision.get("image_size")}:
+                raise StartupError(
+                    f"the {name} processor's size and crop_size are {sizes}, vision_config's {vision.get('image_size')}"
+                )
+        if config.get("vision_feature_select_strategy", "default") != "default":
+            raise StartupError("only vision_feature_select_strategy default is supported")
+        return cls(
+            placeholders=placeholders_of(checkpoint),
+            patch_px=int(vision["patch_size"]),
+            anyres=AnyRes.of(config, None),
+            newline=int(config["text_config"]["vocab_size"]),
+            stride=int(config.get("spatial_pool_stride", 2)),
+        )
+
+    @property
+    def pads(self) -> Mapping[Modality, str]:
+        return self.placeholders
+
+    @property
+    def token_px(self) -> int:
+        return self.patch_px
+
+    def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
+        """Evenly spaced indices from the first frame on."""
+        return evenly(total_frames, average_rate, bounds)
+
+    def image(self, height_px: int, width_px: int, wish: FrameSampling, images: int) -> ImageLayout:
+        """Raises InvalidRequest for fewer pixels than a frame has, and MediaRejected for an aspect ratio above 200."""
+        check_aspect(height_px, width_px)
+        check_fixed(self.anyres.tile_px, wish)
+        return tiled(self.anyres, self.newline, height_px, width_px)
+
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
+        """The size of every frame. Raises as `image`."""
+        check_aspect(height_px, width_px)
+        check_fixed(self.anyres.tile_px, wish)
+        return self.anyres.tile_px, self.anyres.tile_px
+
+    def video_view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
+        """The centre of a frame whose shorter side is that of what is sent."""
+        return centre_view(height_px, width_px, sent[0], sent)
+
+    def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
+        """The grid of pooled tokens of a video."""
+        side = self.anyres.tile_tokens // self.stride
+        return Grid(frames, side, side)
+
+    def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
+        """One span; behind embeddings of an image a newline."""
+        return (LinearSpan(grid.tokens), *(() if base else (self.newline,)))
