@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from demo.drawing import encode
 from demo.questions import Question
-from demo.scenes import Motion, Scene, Thing, encode
+from demo.scenes import Motion, Scene, Thing
 
 CLIP = Path(__file__).parent / "clip.mp4"
 SCENE = Scene(
