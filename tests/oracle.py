@@ -50,8 +50,11 @@ class Item:
     def kept_count(self) -> int:
         if self.time_step is None or self.method == "none":
             return self.tokens
-        floor = self.t if self.method == "vidcom2" else self.h * self.w
-        return max(floor, math.floor(self.tokens * (1 - Fraction(str(self.rate)))))
+        share = 1 - Fraction(str(self.rate))
+        if self.method == "evs_causal":
+            return self.h * self.w + (self.t - 1) * max(1, math.floor(self.h * self.w * share))
+        floor = self.t if self.method in ("vidcom2", "vcast") else self.h * self.w
+        return max(floor, math.floor(self.tokens * share))
 
 
 @dataclass(frozen=True)
@@ -68,15 +71,15 @@ class Expected:
 
 
 def kept_tokens(item: Item, seed: int = 0) -> list[int]:
-    """Tokens of the grid that are kept. evs: those that changed most since the slice before; random: any; vidcom2 here:
-    any, with at least one in each slice."""
+    """Tokens of the grid that are kept. evs: those that changed most since the slice before; evs_causal: those of each
+    slice; random: any; vidcom2 and vcast here: any, with at least one in each slice."""
     if item.kept_count == item.tokens:
         return list(range(item.tokens))
     slice_tokens = item.h * item.w
-    if item.method in ("random", "vidcom2"):
+    if item.method in ("random", "vidcom2", "vcast"):
         order: list[int] = np.random.default_rng(seed).permutation(item.tokens).tolist()
         firsts = [next(token for token in order if token // slice_tokens == i) for i in range(item.t)]
-        first = firsts if item.method == "vidcom2" else []
+        first = firsts if item.method != "random" else []
         return sorted([*first, *(token for token in order if token not in first)][: item.kept_count])
     scores = []
     for token in range(item.tokens):
@@ -86,8 +89,12 @@ def kept_tokens(item: Item, seed: int = 0) -> list[int]:
         now, before = item.embeds[token].astype(np.float64), item.embeds[token - slice_tokens].astype(np.float64)
         change = 1 - now @ before / (np.linalg.norm(now) * np.linalg.norm(before))
         scores.append(round(change * 2**16) / 2**16)
-    best = sorted(range(item.tokens), key=lambda token: (-scores[token], token))[: item.kept_count]
-    return sorted(best)
+    best = sorted(range(item.tokens), key=lambda token: (-scores[token], token))
+    if item.method == "evs_causal":
+        each = (item.kept_count - slice_tokens) // max(1, item.t - 1)
+        later = [[token for token in best if token // slice_tokens == i][:each] for i in range(1, item.t)]
+        return sorted([*range(slice_tokens), *(token for tokens in later for token in tokens)])
+    return sorted(best[: item.kept_count])
 
 
 def expected_sequence(parts: Sequence[Text | Item], kept: Sequence[Sequence[int]], pad_id: int) -> Expected:

@@ -2,8 +2,8 @@
 
 The count follows from the grid alone. It is known before anything is encoded, so admission and the size of the KV cache
 rely on it. `services.encoder.pruning.methods` selects the tokens.
-Sources: Efficient Video Sampling, arXiv 2510.14624; VidCom2, arXiv 2505.14454. The floors and the exact arithmetic are
-Framesieve's own.
+Sources: Efficient Video Sampling, arXiv 2510.14624; VidCom2, arXiv 2505.14454; V-CAST, arXiv 2603.27650. The floors
+and the exact arithmetic are Framesieve's own.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from common.contract.errors import InvalidRequest
 from common.contract.plan import Grid, Modality
 
 EVS = "evs"
+EVS_CAUSAL = "evs_causal"
 VIDCOM2 = "vidcom2"
+VCAST = "vcast"
 RANDOM = "random"
 NONE = "none"
-METHODS = (EVS, VIDCOM2, RANDOM, NONE)
+METHODS = (EVS, EVS_CAUSAL, VIDCOM2, VCAST, RANDOM, NONE)
+# Those that keep at least one token of each slice, and need not keep slice 0.
+BY_SLICE = (VIDCOM2, VCAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +57,21 @@ def method_of(pruning: Pruning, modality: Modality) -> str:
 def retained_count(grid: Grid, pruning: Pruning, modality: Modality = Modality.VIDEO) -> int:
     """Number of tokens that are kept: ⌊t·h·w·(1 − rate)⌋, but at least a floor; all tokens of an image.
 
-    The floor is slice 0, h·w tokens; for `vidcom2` it is one token per slice, t tokens.
+    The floor is slice 0, h·w tokens; for `vidcom2` and `vcast` it is one token per slice, t tokens. `evs_causal` keeps
+    slice 0 and max(1, ⌊h·w·(1 − rate)⌋) tokens of every other.
     """
     if modality is Modality.IMAGE or pruning.method == NONE:
         return grid.tokens
-    floor = grid.t if pruning.method == VIDCOM2 else grid.slice_tokens
-    return max(floor, math.floor(grid.tokens * (1 - Fraction(str(pruning.rate)))))
+    if pruning.method == EVS_CAUSAL:
+        return grid.slice_tokens + (grid.t - 1) * causal_slice_tokens(grid, pruning.rate)
+    floor = grid.t if pruning.method in BY_SLICE else grid.slice_tokens
+    return max(floor, math.floor(grid.tokens * _share_kept(pruning.rate)))
+
+
+def causal_slice_tokens(grid: Grid, rate: float) -> int:
+    """How many tokens `evs_causal` keeps of each slice but the first."""
+    return max(1, math.floor(grid.slice_tokens * _share_kept(rate)))
+
+
+def _share_kept(rate: float) -> Fraction:
+    return 1 - Fraction(str(rate))

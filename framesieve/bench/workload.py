@@ -101,7 +101,7 @@ class _Line(BaseModel):
     url: str | None = Field(None, min_length=1)
     question: str = Field(min_length=1)
     pruning_rate: float | None = Field(None, ge=0, lt=1)
-    method: Literal["evs", "vidcom2", "random", "none"] | None = None
+    method: Literal["evs", "evs_causal", "vidcom2", "vcast", "random", "none"] | None = None
     max_new_tokens: int | None = Field(None, ge=1)
     weight: float = Field(1.0, gt=0)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from common.channels import open_channel, upstream_errors
 from common.contract.errors import InvalidRequest, PeerContract
 from common.contract.plan import Grid, Int32Array, MediaPlan, Modality, PromptPlan
-from common.contract.retention import EVS, NONE, RANDOM, VIDCOM2, Pruning
+from common.contract.retention import EVS, EVS_CAUSAL, NONE, RANDOM, VCAST, VIDCOM2, Pruning
 from common.contract.tensors import DType, TensorBuffer
 from common.contract.wire import PlanReceiver, add_chunk, buffer_for
 from common.security.credentials import Credentials
@@ -53,7 +53,14 @@ from framesieve.client.messages import add_messages, media_named
 from framesieve.client.prompt import Image, Message, Video, file_name
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 
-_METHOD_NAMES = {EVS: "EVS", VIDCOM2: "VidCom2", RANDOM: "a random choice", NONE: "no pruning"}
+_METHOD_NAMES = {
+    EVS: "EVS",
+    EVS_CAUSAL: "causal EVS",
+    VIDCOM2: "VidCom2",
+    VCAST: "V-CAST",
+    RANDOM: "a random choice",
+    NONE: "no pruning",
+}
 
 _SERVICES = "Services"
 _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from common.contract.errors import InvalidRequest
-from common.contract.retention import EVS, NONE, RANDOM, VIDCOM2, Pruning
+from common.contract.retention import EVS, EVS_CAUSAL, NONE, RANDOM, VCAST, VIDCOM2, Pruning
 from common.security.tokens import read_token
 from framesieve.client.credentials import Access
 from framesieve.client.messages import IN_PYTHON
@@ -47,8 +47,10 @@ MethodOption = Annotated[
     str,
     typer.Option(
         "--method",
-        help=f"Which tokens are kept. {EVS}: those that changed most since the previous slice. {VIDCOM2}: those least "
-        f"similar to the rest of their slice and video, some in every slice. {RANDOM}: a random choice. {NONE}: all.",
+        help=f"Which tokens are kept. {EVS}: those that changed most since the previous slice. {EVS_CAUSAL}: those of "
+        f"each slice that did, as many in each. {VIDCOM2}: those least similar to the rest of their slice and video, "
+        f"some in every slice. {VCAST}: the most distinctive of each slice, more where the video's course bends. "
+        f"{RANDOM}: a random choice. {NONE}: all.",
         rich_help_panel=_MEDIA,
     ),
 ]

@@ -196,7 +196,7 @@ class Options(TypedDict, total=False):
     """Options of a request. A key that is missing or None means the default of the service or checkpoint.
 
     pruning_rate: the fraction of each video's tokens to drop, 0 ≤ rate < 1.
-    pruning_method: "evs", "vidcom2", "random" or "none". pruning_seed: for "random".
+    pruning_method: "evs", "evs_causal", "vidcom2", "vcast", "random" or "none". pruning_seed: for "random".
     max_new_tokens, temperature (0 is greedy), top_p, top_k, min_p, repetition_penalty, presence_penalty,
         frequency_penalty, seed: sampling.
     stop, stop_token_ids: a completion ends before the first of these strings, or with the first of these tokens.

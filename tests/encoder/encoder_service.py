@@ -172,8 +172,8 @@ def item_bytes(tower: Tower, tokens: int = GRID.tokens) -> int:
 
 
 def kept_bytes(tower: Tower, tokens: int = GRID.tokens) -> int:
-    """With scores: one float32 a token for EVS, two for VidCom2."""
-    return item_bytes(tower, tokens) + 12 * tokens
+    """With scores: five float32 a token at most, for all methods."""
+    return item_bytes(tower, tokens) + 20 * tokens
 
 
 def metric(name: str, **labels: str) -> float:

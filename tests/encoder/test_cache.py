@@ -105,7 +105,7 @@ def batcher(gated: GatedTower) -> Iterator[Batcher]:
 
 
 SLICE_BYTES = 2 * SLICE_TOKENS * 2 * 4
-KEPT_SLICE_BYTES = SLICE_BYTES + 12 * SLICE_TOKENS  # with scores: one float32 for EVS, two for VidCom2
+KEPT_SLICE_BYTES = SLICE_BYTES + 20 * SLICE_TOKENS  # with scores
 
 
 def sized(content: int) -> MediaPlan:

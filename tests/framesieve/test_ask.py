@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from typer.testing import Result
 
 from common.contract.errors import MediaDamaged
+from common.contract.retention import METHODS
 from framesieve.v1 import generation_pb2
 from tests.certificates import Authority
 from tests.framesieve.conftest import COMMAND, SIGINT_IGNORED
@@ -168,7 +169,10 @@ def test_an_address_of_something_else_is_reported_with_what_to_change(framesieve
     [
         (("ask", "?", "--pruning-rate", "nan"), "nan"),
         (("ask", "?", "--pruning-rate", "1"), "--pruning-rate must be at least 0 and below 1, got 1.0"),
-        (("ask", "?", "--method", "magic"), "--method must be one of evs, vidcom2, random, none, got 'magic'"),
+        (
+            ("ask", "?", "--method", "magic"),
+            f"--method must be one of {', '.join(METHODS)}, got 'magic'",
+        ),
         (("ask", "?", "--top-logprobs", "2"), "--json"),
         (("ask", __file__), "add a question"),
         (("ask", "clip.mp4"), "add a question"),

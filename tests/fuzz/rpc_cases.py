@@ -110,7 +110,7 @@ def _disordered(requests: tuple[bytes, ...], random_: random.Random) -> tuple[by
 def _conversation(service: str, prompt: prompt_pb2.Prompt, random_: random.Random) -> list[Message]:
     """All requests of a valid call."""
     pruning = prompt_pb2.Pruning(
-        rate=random_.choice((0, 0.5, 0.75)), method=random_.choice(("evs", "vidcom2", "random"))
+        rate=random_.choice((0, 0.5, 0.75)), method=random_.choice(("evs", "evs_causal", "vidcom2", "vcast", "random"))
     )
     if service == "generation":
         sampling = Sampling(max_new_tokens=3, temperature=0.7, top_p=0.9, top_k=20, seed=7, stop=["\n\n"], n=1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from common.contract.errors import PromptTooLong
 from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.contract.retention import EVS, VIDCOM2, Pruning
+from common.contract.retention import BY_SLICE, EVS, VCAST, VIDCOM2, Pruning
 from services.generation.rpc.prompt_limit import PromptLimit
 
 TEXT = 10
@@ -53,7 +53,7 @@ def plan_of(*media: tuple[Modality, Grid], brought: Sequence[tuple[Modality, Gri
 def kept(grid: Grid, rate: float, modality: Modality, method: str = EVS) -> int:
     if modality is Modality.IMAGE:
         return grid.tokens
-    floor = grid.t if method == VIDCOM2 else grid.h * grid.w
+    floor = grid.t if method in BY_SLICE else grid.h * grid.w
     return max(floor, math.floor(grid.tokens * (1 - Fraction(str(rate)))))
 
 
@@ -103,7 +103,7 @@ brought = st.lists(st.tuples(st.just(Modality.VIDEO), grids), max_size=1)
     images=images,
     brought=brought,
     rate=st.sampled_from([0.0, 0.3, 0.75, 0.9]),
-    method=st.sampled_from([EVS, VIDCOM2]),
+    method=st.sampled_from([EVS, VIDCOM2, VCAST]),
     between=st.integers(0, 20),
     limit=st.integers(1, 3000),
 )

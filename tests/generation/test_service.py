@@ -236,6 +236,6 @@ async def test_usage_reports_a_rate_that_keeps_only_the_first_slice(tmp_path: Pa
     embeds = np.ones((1, 6, HIDDEN), np.float32)
     async with service_of(tmp_path, tiny_checkpoint, items=embeds_messages(0, embeds, range(6))) as service:
         # At this rate each method keeps six tokens, but only EVS those of the first slice.
-        for method, expected in (("evs", True), ("vidcom2", False)):
+        for method, expected in (("evs", True), ("vidcom2", False), ("vcast", False)):
             responses = await answers(service.ask(pruning=prompt_pb2.Pruning(rate=0.75, method=method)))
             assert [each.first_slice_only for each in responses[0].accepted.usage.media] == [expected]

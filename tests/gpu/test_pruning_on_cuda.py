@@ -20,7 +20,7 @@ from tests.families import FAMILIES
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
 CUDA = torch.device("cuda")
-METHODS = ("evs", "vidcom2", "random")
+METHODS = ("evs", "evs_causal", "vidcom2", "vcast", "random")
 
 
 @contextmanager
@@ -47,7 +47,13 @@ def test_pruning_keeps_the_same_tokens_as_on_the_cpu_without_synchronising(metho
 
 
 @pytest.mark.parametrize(
-    ("method", "kept"), [("evs", [*range(12)]), ("vidcom2", [0, 1, 2, 6, 7, 8, 12, 13, 14, 18, 19, 20])]
+    ("method", "kept"),
+    [
+        ("evs", [*range(12)]),
+        ("evs_causal", [0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 14, 18, 19, 20]),
+        ("vidcom2", [0, 1, 2, 6, 7, 8, 12, 13, 14, 18, 19, 20]),
+        ("vcast", [0, 1, 2, 6, 7, 8, 12, 13, 14, 18, 19, 20]),
+    ],
 )
 def test_ties_go_to_the_earlier_token(method: str, kept: list[int]) -> None:
     assert keep_tokens(torch.ones(24, 8, device=CUDA), Grid(4, 2, 3), Pruning(0.5, method)).tolist() == kept

@@ -129,7 +129,7 @@ async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_genera
                     addresses["preprocessing"], parts, QUESTION, FAMILIES[name], folder, reference.config
                 )
                 check_answer(await client.ask(list(parts), QUESTION, **GREEDY), reference, inputs)
-            for method in ("evs", "vidcom2", "random"):
+            for method in ("evs", "evs_causal", "vidcom2", "vcast", "random"):
                 video = Video(data=BRIEF, fps=8, pruning=Pruning(0.5, method))
                 pruned = await client.ask(video, QUESTION, **GREEDY)
                 (item,) = pruned.usage.media
@@ -199,7 +199,7 @@ async def test_each_video_is_pruned_by_its_own_method_and_rate_or_else_by_those_
     ]
 
 
-@pytest.mark.parametrize("method", ["evs", "vidcom2", "random"])
+@pytest.mark.parametrize("method", ["evs", "evs_causal", "vidcom2", "vcast", "random"])
 async def test_embeddings_as_input_are_answered_like_the_media_they_come_from(
     served: Served, client: FramesieveClient, method: str
 ) -> None:

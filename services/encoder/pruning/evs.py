@@ -1,6 +1,7 @@
 """Efficient Video Sampling: keeps the tokens that differ most from the token at the same place one slice earlier.
 
-Source: arXiv 2510.14624, embedding variant; the rounding and the rank of NaN are Framesieve's own.
+`evs` compares the tokens of the whole video; `evs_causal` those of a slice, whose choice no later slice changes.
+Source: arXiv 2510.14624, embedding variant; the causal choice, the rounding and the rank of NaN are Framesieve's own.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.contract.plan import Grid
-from common.contract.retention import Pruning, retained_count
-from services.encoder.pruning.ranking import keep_best, rounded, spans
+from common.contract.retention import Pruning, causal_slice_tokens, retained_count
+from services.encoder.pruning.ranking import keep_best, keep_best_of_slices, rounded, spans
 
 
 def evs_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor]:
@@ -34,3 +35,11 @@ def evs_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor]:
 def evs_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor:
     """Indices of the best tokens of the whole video: int32 (K,), strictly increasing."""
     return keep_best(scores[0], retained_count(grid, pruning))
+
+
+def evs_causal_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor:
+    """Indices of all tokens of the first slice and of the best of each other: int32 (K,), strictly increasing."""
+    each = causal_slice_tokens(grid, pruning.rate)
+    budgets = torch.full((grid.t,), each, device=scores[0].device)
+    budgets[0] = grid.slice_tokens
+    return keep_best_of_slices(scores[0].view(grid.t, -1), budgets, retained_count(grid, pruning))

@@ -15,22 +15,27 @@ import torch
 from torch import Tensor
 
 from common.contract.plan import Grid
-from common.contract.retention import EVS, RANDOM, VIDCOM2, Pruning, retained_count
-from services.encoder.pruning.evs import evs_kept, evs_scores
+from common.contract.retention import EVS, EVS_CAUSAL, RANDOM, VCAST, VIDCOM2, Pruning, retained_count
+from services.encoder.pruning.evs import evs_causal_kept, evs_kept, evs_scores
 from services.encoder.pruning.ranking import keep_best
+from services.encoder.pruning.vcast import vcast_kept, vcast_scores
 from services.encoder.pruning.vidcom2 import vidcom2_kept, vidcom2_scores
 from services.encoder.tower.transfers import send
 
 Scores: TypeAlias = tuple[Tensor, ...]
 
-# Per token, for all methods: one float32 for EVS, two for VidCom2.
-SCORES_BYTES = 12
+# At most, per token, for all methods: a float32 for EVS, two for VidCom2, and for V-CAST one and one a slice.
+SCORES_BYTES = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """score: (t·h·w, D), any float dtype, to float32 values per token. keep: from these, int32 (K,), increasing."""
+    """score: (t·h·w, D), any float dtype, to float32 values. keep: from these, int32 (K,), increasing.
 
+    scores: the method under whose name the scores are cached.
+    """
+
+    scores: str
     score: Callable[[Tensor, Grid], Scores]
     keep: Callable[[Scores, Grid, Pruning], Tensor]
 
@@ -44,9 +49,11 @@ def _random_kept(_: Scores, grid: Grid, pruning: Pruning) -> Tensor:
 
 # Without `none`, which keeps everything: `keep_tokens` returns before it looks here.
 _METHODS: Mapping[str, Method] = {
-    EVS: Method(evs_scores, evs_kept),
-    VIDCOM2: Method(vidcom2_scores, vidcom2_kept),
-    RANDOM: Method(lambda embeds, grid: (), _random_kept),
+    EVS: Method(EVS, evs_scores, evs_kept),
+    EVS_CAUSAL: Method(EVS, evs_scores, evs_causal_kept),
+    VIDCOM2: Method(VIDCOM2, vidcom2_scores, vidcom2_kept),
+    VCAST: Method(VCAST, vcast_scores, vcast_kept),
+    RANDOM: Method(RANDOM, lambda embeds, grid: (), _random_kept),
 }
 
 
@@ -60,6 +67,6 @@ def keep_tokens(embeds: Tensor, grid: Grid, pruning: Pruning, known: dict[str, S
         return torch.arange(grid.tokens, dtype=torch.int32, device=embeds.device)
     method = _METHODS[pruning.method]
     known = {} if known is None else known
-    if pruning.method not in known:
-        known[pruning.method] = method.score(embeds, grid)
-    return send(method.keep(known[pruning.method], grid, pruning), embeds.device)
+    if method.scores not in known:
+        known[method.scores] = method.score(embeds, grid)
+    return send(method.keep(known[method.scores], grid, pruning), embeds.device)

@@ -1,4 +1,6 @@
-"""Ranking tokens by score, for every pruning method: bounded memory, scores without rounding noise, stable ties."""
+"""Ranking tokens by score, for every pruning method: bounded memory, scores without rounding noise, stable ties,
+and budgets of slices whose sum is exact.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,54 @@ def spans(slices: Tensor, first: int = 0) -> Iterator[slice]:
         yield slice(start, min(start + step, len(slices)))
 
 
+def finite_spans(slices: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Spans of a video, their tokens, float32 (n, h·w, D), and which are finite, bool (n, h·w); others are zeros."""
+    for span in spans(slices):
+        values = slices[span].float()
+        finite = values.isfinite().all(-1)
+        yield span, torch.where(finite[..., None], values, 0), finite
+
+
 def keep_best(scores: Tensor, count: int) -> Tensor:
     """Indices of the `count` highest scores, ties to the earlier token: int32 (count,), strictly increasing."""
     order = torch.argsort(scores, descending=True, stable=True)
     return order[:count].sort().values.to(torch.int32)
+
+
+def keep_best_of_slices(scores: Tensor, budgets: Tensor, count: int) -> Tensor:
+    """Indices of the best tokens of each slice, ties to the earlier token: int32 (count,), strictly increasing.
+
+    scores: float32 (t, h·w), here rounded: equal tokens differ by rounding noise. budgets: how many each slice keeps,
+    int64 (t,), whose sum is `count`.
+    """
+    within = torch.arange(scores.shape[1], device=scores.device) < budgets[:, None]
+    order = rounded(scores).argsort(dim=1, descending=True, stable=True)
+    kept = torch.zeros_like(within).scatter(1, order, within)
+    # A stable sort moves the kept tokens to the front, in order. `count` is known here: no synchronisation.
+    return kept.view(-1).to(torch.int8).argsort(descending=True, stable=True)[:count].to(torch.int32)
+
+
+def slice_budgets(quotas: Tensor, slice_tokens: int, count: int) -> Tensor:
+    """How many tokens each slice keeps, int64 (t,): quotas rounded by largest remainder, so that the sum is `count`.
+
+    quotas: float64 (t,); quotas and results are clamped to 1 … slice_tokens. count: from t to t · slice_tokens.
+    Of equal remainders the earlier slice's counts as the larger.
+
+    Tokens missing after rounding down are added in rounds, one per slice; surplus tokens are removed likewise:
+
+        remainders  .9 .6 .2        5 missing, the first slice can take only 1
+        round 1      +  +  +        in the order of remainders, largest first (surplus: smallest first)
+        round 2         +  +
+    """
+    assert len(quotas) <= count <= len(quotas) * slice_tokens
+    clipped = quotas.clamp(1, slice_tokens)
+    whole = clipped.floor().to(torch.int64)
+    missing = count - whole.sum()  # negative: a surplus
+    adding = missing > 0
+    by_remainder = (whole - clipped).argsort(stable=True)
+    turns = torch.where(adding, by_remainder, by_remainder.flip(0))
+    possible = torch.where(adding, slice_tokens - whole, whole - 1)[turns]
+    rounds = torch.arange(slice_tokens, device=quotas.device)
+    moves = rounds[:, None] < possible  # (rounds, t): whether a slice, at its turn, can still give or take a token
+    moved = moves & (moves.view(-1).cumsum(0).view(moves.shape) <= missing.abs())
+    return whole.scatter_add(0, turns, moved.sum(0) * missing.sign())

@@ -11,7 +11,7 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.contract.plan import Grid
 from common.contract.retention import Pruning, retained_count
-from services.encoder.pruning.ranking import rounded, spans
+from services.encoder.pruning.ranking import finite_spans, keep_best_of_slices, slice_budgets
 
 _WIDTHS = (2**-3, 2**-2, 2**-1, 1.0, 2.0)
 _TEMPERATURE = 0.01
@@ -45,38 +45,7 @@ def vidcom2_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tens
     count = retained_count(grid, pruning)
     quotas = _quotas(to_video.mean(1, dtype=torch.float64), pruning.rate, grid.slice_tokens)
     budgets = slice_budgets(quotas, grid.slice_tokens, count)
-    within = torch.arange(grid.slice_tokens, device=to_both.device) < budgets[:, None]
-    # Rounded, because equal tokens differ by rounding noise: ties are then broken by the order of the grid.
-    order = rounded(to_both).argsort(dim=1, stable=True)
-    kept = torch.zeros_like(within).scatter(1, order, within)
-    # A stable sort moves the kept tokens to the front, in order. `count` is known here: no synchronisation.
-    return kept.view(-1).to(torch.int8).argsort(descending=True, stable=True)[:count].to(torch.int32)
-
-
-def slice_budgets(quotas: Tensor, slice_tokens: int, count: int) -> Tensor:
-    """How many tokens each slice keeps, int64 (t,): quotas rounded by largest remainder, so that the sum is `count`.
-
-    quotas: float64 (t,); quotas and results are clamped to 1 … slice_tokens. count: from t to t · slice_tokens.
-    Of equal remainders the earlier slice's counts as the larger.
-
-    Tokens missing after rounding down are added in rounds, one per slice; surplus tokens are removed likewise:
-
-        remainders  .9 .6 .2        5 missing, the first slice can take only 1
-        round 1      +  +  +        in the order of remainders, largest first (surplus: smallest first)
-        round 2         +  +
-    """
-    assert len(quotas) <= count <= len(quotas) * slice_tokens
-    clipped = quotas.clamp(1, slice_tokens)
-    whole = clipped.floor().to(torch.int64)
-    missing = count - whole.sum()  # negative: a surplus
-    adding = missing > 0
-    by_remainder = (whole - clipped).argsort(stable=True)
-    turns = torch.where(adding, by_remainder, by_remainder.flip(0))
-    possible = torch.where(adding, slice_tokens - whole, whole - 1)[turns]
-    rounds = torch.arange(slice_tokens, device=quotas.device)
-    moves = rounds[:, None] < possible  # (rounds, t): whether a slice, at its turn, can still give or take a token
-    moved = moves & (moves.view(-1).cumsum(0).view(moves.shape) <= missing.abs())
-    return whole.scatter_add(0, turns, moved.sum(0) * missing.sign())
+    return keep_best_of_slices(-to_both, budgets, count)
 
 
 def _quotas(to_video: Tensor, rate: float, slice_tokens: int) -> Tensor:
@@ -89,10 +58,10 @@ def _steady_channels(slices: Tensor) -> Tensor:
     """The half of the channels with the least variance over the video, int64 (⌊D/2⌋,); ties to the lower channel."""
     tokens, width = slices.shape[0] * slices.shape[1], slices.shape[2]
     mean, variance = (torch.zeros(width, dtype=torch.float64, device=slices.device) for _ in range(2))
-    for _, values, _ in _read(slices):
+    for _, values, _ in finite_spans(slices):
         mean += values.sum((0, 1), dtype=torch.float64)
     mean /= tokens  # divided once, so that a constant channel has a variance of exactly 0
-    for _, values, _ in _read(slices):
+    for _, values, _ in finite_spans(slices):
         variance += (values - mean).square().sum((0, 1))
     return variance.argsort(stable=True)[: width // 2]
 
@@ -101,11 +70,11 @@ def _similarities(slices: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
     """`vidcom2_scores` over the given channels."""
     tokens = slices.shape[0] * slices.shape[1]
     centre = torch.zeros(channels.numel(), dtype=torch.float64, device=slices.device)
-    for _, values, _ in _read(slices):
+    for _, values, _ in finite_spans(slices):
         centre += F.normalize(values[..., channels], dim=-1).sum((0, 1), dtype=torch.float64)
     centre /= tokens
     to_video, to_both = (torch.empty(slices.shape[:2], device=slices.device) for _ in range(2))
-    for span, values, finite in _read(slices):
+    for span, values, finite in finite_spans(slices):
         units = F.normalize(values[..., channels], dim=-1)
         slice_centres = units.mean(1, keepdim=True, dtype=torch.float64)
         to_video[span] = _similarity(units, centre.float())
@@ -118,11 +87,3 @@ def _similarity(units: Tensor, centre: Tensor) -> Tensor:
     """The sum of Gaussian kernels of several widths: (…, D) to (…,)."""
     distances = (units - centre).square().sum(-1)
     return torch.stack([torch.exp(-distances / (2 * width)) for width in _WIDTHS]).sum(0)
-
-
-def _read(slices: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Spans of a video, their tokens, float32 (n, h·w, D), and which are finite, bool (n, h·w); others are zeros."""
-    for span in spans(slices):
-        values = slices[span].float()
-        finite = values.isfinite().all(-1)
-        yield span, torch.where(finite[..., None], values, 0), finite
