@@ -117,6 +117,16 @@ def contact_sheet(
     return sheet
 
 
+def side_by_side(sheets: Sequence[Image.Image]) -> Image.Image:
+    """One picture of several sheets, from left to right."""
+    joined = Image.new("RGB", (sum(sheet.width for sheet in sheets), max(sheet.height for sheet in sheets)), PAPER)
+    left = 0
+    for sheet in sheets:
+        joined.paste(sheet, (left, 0))
+        left += sheet.width
+    return joined
+
+
 def _check(frames: NDArray[np.uint8], grid: Grid, kept: Int32Array, timestamps_s: Sequence[float]) -> None:
     if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or len(frames) % grid.t or not len(frames):
         raise ValueError(f"frames must be uint8 [{grid.t} · n, height, width, 3], got {frames.dtype} {frames.shape}")

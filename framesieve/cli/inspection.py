@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Unpack
@@ -23,7 +24,7 @@ from common.contract.retention import EVS, EVS_CAUSAL, NONE, RANDOM, VCAST, VIDC
 from common.contract.tensors import DType, TensorBuffer
 from common.contract.wire import PlanReceiver, add_chunk, buffer_for
 from common.security.credentials import Credentials
-from framesieve.cli.contact_sheet import contact_sheet
+from framesieve.cli.contact_sheet import contact_sheet, side_by_side
 from framesieve.cli.launcher import LocalStack
 from framesieve.cli.options import (
     OUTPUT,
@@ -31,7 +32,7 @@ from framesieve.cli.options import (
     JsonOption,
     MaxFramesOption,
     MaxPixelsOption,
-    MethodOption,
+    MethodsOption,
     OnServerOption,
     PlaintextTokenOption,
     RateOption,
@@ -69,7 +70,7 @@ _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 def inspect(
     media: Annotated[str, typer.Argument(help="A video or an image: a file or a URL.")],
     pruning_rate: RateOption = 0.75,
-    method: MethodOption = EVS,
+    method: MethodsOption = [EVS],  # noqa: B006  # typer copies it
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The PNG or JPEG file to write.", rich_help_panel=OUTPUT)
     ] = Path("kept.png"),
@@ -96,13 +97,13 @@ def inspect(
     token_file: TokenFileOption = None,
     allow_plaintext_token: PlaintextTokenOption = False,
 ) -> None:
-    """Draw which patches of a video pruning keeps: all frames side by side, pruned patches dimmed.
+    """Draw which patches of a video pruning keeps: all frames side by side, pruned patches dimmed; a sheet a method.
 
     Without --preprocessing and --encoder, this command starts both services and stops them afterwards.
 
-    Example: framesieve inspect clip.mp4 --pruning-rate 0.75 -o kept.png
+    Example: framesieve inspect clip.mp4 --pruning-rate 0.75 --method evs --method vcast -o kept.png
     """
-    pruning = pruning_of(pruning_rate, method)
+    prunings = [pruning_of(pruning_rate, each) for each in dict.fromkeys(method)]
     part = media_part(media, on_server, max_pixels, fps=fps, max_frames=max_frames, allow_truncated=allow_truncated)
     if output.suffix.lower() not in _FORMATS:
         raise typer.BadParameter(f"--output must end with {', '.join(_FORMATS)}, got {output}")
@@ -111,15 +112,16 @@ def inspect(
     with reported_errors(as_json=as_json):
         access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
         if preprocessing is not None and encoder is not None:
-            inspected = asyncio.run(inspect_media(preprocessing, encoder, part, pruning, **access))
+            inspected = asyncio.run(inspect_media(preprocessing, encoder, part, prunings, **access))
         else:
             unwind_on_signals()
             stack = LocalStack(model, services=("preprocessing", "encoder"))
             with stderr.status("starting preprocessing and the encoder for this command …"), stack:
                 addresses = stack.addresses["preprocessing"], stack.addresses["encoder"]
-                inspected = asyncio.run(inspect_media(*addresses, part, pruning, **access))
-        _draw(inspected, pruning, file_name(media)).save(output, _FORMATS[output.suffix.lower()])
-    _print_counts(inspected, pruning, output, as_json)
+                inspected = asyncio.run(inspect_media(*addresses, part, prunings, **access))
+        sheets = [_draw(each, file_name(media)) for each in inspected]
+        side_by_side(sheets).save(output, _FORMATS[output.suffix.lower()])
+    _print_counts(inspected, output, as_json)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,6 +132,7 @@ class Inspection:
     kept: int32 [K], strictly increasing indices into the plan's grid.
     """
 
+    pruning: Pruning
     plan: MediaPlan
     frames: NDArray[np.uint8]
     kept: Int32Array
@@ -137,9 +140,9 @@ class Inspection:
 
 
 async def inspect_media(
-    preprocessing: str, encoder: str, media: Image | Video, pruning: Pruning, **access: Unpack[Access]
-) -> Inspection:
-    """Asks the services at the two addresses.
+    preprocessing: str, encoder: str, media: Image | Video, prunings: Sequence[Pruning], **access: Unpack[Access]
+) -> list[Inspection]:
+    """Asks the services at the two addresses: the frames once, the kept tokens for each pruning.
 
     access: as for `FramesieveClient`, for both services.
     Raises subclasses of FramesieveError (InvalidRequest for embeds), and OSError for an unreadable file.
@@ -147,12 +150,16 @@ async def inspect_media(
     if media.embeds is not None:
         raise InvalidRequest(f"{type(media).__name__}.embeds cannot be drawn: embeddings have no frames")
     with media_named([Message("user", (media,))]):
-        (plan, frames, repaired), (encoded,) = await asyncio.gather(
-            _frames(preprocessing, media, credentials_of(access)), encode(encoder, media, pruning, **access)
+        encodings = asyncio.gather(*(encode(encoder, media, pruning, **access) for pruning in prunings))
+        (plan, frames, repaired), found = await asyncio.gather(
+            _frames(preprocessing, media, credentials_of(access)), encodings
         )
-    if (plan.fingerprint, plan.media[0]) != (encoded.fingerprint, encoded.plan):
+    if any((plan.fingerprint, plan.media[0]) != (encoded.fingerprint, encoded.plan) for (encoded,) in found):
         raise PeerContract("preprocessing and the encoder planned the prompt differently: do both run the same model?")
-    return Inspection(encoded.plan, frames, encoded.kept, repaired)
+    return [
+        Inspection(pruning, encoded.plan, frames, encoded.kept, repaired)
+        for pruning, (encoded,) in zip(prunings, found, strict=True)
+    ]
 
 
 async def _frames(
@@ -194,8 +201,8 @@ def _with_one_item(plan: PromptPlan | None) -> PromptPlan | None:
 # --- output -----------------------------------------------------------------------------------------------------
 
 
-def _draw(inspected: Inspection, pruning: Pruning, name: str) -> Any:
-    grid, kept = inspected.plan.grid, inspected.kept.size
+def _draw(inspected: Inspection, name: str) -> Any:
+    grid, kept, pruning = inspected.plan.grid, inspected.kept.size, inspected.pruning
     caption = (
         f"{_METHOD_NAMES[pruning.method]} at rate {pruning.rate:g} keeps {kept} of {grid.tokens} tokens "
         f"({kept / grid.tokens:.1%})  ·  {_slices(inspected)} of {grid.h} by {grid.w} tokens"
@@ -207,24 +214,30 @@ def _draw(inspected: Inspection, pruning: Pruning, name: str) -> Any:
     return contact_sheet(inspected.frames, grid, kept_tokens, inspected.plan.timestamps_s, name, caption)
 
 
-def _print_counts(inspected: Inspection, pruning: Pruning, output: Path, as_json: bool) -> None:
-    grid, kept = inspected.plan.grid, int(inspected.kept.size)
+def _print_counts(inspected: Sequence[Inspection], output: Path, as_json: bool) -> None:
+    """As JSON: an object, or a list of them for several methods."""
     if as_json:
-        by_slice = np.bincount(inspected.kept // grid.slice_tokens, minlength=grid.t)
-        print_json(
-            {
-                "output": str(output),
-                "modality": inspected.plan.modality,
-                "grid": dataclasses.asdict(grid),
-                "tokens": grid.tokens,
-                "kept_tokens": kept,
-                "kept_tokens_by_slice": by_slice.tolist(),
-                "pruning": dataclasses.asdict(pruning),
-                "repaired_frames": inspected.repaired_frames,
-            }
-        )
+        counts = [_counts(each, output) for each in inspected]
+        print_json(counts if len(counts) > 1 else counts[0])
         return
-    typer.echo(f"{output}: {kept} of {grid.tokens} tokens kept, {_slices(inspected)} of {grid.h} × {grid.w}")
+    for each in inspected:
+        grid, kept = each.plan.grid, int(each.kept.size)
+        place = f"{output}, {_METHOD_NAMES[each.pruning.method]}" if len(inspected) > 1 else output
+        typer.echo(f"{place}: {kept} of {grid.tokens} tokens kept, {_slices(each)} of {grid.h} × {grid.w}")
+
+
+def _counts(inspected: Inspection, output: Path) -> dict[str, Any]:
+    grid = inspected.plan.grid
+    return {
+        "output": str(output),
+        "modality": inspected.plan.modality,
+        "grid": dataclasses.asdict(grid),
+        "tokens": grid.tokens,
+        "kept_tokens": int(inspected.kept.size),
+        "kept_tokens_by_slice": np.bincount(inspected.kept // grid.slice_tokens, minlength=grid.t).tolist(),
+        "pruning": dataclasses.asdict(inspected.pruning),
+        "repaired_frames": inspected.repaired_frames,
+    }
 
 
 def _slices(inspected: Inspection) -> str:

@@ -43,16 +43,16 @@ RateOption = Annotated[
         rich_help_panel=_MEDIA,
     ),
 ]
-MethodOption = Annotated[
-    str,
-    typer.Option(
-        "--method",
-        help=f"Which tokens are kept. {EVS}: those that changed most since the previous slice. {EVS_CAUSAL}: those of "
-        f"each slice that did, as many in each. {VIDCOM2}: those least similar to the rest of their slice and video, "
-        f"some in every slice. {VCAST}: the most distinctive of each slice, more where the video's course bends. "
-        f"{RANDOM}: a random choice. {NONE}: all.",
-        rich_help_panel=_MEDIA,
-    ),
+_METHOD_HELP = (
+    f"Which tokens are kept. {EVS}: those that changed most since the previous slice. {EVS_CAUSAL}: those of each "
+    f"slice that did, as many in each. {VIDCOM2}: those least similar to the rest of their slice and video, some in "
+    f"every slice. {VCAST}: the most distinctive of each slice, more where the video's course bends. {RANDOM}: a "
+    f"random choice. {NONE}: all."
+)
+MethodOption = Annotated[str, typer.Option("--method", help=_METHOD_HELP, rich_help_panel=_MEDIA)]
+MethodsOption = Annotated[
+    list[str],
+    typer.Option("--method", help=f"{_METHOD_HELP} Repeat it to compare methods side by side.", rich_help_panel=_MEDIA),
 ]
 FpsOption = Annotated[
     float | None,
@@ -207,7 +207,7 @@ def in_flags(text: str) -> str:
     return _ADVICE.sub(lambda found: f"--{found[1].replace('_', '-')} {found[2]}", text.replace(_ADVISED, ""))
 
 
-def print_json(value: dict[str, Any]) -> None:
+def print_json(value: dict[str, Any] | list[dict[str, Any]]) -> None:
     typer.echo(json.dumps(value, default=_plain, ensure_ascii=False))
 
 

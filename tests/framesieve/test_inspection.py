@@ -84,3 +84,21 @@ def test_json_counts_tokens_by_slice(
     assert printed["kept_tokens_by_slice"] == by_slice
     assert (printed["tokens"], printed["kept_tokens"], printed["repaired_frames"]) == (12, sum(by_slice), 2)
     assert printed["pruning"] == {"rate": 0.75, "method": method, "seed": None}
+
+
+def test_several_methods_are_drawn_side_by_side_and_counted_each(
+    inspect: Callable[..., Result], services: FakeServices, clip: str, tmp_path: Path
+) -> None:
+    assert inspect(clip, "--pruning-rate", "0.5").exit_code == 0
+    with Image.open(tmp_path / "kept.png") as picture:
+        alone = picture.size
+    methods = ("--method", "evs", "--method", "random", "--method", "evs")
+    result = inspect(clip, "--pruning-rate", "0.5", *methods, "--json")
+    counts = json.loads(result.stdout)
+    assert [each["pruning"]["method"] for each in counts] == ["evs", "random"]
+    assert [each["kept_tokens"] for each in counts] == [4, 4]
+    with Image.open(tmp_path / "kept.png") as picture:
+        assert picture.width > 1.5 * alone[0]
+        assert picture.height == alone[1]
+    asked = [each.pruning.method for each in services.asked if isinstance(each, encoder_pb2.EncodePrompt)]
+    assert sorted(asked) == ["evs", "evs", "random"]

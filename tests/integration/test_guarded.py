@@ -181,7 +181,7 @@ async def test_a_token_of_generation_is_no_token_of_the_services_behind_it(guard
     # gRPC sometimes loses the status of a call that is refused while the caller still writes.
     with pytest.raises((errors.Unauthenticated, errors.Unavailable)):
         await encode(both[1], Video(CLIP), **guarded.access("alice"))
-    seen = await inspect_media(*both, Video(CLIP), Pruning(0.5), **guarded.access("inspector"))
+    (seen,) = await inspect_media(*both, Video(CLIP), [Pruning(0.5)], **guarded.access("inspector"))
     assert seen.kept.size < seen.plan.grid.tokens
 
 
