@@ -118,12 +118,12 @@ def contact_sheet(
 
 
 def side_by_side(sheets: Sequence[Image.Image]) -> Image.Image:
-    """One picture of several sheets, from left to right."""
-    joined = Image.new("RGB", (sum(sheet.width for sheet in sheets), max(sheet.height for sheet in sheets)), PAPER)
-    left = 0
-    for sheet in sheets:
-        joined.paste(sheet, (left, 0))
-        left += sheet.width
+    """One picture of several sheets, in rows of as many as there are rows, or one more."""
+    columns = math.ceil(math.sqrt(len(sheets)))
+    width, height = max(sheet.width for sheet in sheets), max(sheet.height for sheet in sheets)
+    joined = Image.new("RGB", (columns * width, -(-len(sheets) // columns) * height), PAPER)
+    for index, sheet in enumerate(sheets):
+        joined.paste(sheet, (index % columns * width, index // columns * height))
     return joined
 
 
