@@ -35,6 +35,7 @@ from services.encoder.tower.parallel.tower import DataParallelTower
 from services.encoder.tower.tower import Tower
 from tests.encoder.encoder_service import tower_of
 from tests.encoder.meeting import ended_by_a_signal
+from tests.encoder.test_llava import frames_of
 
 TIMEOUT_S = 20
 PAIR = ((2, 3, 3), (2, 3, 3))
@@ -166,6 +167,13 @@ def test_any_slices_are_encoded_as_by_one_tower_and_keep_their_order(
 ) -> None:
     slices = slices_of(tower, *sizes)
     check_equal(four[0].encode(slices), [tower.encode([each])[0] for each in slices])
+
+
+@pytest.mark.parametrize("kind", ["internvl", "llava", "llava_pixtral", "mistral3"])
+def test_other_towers_are_shared_out_as_well(kind: str, make: MakeRanks, checkpoints: Callable[[str], Path]) -> None:
+    other = tower_of(checkpoints(kind))
+    slices = frames_of("llava" if kind == "internvl" else kind) * 2
+    check_equal(make(2, other)[0].encode(slices), [other.encode([each])[0] for each in slices])
 
 
 def test_slices_are_shared_by_cost_and_a_rank_without_a_share_is_told_nothing(tower: Tower, make: MakeRanks) -> None:

@@ -13,23 +13,7 @@ from common.contract.plan import Grid
 from common.contract.retention import METHODS, Pruning
 from services.encoder.pruning.evs import evs_scores
 from services.encoder.pruning.methods import SCORES_BYTES, Scores, keep_tokens
-from tests.encoder.kept import GRIDS, RATES, check_kept, exact_count, videos
-
-# The float32 error of 1 − cos over a few dozen values.
-FLOAT32_ERROR = 2e-6
-
-
-def exact_scores(embeds: NDArray[np.float32], grid: Grid) -> NDArray[np.float64]:
-    """1 − cos to the token a slice earlier, unrounded, in float64; slice 0 is +inf, NaN is −inf."""
-    slices = embeds.astype(np.float64).reshape(grid.t, grid.h * grid.w, -1)
-    scores = np.full((grid.t, grid.h * grid.w), np.inf)
-    for i in range(1, grid.t):
-        for place in range(grid.h * grid.w):
-            now, before = slices[i, place], slices[i - 1, place]
-            lengths = np.sqrt(now @ now) * np.sqrt(before @ before)
-            cosine = now @ before / lengths if lengths else (np.nan if np.isnan(now + before).any() else 0.0)
-            scores[i, place] = -np.inf if np.isnan(cosine) else 1 - cosine
-    return scores.ravel()
+from tests.encoder.kept import FLOAT32_ERROR, GRIDS, RATES, check_kept, exact_count, exact_scores, videos
 
 
 @settings(max_examples=60)

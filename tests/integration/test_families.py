@@ -9,6 +9,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.contract.errors import InvalidRequest
@@ -19,6 +20,7 @@ from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import encode
 from framesieve.client.prompt import Image, Message, Part, Text, Video
 from tests import media
+from tests.encoder.kept import FLOAT32_ERROR, check_kept, exact_scores
 from tests.families import FAMILIES, load_reference
 from tests.integration.conftest import running
 from tests.integration.reference import NEW_TOKENS, check_answer, model_inputs
@@ -133,7 +135,14 @@ async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_genera
                 video = Video(data=BRIEF, fps=8, pruning=Pruning(0.5, method))
                 pruned = await client.ask(video, QUESTION, **GREEDY)
                 (item,) = pruned.usage.media
-                assert (item.grid.slice_tokens, item.kept_tokens) == (4, item.grid.tokens // 2)
+                expected = 4 + 2 * (item.grid.t - 1) if method == "evs_causal" else item.grid.tokens // 2
+                assert (item.grid.slice_tokens, item.kept_tokens) == (4, expected)
+        whole, kept = [
+            (await encode(addresses["encoder"], Video(data=BRIEF, fps=8), Pruning(rate)))[0] for rate in (0, 0.5)
+        ]
+        scores = exact_scores(whole.values[0].astype(np.float32), whole.plan.grid)
+        check_kept(kept.kept, scores, whole.plan.grid.tokens // 2, FLOAT32_ERROR)
+        np.testing.assert_array_equal(kept.values, whole.values[:, kept.kept])
 
 
 async def test_concurrent_requests_with_and_without_adapters_answer_as_peft_and_transformers_do(
