@@ -172,7 +172,7 @@ class Planner:
         readers.check_cancelled()
         if request.modality not in self._family.placeholders:
             known = " and ".join(f"{modality.value}s" for modality in self._family.placeholders)
-            raise InvalidRequest(f"{request.name} must not be set: this model takes {known} only")
+            raise InvalidRequest(f"{request.name} is not supported: this model takes {known} only")
         if isinstance(request.location, Embeds):
             return self._embeds(request.location)
         self._check_max_pixels(request)

@@ -25,6 +25,7 @@ from services.encoder.tower import attention
 from services.encoder.tower.patches import read_normalisation
 from services.encoder.tower.tower import Tower
 from services.encoder.tower.weights import find_weights, read_weights
+from tests.encoder.test_llava import frames_of as sized_frames
 from tests.families import QWEN, FamilyUnderTest, load_reference
 
 CPU = torch.device("cpu")
@@ -118,6 +119,19 @@ def test_a_compiled_tower_computes_the_same_and_compiles_nothing_after_the_start
         video = frames_of(slices, rows, columns, shape)
         expected = reference_embeds(reference, family_checkpoint, video, shape)
         torch.testing.assert_close(encode_all(tower, video, shape), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.deep
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["llava", "internvl", "llava_pixtral"])
+def test_towers_of_frames_of_one_size_are_compiled(name: str, checkpoints: Callable[[str], Path]) -> None:
+    tower = load_tower(Checkpoint(checkpoints(name)), "float32", CPU)
+    frames = sized_frames("llava" if name == "internvl" else name)
+    plain = [embeds.clone() for embeds in tower.encode(frames)]
+    assert compile_tower(tower)
+    torch.compiler.set_stance("fail_on_recompile")
+    for ours, theirs in zip(tower.encode(frames), plain, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

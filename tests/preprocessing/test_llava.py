@@ -158,7 +158,7 @@ def test_the_class_token_and_a_dropped_patch_change_the_number_of_tokens(
         (
             MediaRequest("video", Modality.VIDEO, clip(4), FrameSampling()),
             InvalidRequest,
-            "video must not be set: this model takes images only",
+            "video is not supported: this model takes images only",
         ),
         (
             image(picture(40, 30), max_pixels=1000),

@@ -66,8 +66,10 @@ def compile_tower(tower: Tower) -> bool:
     """Compiles a tower's layers for the CPU. Returns False if that fails."""
     forward, shape = tower.forward, tower.patches
     assert isinstance(forward, ModelForward)
-    sides = (shape.token_px * tokens for tokens in (2, 3))
-    slices = [torch.zeros(shape.temporal_patch, side, side, 3, dtype=torch.uint8) for side in sides]
+    fixed = forward.shape.fixed
+    sides = [fixed, fixed] if fixed else [(shape.merge * tokens, shape.merge * tokens) for tokens in (2, 3)]
+    frames = [(shape.temporal_patch, rows * shape.patch_px, columns * shape.patch_px, 3) for rows, columns in sides]
+    slices = [torch.zeros(each, dtype=torch.uint8) for each in frames]
     return compile_layers(forward.layers, lambda: tower.encode(slices))
 
 
