@@ -21,10 +21,10 @@ from demo.scenes import DURATION_S, Scene, kind_of, random_scene
 
 FRAMES = DURATION_S * SAMPLE_FPS
 SIDE_PX = 112
-# Training, validation and evaluation use disjoint seeds.
-TRAINING_SEEDS = 0
-VALIDATION_SEEDS = 1_000_000
-EVALUATION_SEEDS = 5_000_000
+# Training, validation and evaluation use disjoint seeds: from these on, by default so many.
+TRAINING_SEEDS, TRAINING_CLIPS = 0, 5000
+VALIDATION_SEEDS, VALIDATION_CLIPS = 1_000_000, 120
+EVALUATION_SEEDS, EVALUATION_CLIPS = 5_000_000, 416
 
 
 def scene_of(seed: int) -> Scene:

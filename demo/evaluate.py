@@ -22,7 +22,7 @@ from random import Random
 from common.checkpoint import DEMO_MODEL
 from common.contract.plan import Grid
 from common.contract.retention import EVS, EVS_CAUSAL, METHODS, NONE, RANDOM, Pruning, retained_count
-from demo.clips import EVALUATION_SEEDS, FRAMES, scene_of
+from demo.clips import EVALUATION_CLIPS, EVALUATION_SEEDS, FRAMES, scene_of
 from demo.comparison import Answered, Cell, tables
 from demo.drawing import encode
 from demo.lessons import COLUMNS, ROWS
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, metavar="RATE")
     methods = [method for method in METHODS if method != NONE]
     parser.add_argument("--methods", nargs="+", default=methods, choices=methods, metavar="METHOD")
-    parser.add_argument("--clips", type=int, default=416)
+    parser.add_argument("--clips", type=int, default=EVALUATION_CLIPS)
     parser.add_argument("--questions", type=int, default=5, help="questions per clip")
     parser.add_argument("--picture", type=Path, help="a PNG file to draw the comparison into")
     parser.add_argument("--json", action="store_true", help="print every answer as JSON to stdout")

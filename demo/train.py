@@ -29,7 +29,15 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGenera
 from common.contract.plan import Grid
 from common.contract.retention import RANDOM, Pruning
 from demo.checkpoint import DEMO, make_config, make_tokenizer, randomise, save_checkpoint
-from demo.clips import FRAMES, TRAINING_SEEDS, VALIDATION_SEEDS, cached_clips, scene_of
+from demo.clips import (
+    FRAMES,
+    TRAINING_CLIPS,
+    TRAINING_SEEDS,
+    VALIDATION_CLIPS,
+    VALIDATION_SEEDS,
+    cached_clips,
+    scene_of,
+)
 from demo.drawing import Pixels
 from demo.exact_match import exact_match, share_right
 from demo.lessons import COLUMNS, DENSE_CLASSES, ROWS, Lessons, dense_labels, moving_slices, still_runs
@@ -49,7 +57,6 @@ HIGHEST_RATE = 0.95
 COPY_NOISE = 0.01
 # Weights of colour, shape and motion; shapes are the hardest to learn.
 DENSE_SHARES = (1.0, 3.0, 1.0)
-VALIDATION_CLIPS = 120
 VALIDATED = (Pruning(0.0), Pruning(0.75, RANDOM))
 
 
@@ -301,7 +308,7 @@ def main() -> None:
         "--cache", type=Path, default=Path("/tmp/framesieve-demo"), help="where rendered clips are kept"
     )
     parser.add_argument("--minutes", type=float, default=100)
-    parser.add_argument("--clips", type=int, default=6000)
+    parser.add_argument("--clips", type=int, default=TRAINING_CLIPS)
     parser.add_argument("--from", dest="start_from", type=Path, help="a checkpoint to go on from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
