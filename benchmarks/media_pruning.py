@@ -1,4 +1,4 @@
-"""Efficient Video Sampling, from embeddings to kept embeddings, against the tower's forwards for the same tokens.
+"""Each pruning method, from embeddings to kept embeddings, against the tower's forwards for the same tokens.
 
 Both run in this process with the same threads, on the demo's tower in float32, in forwards as large as the encoder's.
 """
@@ -13,7 +13,7 @@ from benchmarks.media_clips import pictures
 from benchmarks.table import Row, Timings
 from common.checkpoint import DEMO_MODEL, Checkpoint
 from common.contract.plan import Grid
-from common.contract.retention import Pruning
+from common.contract.retention import METHODS, NONE, Pruning
 from services.encoder.families import load_tower
 from services.encoder.pruning.methods import keep_tokens
 from services.encoder.tower.tower import Tower
@@ -28,12 +28,13 @@ AT_MOST = 0.02
 def pruning(rounds: int) -> list[Row]:
     """Scoring, selecting and gathering at rate 0.75; all forwards of the tower are measured, none extrapolated."""
     tower = load_tower(Checkpoint(DEMO_MODEL), "float32", torch.device("cpu"))
-    return [_row(tower, grid, rounds) for grid in GRIDS]
+    return [row for grid in GRIDS for row in _rows(tower, grid, rounds)]
 
 
-def _row(tower: Tower, grid: Grid, rounds: int) -> Row:
+def _rows(tower: Tower, grid: Grid, rounds: int) -> list[Row]:
     slices = _slices(tower, grid)
     at_once = max(1, BATCH_TOKENS // grid.slice_tokens)
+    methods = [method for method in METHODS if method != NONE]
     taken = Timings()
     with torch.inference_mode():
         for number in range(rounds + 1):
@@ -42,16 +43,21 @@ def _row(tower: Tower, grid: Grid, rounds: int) -> Row:
             encoded = [piece for batch in batches for piece in tower.encode(batch)]
             encoded_at = time.perf_counter()
             embeds = torch.cat(encoded, dim=1)
-            joined_at = time.perf_counter()
-            kept = keep_tokens(embeds[0], grid, Pruning(RATE))
-            gathered = embeds[:, kept.long()]
-            end = time.perf_counter()
-            assert gathered.shape[1] == kept.numel() < grid.tokens
-            if number:  # the first is a warm-up
+            for method in methods:
+                joined_at = time.perf_counter()
+                kept = keep_tokens(embeds[0], grid, Pruning(RATE, method))
+                gathered = embeds[:, kept.long()]
+                end = time.perf_counter()
+                assert gathered.shape[1] == kept.numel() < grid.tokens
+                if number:  # the first is a warm-up
+                    taken.add(method, end - joined_at)
+            if number:
                 taken.add("tower", encoded_at - start)
-                taken.add("pruning", end - joined_at)
-    what = f"EVS of {grid.t} slices of {grid.h}×{grid.w} tokens, scored, chosen and gathered"
-    return Row(what, "the tower", taken.median("pruning"), taken.median("tower"), "s", at_most=AT_MOST)
+    what = f"of {grid.t} slices of {grid.h}×{grid.w} tokens, scored, chosen and gathered"
+    return [
+        Row(f"{method} {what}", "the tower", taken.median(method), taken.median("tower"), "s", at_most=AT_MOST)
+        for method in methods
+    ]
 
 
 def _slices(tower: Tower, grid: Grid) -> list[torch.Tensor]:
