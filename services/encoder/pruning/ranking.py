@@ -32,12 +32,20 @@ def spans(slices: Tensor, first: int = 0) -> Iterator[slice]:
         yield slice(start, min(start + step, len(slices)))
 
 
-def finite_spans(slices: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Spans of a video, their tokens, float32 (n, h·w, D), and which are finite, bool (n, h·w); others are zeros."""
+def finite_tokens(slices: Tensor) -> Tensor:
+    """Which tokens have finite values only: bool (t, h·w). slices: (t, h·w, D)."""
+    # 0 · NaN and 0 · ∞ are NaN: two passes over the values, where `isfinite` takes five.
+    return torch.cat([(slices[span] * 0).sum(-1) == 0 for span in spans(slices)])
+
+
+def finite_spans(slices: Tensor, finite: Tensor, channels: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """Spans of a video and their tokens, float32 (n, h·w, D); those that are not `finite` are zeros.
+
+    channels: only these, int64 (D,).
+    """
     for span in spans(slices):
-        values = slices[span].float()
-        finite = values.isfinite().all(-1)
-        yield span, torch.where(finite[..., None], values, 0), finite
+        values = slices[span] if channels is None else slices[span].index_select(2, channels)
+        yield span, values.float().masked_fill(~finite[span, :, None], 0)
 
 
 def keep_best(scores: Tensor, count: int) -> Tensor:

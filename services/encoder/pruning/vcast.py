@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.contract.plan import Grid
 from common.contract.retention import Pruning, retained_count
-from services.encoder.pruning.ranking import finite_spans, keep_best_of_slices, slice_budgets
+from services.encoder.pruning.ranking import finite_spans, finite_tokens, keep_best_of_slices, slice_budgets
 
 _TEMPERATURE = 0.7
 # A step between the unit means of two slices that is shorter is rounding noise, and has no direction.
@@ -34,11 +34,12 @@ def vcast_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     slices = embeds.view(grid.t, grid.slice_tokens, -1)
     scores = torch.empty(slices.shape[:2], device=slices.device)
     means = torch.empty(grid.t, slices.shape[2], dtype=torch.float64, device=slices.device)
-    for span, values, finite in finite_spans(slices):
+    finite = finite_tokens(slices)
+    for span, values in finite_spans(slices, finite):
         means[span] = F.normalize(values.mean(1, dtype=torch.float64), dim=-1)
         distinct = 1 - F.cosine_similarity(values, means[span, None].float(), dim=-1)
-        distinct += _within_range(values.norm(dim=-1), finite)
-        scores[span] = torch.where(finite & distinct.isfinite(), distinct, -torch.inf)
+        distinct += _within_range(values.norm(dim=-1), finite[span])
+        scores[span] = torch.where(finite[span] & distinct.isfinite(), distinct, -torch.inf)
     return scores, _curvature(means)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.contract.plan import Grid
 from common.contract.retention import Pruning, retained_count
-from services.encoder.pruning.ranking import finite_spans, keep_best_of_slices, slice_budgets
+from services.encoder.pruning.ranking import finite_spans, finite_tokens, keep_best_of_slices, slice_budgets
 
 _WIDTHS = (2**-3, 2**-2, 2**-1, 1.0, 2.0)
 _TEMPERATURE = 0.01
@@ -32,7 +32,8 @@ def vidcom2_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     are +inf in the second.
     """
     slices = embeds.view(grid.t, grid.slice_tokens, -1)
-    return _similarities(slices, _steady_channels(slices))
+    finite = finite_tokens(slices)
+    return _similarities(slices, finite, _steady_channels(slices, finite))
 
 
 def vidcom2_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor:
@@ -54,32 +55,32 @@ def _quotas(to_video: Tensor, rate: float, slice_tokens: int) -> Tensor:
     return (1 - rate) * (1 + distinctive - distinctive.mean()) * slice_tokens
 
 
-def _steady_channels(slices: Tensor) -> Tensor:
+def _steady_channels(slices: Tensor, finite: Tensor) -> Tensor:
     """The half of the channels with the least variance over the video, int64 (⌊D/2⌋,); ties to the lower channel."""
-    tokens, width = slices.shape[0] * slices.shape[1], slices.shape[2]
+    tokens, width = finite.numel(), slices.shape[2]
     mean, variance = (torch.zeros(width, dtype=torch.float64, device=slices.device) for _ in range(2))
-    for _, values, _ in finite_spans(slices):
+    for _, values in finite_spans(slices, finite):
         mean += values.sum((0, 1), dtype=torch.float64)
-    mean /= tokens  # divided once, so that a constant channel has a variance of exactly 0
-    for _, values, _ in finite_spans(slices):
-        variance += (values - mean).square().sum((0, 1))
+    # Divided once and rounded back, so that a constant channel has a variance of exactly 0.
+    means = (mean / tokens).float()
+    for _, values in finite_spans(slices, finite):
+        variance += (values - means).square_().sum((0, 1), dtype=torch.float64)
     return variance.argsort(stable=True)[: width // 2]
 
 
-def _similarities(slices: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
+def _similarities(slices: Tensor, finite: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
     """`vidcom2_scores` over the given channels."""
-    tokens = slices.shape[0] * slices.shape[1]
     centre = torch.zeros(channels.numel(), dtype=torch.float64, device=slices.device)
-    for _, values, _ in finite_spans(slices):
-        centre += F.normalize(values[..., channels], dim=-1).sum((0, 1), dtype=torch.float64)
-    centre /= tokens
+    for _, values in finite_spans(slices, finite, channels):
+        centre += F.normalize(values, dim=-1).sum((0, 1), dtype=torch.float64)
+    centre /= finite.numel()
     to_video, to_both = (torch.empty(slices.shape[:2], device=slices.device) for _ in range(2))
-    for span, values, finite in finite_spans(slices):
-        units = F.normalize(values[..., channels], dim=-1)
+    for span, values in finite_spans(slices, finite, channels):
+        units = F.normalize(values, dim=-1)
         slice_centres = units.mean(1, keepdim=True, dtype=torch.float64)
         to_video[span] = _similarity(units, centre.float())
         to_slice = _similarity(units, slice_centres.float())
-        to_both[span] = torch.where(finite, to_video[span] + to_slice, torch.inf)
+        to_both[span] = torch.where(finite[span], to_video[span] + to_slice, torch.inf)
     return to_video, to_both
 
 
