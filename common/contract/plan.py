@@ -91,6 +91,7 @@ class MediaPlan:
     frames: number of frames that preprocessing sends when the item is selected (image: 1, or its tiles); 0 if the
         prompt brought its embeddings.
     frame_height_px, frame_width_px: of each frame, after resizing; 0 without frames.
+    tile_height_px, tile_width_px: of an image's frames behind the first where these have another size, else 0.
     seconds_per_grid: time between temporal slices; None for an image.
     timestamps_s: presentation time of each frame; empty for an image.
     content_hash: 32 bytes; they differ if the pixels, their times or the given embeddings could differ.
@@ -112,6 +113,8 @@ class MediaPlan:
     dropped_frames: int = 0
     source_height_px: int = 0
     source_width_px: int = 0
+    tile_height_px: int = 0
+    tile_width_px: int = 0
 
     def __post_init__(self) -> None:
         for name in ("missing_frames", "dropped_frames", "source_height_px", "source_width_px"):
@@ -129,7 +132,9 @@ class MediaPlan:
         for side in (self.frame_height_px, self.frame_width_px):
             if not least <= side <= most:
                 raise ValueError(f"a frame's side must be between {least} and {most} pixels, got {side}")
-        if self.frames and self.frames * self.frame_height_px * self.frame_width_px < self.grid.tokens:
+        self._check_tiles()
+        others = (self.frames - 1) * math.prod(self.frame_px(1))
+        if self.frames and math.prod(self.frame_px(0)) + others < self.grid.tokens:
             raise ValueError(
                 f"frames of {self.frame_height_px}×{self.frame_width_px} pixels are too small for a grid of {self.grid}"
             )
@@ -147,12 +152,25 @@ class MediaPlan:
         if len(self.content_hash) != DIGEST_BYTES:
             raise ValueError(f"content_hash must have {DIGEST_BYTES} bytes, got {len(self.content_hash)}")
 
+    def _check_tiles(self) -> None:
+        tile = self.tile_height_px, self.tile_width_px
+        if tile != (0, 0) and (self.modality is not Modality.IMAGE or self.frames < 2):
+            raise ValueError(f"only an image of several frames has tiles of another size, got {tile}")
+        if (min(tile) < 1 and tile != (0, 0)) or max(tile) > MAX_FRAME_SIDE_PX:
+            raise ValueError(f"a tile's side must be between 1 and {MAX_FRAME_SIDE_PX} pixels, got {tile}")
+
     def _check_times(self) -> None:
         times = self.timestamps_s
         if times and len(times) != self.frames:
             raise ValueError(f"timestamps_s must hold one time for each of {self.frames} frames, got {len(times)}")
         if not all(map(math.isfinite, times)) or any(after < before for before, after in pairwise(times)):
             raise ValueError("timestamps_s must be finite, none below the one before")
+
+    def frame_px(self, index: int) -> tuple[int, int]:
+        """Height and width of a frame."""
+        if index and self.tile_height_px:
+            return self.tile_height_px, self.tile_width_px
+        return self.frame_height_px, self.frame_width_px
 
     @property
     def slices(self) -> int:

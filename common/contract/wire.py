@@ -225,6 +225,8 @@ def _media_message(item: MediaPlan) -> prompt_pb2.MediaPlan:
         dropped_frames=item.dropped_frames,
         source_height_px=item.source_height_px,
         source_width_px=item.source_width_px,
+        tile_height_px=item.tile_height_px,
+        tile_width_px=item.tile_width_px,
     )
 
 
@@ -255,6 +257,8 @@ def _media_plan(message: prompt_pb2.MediaPlan) -> MediaPlan:
         dropped_frames=message.dropped_frames,
         source_height_px=message.source_height_px,
         source_width_px=message.source_width_px,
+        tile_height_px=message.tile_height_px,
+        tile_width_px=message.tile_width_px,
     )
 
 

@@ -181,7 +181,7 @@ async def _frames(
                     continue
                 piece, item = response.frames, plan.media[0]
                 repaired += piece.repaired_frames
-                shape = (*piece.chunk.shape[:1], item.frame_height_px, item.frame_width_px, 3)
+                shape = (*piece.chunk.shape[:1], *item.frame_px(sum(map(len, slices))), 3)
                 buffer = buffer or buffer_for(piece.chunk, [DType.UINT8], shape)
                 add_chunk(buffer, piece.chunk)
                 if buffer.complete:
@@ -189,7 +189,13 @@ async def _frames(
                     buffer = None
     if plan is None or sum(map(len, slices)) != plan.media[0].frames:
         raise PeerContract("preprocessing's stream ended before all frames were sent")
-    return plan, np.concatenate(slices), repaired
+    return plan, np.concatenate(_of_one_size(slices)), repaired
+
+
+def _of_one_size(slices: Sequence[NDArray[np.uint8]]) -> list[NDArray[np.uint8]]:
+    """Smaller frames are filled up with black, below and to the right."""
+    height, width = (max(each.shape[axis] for each in slices) for axis in (1, 2))
+    return [np.pad(each, ((0, 0), (0, height - each.shape[1]), (0, width - each.shape[2]), (0, 0))) for each in slices]
 
 
 def _with_one_item(plan: PromptPlan | None) -> PromptPlan | None:

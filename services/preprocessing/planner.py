@@ -117,6 +117,7 @@ class _Item:
     missing_frames: int = 0
     dropped_frames: int = 0
     source_px: tuple[int, int] = (0, 0)
+    tile_px: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +214,14 @@ class Planner:
     def _image(self, source: Source, picture: Picture, request: MediaRequest, images: int) -> _Item:
         with _too_large():
             laid = self._family.image(picture.height_px, picture.width_px, request.sampling, images)
-        _check_side(laid.height_px, laid.width_px)
-        sent = (_packed_sent(laid.height_px, laid.width_px, view) for view in laid.views)
+        planned = PlannedPicture(source, picture, laid.height_px, laid.width_px, laid.views, laid.tile_px)
+        sizes = [planned.frame_px(number) for number in range(len(laid.views))]
+        for size in sizes:
+            _check_side(*size)
+        sent = (_packed_sent(*size, view) for size, view in zip(sizes, laid.views, strict=True))
         return _Item(
             modality=Modality.IMAGE,
-            planned=PlannedPicture(source, picture, laid.height_px, laid.width_px, laid.views),
+            planned=planned,
             frames=len(laid.views),
             grid=laid.grid,
             expansion=laid.expansion,
@@ -225,6 +229,7 @@ class Planner:
             timestamps_s=(),
             content=(b"image", source.digest, *sent),
             source_px=(picture.height_px, picture.width_px),
+            tile_px=laid.tile_px or (0, 0),
         )
 
     def _file(self, source: Source, index: PacketIndex, sampling: FrameSampling) -> _Item:
@@ -295,6 +300,8 @@ class Planner:
                 dropped_frames=item.dropped_frames,
                 source_height_px=item.source_px[0],
                 source_width_px=item.source_px[1],
+                tile_height_px=item.tile_px[0],
+                tile_width_px=item.tile_px[1],
             )
             for item, runs in zip(items, layout.runs, strict=True)
         )

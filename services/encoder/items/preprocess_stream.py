@@ -246,7 +246,7 @@ class PreprocessStream:
     async def _read_slice(self, media_index: int, item: MediaPlan, start: int, chunk: FramesChunk | None) -> FrameSlice:
         """The slice that starts at frame `start`. chunk: its first piece."""
         frames = min(self._temporal_patch, item.frames - start)
-        shape = (frames, item.frame_height_px, item.frame_width_px, 3)
+        shape = (frames, *item.frame_px(start), 3)
         buffer: TensorBuffer | None = None
         repaired = decoded_ns = resized_ns = 0
         while buffer is None or not buffer.complete:

@@ -27,13 +27,14 @@ Expansion: TypeAlias = tuple[str | int | MediaSpan, ...]
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
     """How an image is sent and laid out: the size of its frames, what each of them shows (None: all), its grid and its
-    expansion."""
+    expansion. tile_px: height and width of the frames behind the first; None: as the first."""
 
     height_px: int
     width_px: int
     views: tuple[View | None, ...]
     grid: Grid
     expansion: Expansion
+    tile_px: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic_ns
 from typing import ClassVar
 
@@ -41,13 +41,26 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPicture:
-    """A picture, and the size of the frames in which it is sent. views: what each of them shows; None: all."""
+    """A picture, and the size of the frames in which it is sent.
+
+    views: what each of them shows; None: all. tile_px: height and width of those behind the first; None: as the first.
+    """
 
     source: Source
     picture: Picture
     height_px: int
     width_px: int
     views: tuple[View | None, ...] = (None,)
+    tile_px: tuple[int, int] | None = None
+
+    def frame_px(self, number: int) -> tuple[int, int]:
+        """Height and width of a frame."""
+        return self.tile_px if number and self.tile_px else (self.height_px, self.width_px)
+
+    def after(self, done: int) -> PlannedPicture:
+        """Without the first `done` frames."""
+        height, width = self.frame_px(done)
+        return replace(self, height_px=height, width_px=width, views=self.views[done:])
 
     def slices(self) -> Generator[Slice, None, None]:
         """Yields a slice for each frame. Raises MediaDamaged if the picture cannot be decoded."""
@@ -56,7 +69,7 @@ class PlannedPicture:
         decoded_ns = monotonic_ns()
         for number, view in enumerate(self.views):
             begun_ns = monotonic_ns()
-            resized = np.empty((1, self.height_px, self.width_px, 3), np.uint8)
+            resized = np.empty((1, *self.frame_px(number), 3), np.uint8)
             view_into(pixels, view, resized[0])
             resized_ns = monotonic_ns()
             decode_s = 0.0 if number else (decoded_ns - start_ns) * _NS

@@ -6,6 +6,7 @@ each is checked like a message of a remote peer, and an impossible value raises 
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -224,15 +225,15 @@ class PictureSlices:
 
     @property
     def piece_bytes(self) -> int:
-        return self.picture.height_px * self.picture.width_px * 3
+        return 3 * max(math.prod(self.picture.frame_px(number)) for number in (0, 1))
 
     def order(self, done: int) -> Order:
-        picture, header = self.picture, self.picture.picture
+        picture, header = self.picture.after(done), self.picture.picture
         facts = {"height_px": header.height_px, "width_px": header.width_px, "orientation": header.orientation}
-        return Order("picture_slices", facts | _sent_facts(picture, picture.views[done:]))
+        return Order("picture_slices", facts | _sent_facts(picture, picture.views) | {"tile_px": picture.tile_px or ()})
 
     def piece(self, number: int, facts: Facts, data: UInt8Array) -> Slice:
-        return _slice(number, (1, self.picture.height_px, self.picture.width_px, 3), facts, data)
+        return _slice(number, (1, *self.picture.frame_px(number), 3), facts, data)
 
 
 def _sent_facts(media: PlannedVideo | PlannedPicture, views: Sequence[View | None]) -> dict[str, Any]:

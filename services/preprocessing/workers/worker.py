@@ -16,13 +16,14 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.contract.errors import FramesieveError, MediaRejected
+from common.contract.plan import MAX_FRAME_SIDE_PX
 from common.process import give_back_freed_memory
 from services.preprocessing.sources.sealed_memory import sealed
 from services.preprocessing.sources.source import Source, check_file_size
@@ -122,7 +123,9 @@ def _slices(
 
 def picture_slices(task: Task) -> Generator[Piece, None, None]:
     sides = (task.facts.integer(name, 1, 2**32) for name in ("height_px", "width_px", "orientation"))
-    return _pieces(PlannedPicture(task.source, Picture(*sides), *sent_of(task.facts)).slices())
+    tile_px = task.facts.integers("tile_px", 2, 1, MAX_FRAME_SIDE_PX)
+    picture = PlannedPicture(task.source, Picture(*sides), *sent_of(task.facts))
+    return _pieces((replace(picture, tile_px=(tile_px[0], tile_px[1])) if tile_px else picture).slices())
 
 
 JOBS: JobTable = {
