@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from demo.drawing import encode
 from demo.questions import Question
-from demo.scenes import Motion, Scene, Thing
+from demo.scenes import Motion, Scene, Thing, encode
 
 CLIP = Path(__file__).parent / "clip.mp4"
 SCENE = Scene(

@@ -11,26 +11,20 @@ from random import Random
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from demo.augment import Change, changed
 from demo.checkpoint import SAMPLE_FPS
 from demo.clips import FRAMES, SIDE_PX
-from demo.drawing import Pixels
 from demo.model import UNSUPERVISED, Prompt, PromptWriter
 from demo.questions import Question, picture_questions, questions_about
-from demo.scenes import Scene, Thing
+from demo.scenes import Pixels, Scene, Thing
 from demo.wordings import COLOURS, DIRECTIONS, SHAPES, SYSTEM_PROMPT
 
 ROWS = COLUMNS = SIDE_PX // 28
 # Classes of each token: none or a colour; none or a shape; none, still or a direction.
 DENSE_CLASSES = (1 + len(COLOURS), 1 + len(SHAPES), 2 + len(DIRECTIONS))
 SYSTEM_SHARE = 0.15
-# The brightness below which objects are not to be told.
-DARK = 0.2
-# Kinds of scenes of which every frame shows all objects.
-PICTURED = ("still", "pan", "shake", "backdrop", "small", "several", "grain")
 
 
 class Lessons:
@@ -41,14 +35,10 @@ class Lessons:
         self._clips = clips
         self._writer = writer
         self._rng = Random(seed)
-        self._pictured = [index for index, scene in enumerate(scenes) if scene.kind in PICTURED]
 
-    def draw(self, count: int, *, pictures: bool = False) -> tuple[list[Scene], Tensor]:
-        """`count` augmented scenes and their clips, uint8 [count, FRAMES, 3, side, side].
-
-        pictures: only of those whose every frame shows all objects.
-        """
-        chosen = self._rng.sample(self._pictured if pictures else range(len(self._scenes)), count)
+    def draw(self, count: int) -> tuple[list[Scene], Tensor]:
+        """`count` augmented scenes and their clips, uint8 [count, FRAMES, 3, side, side]."""
+        chosen = self._rng.sample(range(len(self._scenes)), count)
         pairs = [
             changed(self._scenes[index], torch.from_numpy(np.array(self._clips[index])), Change.random(self._rng))
             for index in chosen
@@ -67,38 +57,26 @@ class Lessons:
 
 
 def dense_labels(scene: Scene, slices: Sequence[int]) -> Tensor:
-    """Colour, shape and motion of the object on each token: int64 [len(slices) · rows · columns, 3].
-
-    UNSUPERVISED where an object is partly there, in the dark or at a wall. Motion is that before the background.
-    """
+    """Colour, shape and motion of the object on each token: int64 [len(slices) · rows · columns, 3]."""
     labels = np.zeros((len(slices), ROWS, COLUMNS, 3), np.int64)
     most = np.zeros((len(slices), ROWS, COLUMNS))
-    walled = _walled(scene)
-    for number, index in enumerate(slices):
-        times = [(2 * index + frame) / SAMPLE_FPS for frame in (0, 1)]
-        for thing in scene.things:
-            there = [thing.from_s <= time_s < thing.until_s for time_s in times]
-            if not any(there):
-                continue
-            share = np.mean([_share(thing, scene.place_at(thing, time_s)) for time_s in times], axis=0)
+    for thing in scene.things:
+        for number, index in enumerate(slices):
+            times = [(2 * index + frame) / SAMPLE_FPS for frame in (0, 1)]
             ends = [thing.centre_at(time_s) for time_s in times]
+            share = np.mean([_share(thing, centre) for centre in ends], axis=0)
             told = (1 + COLOURS.index(thing.colour), 1 + SHAPES.index(thing.shape), _motion(thing, ends))
             clear = (share >= 0.12) & (share > most[number])
             labels[number][clear] = told
             labels[number][(share > 0.02) & (share < 0.12) & (most[number] < 0.12)] = UNSUPERVISED
-            if not all(there) or _dark(scene, times):
-                labels[number][share > 0.02] = UNSUPERVISED
-            labels[number][(share > 0.02) & walled] = UNSUPERVISED
             most[number] = np.maximum(most[number], share)
     return torch.from_numpy(labels.reshape(-1, 3))
 
 
 def still_runs(scene: Scene, rng: Random) -> list[int]:
-    """For each slice, a slice with the same content: itself if anything moves in it, else one of its still run."""
-    shown = list(range(FRAMES // 2))
-    if scene.kind not in ("still", "small", "several", "wall"):
-        return shown
+    """For each slice, a slice with the same content: itself if an object moves in it, else one of its still run."""
     moving = set(moving_slices(scene))
+    shown = list(range(FRAMES // 2))
     start = 0
     for index in range(FRAMES // 2 + 1):
         if index == FRAMES // 2 or index in moving:
@@ -117,26 +95,6 @@ def moving_slices(scene: Scene) -> list[int]:
             thing.motion and thing.motion.start_s < index + 1 and thing.motion.stop_s > index for thing in scene.things
         )
     ]
-
-
-def _walled(scene: Scene) -> NDArray[np.bool_]:
-    """The tokens at the wall: [rows, columns]."""
-    found = np.zeros((ROWS, COLUMNS), np.bool_)
-    if scene.wall is None:
-        return found
-    low, high = scene.wall.centre - scene.wall.half, scene.wall.centre + scene.wall.half
-    cells = COLUMNS if scene.wall.upright else ROWS
-    at = [index for index in range(cells) if index / cells < high and (index + 1) / cells > low]
-    found[:, at] = scene.wall.upright
-    found[at, :] |= not scene.wall.upright
-    return found
-
-
-def _dark(scene: Scene, times: Sequence[float]) -> bool:
-    if not scene.brightness:
-        return False
-    at, factors = zip(*scene.brightness, strict=True)
-    return bool(np.interp(times, at, factors).min() < DARK)
 
 
 def _share(thing: Thing, centre: tuple[float, float]) -> np.ndarray:

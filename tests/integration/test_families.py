@@ -81,13 +81,11 @@ async def test_at_rate_0_the_answer_is_that_of_transformers_generate(
 
 
 IMAGES = (Image(data=PICTURE), Text("and"), Image(data=TALL), Image(data=media.picture(30, 31)))
-LLAVA_PARAMS = [
-    "llava_pixtral",
-    *(pytest.param(kind, marks=pytest.mark.deep) for kind in ("llava", "llava_siglip", "mistral3")),
-]
 
 
-@pytest.mark.parametrize("kind", LLAVA_PARAMS)
+# What is end to end here, the families with tiles share.
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", ["llava", "llava_pixtral", "llava_siglip", "mistral3"])
 async def test_llava_answers_questions_about_images_as_transformers_generate(
     kind: str, checkpoints: Callable[[str], Path]
 ) -> None:

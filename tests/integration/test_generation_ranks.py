@@ -75,6 +75,7 @@ async def fails_a_running_request(service: Service, number: signal.Signals) -> N
     assert await asyncio.to_thread(service.ended) == ExitStatus.FAILED
 
 
+@pytest.mark.deep
 async def test_two_ranks_of_generation_answer_as_one_and_end_when_one_is_killed(
     stack: LocalStack, adapted: Iterable[Path], start: Start
 ) -> None:

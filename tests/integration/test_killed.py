@@ -32,7 +32,12 @@ async def fails_soon(name: str, *asked: Asked) -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "name", "lost"), [(0, "preprocessing", FRAMES), (1, "encoder", MEDIA), (2, "generation", (*TEXT, *MEDIA))]
+    ("index", "name", "lost"),
+    [
+        pytest.param(0, "preprocessing", FRAMES, marks=pytest.mark.deep),
+        (1, "encoder", MEDIA),
+        pytest.param(2, "generation", (*TEXT, *MEDIA), marks=pytest.mark.deep),
+    ],
 )
 async def test_only_requests_that_need_a_killed_service_fail_and_name_it(
     fleet: Fleet, fleet_client: FramesieveClient, index: int, name: str, lost: tuple[str, ...]
