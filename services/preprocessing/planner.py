@@ -146,7 +146,9 @@ class Planner:
         """media_max_bytes: limit on files below the media root; larger ones are rejected unread. known: their digests,
         kept from one request to the next."""
         self._family: Family = load_family(checkpoint)
-        self._tokens = ChatTokens(checkpoint, self._family.placeholders, self._family.pads)
+        self._tokens = ChatTokens(
+            checkpoint, self._family.placeholders, self._family.pads, self._family.joins_parts
+        )
         self._fingerprint = checkpoint.fingerprint
         self._media_root = media_root
         self._media_max_bytes = media_max_bytes
@@ -163,13 +165,18 @@ class Planner:
             for request in conversation.media:
                 if isinstance(request.location, Source):
                     files.callback(request.location.close)
-            images = sum(request.modality is Modality.IMAGE for request in conversation.media)
-            items = [self._open(request, files, readers, images) for request in conversation.media]
+            is_image = [request.modality is Modality.IMAGE for request in conversation.media]
+            items = [
+                self._open(request, files, readers, sum(is_image[:place]), sum(is_image))
+                for place, request in enumerate(conversation.media)
+            ]
             plan = self._lay_out(conversation.turns, items, readers.check_cancelled)
             media = tuple(item.planned for item in items)
             return PlannedPrompt(plan, media, files.pop_all(), time.perf_counter() - start)
 
-    def _open(self, request: MediaRequest, files: ExitStack, readers: Readers, images: int) -> _Item:
+    def _open(
+        self, request: MediaRequest, files: ExitStack, readers: Readers, image_index: int, images: int
+    ) -> _Item:
         readers.check_cancelled()
         if request.modality not in self._family.placeholders:
             known = " and ".join(f"{modality.value}s" for modality in self._family.placeholders)
@@ -179,7 +186,7 @@ class Planner:
         self._check_max_pixels(request)
         source = self._source(request, files, readers.check_cancelled)
         if request.modality is Modality.IMAGE:
-            make = partial(self._image, source, readers.picture(source), request, images)
+            make = partial(self._image, source, readers.picture(source), request, image_index, images)
         elif request.frames is not None:
             source = replace(source, digest=_digest_of_pictures(source.digest, request.frames.ends))
             make = partial(self._pictures, source, readers.pictures(source, request.frames.ends), request)
@@ -211,9 +218,9 @@ class Planner:
         expansion = self._family.expansion(embeds.grid, base)
         return _Item(embeds.modality, PlannedEmbeds(), 0, embeds.grid, expansion, base, (), content)
 
-    def _image(self, source: Source, picture: Picture, request: MediaRequest, images: int) -> _Item:
+    def _image(self, source: Source, picture: Picture, request: MediaRequest, index: int, images: int) -> _Item:
         with _too_large():
-            laid = self._family.image(picture.height_px, picture.width_px, request.sampling, images)
+            laid = self._family.image(picture.height_px, picture.width_px, request.sampling, index, images)
         planned = PlannedPicture(source, picture, laid.height_px, laid.width_px, laid.views, laid.tile_px)
         sizes = [planned.frame_px(number) for number in range(len(laid.views))]
         for size in sizes:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoint
-from services.encoder.families import llava, load_tower, vision_model
+from services.encoder.families import llava, load_tower, minicpmv, vision_model
 from services.encoder.tower.graphs import Captured
 from services.encoder.tower.tower import Tower
 from tests.generation.test_decode_graphs import NoSynchronisation
@@ -63,7 +63,7 @@ def stale(buffer: Tensor) -> float:
 def load_packed(checkpoint: Path) -> Tower:
     """A tower with variable-length attention, as on CUDA."""
     with ExitStack() as patches:
-        for module in (llava, vision_model):
+        for module in (llava, minicpmv, vision_model):
             patches.enter_context(patch.object(module, "find_attention", return_value=attend_by_formula))
         return load_tower(Checkpoint(checkpoint), "float32", CPU)
 
@@ -72,15 +72,14 @@ def attend_by_formula(
     query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int
 ) -> Tensor:
     """softmax(q kᵀ / √d) v of each sequence; NaN in rows of no sequence, which a kernel leaves unwritten."""
-    assert ends_q.dtype == torch.int32
-    assert ends_q is ends_k
-    assert max_q == max_k
-    ends = ends_q.numpy()
-    assert ends[0] == 0
+    assert ends_q.dtype == ends_k.dtype == torch.int32
+    asking, known = ends_q.numpy(), ends_k.numpy()
+    assert asking[0] == known[0] == 0
     found = torch.full_like(query, torch.nan)
-    for start, end in pairwise(ends):
+    for (start, end), (first, last) in zip(pairwise(asking), pairwise(known), strict=True):
         assert 0 <= end - start <= max_q
-        rows = slice(start, end)
-        scores = torch.einsum("rhd,chd->hrc", query[rows], key[rows]) * query.shape[-1] ** -0.5
-        found[rows] = torch.einsum("hrc,chd->rhd", scores.softmax(-1), value[rows])
+        assert 0 <= last - first <= max_k
+        rows, columns = slice(start, end), slice(first, last)
+        scores = torch.einsum("rhd,chd->hrc", query[rows], key[columns]) * query.shape[-1] ** -0.5
+        found[rows] = torch.einsum("hrc,chd->rhd", scores.softmax(-1), value[columns])
     return found

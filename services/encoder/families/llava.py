@@ -129,6 +129,15 @@ class _InternVLLayer(InternVLVisionLayer):
         return output
 
 
+def pass_ends_on(layers: nn.Module) -> None:
+    """Makes layers pass the ends of sequences on to the attention."""
+    for module in layers.modules():
+        if isinstance(module, SiglipAttention):
+            module.__class__ = _SiglipAttention
+        elif isinstance(module, InternVLVisionLayer):
+            module.__class__ = _InternVLLayer
+
+
 class _Llava(nn.Module):
     """vision_tower: transformers' model without what is not read. embed: patches and their layout, to rows."""
 
@@ -147,11 +156,7 @@ class _Llava(nn.Module):
         del self.layers[max(self._selected) :]
         for unread in ("post_layernorm", "head"):
             self._remove(unread)
-        for module in self.layers.modules():
-            if isinstance(module, SiglipAttention):
-                module.__class__ = _SiglipAttention
-            elif isinstance(module, InternVLVisionLayer):
-                module.__class__ = _InternVLLayer
+        pass_ends_on(self.layers)
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -186,8 +186,8 @@ class CacheEntry:
         pixels = torch.frombuffer(piece.frames.data, dtype=torch.uint8).view(piece.frames.shape)
         target = self._buffer[:, start : start + self._arrangement.slice_tokens]
         try:
-            tokens = self._tower.patches.tokens(pixels.shape)
-            submitted = self._batcher.submit(pixels, target, tokens, partial(self._store, target))
+            load = self._tower.patches.load(pixels.shape)
+            submitted = self._batcher.submit(pixels, target, load, partial(self._store, target))
         except Unavailable as error:
             self._ahead.release()
             self.fail(error)

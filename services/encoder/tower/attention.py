@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Literal, Protocol, TypeAlias
 
 import structlog
@@ -123,12 +123,27 @@ def attend_by_length(
 ) -> Tensor:
     """Implements `Attend` on a CPU: a call for each run of sequences of equal length.
 
-    Slices of one size have the same windows, and are computed together:
+    Slices of one size have the same windows, and are computed together; queries of other rows than the keys one sequence
+    after the other:
 
         lengths:  4 4 2 2 1   4 4 2 2 1        three calls, of 2 × 2, 2 × 2 and 2 × 1 sequences
     """
+    if ends_q is not ends_k:
+        return _attend_across(query, key, value, ends_q, ends_k)
     attended: Tensor = torch.ops.framesieve.attend_by_length(query, key, value, ends_q)
     return attended
+
+
+def _attend_across(query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor) -> Tensor:
+    """Each sequence of queries attends to the keys of its own."""
+    out = torch.empty_like(query)
+    asking, known = (list(pairwise(ends.tolist())) for ends in (ends_q, ends_k))
+    for (first, last), (begin, end) in zip(asking, known, strict=True):
+        if first < last:
+            own = (query[first:last], key[begin:end], value[begin:end])
+            attended = F.scaled_dot_product_attention(*(each.transpose(0, 1)[None] for each in own))
+            out[first:last] = attended[0].transpose(0, 1)
+    return out
 
 
 def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor:

@@ -126,8 +126,7 @@ class _Graph:
         for buffer, array in zip(self._layout.arrays, layout.arrays, strict=True):
             buffer.copy_(pin(torch.from_numpy(array), buffer.device), non_blocking=True)
         self._captured.replay()
-        tokens = sum(size_of(side, self._shape).tokens for side in sides)
-        return self._captured.output[:, :tokens].clone()
+        return self._captured.output[:, : self._shape.tokens(sides)].clone()
 
 
 def _measure(forward: ModelForward, graph: _Graph, device: Device) -> Measured:

@@ -44,6 +44,9 @@ class TowerShape:
     table_side: side of the square table from which position embeddings are interpolated; 0 without a table.
     lead: rows of a slice before its patches, such as a class token. dropped: first rows of a slice that become no
         tokens; as many where merge is above 1. fixed: the sides of every slice, of towers that take no others.
+    queries: tokens of each slice, whatever its size; 0: its merged patches. Sizes of buckets count merged patches.
+    cell_side: side of a square table of cells that is laid over every slice; a patch takes the entry of the cell that it
+        begins in; 0 without.
     """
 
     merge: int
@@ -52,10 +55,16 @@ class TowerShape:
     lead: int = 0
     dropped: int = 0
     fixed: Side | None = None
+    queries: int = 0
+    cell_side: int = 0
 
     def rows(self, bucket: Size) -> int:
         """Rows of patches of so many slices with so many tokens."""
         return bucket.tokens * self.merge**2 + bucket.slices * self.dropped
+
+    def tokens(self, sides: Sequence[Side]) -> int:
+        """What the tower makes of so many slices."""
+        return len(sides) * self.queries or sum(size_of(side, self).tokens for side in sides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +75,8 @@ class PackedLayout(Generic[A]):
     in patches, the longest of which has `longest`. order: int64 (T,), tokens by window. window_ends: int32 (W + 1,),
     ends of windows in patches, the longest of which has `longest_window`. interpolation_indices: int64 (P, 4), table
     entries whose weighted sum is a patch's position embedding; interpolation_weights: float32 (P, 4). token_rows: int64
-    (T · merge²,), the rows that become tokens.
+    (T · merge²,), the rows that become tokens. query_ends: int32 (S + 1,), ends of slices in queries.
+    cells: int64 (P,), the entries of the table of cells.
     """
 
     positions: A
@@ -78,6 +88,8 @@ class PackedLayout(Generic[A]):
     interpolation_indices: A | None = None
     interpolation_weights: A | None = None
     token_rows: A | None = None
+    query_ends: A | None = None
+    cells: A | None = None
 
     def map(self, change: Callable[[A], B]) -> PackedLayout[B]:
         """A copy with `change` applied to every array."""
@@ -90,7 +102,7 @@ class PackedLayout(Generic[A]):
 
     def with_ends_of(self, other: PackedLayout[A]) -> PackedLayout[A]:
         """A copy with the ends of sequences from another layout."""
-        return replace(self, ends=other.ends, window_ends=other.window_ends)
+        return replace(self, ends=other.ends, window_ends=other.window_ends, query_ends=other.query_ends)
 
     @property
     def arrays(self) -> list[A]:
@@ -101,6 +113,8 @@ class PackedLayout(Generic[A]):
             self.interpolation_indices,
             self.interpolation_weights,
             self.token_rows,
+            self.query_ends,
+            self.cells,
         )
         return [self.positions, self.ends, *(array for array in optional if array is not None)]
 
@@ -135,6 +149,8 @@ def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
         interpolation_indices=np.concatenate([each.indices for each in laid]) if shape.table_side else None,
         interpolation_weights=np.concatenate([each.weights for each in laid]) if shape.table_side else None,
         token_rows=token_rows,
+        query_ends=_ends([shape.queries] * len(sides)) if shape.queries else None,
+        cells=np.concatenate([each.cells for each in laid]) if shape.cell_side else None,
     )
 
 
@@ -159,6 +175,10 @@ def pad(layout: PackedLayout[Array], bucket: Size, shape: TowerShape) -> PackedL
         token_rows=None
         if layout.token_rows is None
         else _lengthen(layout.token_rows, bucket.tokens * shape.merge**2, 0),
+        query_ends=None
+        if layout.query_ends is None
+        else _lengthen(layout.query_ends, bucket.slices + 1, layout.query_ends[-1]),
+        cells=None if layout.cells is None else _lengthen(layout.cells, patches, 0),
     )
 
 
@@ -189,6 +209,9 @@ class _Slice:
             )
             self.indices = (row_indices[:, :, None] * shape.table_side + column_indices[:, None]).reshape(-1, 4)
             self.weights = (row_weights[:, :, None] * column_weights[:, None]).reshape(-1, 4)
+        if shape.cell_side:
+            row, column = (_cells(self.positions[:, axis], side[axis], shape.cell_side) for axis in (0, 1))
+            self.cells = row * shape.cell_side + column
 
 
 def _axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:
@@ -201,6 +224,13 @@ def _axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:
     offsets = np.arange(2)
     weights = 1 - np.abs(at[:, None] - below[:, None] - offsets.astype(np.float32))
     return np.clip(below.astype(np.int64)[:, None] + offsets, 0, table_side - 1), np.maximum(weights, 0)
+
+
+def _cells(places: Array, length: int, cell_side: int) -> Array:
+    """The cell of an axis that each place begins in. In float32, as transformers computes it."""
+    borders = (np.arange(1, cell_side) / cell_side).astype(np.float32)
+    begins = np.minimum(places.astype(np.float32) * (np.float32(1) / np.float32(length)), np.float32(1 - 1e-6))
+    return np.searchsorted(borders, begins, side="right").astype(np.int64)
 
 
 def _ends(lengths: Sequence[int] | Array) -> Array:

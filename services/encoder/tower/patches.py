@@ -32,7 +32,8 @@ class PatchShape:
     """patch_px: side of a square patch; merge: patches per side of a token; temporal_patch: frames per slice.
 
     lead: rows of a slice before its patches. dropped: first rows of a slice that become no tokens. crops: frames may be
-    larger than their whole tokens, the rest is left out.
+    larger than their whole tokens, the rest is left out. queries: tokens of each slice, whatever its size, which a
+    resampler makes of its patches; 0: as many as it has merged patches.
     """
 
     patch_px: int
@@ -41,6 +42,7 @@ class PatchShape:
     lead: int = 0
     dropped: int = 0
     crops: bool = False
+    queries: int = 0
 
     @property
     def token_px(self) -> int:
@@ -55,7 +57,11 @@ class PatchShape:
         return frames[1] // self.patch_px, frames[2] // self.patch_px
 
     def tokens(self, frames: Sequence[int]) -> int:
-        """Merged tokens of one temporal slice. frames: its shape, (F, H, W, 3)."""
+        """Tokens of one temporal slice. frames: its shape, (F, H, W, 3)."""
+        return self.queries or self.load(frames)
+
+    def load(self, frames: Sequence[int]) -> int:
+        """Merged patches of one temporal slice, which limit a forward. frames: its shape, (F, H, W, 3)."""
         rows, columns = self.side(frames)
         return rows * columns // self.merge**2 + self.lead - self.dropped
 
@@ -63,6 +69,8 @@ class PatchShape:
         """Rows and columns of the tokens of a frame; one row where they are not those of patches. None: of no frame."""
         if not self.crops and (height_px % self.token_px or width_px % self.token_px):
             return None
+        if self.queries:
+            return 1, self.queries
         if self.lead == self.dropped:
             return height_px // self.token_px, width_px // self.token_px
         return 1, self.tokens((1, height_px, width_px))
@@ -99,7 +107,8 @@ def _normalisation(config: Mapping[str, Any]) -> Normalisation:
     rescale = float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1.0
     if not config.get("do_normalize", True):
         return Normalisation(rescale, (0.0,) * CHANNELS, (1.0,) * CHANNELS)
-    mean, std = (tuple(config.get(name, ())) for name in ("image_mean", "image_std"))
+    # MiniCPM-V's name them norm_…
+    mean, std = (tuple(config.get(f"image_{name}", config.get(f"norm_{name}", ()))) for name in ("mean", "std"))
     if not len(mean) == len(std) == CHANNELS or min(std) <= 0:
         raise StartupError(f"image_mean and image_std must have {CHANNELS} values, std above 0, got {mean} and {std}")
     return Normalisation(rescale, mean, std)

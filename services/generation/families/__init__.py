@@ -11,6 +11,7 @@ from services.generation.families import (
     llava,
     llava_next_video,
     llava_onevision,
+    minicpmv,
     mistral3,
     qwen2_5_vl,
     qwen2_vl,
@@ -25,6 +26,7 @@ FAMILIES = {
     "llava": llava.load,
     "llava_next_video": llava_next_video.load,
     "llava_onevision": llava_onevision.load,
+    "minicpmv": minicpmv.load,
     "mistral3": mistral3.load,
     "qwen2_vl": qwen2_vl.load,
     "qwen2_5_vl": qwen2_5_vl.load,
@@ -36,7 +38,9 @@ FAMILIES = {
 def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
     """Raises StartupError if a checkpoint's language model cannot be divided among `ranks` ranks."""
     checkpoint.pick(FAMILIES)
-    check_sizes(AutoConfig.from_pretrained(checkpoint.folder).get_text_config(), ranks)
+    flat = checkpoint.model_type == "minicpmv"
+    text = minicpmv.text_config(checkpoint) if flat else AutoConfig.from_pretrained(checkpoint.folder).get_text_config()
+    check_sizes(text, ranks)
 
 
 def load_language_model(

@@ -21,7 +21,7 @@ from services.generation.parallel.group import Group
 from services.generation.parallel.sharding import Shard, check_sizes, layers_plan, shard
 
 # Of transformers 5, and of published checkpoints whose language model is a whole model of its own.
-LM_HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.")
+LM_HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.", "llm.lm_head.")
 _ROPE_TYPES = ("default", "llama3")  # frequencies that do not change with the length of the context
 
 

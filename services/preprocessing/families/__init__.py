@@ -12,6 +12,7 @@ from services.preprocessing.families.internvl import InternVL
 from services.preprocessing.families.llava import Llava
 from services.preprocessing.families.llava_next_video import LlavaNextVideo
 from services.preprocessing.families.llava_onevision import LlavaOnevision
+from services.preprocessing.families.minicpmv import MiniCPMV
 from services.preprocessing.families.qwen2_5_vl import Qwen25VL
 from services.preprocessing.families.qwen2_vl import Qwen2VL
 from services.preprocessing.families.qwen3_vl import Qwen3VL
@@ -47,8 +48,12 @@ class Family(Protocol):
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         """The sampled frames: indices below `total_frames`, not decreasing, at least one."""
 
-    def image(self, height_px: int, width_px: int, wish: FrameSampling, images: int) -> ImageLayout:
-        """The layout of a picture of this size, one of so many `images` in the prompt."""
+    @property
+    def joins_parts(self) -> str | None:
+        """What is between the parts of a message, for chat templates that take text alone; None: others."""
+
+    def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
+        """The layout of a picture of this size, the image `index` of so many `images` in the prompt."""
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
         """Height and width of each of `frames` after resizing."""
@@ -68,6 +73,7 @@ FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
     "llava": Llava.from_checkpoint,
     "llava_next_video": LlavaNextVideo.from_checkpoint,
     "llava_onevision": LlavaOnevision.from_checkpoint,
+    "minicpmv": MiniCPMV.from_checkpoint,
     "mistral3": Llava.from_checkpoint,
     "qwen2_vl": Qwen2VL.from_checkpoint,
     "qwen2_5_vl": Qwen25VL.from_checkpoint,

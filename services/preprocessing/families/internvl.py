@@ -46,6 +46,7 @@ class InternVL:
     tiles: tuple[int, int]
 
     embed_levels: ClassVar[int] = 0
+    joins_parts: ClassVar[str | None] = None
     frame_bounds: ClassVar[FrameBounds] = FrameBounds(fps=1.0, min_frames=1, max_frames=32, temporal_patch=1)
 
     @classmethod
@@ -78,7 +79,7 @@ class InternVL:
         frames = min(frames, total_frames)
         return tuple(int((index + 0.5) * total_frames / frames) for index in range(frames))
 
-    def image(self, height_px: int, width_px: int, wish: FrameSampling, images: int) -> ImageLayout:
+    def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
         """Raises InvalidRequest for fewer pixels than a frame has, and MediaRejected for an aspect ratio above 200."""
         check_aspect(height_px, width_px)
         check_fixed(self.side_px, wish)

@@ -61,6 +61,7 @@ class Llava:
     more_tokens: int
 
     embed_levels: ClassVar[int] = 0
+    joins_parts: ClassVar[str | None] = None
     frame_bounds: ClassVar[FrameBounds] = FrameBounds(fps=1.0, min_frames=1, max_frames=1, temporal_patch=1)
 
     @classmethod
@@ -129,7 +130,7 @@ class Llava:
         rows, columns = -(-height_px // self.token_px), -(-width_px // self.token_px)
         return rows * self.token_px, columns * self.token_px
 
-    def image(self, height_px: int, width_px: int, wish: FrameSampling, images: int) -> ImageLayout:
+    def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
         """One frame. Raises InvalidRequest and MediaRejected."""
         size = self.image_size(height_px, width_px, wish)
         if wish.max_pixels is not None and self.sent_px is None:

@@ -55,6 +55,7 @@ class LlavaOnevision:
     background: tuple[int, int, int]
 
     embed_levels: ClassVar[int] = 0
+    joins_parts: ClassVar[str | None] = None
     frame_bounds: ClassVar[FrameBounds] = FrameBounds(fps=1.0, min_frames=1, max_frames=32, temporal_patch=1)
 
     @classmethod
@@ -92,7 +93,7 @@ class LlavaOnevision:
         """Evenly spaced indices from the first frame on."""
         return evenly(total_frames, average_rate, bounds)
 
-    def image(self, height_px: int, width_px: int, wish: FrameSampling, images: int) -> ImageLayout:
+    def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
         """Raises InvalidRequest for fewer pixels than a frame has, and MediaRejected for an aspect ratio above 200."""
         check_aspect(height_px, width_px)
         check_fixed(self.anyres.tile_px, wish)

@@ -52,6 +52,7 @@ class QwenVL:
     max_video_tokens: int | None
     frame_bounds: FrameBounds
 
+    joins_parts: ClassVar[str | None] = None
     placeholders: ClassVar[Mapping[Modality, str]] = {
         Modality.IMAGE: "<|image_pad|>",
         Modality.VIDEO: "<|video_pad|>",
@@ -100,7 +101,7 @@ class QwenVL:
             height_px, width_px, budget if wish.max_pixels is None else at_most(budget, wish.max_pixels)
         )
 
-    def image(self, height_px: int, width_px: int, wish: FrameSampling, images: int) -> ImageLayout:
+    def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
         """One frame, resized. Raises MediaRejected."""
         size = self.image_size(height_px, width_px, wish)
         if wish.max_pixels is not None:

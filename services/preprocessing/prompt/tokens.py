@@ -55,6 +55,7 @@ class ChatTokens:
     """Tokenises conversations with a checkpoint's chat template and tokenizer.
 
     placeholders: the control token of a media item, by modality. pads: that of each of its tokens; None: the same.
+    joins_parts: what is between the parts of a message, for a template that takes text alone; None: it takes parts.
     Raises StartupError if the checkpoint has no usable tokenizer or template.
     """
 
@@ -63,6 +64,7 @@ class ChatTokens:
         checkpoint: Checkpoint,
         placeholders: Mapping[Modality, str],
         pads: Mapping[Modality, str] | None = None,
+        joins_parts: str | None = None,
     ) -> None:
         path = checkpoint.folder / "tokenizer.json"
         contents = checkpoint.read_json(path.name)
@@ -73,6 +75,8 @@ class ChatTokens:
         missing = [token for token in (*placeholders.values(), *pads.values()) if token not in self._control]
         if missing:
             raise StartupError(f"{path} has no token {', '.join(missing)}")
+        self._joins_parts = joins_parts
+        self._placeholders = placeholders
         self._media = {token: modality for modality, token in placeholders.items()}
         self._pad_ids = {token: self._control[pads[modality]] for token, modality in self._media.items()}
         plain = contents | {"added_tokens": [], "post_processor": None}
@@ -185,14 +189,18 @@ class ChatTokens:
         messages: list[dict[str, Any]] = []
         for turn in turns:
             content: list[dict[str, str]] = []
+            spelt: list[str] = []
             for part in turn.parts:
                 if isinstance(part, Modality):
                     content.append({"type": part.value})
+                    spelt.append(self._placeholders[part])
                 else:
                     stand_in = f"⟨{secrets.token_hex(16)}⟩"
                     texts[stand_in] = part
                     content.append({"type": "text", "text": stand_in})
-            messages.append({"role": turn.role, "content": content})
+                    spelt.append(stand_in)
+            joined = None if self._joins_parts is None else self._joins_parts.join(spelt)
+            messages.append({"role": turn.role, "content": content if joined is None else joined})
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._names), texts
         except TemplateError as error:

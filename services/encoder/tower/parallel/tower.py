@@ -99,10 +99,9 @@ class DataParallelTower:
 
     def _encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
         tokens = [self.own.patches.tokens(frames.shape) for frames in slices]
+        costs = [self.own.cost(self.own.patches.load(frames.shape)) for frames in slices]
         # Each share in the order of the slices, where slices of equal size are neighbours.
-        mine, *theirs = [
-            sorted(share) for share in assign([self.own.cost(each) for each in tokens], self._count).shares
-        ]
+        mine, *theirs = [sorted(share) for share in assign(costs, self._count).shares]
         shares = [
             self._share(rank, indices, [slices[each] for each in indices], sum(tokens[each] for each in indices))
             for rank, indices in enumerate(theirs, start=1)
@@ -149,7 +148,7 @@ class DataParallelTower:
 def packing_of(tower: Tower, most_tokens: int) -> PackingLimit:
     """What one forward of the tower may hold, at most `most_tokens` tokens."""
     return tower.packing or PackingLimit(
-        token_limit(most_tokens), lambda frames: Size(tower.patches.tokens(frames), 1, 0)
+        token_limit(most_tokens), lambda frames: Size(tower.patches.load(frames), 1, 0)
     )
 
 

@@ -1,0 +1,122 @@
+"""MiniCPM-V's towers, 2.5 to 4.0: SigLIP over pictures of any size, and a resampler that makes tokens of each.
+
+A patch takes the stored position that is nearest to its place in a square grid. Pictures are packed; none is padded.
+Source: the published `modeling_navit_siglip.py` and `resampler.py` of openbmb/MiniCPM-V-2_6; `Idefics2VisionTransformer`
+of transformers 5.23, which places patches alike.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.models.siglip.configuration_siglip import SiglipVisionConfig
+from transformers.models.siglip.modeling_siglip import SiglipVisionModel
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
+from services.cpu.packed_linear import pack_linears
+from services.encoder.families.llava import pass_ends_on
+from services.encoder.families.resampler import Resampler
+from services.encoder.tower.attention import VARLEN, Attend, Wanted, attend_by_length, find_attention
+from services.encoder.tower.packing import PackedLayout, TowerShape
+from services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from services.encoder.tower.tower import ModelForward, Tower, TowerSizes
+from services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
+
+_TOWER, _RESAMPLER = "vpm.", "resampler."
+_PATCH_EMBED = f"{_TOWER}embeddings.patch_embedding."
+
+
+def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
+    config = checkpoint.config
+    vision = SiglipVisionConfig(**(config.get("vision_config") or {}))
+    if config.get("drop_vision_last_layer", False):
+        vision.num_hidden_layers -= 1
+    queries, width = int(config.get("query_num", 64)), int(config["hidden_size"])
+    vision._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        model = _MiniCPMV(vision, queries, width)
+    stored = {
+        part + name: each
+        for part in (_TOWER, _RESAMPLER)
+        for name, each in find_weights(checkpoint, (part,)).items()
+    }
+    kept = model.state_dict().keys()
+    stored = {name: each for name, each in stored.items() if name in kept or not name.startswith(f"{_TOWER}encoder.")}
+    runs_in = choose_dtype(stored, dtype, device)
+    if runs_in == torch.float16:
+        raise StartupError("--dtype float16: SigLIP towers overflow it, use bfloat16 or float32")
+    weights = read_weights(stored, runs_in, device, _PATCH_EMBED)
+    fill(model, weights, runs_in)
+    heads = vision.num_attention_heads
+    attend = find_attention(attention, device, runs_in, heads, vision.hidden_size // heads) or attend_by_length
+    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
+    weight, bias = (weights[f"{_PATCH_EMBED}{name}"] for name in ("weight", "bias"))
+    model.embed_with(FoldedPatchEmbed(weight[:, :, None], bias, read_normalisation(checkpoint), runs_in))
+    sizes = _sizes(model)
+    layers = tuple(model.vpm.encoder.layers)
+    pack_linears(model.eval().requires_grad_(False).to(device))
+
+    def compute(patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
+        tokens: Tensor = model(patches, layout, attend)
+        return tokens[None]
+
+    shape = TowerShape(1, queries=queries, cell_side=vision.image_size // vision.patch_size)
+    return Tower(
+        forward=ModelForward(compute, shape, device, attend is not attend_by_length, layers),
+        patches=PatchShape(vision.patch_size, 1, 1, queries=queries),
+        embed_dim=width,
+        embed_levels=0,
+        dtype=runs_in,
+        device=device,
+        sizes=sizes,
+    )
+
+
+class _MiniCPMV(nn.Module):
+    """vpm: transformers' SigLIP without its head."""
+
+    patch_embed: FoldedPatchEmbed
+    places: nn.Parameter
+
+    def __init__(self, vision: SiglipVisionConfig, queries: int, width: int) -> None:
+        super().__init__()
+        vision.vision_use_head = False
+        self.vpm = SiglipVisionModel(vision)
+        self.resampler = Resampler(queries, width, vision.hidden_size)
+        pass_ends_on(self.vpm)
+
+    def embed_with(self, patch_embed: FoldedPatchEmbed) -> None:
+        """Replaces the embedding by one of uint8 patches, once the model has its weights."""
+        self.patch_embed = patch_embed
+        self.places = self.vpm.embeddings.position_embedding.weight
+        del self.vpm.embeddings
+
+    def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
+        """Tokens (S · queries, D) of patches uint8 (P, values)."""
+        assert layout.query_ends is not None
+        assert layout.cells is not None
+        rows = self.patch_embed(patches) + self.places[layout.cells]
+        states = rows[None]
+        for layer in self.vpm.encoder.layers:
+            states = layer(
+                states,
+                attention_mask=None,
+                attend=attend,
+                cu_seq_lens_q=layout.ends,
+                max_length_q=layout.longest,
+            )
+        features = self.vpm.post_layernorm(states)[0]
+        tokens: Tensor = self.resampler(
+            features, layout.positions, layout.ends, layout.longest, layout.query_ends, attend
+        )
+        return tokens
+
+
+def _sizes(model: _MiniCPMV) -> TowerSizes:
+    in_layers = sum(each.weight.numel() for each in model.vpm.encoder.modules() if isinstance(each, nn.Linear))
+    hidden, values = model.patch_embed.weight.shape
+    width = model.resampler.proj.shape[0]
+    # Keys and values of each patch.
+    return TowerSizes(hidden, in_layers + hidden * values + hidden * width + 2 * width**2, 0, len(model.vpm.encoder.layers))

@@ -1,0 +1,60 @@
+"""Language models of MiniCPM-V 2.5 to 4.0: Llama or Qwen2, by the version; their config is that of the whole model.
+
+Source: the published checkpoints of openbmb/MiniCPM-Llama3-V-2_5, MiniCPM-V-2_6 and MiniCPM-V-4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.llama.modeling_llama import LlamaModel, LlamaRotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model, Qwen2RotaryEmbedding
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
+from services.generation.families.loading import TextClasses, load_text
+from services.generation.families.quantised import is_quantised
+from services.generation.model.language_model import LanguageModel
+from services.generation.parallel.group import Group
+
+_LLAMA = (LlamaConfig, TextClasses(LlamaForCausalLM, LlamaModel, LlamaRotaryEmbedding))
+_QWEN2 = (Qwen2Config, TextClasses(Qwen2ForCausalLM, Qwen2Model, Qwen2RotaryEmbedding))
+_BY_VERSION: Mapping[str, tuple[Any, TextClasses]] = {"2.5": _LLAMA, "2.6": _QWEN2, "4.0": _LLAMA}
+_NOT_OF_TEXT = ("model_type", "architectures", "auto_map", "vision_config", "slice_config", "version")
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """What the loaders read of the config of a whole model."""
+
+    text_config: Any
+    tie_word_embeddings: bool
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
+    """The family's `load_language_model`."""
+    if is_quantised(checkpoint):
+        raise StartupError("quantised checkpoints of MiniCPM-V are not supported")
+    text_config, classes = _text(checkpoint)
+    whole = _Whole(text_config, text_config.tie_word_embeddings)
+    model = load_text(checkpoint, whole, classes, ("llm.model.",), dtype, device, group)
+    return replace(model, position_axes=1)
+
+
+def text_config(checkpoint: Checkpoint) -> Any:
+    """The config of the language model. Raises StartupError for a version that is not supported."""
+    return _text(checkpoint)[0]
+
+
+def _text(checkpoint: Checkpoint) -> tuple[Any, TextClasses]:
+    config = checkpoint.config
+    version = str(config.get("version", "2.5"))
+    version = version if "." in version else f"{version}.0"
+    if version not in _BY_VERSION:
+        raise StartupError(f"MiniCPM-V version {version} is not supported, only {', '.join(_BY_VERSION)}")
+    make, classes = _BY_VERSION[version]
+    return make(**{name: value for name, value in config.items() if name not in _NOT_OF_TEXT}), classes

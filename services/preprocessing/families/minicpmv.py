@@ -1,0 +1,210 @@
+"""MiniCPM-V 2.5 to 4.0: an image as a source picture and slices of its own resolution; videos of one picture a frame.
+
+    an image    <image_id>0</image_id><image>64 queries</image><slice>64 queries</slice>…  newline behind each row
+    2.5         <image>96 queries</image><slice><image>96 queries</image>… newline … </slice>
+    a video     <image>64 queries</image>, newline, <image>64 queries</image> …
+
+Positions are one-dimensional. Every picture becomes as many tokens as the resampler has queries, whatever its size.
+Pictures keep their aspect; sides are multiples of a patch. The chat template gets text alone: the parts of a message are
+joined by newlines.
+Source: the published processors of openbmb/MiniCPM-Llama3-V-2_5, MiniCPM-V-2_6 and MiniCPM-V-4; LLaVA-UHD, arXiv
+2403.11703; MiniCPM-V, arXiv 2408.01800.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
+from common.contract.plan import Grid, Modality
+from services.preprocessing.families.tiles import check_aspect
+from services.preprocessing.prompt.layout import Expansion, ImageLayout
+from services.preprocessing.prompt.positions import LinearSpan
+from services.preprocessing.video.resize import View
+from services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from services.preprocessing.video.timing import TimeBase
+
+VERSIONS = ((2, 5), (2, 6), (4, 0))
+# Of media in the rendered conversation: control tokens that no expansion holds.
+_STAND_INS = {Modality.IMAGE: "<ref>", Modality.VIDEO: "</ref>"}
+
+
+@dataclass(frozen=True, slots=True)
+class MiniCPMV:
+    """The settings of one checkpoint.
+
+    queries: tokens of each picture. scale_px: side of a square with as many pixels as a slice has. most_slices: of an
+    image. numbers_images: whether each has its number before it. wraps_slices: all slices are between one pair of
+    markers, each as a picture of its own (2.5). names: of the markers.
+    """
+
+    token_px: int
+    queries: int
+    scale_px: int
+    most_slices: int
+    numbers_images: bool
+    wraps_slices: bool
+    names: Mapping[str, str]
+    placeholders: Mapping[Modality, str]
+
+    embed_levels: ClassVar[int] = 0
+    frame_bounds: ClassVar[FrameBounds] = FrameBounds(fps=1.0, min_frames=1, max_frames=64, temporal_patch=1)
+    joins_parts: ClassVar[str | None] = "\n"
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> MiniCPMV:
+        """Raises StartupError for a version or settings that are not supported."""
+        config, image = checkpoint.config, checkpoint.processor("image")
+        version = version_of(config)
+        slices = image | (config.get("slice_config") or {})
+        queries = int(config.get("query_num", 96 if version == (2, 5) else 64))
+        if int(image.get("image_feature_size", queries)) != queries:
+            raise StartupError(f"the image processor counts {image['image_feature_size']} tokens, query_num is {queries}")
+        names = {
+            name: str(image.get(name, default))
+            for name, default in (
+                ("im_start_token", "<image>"),
+                ("im_end_token", "</image>"),
+                ("slice_start_token", "<slice>"),
+                ("slice_end_token", "</slice>"),
+                ("im_id_start", "<image_id>"),
+                ("im_id_end", "</image_id>"),
+                ("unk_token", "<unk>"),
+            )
+        }
+        takes_videos = version != (2, 5)
+        return cls(
+            token_px=int(slices.get("patch_size", 14)),
+            queries=queries,
+            scale_px=int(slices.get("scale_resolution", 448)),
+            most_slices=int(slices.get("max_slice_nums", 9)) if config.get("slice_mode", True) else 1,
+            numbers_images=takes_videos and bool(config.get("use_image_id", True)),
+            wraps_slices=not takes_videos,
+            names=names,
+            placeholders=_STAND_INS if takes_videos else {Modality.IMAGE: _STAND_INS[Modality.IMAGE]},
+        )
+
+    @property
+    def pads(self) -> Mapping[Modality, str]:
+        return dict.fromkeys(self.placeholders, self.names["unk_token"])
+
+    def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
+        """A frame of each so many; the middles of even shares where that would be too many."""
+        step = max(1, round(float(average_rate) / bounds.fps))
+        indices = range(0, total_frames, step)
+        wanted = bounds.num_frames or min(max(len(indices), bounds.min_frames), bounds.max_frames, total_frames)
+        if wanted == len(indices) and not bounds.num_frames:
+            return tuple(indices)
+        among = range(total_frames) if bounds.num_frames or wanted > len(indices) else indices
+        share = len(among) / wanted
+        return tuple(among[int(number * share + share / 2)] for number in range(wanted))
+
+    def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
+        """The source picture, and its slices. Raises MediaRejected for an aspect ratio above 200."""
+        check_aspect(height_px, width_px)
+        if wish.max_pixels is not None and height_px * width_px > wish.max_pixels:
+            shrink = math.sqrt(wish.max_pixels / (height_px * width_px))
+            height_px, width_px = max(1, int(height_px * shrink)), max(1, int(width_px * shrink))
+        columns, rows = self._slices(height_px, width_px)
+        source = self._sides(height_px, width_px, grows=columns * rows == 1)
+        if columns * rows == 1:
+            return ImageLayout(*source, (None,), Grid(1, 1, self.queries), tuple(self._picture(index)))
+        height, width = _refined(height_px, rows), _refined(width_px, columns)
+        tile = self._sides(height / rows, width / columns, grows=True)
+        views = (
+            View(rows * tile[0], columns * tile[1], row * tile[0], column * tile[1])
+            for row in range(rows)
+            for column in range(columns)
+        )
+        expansion = (*self._picture(index), *self._rows(columns, rows))
+        grid = Grid(1, 1 + columns * rows, self.queries)
+        return ImageLayout(*source, (None, *views), grid, expansion, tile_px=tile if tile != source else None)
+
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
+        """As of an image without slices."""
+        check_aspect(height_px, width_px)
+        return self._sides(height_px, width_px, grows=True)
+
+    def video_view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
+        """Frames are stretched by less than a patch."""
+        return None
+
+    def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
+        """The grid of a video: a row of queries for each frame."""
+        return Grid(frames, 1, self.queries)
+
+    def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
+        """Each frame between its markers; of embeddings of an image one picture."""
+        one = (self.names["im_start_token"], LinearSpan(self.queries), self.names["im_end_token"])
+        parts = [*one]
+        for _ in range(1, grid.t):
+            parts += ["\n", *one]
+        return tuple(parts)
+
+    def _picture(self, index: int) -> Iterator[str | LinearSpan]:
+        names = self.names
+        if self.numbers_images:
+            yield f"{names['im_id_start']}{index}{names['im_id_end']}"
+        yield from (names["im_start_token"], LinearSpan(self.queries), names["im_end_token"])
+
+    def _rows(self, columns: int, rows: int) -> Iterator[str | LinearSpan]:
+        names, kind = self.names, "im" if self.wraps_slices else "slice"
+        if self.wraps_slices:
+            yield names["slice_start_token"]
+        for row in range(rows):
+            if row:
+                yield "\n"
+            for _ in range(columns):
+                yield from (names[f"{kind}_start_token"], LinearSpan(self.queries), names[f"{kind}_end_token"])
+        if self.wraps_slices:
+            yield names["slice_end_token"]
+
+    def _slices(self, height_px: int, width_px: int) -> tuple[int, int]:
+        """Columns and rows: of about as many slices as its pixels need, the grid whose shape is nearest to its own."""
+        wanted = min(math.ceil(width_px * height_px / self.scale_px**2), self.most_slices)
+        if wanted <= 1:
+            return 1, 1
+        shape, best, best_error = math.log(width_px / height_px), (1, 1), math.inf
+        for count in (wanted - 1, wanted, wanted + 1):
+            if count == 1 or count > self.most_slices:
+                continue
+            for columns in range(1, count + 1):
+                error = abs(shape - math.log(columns / (count // columns)))
+                if count % columns == 0 and error < best_error:
+                    best, best_error = (columns, count // columns), error
+        return best
+
+    def _sides(self, height_px: float, width_px: float, *, grows: bool) -> tuple[int, int]:
+        """Height and width of a picture of about this shape, multiples of a patch.
+
+        It has as many pixels as a slice if it has more, or `grows`.
+        """
+        if grows or width_px * height_px > self.scale_px**2:
+            ratio = width_px / height_px
+            height_px = int(self.scale_px / math.sqrt(ratio))
+            width_px = int(height_px * ratio)
+        return _multiple(height_px, self.token_px), _multiple(width_px, self.token_px)
+
+
+def version_of(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Raises StartupError for a version that is not supported. Configs of 2.5 name none."""
+    stated = str(config.get("version", "2.0" if config.get("hidden_size") == 2304 else "2.5"))
+    parts = (*stated.split("."), "0")
+    version = tuple(int(part) for part in parts[:2]) if all(part.isdigit() for part in parts) else ()
+    if version not in VERSIONS:
+        known = ", ".join(f"{major}.{minor}" for major, minor in VERSIONS)
+        raise StartupError(f"MiniCPM-V version {stated!r} is not supported, only {known}")
+    return version[0], version[1]
+
+
+def _multiple(length: float, unit: int) -> int:
+    return max(round(length / unit) * unit, unit)
+
+
+def _refined(length: int, parts: int) -> int:
+    return _multiple(length, parts)

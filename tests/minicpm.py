@@ -1,0 +1,148 @@
+"""MiniCPM-V as an oracle: transformers' tower and text model, and a plain resampler; and checkpoints of it.
+
+The weights have the published names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.idefics2.configuration_idefics2 import Idefics2VisionConfig
+from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
+
+from demo.checkpoint import TINY, make_tokenizer, randomise
+
+WIDTH, PATCH_PX, IMAGE_PX, SCALE_PX = 128, 14, 70, 56
+QUERIES: Mapping[str, int] = {"2.5": 6, "2.6": 4, "4.0": 4}
+MARKS = ("<unk>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>", "<ref>", "</ref>")
+VISION = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": IMAGE_PX,
+    "patch_size": PATCH_PX,
+}
+TEXT = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class PlainResampler(nn.Module):
+    """A picture at a time, with PyTorch's attention."""
+
+    def __init__(self, queries: int) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.zeros(queries, WIDTH))
+        self.kv_proj = nn.Linear(VISION["hidden_size"], WIDTH, bias=False)
+        self.attn = nn.MultiheadAttention(WIDTH, WIDTH // 128)
+        self.ln_q, self.ln_kv, self.ln_post = (nn.LayerNorm(WIDTH, eps=1e-6) for _ in range(3))
+        self.proj = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+    def forward(self, patches: Tensor, rows: int, columns: int) -> Tensor:
+        """Of one picture: (rows · columns, width of the tower) to (queries, WIDTH)."""
+        values = self.ln_kv(self.kv_proj(patches))
+        places = torch.stack([place_embedding(i // columns, i % columns) for i in range(rows * columns)])
+        found, _ = self.attn(self.ln_q(self.query), values + places, values)
+        return self.ln_post(found) @ self.proj
+
+
+def place_embedding(row: int, column: int) -> Tensor:
+    """The column in the first half, the row in the second; of each, sines before cosines."""
+    quarter = WIDTH // 4
+    waves = [1 / 10000 ** (i / quarter) for i in range(quarter)]
+    return torch.tensor([turn(at * wave) for at in (column, row) for turn in (math.sin, math.cos) for wave in waves])
+
+
+class MiniCPM(nn.Module):
+    def __init__(self, version: str, vocabulary: int) -> None:
+        super().__init__()
+        config, model = (Qwen2Config, Qwen2ForCausalLM) if version == "2.6" else (LlamaConfig, LlamaForCausalLM)
+        self.llm = model(config(**TEXT, vocab_size=vocabulary))
+        self.vpm = Idefics2VisionTransformer(Idefics2VisionConfig(**VISION))
+        self.resampler = PlainResampler(QUERIES[version])
+
+    def picture(self, pixels: Tensor) -> Tensor:
+        """Tokens of one picture, uint8 (H, W, 3): (queries, WIDTH)."""
+        rows, columns = pixels.shape[0] // PATCH_PX, pixels.shape[1] // PATCH_PX
+        normalised = (pixels.permute(2, 0, 1)[None] / 255 - 0.5) / 0.5
+        mask = torch.ones(1, rows, columns, dtype=torch.bool)
+        features = self.vpm(pixel_values=normalised, patch_attention_mask=mask).last_hidden_state[0]
+        found: Tensor = self.resampler(features, rows, columns)
+        return found
+
+
+def write(folder: Path, seed: int, version: str = "2.6", **changes: Any) -> MiniCPM:
+    """Writes a checkpoint in the published layout, with random weights, and returns its oracle."""
+    tokenizer = make_tokenizer(TINY)
+    tokenizer.add_tokens(list(MARKS), special_tokens=True)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    model = MiniCPM(version, len(tokenizer)).eval()
+    randomise(model, 0.1, seed)
+    save_file({name: value.clone() for name, value in model.state_dict().items()}, folder / "model.safetensors")
+    ids = tokenizer.get_vocab()
+    config = {
+        "model_type": "minicpmv",
+        "architectures": ["MiniCPMV"],
+        "version": float(version),
+        **TEXT,
+        "vocab_size": len(tokenizer),
+        "eos_token_id": ids["<|im_end|>"],
+        "query_num": QUERIES[version],
+        "image_size": 448,
+        "patch_size": PATCH_PX,
+        "drop_vision_last_layer": False,
+        "slice_mode": True,
+        "use_image_id": True,
+        "slice_config": {"max_slice_nums": 9, "patch_size": PATCH_PX, "scale_resolution": SCALE_PX},
+        "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"do_sample": False, "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]]})
+    )
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(
+            {
+                "image_processor_type": "MiniCPMVImageProcessor",
+                "max_slice_nums": 9,
+                "scale_resolution": SCALE_PX,
+                "patch_size": PATCH_PX,
+                "image_feature_size": QUERIES[version],
+                "norm_mean": [0.5, 0.5, 0.5],
+                "norm_std": [0.5, 0.5, 0.5],
+                "im_start_token": "<image>",
+                "im_end_token": "</image>",
+                "slice_start_token": "<slice>",
+                "slice_end_token": "</slice>",
+                "unk_token": "<unk>",
+                "im_id_start": "<image_id>",
+                "im_id_end": "</image_id>",
+                "slice_mode": True,
+                "use_image_id": True,
+            }
+        )
+    )
+    return model
