@@ -92,7 +92,7 @@ class MiniCPM(nn.Module):
         return found
 
 
-def write(folder: Path, seed: int, version: str = "2.6", **changes: Any) -> MiniCPM:
+def write(folder: Path, seed: int, version: str = "2.6", changes: Mapping[str, Any] = {}) -> MiniCPM:
     """Writes a checkpoint in the published layout, with random weights, and returns its oracle."""
     tokenizer = make_tokenizer(TINY)
     tokenizer.add_tokens(list(MARKS), special_tokens=True)

@@ -146,9 +146,7 @@ class Planner:
         """media_max_bytes: limit on files below the media root; larger ones are rejected unread. known: their digests,
         kept from one request to the next."""
         self._family: Family = load_family(checkpoint)
-        self._tokens = ChatTokens(
-            checkpoint, self._family.placeholders, self._family.pads, self._family.joins_parts
-        )
+        self._tokens = ChatTokens(checkpoint, self._family.placeholders, self._family.pads, self._family.joins_parts)
         self._fingerprint = checkpoint.fingerprint
         self._media_root = media_root
         self._media_max_bytes = media_max_bytes
@@ -174,9 +172,7 @@ class Planner:
             media = tuple(item.planned for item in items)
             return PlannedPrompt(plan, media, files.pop_all(), time.perf_counter() - start)
 
-    def _open(
-        self, request: MediaRequest, files: ExitStack, readers: Readers, image_index: int, images: int
-    ) -> _Item:
+    def _open(self, request: MediaRequest, files: ExitStack, readers: Readers, image_index: int, images: int) -> _Item:
         readers.check_cancelled()
         if request.modality not in self._family.placeholders:
             known = " and ".join(f"{modality.value}s" for modality in self._family.placeholders)

@@ -58,7 +58,7 @@ def test_graphs_replay_what_the_tower_computes(tmp_path: Path) -> None:
 
 
 def test_the_last_layer_can_be_left_out(tmp_path: Path) -> None:
-    oracle = minicpm.write(tmp_path, 1, drop_vision_last_layer=True)
+    oracle = minicpm.write(tmp_path, 1, changes={"drop_vision_last_layer": True})
     del oracle.vpm.encoder.layers[-1]
     tower = load_tower(Checkpoint(tmp_path), "float32", CPU)
     with torch.no_grad():
@@ -66,6 +66,6 @@ def test_the_last_layer_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_a_missing_weight_is_named(tmp_path: Path) -> None:
-    minicpm.write(tmp_path, 1, query_num=5)
+    minicpm.write(tmp_path, 1, changes={"query_num": 5})
     with pytest.raises(StartupError, match=r"resampler\.query has the shape"):
         load_tower(Checkpoint(tmp_path), "float32", CPU)

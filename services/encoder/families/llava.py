@@ -97,12 +97,12 @@ def load_projected(
         features: Tensor = model(patches, layout, attend=attend)
         return (features if arrange else project(features))[None]
 
-    side = _one(vision.image_size) // _one(vision.patch_size)
+    side = side_of(vision.image_size) // side_of(vision.patch_size)
     fixed = None if vision.model_type == "pixtral" else (side, side)
     shape = TowerShape(merge, lead=lead, dropped=dropped, fixed=fixed)
     return Tower(
         forward=ModelForward(compute, shape, device, attend is not attend_by_length, tuple(layers)),
-        patches=PatchShape(_one(vision.patch_size), merge, 1, lead, dropped, crops=fixed is not None),
+        patches=PatchShape(side_of(vision.patch_size), merge, 1, lead, dropped, crops=fixed is not None),
         embed_dim=config.text_config.hidden_size,
         embed_levels=0,
         dtype=runs_in,
@@ -223,7 +223,7 @@ class _TableEmbedding(nn.Module):
             table = torch.cat([class_token[None] + table[:1], table[1:]])
         self.table = nn.Parameter(table.detach(), requires_grad=False)
         self._first = int(class_token is not None)
-        self._side = _one(embeddings.image_size) // _one(embeddings.patch_size)
+        self._side = side_of(embeddings.image_size) // side_of(embeddings.patch_size)
         self.patch_embed = patch_embed
         self.norm = getattr(tower, "pre_layrnorm", nn.Identity())
 
@@ -250,7 +250,7 @@ class _RotaryEmbedding(nn.Module):
         return rows, {"position_embeddings": self.rotary(rows, layout.positions)}
 
 
-def _one(side: int | Sequence[int]) -> int:
+def side_of(side: int | Sequence[int]) -> int:
     return side if isinstance(side, int) else side[0]
 
 

@@ -1,8 +1,8 @@
 """MiniCPM-V's towers, 2.5 to 4.0: SigLIP over pictures of any size, and a resampler that makes tokens of each.
 
 A patch takes the stored position that is nearest to its place in a square grid. Pictures are packed; none is padded.
-Source: the published `modeling_navit_siglip.py` and `resampler.py` of openbmb/MiniCPM-V-2_6; `Idefics2VisionTransformer`
-of transformers 5.23, which places patches alike.
+Source: the published `modeling_navit_siglip.py` and `resampler.py` of openbmb/MiniCPM-V-2_6;
+`Idefics2VisionTransformer` of transformers 5.23, which places patches alike.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from services.cpu.packed_linear import pack_linears
-from services.encoder.families.llava import pass_ends_on
+from services.encoder.families.llava import pass_ends_on, side_of
 from services.encoder.families.resampler import Resampler
 from services.encoder.tower.attention import VARLEN, Attend, Wanted, attend_by_length, find_attention
 from services.encoder.tower.packing import PackedLayout, TowerShape
@@ -38,9 +38,7 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
     with torch.device("meta"):
         model = _MiniCPMV(vision, queries, width)
     stored = {
-        part + name: each
-        for part in (_TOWER, _RESAMPLER)
-        for name, each in find_weights(checkpoint, (part,)).items()
+        part + name: each for part in (_TOWER, _RESAMPLER) for name, each in find_weights(checkpoint, (part,)).items()
     }
     kept = model.state_dict().keys()
     stored = {name: each for name, each in stored.items() if name in kept or not name.startswith(f"{_TOWER}encoder.")}
@@ -62,10 +60,11 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         tokens: Tensor = model(patches, layout, attend)
         return tokens[None]
 
-    shape = TowerShape(1, queries=queries, cell_side=vision.image_size // vision.patch_size)
+    patch_px = side_of(vision.patch_size)
+    shape = TowerShape(1, queries=queries, cell_side=side_of(vision.image_size) // patch_px)
     return Tower(
         forward=ModelForward(compute, shape, device, attend is not attend_by_length, layers),
-        patches=PatchShape(vision.patch_size, 1, 1, queries=queries),
+        patches=PatchShape(patch_px, 1, 1, queries=queries),
         embed_dim=width,
         embed_levels=0,
         dtype=runs_in,
@@ -78,7 +77,7 @@ class _MiniCPMV(nn.Module):
     """vpm: transformers' SigLIP without its head."""
 
     patch_embed: FoldedPatchEmbed
-    places: nn.Parameter
+    places: Tensor
 
     def __init__(self, vision: SiglipVisionConfig, queries: int, width: int) -> None:
         super().__init__()
@@ -118,5 +117,6 @@ def _sizes(model: _MiniCPMV) -> TowerSizes:
     in_layers = sum(each.weight.numel() for each in model.vpm.encoder.modules() if isinstance(each, nn.Linear))
     hidden, values = model.patch_embed.weight.shape
     width = model.resampler.proj.shape[0]
-    # Keys and values of each patch.
-    return TowerSizes(hidden, in_layers + hidden * values + hidden * width + 2 * width**2, 0, len(model.vpm.encoder.layers))
+    # Of each patch also its key and its value.
+    patch_weights = in_layers + hidden * values + hidden * width + 2 * width**2
+    return TowerSizes(hidden, patch_weights, 0, len(model.vpm.encoder.layers))

@@ -1,4 +1,4 @@
-"""MiniCPM-V's resampler: learned queries attend to the patches of a picture, so that each picture becomes as many tokens.
+"""MiniCPM-V's resampler: learned queries attend to the patches of a picture, so each becomes as many tokens.
 
     keys    patches + positions      values    patches without them
     2-D positions: columns in the first half of the channels, rows in the second, sines before cosines

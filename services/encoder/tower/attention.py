@@ -123,8 +123,8 @@ def attend_by_length(
 ) -> Tensor:
     """Implements `Attend` on a CPU: a call for each run of sequences of equal length.
 
-    Slices of one size have the same windows, and are computed together; queries of other rows than the keys one sequence
-    after the other:
+    Slices of one size have the same windows, and are computed together. Queries with other ends than the keys are
+    computed a sequence at a time.
 
         lengths:  4 4 2 2 1   4 4 2 2 1        three calls, of 2 × 2, 2 × 2 and 2 × 1 sequences
     """
@@ -140,9 +140,10 @@ def _attend_across(query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, en
     asking, known = (list(pairwise(ends.tolist())) for ends in (ends_q, ends_k))
     for (first, last), (begin, end) in zip(asking, known, strict=True):
         if first < last:
-            own = (query[first:last], key[begin:end], value[begin:end])
-            attended = F.scaled_dot_product_attention(*(each.transpose(0, 1)[None] for each in own))
-            out[first:last] = attended[0].transpose(0, 1)
+            asked, keys, values = (
+                each.transpose(0, 1) for each in (query[first:last], key[begin:end], value[begin:end])
+            )
+            out[first:last] = F.scaled_dot_product_attention(asked, keys, values).transpose(0, 1)
     return out
 
 

@@ -45,8 +45,8 @@ class TowerShape:
     lead: rows of a slice before its patches, such as a class token. dropped: first rows of a slice that become no
         tokens; as many where merge is above 1. fixed: the sides of every slice, of towers that take no others.
     queries: tokens of each slice, whatever its size; 0: its merged patches. Sizes of buckets count merged patches.
-    cell_side: side of a square table of cells that is laid over every slice; a patch takes the entry of the cell that it
-        begins in; 0 without.
+    cell_side: side of a square table of cells that is laid over every slice, and a patch takes the entry of the cell
+        that it begins in; 0 without.
     """
 
     merge: int
@@ -230,7 +230,8 @@ def _cells(places: Array, length: int, cell_side: int) -> Array:
     """The cell of an axis that each place begins in. In float32, as transformers computes it."""
     borders = (np.arange(1, cell_side) / cell_side).astype(np.float32)
     begins = np.minimum(places.astype(np.float32) * (np.float32(1) / np.float32(length)), np.float32(1 - 1e-6))
-    return np.searchsorted(borders, begins, side="right").astype(np.int64)
+    found: Array = np.searchsorted(borders, begins, side="right").astype(np.int64)
+    return found
 
 
 def _ends(lengths: Sequence[int] | Array) -> Array:

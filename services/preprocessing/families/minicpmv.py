@@ -5,8 +5,8 @@
     a video     <image>64 queries</image>, newline, <image>64 queries</image> …
 
 Positions are one-dimensional. Every picture becomes as many tokens as the resampler has queries, whatever its size.
-Pictures keep their aspect; sides are multiples of a patch. The chat template gets text alone: the parts of a message are
-joined by newlines.
+Pictures keep their aspect; sides are multiples of a patch. The chat template gets text alone: the parts of a message
+are joined by newlines.
 Source: the published processors of openbmb/MiniCPM-Llama3-V-2_5, MiniCPM-V-2_6 and MiniCPM-V-4; LLaVA-UHD, arXiv
 2403.11703; MiniCPM-V, arXiv 2408.01800.
 """
@@ -61,10 +61,12 @@ class MiniCPMV:
         """Raises StartupError for a version or settings that are not supported."""
         config, image = checkpoint.config, checkpoint.processor("image")
         version = version_of(config)
-        slices = image | (config.get("slice_config") or {})
+        slices = {**image, **(config.get("slice_config") or {})}
         queries = int(config.get("query_num", 96 if version == (2, 5) else 64))
         if int(image.get("image_feature_size", queries)) != queries:
-            raise StartupError(f"the image processor counts {image['image_feature_size']} tokens, query_num is {queries}")
+            raise StartupError(
+                f"the image processor counts {image['image_feature_size']} tokens, query_num is {queries}"
+            )
         names = {
             name: str(image.get(name, default))
             for name, default in (
@@ -141,10 +143,7 @@ class MiniCPMV:
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
         """Each frame between its markers; of embeddings of an image one picture."""
         one = (self.names["im_start_token"], LinearSpan(self.queries), self.names["im_end_token"])
-        parts = [*one]
-        for _ in range(1, grid.t):
-            parts += ["\n", *one]
-        return tuple(parts)
+        return (*one, *("\n", *one) * (grid.t - 1))
 
     def _picture(self, index: int) -> Iterator[str | LinearSpan]:
         names = self.names

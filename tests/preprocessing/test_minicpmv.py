@@ -1,0 +1,165 @@
+"""MiniCPM-V's slices and markers against the published formulas, written a second time from exact arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoTokenizer
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import InvalidRequest, StartupError
+from common.contract.plan import Modality
+from services.preprocessing.families import load_family
+from services.preprocessing.planner import MediaRequest, Planner
+from services.preprocessing.video.sampling import FrameSampling
+from tests import minicpm
+from tests.media import clip, picture
+from tests.preprocessing.test_llava import ROUNDING, conversation, image
+
+# Pillow resizes columns before rows where that is less work, which differs by up to 13 levels: not here.
+SLICED = (120, 200)
+SCALE, PATCH = minicpm.SCALE_PX, minicpm.PATCH_PX
+# Width and height: 40 sizes of every shape, from less than a patch to more slices than there may be.
+SIZES = [
+    *((side, side) for side in (9, 14, 40, 56, 57, 80, 97, 112, 150, 200)),
+    *((side, 60) for side in (20, 61, 90, 120, 150, 180, 240, 300, 420, 600)),
+    *((60, side) for side in (20, 61, 90, 120, 150, 180, 240, 300, 420, 600)),
+    *((3 * side, 2 * side) for side in (10, 25, 37, 51, 64)),
+    *((2 * side, 5 * side) for side in (10, 25, 37, 51, 64)),
+]
+
+
+def grids(slices: int) -> Iterator[tuple[int, int]]:
+    """Columns and rows of all grids of so many slices, fewer columns first."""
+    return ((columns, slices // columns) for columns in range(1, slices + 1) if not slices % columns)
+
+
+def grid_of(width: int, height: int, most: int = 9) -> tuple[int, int] | None:
+    """The grid nearest in shape, of one slice fewer to one more than the pixels need; None without slices."""
+    needed = min(-(-width * height // SCALE**2), most)
+    if needed <= 1:
+        return None
+    counts = [count for count in (needed - 1, needed, needed + 1) if 1 < count <= most]
+    candidates = [grid for count in counts for grid in grids(count)]
+    return min(candidates, key=lambda grid: abs(math.log(width / height) - math.log(grid[0] / grid[1])))
+
+
+def whole_patches(length: Fraction) -> int:
+    return max(PATCH, PATCH * round(length / PATCH))
+
+
+def sides_of(width: float, height: float, *, grow: bool) -> tuple[int, int]:
+    """Width and height in pixels of a picture of this shape, of as many as a slice has if it has more or grows."""
+    if grow or width * height > SCALE**2:
+        shape = width / height
+        height = math.floor(SCALE / shape**0.5)
+        width = math.floor(height * shape)
+    return whole_patches(Fraction(width)), whole_patches(Fraction(height))
+
+
+def expected(width: int, height: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """The source picture's width and height, a slice's, and the grid; (0, 0) without slices."""
+    grid = grid_of(width, height)
+    source = sides_of(width, height, grow=grid is None)
+    if grid is None:
+        return source, (0, 0), (0, 0)
+    columns, rows = grid
+    refined = max(columns, columns * round(width / columns)), max(rows, rows * round(height / rows))
+    return source, sides_of(refined[0] / columns, refined[1] / rows, grow=True), grid
+
+
+def markers(grid: tuple[int, int], number: int, version: str) -> str:
+    unknown = "<unk>" * minicpm.QUERIES[version]
+    whole = f"<image>{unknown}</image>"
+    if version == "2.5":
+        rows = "\n".join([whole * grid[0]] * grid[1])
+        return whole + (f"<slice>{rows}</slice>" if grid[1] else "")
+    rows = "\n".join([f"<slice>{unknown}</slice>" * grid[0]] * grid[1])
+    return f"<image_id>{number}</image_id>{whole}{rows}"
+
+
+@pytest.fixture(scope="module", params=["2.5", "2.6"])
+def version(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def folder(version: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp(f"minicpm{version}")
+    minicpm.write(made, 1, version)
+    return made
+
+
+@pytest.fixture(scope="module")
+def planner(folder: Path) -> Planner:
+    return Planner(Checkpoint(folder), None)
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_an_image_is_sliced_by_the_published_formulas(
+    planner: Planner, folder: Path, version: str, width: int, height: int
+) -> None:
+    datas = [picture(40, 30, seed=1), picture(width, height)]
+    planned = planner.plan(conversation(*map(image, datas), "What?"))
+    sent = [each.pixels[0] for each in planned.media[1].slices()]
+    planned.files.close()
+    source, tile, grid = expected(width, height)
+    assert [frame.shape[1::-1] for frame in sent] == [source] + [tile] * (grid[0] * grid[1])
+    item = planned.plan.media[1]
+    assert (item.grid.h, item.grid.w) == (1 + grid[0] * grid[1], minicpm.QUERIES[version])
+    first = markers(grid_of(40, 30) or (0, 0), 0, version)
+    text = f"<|im_start|>user\n{first}\n{markers(grid, 1, version)}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+    assert planned.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+
+
+def test_slices_are_cut_from_the_picture_resized_to_all_of_them(planner: Planner) -> None:
+    data = picture(*SLICED)
+    planned = planner.plan(conversation(image(data), "What?"))
+    sent = [each.pixels[0].astype(int) for each in planned.media[0].slices()]
+    planned.files.close()
+    source, (width, height), (columns, rows) = expected(*SLICED)
+    whole = Image.open(BytesIO(data)).convert("RGB")
+    small = np.asarray(whole.resize(source, Image.Resampling.BICUBIC), int)
+    large = np.asarray(whole.resize((columns * width, rows * height), Image.Resampling.BICUBIC), int)
+    assert np.abs(sent[0] - small).max() <= ROUNDING
+    for number, frame in enumerate(sent[1:]):
+        top, left = number // columns * height, number % columns * width
+        assert np.abs(frame - large[top : top + height, left : left + width]).max() <= ROUNDING
+
+
+def test_fewer_pixels_make_fewer_slices(planner: Planner, version: str) -> None:
+    wished = MediaRequest("image", Modality.IMAGE, picture(300, 300), FrameSampling(max_pixels=60 * 60))
+    planned = planner.plan(conversation(wished, "What?"))
+    planned.files.close()
+    columns, rows = grid_of(60, 60) or (0, 0)
+    assert planned.plan.media[0].grid.h == 1 + columns * rows
+
+
+def test_a_video_is_a_picture_a_second(planner: Planner, folder: Path, version: str) -> None:
+    wished = MediaRequest("video", Modality.VIDEO, clip(30, fps=10, width=90, height=60), FrameSampling())
+    if version == "2.5":
+        with pytest.raises(InvalidRequest, match="video is not supported: this model takes images only"):
+            planner.plan(conversation(wished, "What?"))
+        return
+    planned = planner.plan(conversation(wished, "What?"))
+    planned.files.close()
+    (item,) = planned.plan.media
+    assert item.timestamps_s == pytest.approx((0.0, 1.0, 2.0))
+    assert (item.frame_width_px, item.frame_height_px) == sides_of(90, 60, grow=True)
+    frame = f"<image>{'<unk>' * minicpm.QUERIES[version]}</image>"
+    text = f"<|im_start|>user\n{frame}\n{frame}\n{frame}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+    assert planned.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+
+
+def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
+    minicpm.write(tmp_path, 1, changes={"version": 2.0})
+    with pytest.raises(StartupError, match=r"MiniCPM-V version '2.0' is not supported, only 2.5, 2.6, 4.0"):
+        load_family(Checkpoint(tmp_path))
