@@ -14,13 +14,15 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
+from common.contract.plan import MediaPlan, Modality
 from services.cpu.packed_linear import pack_linears
 from services.encoder.families.llava import pass_ends_on, side_of
 from services.encoder.families.resampler import Resampler
+from services.encoder.families.tiles import check_plan
 from services.encoder.tower.attention import VARLEN, Attend, Wanted, attend_by_length, find_attention
 from services.encoder.tower.packing import PackedLayout, TowerShape
 from services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
-from services.encoder.tower.tower import ModelForward, Tower, TowerSizes
+from services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes
 from services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
 
 _TOWER, _RESAMPLER = "vpm.", "resampler."
@@ -62,6 +64,13 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
 
     patch_px = side_of(vision.patch_size)
     shape = TowerShape(1, queries=queries, cell_side=side_of(vision.image_size) // patch_px)
+    def arrange(plan: MediaPlan) -> Arrangement:
+        rows = (1, plan.frames) if plan.modality is Modality.IMAGE else (plan.frames, 1)
+        check_plan(plan, (*rows, queries), plan.frames)
+        if any(side % patch_px for index in (0, 1) for side in plan.frame_px(index)):
+            raise ValueError(f"sides of {plan.frame_px(0)} and {plan.frame_px(1)} pixels are no multiples of {patch_px}")
+        return Arrangement(queries)
+
     return Tower(
         forward=ModelForward(compute, shape, device, attend is not attend_by_length, layers),
         patches=PatchShape(patch_px, 1, 1, queries=queries),
@@ -70,6 +79,7 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         dtype=runs_in,
         device=device,
         sizes=sizes,
+        arrange=arrange,
     )
 
 

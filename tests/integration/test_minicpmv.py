@@ -1,0 +1,97 @@
+"""MiniCPM-V through three real processes, against transformers' tower and text model and a plain resampler."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from common.channels import open_channel
+from common.contract.plan import PromptPlan
+from common.contract.wire import PlanReceiver
+from framesieve.client.client import FramesieveClient
+from framesieve.client.messages import generate_request
+from framesieve.client.prompt import Image, Part, Text, Video, user_turn
+from framesieve.v1 import prompt_pb2
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
+from tests import media, minicpm
+from tests.integration.conftest import running
+from tests.integration.reference import CLEAR_MARGIN, NEW_TOKENS
+
+QUESTION = "What moves?"
+PICTURE, WIDE, TALL = media.picture(50, 40), media.picture(200, 70), media.picture(64, 190, seed=1)
+CLIP = media.clip(24, fps=8, width=96, height=64, seed=3)
+IMAGES: dict[str, tuple[Part, ...]] = {
+    "an image without slices": (Image(data=PICTURE),),
+    "images with slices": (Image(data=WIDE), Text("and"), Image(data=TALL), Image(data=PICTURE)),
+}
+VIDEOS: dict[str, tuple[Part, ...]] = {
+    "a video": (Video(data=CLIP, fps=4),),
+    "a video and an image": (Video(data=CLIP), Image(data=WIDE)),
+}
+
+
+@pytest.mark.parametrize("version", ["2.6", *(pytest.param(each, marks=pytest.mark.deep) for each in ("2.5", "4.0"))])
+async def test_answers_are_those_of_the_parts_of_transformers(version: str, tmp_path: Path) -> None:
+    oracle = minicpm.write(tmp_path, 1, version)
+    mixes = IMAGES | (VIDEOS if version != "2.5" else {})
+    with running(tmp_path) as stack:
+        async with FramesieveClient(stack.addresses["generation"]) as client:
+            for parts in mixes.values():
+                options: Any = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "logprobs": True, "timeout_s": 60}
+                answer = await client.ask(list(parts), QUESTION, **options)
+                embeds = embedded(oracle, *await plan_and_frames(stack.addresses["preprocessing"], parts))
+                check(answer.token_ids, answer.logprobs, oracle, embeds)
+
+
+async def plan_and_frames(preprocessing: str, parts: Sequence[Part]) -> tuple[PromptPlan, list[list[Tensor]]]:
+    """The plan, and the pictures of each item, uint8 (H, W, 3)."""
+    requests = [
+        PreprocessRequest(prompt=generate_request([user_turn(list(parts), QUESTION)], {}).prompt),
+        PreprocessRequest(select=prompt_pb2.Select(all=True)),
+    ]
+    receiver, plan, frames = PlanReceiver(), None, defaultdict[tuple[int, int], bytearray](bytearray)
+    async with open_channel(preprocessing) as channel:
+        async for response in PreprocessingServiceStub(channel).Preprocess(iter(requests)):
+            if response.HasField("plan"):
+                plan = receiver.add(response.plan) or plan
+            else:
+                frames[response.frames.media_index, response.frames.first_frame] += response.frames.chunk.data
+    assert plan is not None
+    pictures = [
+        [
+            torch.from_numpy(np.frombuffer(frames[index, number], np.uint8).reshape(*item.frame_px(number), 3).copy())
+            for number in range(item.frames)
+        ]
+        for index, item in enumerate(plan.media)
+    ]
+    return plan, pictures
+
+
+@torch.no_grad()
+def embedded(oracle: minicpm.MiniCPM, plan: PromptPlan, pictures: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The embeddings of the whole prompt: (1, N, D)."""
+    embeds: Tensor = oracle.llm.get_input_embeddings()(torch.from_numpy(plan.input_ids.astype(np.int64)))
+    for item, shown in zip(plan.media, pictures, strict=True):
+        places = torch.cat([torch.arange(run.offset, run.end) for run in item.runs])
+        embeds[places] = torch.cat([oracle.picture(each) for each in shown])
+    return embeds[None]
+
+
+@torch.no_grad()
+def check(token_ids: Sequence[int], logprobs: Sequence[float] | None, oracle: minicpm.MiniCPM, embeds: Tensor) -> None:
+    """The answer is greedy, and its log-probabilities are those of one forward over prompt and answer."""
+    answer = oracle.llm.get_input_embeddings()(torch.tensor([token_ids]))
+    logits = oracle.llm(inputs_embeds=torch.cat([embeds, answer], dim=1)).logits[0, embeds.shape[1] - 1 : -1]
+    found = logits.log_softmax(-1)
+    for place, (token, logprob) in enumerate(zip(token_ids, logprobs or (), strict=True)):
+        best = logits[place].topk(2)
+        assert token == int(best.indices[0]) or float(best.values[0] - best.values[1]) < CLEAR_MARGIN
+        assert logprob == pytest.approx(float(found[place, token]), abs=1e-4)
