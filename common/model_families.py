@@ -44,6 +44,14 @@ MODEL_FAMILIES = (
         "no videos; no float16 tower",
     ),
     ModelFamily(
+        "minicpmv",
+        "MiniCPM-V 2.5, 2.6, 4.0",
+        _BOTH,
+        (),
+        "one-dimensional",
+        "2.5: no videos; no pruning; no float16 tower; no quantised checkpoints",
+    ),
+    ModelFamily(
         "mistral3", "Mistral Small 3.1, 3.2", (Modality.IMAGE,), (), "one-dimensional", "no videos; no float16 tower"
     ),
     ModelFamily("internvl", "InternVL 2.5, 3 (-hf)", _BOTH, _PRUNING, "one-dimensional", "no float16 tower"),

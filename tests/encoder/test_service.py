@@ -113,9 +113,9 @@ async def test_a_wrong_request_is_refused_by_field(stack: Stack, requests: list[
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
-        (first_request([IMAGE], method="random"), r"pruning\.method"),
+        (first_request([IMAGE], 0.5, "random"), r"pruning\.method"),
         (
-            first_request([IMAGE, VIDEO], own={1: prompt_pb2.Pruning(method="random")}),
+            first_request([IMAGE, VIDEO], own={1: prompt_pb2.Pruning(rate=0.5, method="random")}),
             r"prompt\.messages\[0\]\.parts\[1\]\.video\.pruning\.method",
         ),
     ],

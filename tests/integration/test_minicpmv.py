@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from common.channels import open_channel
+from common.contract.errors import InvalidRequest
 from common.contract.plan import PromptPlan
 from common.contract.wire import PlanReceiver
 from framesieve.client.client import FramesieveClient
+from framesieve.client.encoding import encode
 from framesieve.client.messages import generate_request
 from framesieve.client.prompt import Image, Part, Text, Video, user_turn
 from framesieve.v1 import prompt_pb2
@@ -49,6 +51,14 @@ async def test_answers_are_those_of_the_parts_of_transformers(version: str, tmp_
                 answer = await client.ask(list(parts), QUESTION, **options)
                 embeds = embedded(oracle, *await plan_and_frames(stack.addresses["preprocessing"], parts))
                 check(answer.token_ids, answer.logprobs, oracle, embeds)
+            if version == "2.5":
+                return
+            with pytest.raises(InvalidRequest, match=r"pruning\.method must be one of none for this model, got 'evs'"):
+                await client.ask(Video(data=CLIP), QUESTION, pruning_rate=0.5)
+            (clip,) = await encode(stack.addresses["encoder"], Video(data=CLIP))
+            videos = (Video(data=CLIP), Video(embeds=clip.as_embeds()))
+            ours, brought = [await client.ask(each, QUESTION, max_new_tokens=4, temperature=0) for each in videos]
+            assert ours.token_ids == brought.token_ids
 
 
 async def plan_and_frames(preprocessing: str, parts: Sequence[Part]) -> tuple[PromptPlan, list[list[Tensor]]]:

@@ -15,6 +15,7 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from common.contract.plan import MediaPlan, Modality
+from common.contract.retention import NONE
 from services.cpu.packed_linear import pack_linears
 from services.encoder.families.llava import pass_ends_on, side_of
 from services.encoder.families.resampler import Resampler
@@ -64,11 +65,14 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
 
     patch_px = side_of(vision.patch_size)
     shape = TowerShape(1, queries=queries, cell_side=side_of(vision.image_size) // patch_px)
+
     def arrange(plan: MediaPlan) -> Arrangement:
         rows = (1, plan.frames) if plan.modality is Modality.IMAGE else (plan.frames, 1)
         check_plan(plan, (*rows, queries), plan.frames)
         if any(side % patch_px for index in (0, 1) for side in plan.frame_px(index)):
-            raise ValueError(f"sides of {plan.frame_px(0)} and {plan.frame_px(1)} pixels are no multiples of {patch_px}")
+            raise ValueError(
+                f"sides of {plan.frame_px(0)} and {plan.frame_px(1)} pixels are no multiples of {patch_px}"
+            )
         return Arrangement(queries)
 
     return Tower(
@@ -79,6 +83,8 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         dtype=runs_in,
         device=device,
         sizes=sizes,
+        # A query is not a place: what a method means for one is not known.
+        pruning_methods=(NONE,),
         arrange=arrange,
     )
 

@@ -107,5 +107,5 @@ def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
 
 def _check_method(name: str, message: prompt_pb2.Pruning, methods: Sequence[str]) -> None:
     method = message.method or EVS
-    if (message.method or message.rate) and method not in methods:
+    if message.rate and method not in methods:
         raise InvalidRequest(f"{name}.method must be one of {', '.join(methods)} for this model, got {method!r}")
