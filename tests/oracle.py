@@ -150,7 +150,8 @@ def _text(text: Text, start: int) -> list[_Token]:
 def _slices(item: Item, slices: range, number: int, start: int, pad_id: int) -> list[_Token]:
     """The grid of some slices of an item, from position `start`."""
     if item.linear:
-        return [_Token(pad_id, (number, token), (start + token,) * 3) for token in range(item.tokens)]
+        own = range(slices.start * item.h * item.w, slices.stop * item.h * item.w)
+        return [_Token(pad_id, (number, token), (start + place,) * 3) for place, token in enumerate(own)]
     return [
         _Token(
             pad_id,
