@@ -92,8 +92,8 @@ class Shape:
     temporal_patch: int = 2
 
 
-# The temporal rotations span wavelengths from one slice to the whole clip; with fewer or only fast ones, the model
-# cannot tell early from late.
+# The temporal rotations span wavelengths from three slices to twice the clip, so that the model can tell early from
+# late. Those of height and width hardly turn over a prompt, so that queries can match colours and shapes at any place.
 DEMO = Shape(
     merges=320,
     hidden=192,
@@ -101,8 +101,8 @@ DEMO = Shape(
     heads=6,
     kv_heads=2,
     intermediate=384,
-    mrope_section=(8, 4, 4),
-    rope_theta=100.0,
+    mrope_section=(6, 5, 5),
+    rope_theta=1000.0,
     tie_word_embeddings=True,
     tower_hidden=96,
     tower_depth=4,

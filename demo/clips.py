@@ -16,14 +16,20 @@ import numpy as np
 from PIL import Image
 
 from demo.checkpoint import SAMPLE_FPS
-from demo.scenes import DURATION_S, Pixels, encode, random_scene
+from demo.drawing import Pixels, encode
+from demo.scenes import DURATION_S, Scene, kind_of, random_scene
 
 FRAMES = DURATION_S * SAMPLE_FPS
 SIDE_PX = 112
-# Training, validation and evaluation use disjoint seeds.
-TRAINING_SEEDS = 0
-VALIDATION_SEEDS = 1_000_000
-EVALUATION_SEEDS = 3_000_000
+# Training, validation and evaluation use disjoint seeds: from these on, by default so many.
+TRAINING_SEEDS, TRAINING_CLIPS = 0, 4000
+VALIDATION_SEEDS, VALIDATION_CLIPS = 1_000_000, 120
+EVALUATION_SEEDS, EVALUATION_CLIPS = 5_000_000, 416
+
+
+def scene_of(seed: int) -> Scene:
+    """The scene of a seed of training, validation or evaluation."""
+    return random_scene(seed, kind_of(seed))
 
 
 def sample(clip: bytes) -> Pixels:
@@ -44,7 +50,7 @@ def _resized(frame: av.VideoFrame) -> Pixels:
 
 def cached_clips(folder: Path, seeds: Sequence[int], workers: int = 1) -> Pixels:
     """The sampled clips of `seeds`, rendered on the first call and cached on disk: uint8 [n, FRAMES, 3, H, W]."""
-    path = folder / f"clips-{seeds[0]}-{len(seeds)}.npy"
+    path = folder / f"scenes-{seeds[0]}-{len(seeds)}.npy"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
@@ -63,4 +69,4 @@ def cached_clips(folder: Path, seeds: Sequence[int], workers: int = 1) -> Pixels
 
 def clip_of(seed: int) -> Pixels:
     """The sampled clip of one seed."""
-    return sample(encode(random_scene(seed)))
+    return sample(encode(scene_of(seed)))

@@ -1,9 +1,9 @@
-"""Exact match of the demo model on unseen clips, by pruning rate and method: `python -m demo.evaluate`.
+"""Exact match of the demo model on unseen clips, by pruning method and rate at equal tokens: `python -m demo.evaluate`.
 
-Completions come from the three services as separate processes, with many concurrent requests; `--in-process` uses the
-model's forward instead (`demo.exact_match`). Random pruning keeps as many tokens as EVS.
+Completions come from the three services as separate processes, with many concurrent requests. At each rate, all methods
+keep as many tokens as EVS does; one that cannot keeps the next number below, or its fewest. The tables are Markdown.
 
-Example: python -m demo.evaluate --rates 0.5 0.75 0.9 0.95 --methods evs vidcom2 random
+Example: python -m demo.evaluate --rates 0.75 0.9 --methods evs vcast random --clips 130 --picture accuracy.png
 """
 
 from __future__ import annotations
@@ -11,157 +11,129 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
-
 from common.checkpoint import DEMO_MODEL
-from common.contract.retention import EVS, METHODS, NONE, RANDOM, Pruning
-from demo.clips import EVALUATION_SEEDS, cached_clips
-from demo.exact_match import Counts, exact_match, share_right
-from demo.model import PromptWriter, use_uniform_windows
-from demo.questions import Question, questions_about
-from demo.scenes import encode, random_scene
+from common.contract.plan import Grid
+from common.contract.retention import EVS, EVS_CAUSAL, METHODS, NONE, RANDOM, Pruning, retained_count
+from demo.clips import EVALUATION_CLIPS, EVALUATION_SEEDS, FRAMES, scene_of
+from demo.comparison import Answered, Cell, tables
+from demo.drawing import encode
+from demo.lessons import COLUMNS, ROWS
+from demo.questions import TOPICS, Question, questions_about
 from framesieve.cli.launcher import LocalStack
+from framesieve.cli.signals import unwind_on_signals
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
 
-RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
+RATES = (0.5, 0.75, 0.85, 0.9, 0.95)
 CLIPS_IN_FLIGHT = 4
-_Z = 1.96
+ANSWERS_IN_FLIGHT = 128
+GRID = Grid(FRAMES // 2, ROWS, COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One question about one clip with one pruning, and the completion."""
+class Compared:
+    """A pruning that is compared at a rate of EVS, which may not be its own."""
 
+    rate: float
     pruning: Pruning
-    question: Question
-    answer: str
-
-    @property
-    def right(self) -> bool:
-        return self.answer.strip() == self.question.answer
 
 
-def questions_of(seed: int, count: int) -> list[Question]:
-    """`count` of the questions about the clip of `seed`."""
-    rng = Random(seed)
-    every = questions_about(random_scene(seed), rng)
-    return rng.sample(every, min(count, len(every)))
-
-
-def encoded(seed: int) -> bytes:
-    return encode(random_scene(seed))
-
-
-def prunings_of(rates: Sequence[float], methods: Sequence[str]) -> list[Pruning]:
-    """Every method at every rate; rate 0 occurs once."""
-    return list(dict.fromkeys(Pruning(rate, method if rate else NONE) for rate in rates for method in methods))
-
-
-async def ask_services(
-    model: Path, seeds: Sequence[int], questions: int, prunings: Sequence[Pruning], console: Console
-) -> list[Asked]:
-    """Ask every question about every clip with every pruning, through the three services."""
-    asked: list[Asked] = []
-    with get_context("spawn").Pool(1) as pool:
-        async with LocalStack(model) as stack, FramesieveClient(stack.address) as client:
-            clips = pool.imap(encoded, seeds)
-            started = time.monotonic()
-            for batch in _batches(seeds, CLIPS_IN_FLIGHT):
-                found = [await asyncio.to_thread(next, clips) for _ in batch]
-                answers = await asyncio.gather(
-                    *(_ask(client, clip, seed, questions, prunings) for seed, clip in zip(batch, found, strict=True))
-                )
-                asked += [answer for one in answers for answer in one]
-                done = batch[-1] - seeds[0] + 1
-                if done % 100 < CLIPS_IN_FLIGHT:
-                    rate = len(asked) / (time.monotonic() - started)
-                    console.print(f"{done} of {len(seeds)} clips, {len(asked)} answers, {rate:.0f}/s", highlight=False)
-    return asked
-
-
-async def _ask(
-    client: FramesieveClient, clip: bytes, seed: int, count: int, prunings: Sequence[Pruning]
-) -> list[Asked]:
-    wanted = [(pruning, question) for pruning in prunings for question in questions_of(seed, count)]
-    return await asyncio.gather(*(_ask_one(client, clip, pruning, question, seed) for pruning, question in wanted))
-
-
-async def _ask_one(client: FramesieveClient, clip: bytes, pruning: Pruning, question: Question, seed: int) -> Asked:
-    answer = await client.ask(
-        Video(data=clip),
-        question.text,
-        pruning_rate=pruning.rate,
-        pruning_method=pruning.method,
-        pruning_seed=seed if pruning.method == RANDOM else None,
-    )
-    return Asked(pruning, question, answer.text)
-
-
-def counts_of(asked: Sequence[Asked]) -> dict[Pruning, Counts]:
-    found: dict[Pruning, Counts] = {}
-    for one in asked:
-        found.setdefault(one.pruning, {})
-        right, total = found[one.pruning].get(one.question.kind, (0, 0))
-        found[one.pruning][one.question.kind] = (right + one.right, total + 1)
-    return found
-
-
-def ask_in_process(model: Path, seeds: range, prunings: Sequence[Pruning], cache: Path) -> dict[Pruning, Counts]:
-    """Judge all questions about every clip by the model's forward."""
-    network = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32)
-    use_uniform_windows(network)
-    writer = PromptWriter(PreTrainedTokenizerFast.from_pretrained(model))
-    return exact_match(network, writer, cached_clips(cache, seeds), seeds, prunings)
-
-
-def table_of(found: dict[Pruning, Counts]) -> Table:
-    """A table of rates by methods; rate 0 is the same for all methods."""
-    asked = sum(total for _, total in next(iter(found.values())).values())
-    methods = list(dict.fromkeys(pruning.method for pruning in found if pruning.rate)) or [NONE]
-    table = Table(title=f"Exact match, {asked} questions (95 % interval)")
-    for heading in ("pruning rate", *methods):
-        table.add_column(heading, justify="right")
-    for rate in dict.fromkeys(pruning.rate for pruning in found):
-        table.add_row(f"{rate:g}", *(_share(found[Pruning(rate, method if rate else NONE)]) for method in methods))
-    return table
-
-
-def kinds_table(found: dict[Pruning, Counts]) -> Table:
-    table = Table(title="By kind of question")
-    table.add_column("kind")
-    for heading in ("asked", *(f"{pruning.method} {pruning.rate:g}" for pruning in found)):
-        table.add_column(heading, justify="right")
-    for kind, (_, total) in sorted(next(iter(found.values())).items()):
-        table.add_row(kind, str(total), *(f"{counts[kind][0] / counts[kind][1]:.1%}" for counts in found.values()))
-    return table
-
-
-def report(found: dict[Pruning, Counts]) -> list[dict[str, object]]:
+def compared(rates: Sequence[float], methods: Sequence[str]) -> list[Compared]:
+    """No pruning, and every method at every rate."""
     return [
-        {"rate": pruning.rate, "method": pruning.method, "exact_match": share_right(counts), "kinds": counts}
-        for pruning, counts in found.items()
+        Compared(0.0, Pruning(0.0, NONE)),
+        *(Compared(rate, pruning_at(rate, method)) for rate in rates for method in methods),
     ]
 
 
-def _share(counts: Counts) -> str:
-    """The fraction with its 95 % Wilson interval, which is also valid near 100 %."""
-    share, asked = share_right(counts), sum(total for _, total in counts.values())
-    spread = _Z**2 / asked
-    middle = (share + spread / 2) / (1 + spread)
-    half = _Z / (1 + spread) * math.sqrt(share * (1 - share) / asked + spread / (4 * asked))
-    return f"{share:.1%} ({middle - half:.1%} to {middle + half:.1%})"
+def pruning_at(rate: float, method: str) -> Pruning:
+    """The pruning that keeps as many tokens of a clip as EVS at `rate`, or the most below, or the method's fewest."""
+    count = retained_count(GRID, Pruning(rate, EVS))
+    if method == EVS_CAUSAL:
+        each = max(1, (count - GRID.slice_tokens) // (GRID.t - 1))
+        # Half a token below the border of two numbers, as counts are rounded down.
+        return Pruning(_rate(each, GRID.slice_tokens), method)
+    return Pruning(_rate(count, GRID.tokens), method)
+
+
+def _rate(kept: int, tokens: int) -> float:
+    return max(0.0, round(1 - (kept + 0.5) / tokens, 6))
+
+
+def questions_of(seed: int, count: int) -> list[Question]:
+    """`count` of the questions about the clip of `seed`, of as many topics as there are."""
+    rng = Random(seed)
+    every = questions_about(scene_of(seed), rng)
+    rng.shuffle(every)
+    topic = {kind: name for name, kinds in TOPICS.items() for kind in kinds}
+    seen: dict[str, int] = {}
+    ranked = []
+    for question in every:
+        name = topic[question.kind]
+        seen[name] = seen.get(name, 0) + 1
+        ranked.append((seen[name], question))
+    return [question for _, question in sorted(ranked, key=lambda pair: pair[0])[:count]]
+
+
+def encoded(seed: int) -> bytes:
+    """The clip of `seed`."""
+    return encode(scene_of(seed))
+
+
+async def ask_services(
+    model: Path, seeds: Sequence[int], questions: int, prunings: Sequence[Pruning]
+) -> dict[Pruning, list[Answered]]:
+    """Ask every question about every clip with every pruning, through the three services."""
+    found: dict[Pruning, list[Answered]] = {pruning: [] for pruning in prunings}
+    with get_context("spawn").Pool(1) as pool:
+        async with LocalStack(model) as stack, FramesieveClient(stack.address) as client:
+            clips = pool.imap(encoded, seeds)
+            started, done, places = time.monotonic(), 0, asyncio.Semaphore(ANSWERS_IN_FLIGHT)
+            for batch in _batches(seeds, CLIPS_IN_FLIGHT):
+                files = [await asyncio.to_thread(next, clips) for _ in batch]
+                asked = [
+                    (pruning, clip, seed, question)
+                    for seed, clip in zip(batch, files, strict=True)
+                    for question in questions_of(seed, questions)
+                    for pruning in prunings
+                ]
+                answers = await asyncio.gather(*(_ask(client, places, *one) for one in asked))
+                for (pruning, *_), answer in zip(asked, answers, strict=True):
+                    found[pruning].append(answer)
+                done += len(batch)
+                if done % 20 < CLIPS_IN_FLIGHT:
+                    rate = done * questions * len(prunings) / (time.monotonic() - started)
+                    print(f"{done} of {len(seeds)} clips, about {rate:.0f} answers/s", file=sys.stderr, flush=True)
+    return found
+
+
+async def _ask(
+    client: FramesieveClient,
+    places: asyncio.Semaphore,
+    pruning: Pruning,
+    clip: bytes,
+    seed: int,
+    question: Question,
+) -> Answered:
+    async with places:
+        answer = await client.ask(
+            Video(data=clip),
+            question.text,
+            pruning_rate=pruning.rate,
+            pruning_method=pruning.method,
+            pruning_seed=seed if pruning.method == RANDOM else None,
+        )
+    (item,) = answer.usage.media
+    right = answer.text.strip() == question.answer
+    return Answered(seed, scene_of(seed).kind, question.kind, item.kept_tokens, right)
 
 
 def _batches(seeds: Sequence[int], size: int) -> Iterator[Sequence[int]]:
@@ -172,26 +144,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, metavar="RATE")
-    parser.add_argument("--methods", nargs="+", default=(EVS, RANDOM), choices=METHODS, metavar="METHOD")
-    parser.add_argument("--clips", type=int, default=500)
-    parser.add_argument("--questions", type=int, default=2, help="questions per clip, through the services")
-    parser.add_argument("--in-process", action="store_true", help="without services; all questions about each clip")
-    parser.add_argument("--cache", type=Path, default=Path("/tmp/framesieve-demo"), help="for --in-process")
-    parser.add_argument("--json", action="store_true", help="print JSON to stdout")
+    methods = [method for method in METHODS if method != NONE]
+    parser.add_argument("--methods", nargs="+", default=methods, choices=methods, metavar="METHOD")
+    parser.add_argument("--clips", type=int, default=EVALUATION_CLIPS)
+    parser.add_argument("--questions", type=int, default=5, help="questions per clip")
+    parser.add_argument("--picture", type=Path, help="a PNG file to draw the comparison into")
+    parser.add_argument("--json", action="store_true", help="print every answer as JSON to stdout")
     args = parser.parse_args()
     seeds = range(EVALUATION_SEEDS, EVALUATION_SEEDS + args.clips)
-    prunings = prunings_of(args.rates, args.methods)
-    console = Console(stderr=args.json)
-    if args.in_process:
-        found = ask_in_process(args.model, seeds, prunings, args.cache)
-    else:
-        found = counts_of(asyncio.run(ask_services(args.model, seeds, args.questions, prunings, console)))
-    if args.json:
-        print(json.dumps(report(found)))
-        return
-    console.print(f"{args.clips} clips that were not used in training")
-    console.print(table_of(found))
-    console.print(kinds_table(found))
+    wanted = compared(args.rates, args.methods)
+    unwind_on_signals()
+    prunings = list(dict.fromkeys(each.pruning for each in wanted))
+    found = asyncio.run(ask_services(args.model, seeds, args.questions, prunings))
+    cells = [Cell(each.rate, each.pruning.method, tuple(found[each.pruning])) for each in wanted]
+    if args.picture:
+        from demo.comparison_plot import draw
+
+        draw(cells, args.picture)
+    print(json.dumps([asdict(cell) for cell in cells]) if args.json else tables(cells))
 
 
 if __name__ == "__main__":

@@ -6,24 +6,31 @@ the correct token. So one teacher-forced forward judges all questions about a cl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from random import Random
-from typing import TypeAlias
 
 import torch
-from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from common.contract.plan import Grid
 from common.contract.retention import Pruning
-from demo.clips import SIDE_PX
+from demo.clips import SIDE_PX, scene_of
+from demo.drawing import Pixels
 from demo.model import TIME_STEP, UNSUPERVISED, Prompt, PromptWriter, answer_logits, embed, prune
-from demo.questions import Question, questions_about
-from demo.scenes import Pixels, random_scene
+from demo.questions import questions_about
+from services.preprocessing.prompt.positions import GridSpan
 
 BATCH = 8
-# Correct answers and questions, by kind of question.
-Counts: TypeAlias = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Whether one question was answered correctly; `scene` and `question` are their kinds."""
+
+    scene: str
+    question: str
+    right: bool
 
 
 @torch.no_grad()
@@ -33,12 +40,13 @@ def exact_match(
     clips: Pixels,
     seeds: Sequence[int],
     prunings: Sequence[Pruning],
-) -> dict[Pruning, Counts]:
-    """For each pruning: the correct answers and questions, by kind, over all questions about all clips."""
-    found: dict[Pruning, Counts] = {pruning: {} for pruning in prunings}
+) -> dict[Pruning, list[Judged]]:
+    """For each pruning: all questions about all clips, in the same order."""
+    found: dict[Pruning, list[Judged]] = {pruning: [] for pruning in prunings}
     for start in range(0, len(seeds), BATCH):
         batch = torch.from_numpy(clips[start : start + BATCH].copy())
-        asked = [questions_about(random_scene(seed), Random(seed)) for seed in seeds[start : start + BATCH]]
+        scenes = [scene_of(seed) for seed in seeds[start : start + BATCH]]
+        asked = [questions_about(scene, Random(scene.seed)) for scene in scenes]
         grid = Grid(batch.shape[1] // 2, SIDE_PX // 28, SIDE_PX // 28)
         embeds = embed(model, batch)
         prompts = [
@@ -47,21 +55,18 @@ def exact_match(
         ]
         for pruning in prunings:
             kept = prune(embeds, grid, pruning)
-            logits, labels = answer_logits(model, embeds, kept, grid, TIME_STEP, prompts, writer.vision_end)
+            logits, labels = answer_logits(model, embeds, kept, GridSpan(grid, TIME_STEP), prompts, writer.vision_end)
             wrong = (logits.argmax(-1) != labels) & (labels != UNSUPERVISED)
-            for row, (questions, prompt) in enumerate(zip(asked, prompts, strict=True)):
-                _count(found[pruning], questions, prompt, wrong[row])
+            for scene, questions, prompt, row in zip(scenes, asked, prompts, wrong, strict=True):
+                # Logits begin at <|vision_end|>, one position before the first branch.
+                at = 1
+                for question, branch in zip(questions, prompt.branches, strict=True):
+                    right = not row[at : at + len(branch.ids)].any()
+                    found[pruning].append(Judged(scene.kind, question.kind, right))
+                    at += len(branch.ids)
     return found
 
 
-def share_right(counts: Counts) -> float:
-    return sum(right for right, _ in counts.values()) / sum(asked for _, asked in counts.values())
-
-
-def _count(counts: Counts, questions: Sequence[Question], prompt: Prompt, wrong: Tensor) -> None:
-    # Logits begin at <|vision_end|>, one position before the first branch.
-    at = 1
-    for question, branch in zip(questions, prompt.branches, strict=True):
-        right, asked = counts.get(question.kind, (0, 0))
-        counts[question.kind] = (right + (not wrong[at : at + len(branch.ids)].any()), asked + 1)
-        at += len(branch.ids)
+def share_right(judged: Iterable[Judged]) -> float:
+    rights = [one.right for one in judged]
+    return sum(rights) / max(1, len(rights))

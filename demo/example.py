@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from demo.drawing import encode
 from demo.questions import Question
-from demo.scenes import Motion, Scene, Thing, encode
+from demo.scenes import Motion, Scene, Thing
 
 CLIP = Path(__file__).parent / "clip.mp4"
 SCENE = Scene(
     things=(
-        Thing("red", "circle", x=0.25, y=0.25, half=0.15, motion=Motion("down", 9.25, 12.0, 0.45)),
+        Thing("red", "circle", x=0.25, y=0.25, half=0.15, motion=Motion("down", 3.0, 5.75, 0.45)),
         Thing("blue", "square", x=0.7, y=0.5, half=0.16),
     ),
     background="blobs",

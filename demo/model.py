@@ -26,7 +26,7 @@ from common.contract.plan import Grid
 from common.contract.retention import Pruning
 from demo.checkpoint import IMAGE_MEAN, IMAGE_STD, SAMPLE_FPS, TOKENS_PER_SECOND
 from services.encoder.pruning.methods import keep_tokens
-from services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
+from services.preprocessing.prompt.positions import LinearSpan, MediaSpan, TextSpan, positions_of
 
 PATCH_PX = 14
 MERGE = 2
@@ -108,17 +108,17 @@ def prune(embeds: Tensor, grid: Grid, pruning: Pruning) -> Tensor:
 
 
 def answer_logits(
-    model: Qwen2_5_VLForConditionalGeneration,
+    model: Any,
     embeds: Tensor,
     kept: Tensor,
-    grid: Grid,
-    time_step: Fraction,
+    span: MediaSpan,
     prompts: Sequence[Prompt],
     vision_end: int,
 ) -> tuple[Tensor, Tensor]:
     """The logits at which each branch predicts its answer, and the correct tokens.
 
-    embeds: [B, t·h·w, D]; kept: int64 [B, K]; one prompt per clip.
+    model: with `model.language_model` and `lm_head`. embeds: [B, t·h·w, D], which have the positions of `span`, on one
+    axis if it is linear; kept: int64 [B, K]; one prompt per clip.
     Returns logits [B, L, V] and labels int64 [B, L], UNSUPERVISED at positions outside answers.
     """
     embed_tokens = model.model.language_model.embed_tokens
@@ -136,15 +136,13 @@ def answer_logits(
     for row, prompt in enumerate(prompts):
         before = len(prompt.before)
         longest = max(len(branch.ids) for branch in prompt.branches)
-        full = torch.from_numpy(
-            positions_of([TextSpan(before), GridSpan(grid, time_step), TextSpan(1 + longest)])
-        ).long()
+        full = torch.from_numpy(positions_of([TextSpan(before), span, TextSpan(1 + longest)])).long()
         start = longest_before - before
         ids[row, start:longest_before] = torch.tensor(prompt.before)
         owner[row, start:prefix] = 0
         positions[:, row, start:longest_before] = full[:, :before]
         positions[:, row, longest_before : prefix - 1] = full[:, before + kept[row]]
-        after = full[:, before + grid.tokens :]
+        after = full[:, before + embeds.shape[1] :]
         positions[:, row, prefix - 1] = after[:, 0]
         at = prefix
         for number, branch in enumerate(prompt.branches, 1):
@@ -159,7 +157,7 @@ def answer_logits(
     inputs = torch.cat((text[:, :longest_before], media, text[:, prefix - 1 :]), dim=1)
     states = model.model.language_model(
         inputs_embeds=inputs,
-        position_ids=positions,
+        position_ids=positions[0] if isinstance(span, LinearSpan) else positions,
         attention_mask={"full_attention": _mask(owner)},
         use_cache=False,
     ).last_hidden_state

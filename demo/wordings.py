@@ -8,7 +8,8 @@ from __future__ import annotations
 COLOURS = ("red", "green", "blue", "yellow", "cyan", "magenta")
 SHAPES = ("circle", "square", "triangle", "cross")
 DIRECTIONS = ("left", "right", "up", "down")
-NUMBERS = ("no", "one", "two")
+NUMBERS = ("no", "one", "two", "three", "four")
+PLACES = ("top left", "top right", "bottom left", "bottom right")
 STILL = "it stands still"
 
 # {thing} is "red circle", "circle", "object" …: a phrase that identifies one object.
@@ -71,6 +72,36 @@ WORDINGS: dict[str, tuple[str, ...]] = {
         "What moves first?",
         "Which of the two moves first?",
     ),
+    "count_moving": (
+        "How many objects move?",
+        "How many objects are moving?",
+        "How many of the objects move?",
+    ),
+    "stands": (
+        "What stands still?",
+        "Which objects stand still?",
+        "What does not move?",
+    ),
+    "where": (
+        "Where is the {thing}?",
+        "Where do you see the {thing}?",
+        "In which corner is the {thing}?",
+    ),
+    "beginning": (
+        "What is there at the beginning?",
+        "What do you see at the beginning?",
+        "Which objects are there at first?",
+    ),
+    "end": (
+        "What is there at the end?",
+        "What do you see at the end?",
+        "Which objects are there at last?",
+    ),
+    "cut": (
+        "Is there a cut?",
+        "Is there a cut in the video?",
+        "Does the scene change?",
+    ),
     "happens": (
         "What happens?",
         "What happens in the video?",
@@ -100,5 +131,7 @@ def sentences() -> list[str]:
     ]
     told = [f"A {thing} moves {direction} and a {thing} stands still." for thing in things for direction in DIRECTIONS]
     told += [f"the {thing} and the {thing}. A {thing} and a {thing}." for thing in things]
+    told += [f"The {thing} is at the {place}." for thing in things for place in PLACES]
+    told += [f"a {thing}, a {thing} and a {thing}" for thing in things]
     plain = [*COLOURS, *SHAPES, *DIRECTIONS, *NUMBERS, STILL, "yes", "no", "nothing", "early", "late"]
     return asked + told + plain * 20 + [f"system\n{SYSTEM_PROMPT}", "user\n", "assistant\n"] * 20

@@ -23,6 +23,7 @@ from demo.model import (
     prune,
     use_uniform_windows,
 )
+from services.preprocessing.prompt.positions import GridSpan
 
 GRID = Grid(3, 4, 4)
 
@@ -136,5 +137,5 @@ def _told(
     writer: PromptWriter,
 ) -> torch.Tensor:
     """Logits of all answers' tokens, in order: [L, V]."""
-    logits, labels = answer_logits(model, embeds, kept, GRID, TIME_STEP, prompts, writer.vision_end)
+    logits, labels = answer_logits(model, embeds, kept, GridSpan(GRID, TIME_STEP), prompts, writer.vision_end)
     return logits[labels != UNSUPERVISED]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from random import Random
 
 import numpy as np
@@ -11,12 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from demo import clips
 from demo.augment import Change, changed
 from demo.clips import FRAMES, SIDE_PX, sample
+from demo.drawing import encode
 from demo.example import QUESTIONS, SCENE
 from demo.lessons import dense_labels
 from demo.questions import questions_about
-from demo.scenes import Motion, Scene, Thing, encode, random_scene
+from demo.scenes import KINDS, Camera, Motion, Scene, Thing, random_scene
 from demo.wordings import COLOURS, WORDINGS
 
 NO_CHANGE = Change(False, False, False, False, (0, 1, 2))
@@ -37,17 +40,27 @@ def answers_to(scene: Scene, kind: str) -> set[str]:
     return {question.answer for question in questions_about(scene, Random(0)) if question.kind == kind}
 
 
-@settings(max_examples=30)
-@given(st.integers(0, 10_000))
-def test_objects_stay_inside_the_frame_and_apart(seed: int) -> None:
-    scene = random_scene(seed)
-    for time_s in range(17):
-        centres = [thing.centre_at(time_s) for thing in scene.things]
-        for thing, centre in zip(scene.things, centres, strict=True):
+@settings(max_examples=60)
+@given(st.sampled_from(KINDS), st.integers(0, 10_000))
+def test_objects_stay_inside_the_frame_and_apart(kind: str, seed: int) -> None:
+    scene = random_scene(seed, kind)
+    for time_s in range(16):
+        things = scene.things_at(time_s)
+        centres = [scene.place_at(thing, time_s) for thing in things]
+        for thing, centre in zip(things, centres, strict=True):
             assert all(thing.half - 1e-9 <= share <= 1 - thing.half + 1e-9 for share in centre)
-        if len(centres) == 2:
-            gap = max(abs(one - other) for one, other in zip(*centres, strict=True))
-            assert gap > scene.things[0].half + scene.things[1].half
+        for (thing, centre), (other, beside) in combinations(zip(things, centres, strict=True), 2):
+            gap = max(abs(one - two) for one, two in zip(centre, beside, strict=True))
+            assert gap > thing.half + other.half
+
+
+def test_no_clip_is_used_for_two_purposes() -> None:
+    training = range(clips.TRAINING_SEEDS, clips.TRAINING_SEEDS + clips.TRAINING_CLIPS)
+    validation = range(clips.VALIDATION_SEEDS, clips.VALIDATION_SEEDS + clips.VALIDATION_CLIPS)
+    evaluation = range(clips.EVALUATION_SEEDS, clips.EVALUATION_SEEDS + clips.EVALUATION_CLIPS)
+    assert training.stop <= validation.start
+    assert validation.stop <= evaluation.start
+    assert {clips.scene_of(seed).kind for seed in evaluation} == set(KINDS)
 
 
 def test_a_clip_changes_only_while_its_object_moves() -> None:
@@ -67,6 +80,37 @@ def test_questions_have_the_answers_of_the_scene() -> None:
     told = {" ".join(answer.split()[-2:]) for answer in answers_to(scene, "direction")}
     assert told == {"moves right."}
     assert answers_to(scene, "mover_colour") == {"The moving object is red."}
+
+
+def test_movers_are_asked_about_by_name_and_what_stands_by_its_place() -> None:
+    scene = scene_of(
+        Thing("cyan", "cross", 0.2, 0.25, 0.1, motion=Motion("right", 3.0, 5.0, 0.4)),
+        Thing("green", "circle", 0.2, 0.75, 0.1, motion=Motion("up", 9.0, 11.0, 0.2)),
+        Thing("magenta", "circle", 0.8, 0.8, 0.1),
+    )
+    assert answers_to(scene, "mover") == {"the green circle and the cyan cross"}
+    assert answers_to(scene, "first") == {"the cyan cross"}
+    assert answers_to(scene, "count_moving") == {"two"}
+    assert answers_to(scene, "stands") == {"the magenta circle"}
+    assert {answer.split()[-1] for answer in answers_to(scene, "when")} == {"early.", "late."}
+    assert {answer.split()[-1] for answer in answers_to(scene, "direction")} == {"right.", "up."}
+    assert {" ".join(answer.split()[-4:]) for answer in answers_to(scene, "where")} == {"at the bottom right."}
+    assert not answers_to(scene, "happens")
+
+
+def test_shots_are_asked_about_by_their_time() -> None:
+    one, other = (
+        Thing("red", "circle", 0.3, 0.3, 0.15, until_s=6.2),
+        Thing("blue", "square", 0.7, 0.3, 0.15, from_s=6.2),
+    )
+    scene = replace(scene_of(one, other), cut_s=6.2)
+    assert answers_to(scene, "beginning") == {"a red circle"}
+    assert answers_to(scene, "end") == {"a blue square"}
+    assert answers_to(scene, "cut") == {"yes"}
+    backwards, _ = changed(scene, torch.from_numpy(sample(encode(scene))), replace(NO_CHANGE, backwards=True))
+    assert answers_to(backwards, "beginning") == {"a blue square"}
+    assert {thing.name for thing in backwards.things_at(9.0)} == {"blue square"}
+    assert {thing.name for thing in backwards.things_at(9.5)} == {"red circle"}
 
 
 def test_the_answers_of_the_example_are_correct() -> None:
@@ -97,9 +141,23 @@ def test_an_augmented_clip_shows_its_augmented_scene(change: Change, direction: 
         assert sorted((red, green, blue))[1] < 90
 
 
+def test_an_augmented_pan_shows_its_objects_where_the_scene_says() -> None:
+    camera = Camera(-0.1, 0.0, Motion("right", 2.0, 12.0, 0.3))
+    original = replace(scene_of(Thing("red", "circle", 0.5, 0.3, 0.15)), background="checks", camera=camera)
+    clip = torch.from_numpy(sample(encode(original)))
+    for change in (NO_CHANGE, Change(True, True, False, True, (2, 0, 1)), Change(True, False, True, True, (0, 1, 2))):
+        scene, augmented = changed(original, clip, change)
+        (thing,) = scene.things
+        for index in (0, 12, FRAMES - 1):
+            x, y = (int(share * SIDE_PX) for share in scene.place_at(thing, index / 2))
+            brightest = augmented[index, :, y, x].argmax()
+            assert ("red", "green", "blue")[int(brightest)] == thing.colour
+
+
 def test_dense_labels_name_the_object_on_each_token() -> None:
-    labels = dense_labels(one_mover(), [0, 3]).view(2, 4, 4, 3)
-    red_circle_still = [1 + COLOURS.index("red"), 1, 1]
+    labels = dense_labels(one_mover(), [0, 3]).view(2, 4, 4, 4)
+    # The last: row 1 and column 0 of four by four.
+    red_circle_still = [1 + COLOURS.index("red"), 1, 1, 1 + 1 * 4 + 0]
     assert labels[0, 0, 0].tolist() == red_circle_still
-    assert labels[0, 3, 0].tolist() == [0, 0, 0]
+    assert labels[0, 3, 0].tolist() == [0, 0, 0, 0]
     assert (labels[1, :2, :, 2] == 2 + 1).any(), "the circle moves right in slice 3"

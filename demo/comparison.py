@@ -1,0 +1,152 @@
+"""Compares pruning methods by the answers to the same questions: shares with intervals, and paired tests.
+
+Source of the interval: Wilson, JASA 22 (1927). The paired test flips the signs of the differences of whole clips at
+random, because the answers about one clip depend on each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.contract.retention import EVS, NONE, RANDOM
+from demo.questions import TOPICS
+from demo.scenes import KINDS
+
+_Z = 1.96
+FLIPS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One question about the clip of a seed. scene, question: their kinds. tokens: of the clip, that were kept."""
+
+    seed: int
+    scene: str
+    question: str
+    tokens: int
+    right: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The answers with one method at one rate; at 0 with none."""
+
+    rate: float
+    method: str
+    answers: tuple[Answered, ...]
+
+    def only(self, wanted: Callable[[Answered], bool]) -> Cell:
+        return Cell(self.rate, self.method, tuple(filter(wanted, self.answers)))
+
+    def of_scene(self, kind: str) -> Cell:
+        return self.only(lambda answer: answer.scene == kind)
+
+    @property
+    def share(self) -> float:
+        return sum(answer.right for answer in self.answers) / len(self.answers)
+
+    @property
+    def tokens(self) -> float:
+        """The mean over its questions."""
+        return sum(answer.tokens for answer in self.answers) / len(self.answers)
+
+
+def wilson(share: float, asked: int) -> tuple[float, float]:
+    """The 95 % interval of a share, which is also valid near 0 and 1."""
+    spread = _Z**2 / asked
+    middle = (share + spread / 2) / (1 + spread)
+    half = _Z / (1 + spread) * math.sqrt(share * (1 - share) / asked + spread / (4 * asked))
+    return middle - half, middle + half
+
+
+def paired_p(one: Cell, other: Cell) -> float:
+    """How likely a difference as large is, if both answered each clip equally well; two-sided, at least 1/FLIPS."""
+    gains: dict[int, int] = {}
+    for mine, theirs in zip(one.answers, other.answers, strict=True):
+        if (mine.seed, mine.question) != (theirs.seed, theirs.question):
+            raise ValueError("the answers of both must be to the same questions, in the same order")
+        gains[mine.seed] = gains.get(mine.seed, 0) + mine.right - theirs.right
+    differences: NDArray[np.int64] = np.array([gain for gain in gains.values() if gain], np.int64)
+    signs = np.random.default_rng(0).choice((-1, 1), (FLIPS, differences.size))
+    as_large = np.abs(signs @ differences) >= abs(differences.sum())
+    return float((1 + as_large.sum()) / (1 + FLIPS))
+
+
+def tables(cells: Sequence[Cell]) -> str:
+    """Markdown: all scenes; paired differences; by kind of scene; by topic."""
+    clips = len({answer.seed for answer in cells[0].answers})
+    parts = [
+        f"{len(cells[0].answers)} questions about {clips} clips that were not used in training, for each share.",
+        "Share of exact matches, with Wilson's 95 % interval, and the tokens kept:",
+        _overall(cells),
+        "Difference to dropping at random, and to EVS, in points (p of the paired test over clips); – where the first "
+        "keeps more tokens than the second:",
+        _differences(cells),
+        "By kind of scene:",
+        _breakdown({kind: [cell.of_scene(kind) for cell in cells] for kind in KINDS}),
+        "By what is asked:",
+        _breakdown({topic: [cell.only(_asks(kinds)) for cell in cells] for topic, kinds in TOPICS.items()}),
+    ]
+    return "\n\n".join(parts)
+
+
+def _asks(kinds: Sequence[str]) -> Callable[[Answered], bool]:
+    return lambda answer: answer.question in kinds
+
+
+def _overall(cells: Sequence[Cell]) -> str:
+    methods, rates = _methods(cells), _rates(cells)
+    unpruned = next(cell for cell in cells if cell.method == NONE)
+    rows = [["0", _with_interval(unpruned), *[""] * (len(methods) - 1)]]
+    rows += [[f"{rate:g}", *(_with_interval(_cell(cells, rate, method)) for method in methods)] for rate in rates]
+    return _markdown(["rate", *methods], rows)
+
+
+def _with_interval(cell: Cell) -> str:
+    low, high = wilson(cell.share, len(cell.answers))
+    return f"{cell.share:.1%} ({low:.1%} to {high:.1%}), {cell.tokens:.0f}"
+
+
+def _differences(cells: Sequence[Cell]) -> str:
+    methods = _methods(cells)
+    pairs = [(method, other) for other in (RANDOM, EVS) for method in methods if other in methods and method != other]
+    rows = []
+    for rate in _rates(cells):
+        row = [f"{rate:g}"]
+        for method, other in pairs:
+            mine, theirs = _cell(cells, rate, method), _cell(cells, rate, other)
+            fair = mine.tokens < 1.02 * theirs.tokens
+            row.append(f"{100 * (mine.share - theirs.share):+.1f} ({paired_p(mine, theirs):.4f})" if fair else "–")
+        rows.append(row)
+    return _markdown(["rate", *(f"{method} − {other}" for method, other in pairs)], rows)
+
+
+def _breakdown(groups: dict[str, list[Cell]]) -> str:
+    rows, headings = [], []
+    for name, cells in groups.items():
+        if cells[0].answers:
+            rows.append([name, str(len(cells[0].answers)), *(f"{cell.share:.0%}" for cell in cells)])
+            headings = ["rate 0" if cell.method == NONE else f"{cell.method} {cell.rate:g}" for cell in cells]
+    return _markdown(["", "asked", *headings], rows)
+
+
+def _cell(cells: Sequence[Cell], rate: float, method: str) -> Cell:
+    return next(cell for cell in cells if (cell.rate, cell.method) == (rate, method))
+
+
+def _methods(cells: Sequence[Cell]) -> list[str]:
+    return list(dict.fromkeys(cell.method for cell in cells if cell.method != NONE))
+
+
+def _rates(cells: Sequence[Cell]) -> list[float]:
+    return list(dict.fromkeys(cell.rate for cell in cells if cell.method != NONE))
+
+
+def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

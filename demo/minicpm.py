@@ -1,0 +1,307 @@
+"""What pruning the tokens of a resampler costs: trains a tiny MiniCPM-V 4.5, compares: `python -m demo.minicpm`.
+
+A resampler's token is a learned query, not a place. Whether one may be dropped, and by what rule, is measured here:
+
+    evs       the tokens that differ most from those of the same query one group earlier, and the first group
+    groups    whole groups, those that differ most on average from the group before, and the first one
+    random    any
+
+As in training of the demo model, tokens are dropped at random at random rates, and by no other rule. The prompt has no
+markers between groups. Scenes are those of the demo model with a still background.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, SiglipVisionConfig, SiglipVisionModel
+
+from common.contract.plan import Grid
+from common.contract.retention import EVS, RANDOM, Pruning, retained_count
+from demo.checkpoint import DEMO, IMAGE_MEAN, IMAGE_STD, make_tokenizer
+from demo.clips import FRAMES, SIDE_PX, TRAINING_CLIPS, TRAINING_SEEDS, cached_clips, scene_of
+from demo.comparison import Answered, Cell, paired_p, wilson
+from demo.drawing import Pixels
+from demo.lessons import COLUMNS, DENSE_CLASSES, ROWS, Lessons, dense_labels, still_runs
+from demo.model import UNSUPERVISED, Prompt, PromptWriter, answer_logits
+from demo.questions import questions_about
+from demo.scenes import Scene
+from demo.train import DENSE_SHARES, Schedule, optimisers
+from services.encoder.families.resampler import place_embeddings, time_embeddings
+from services.encoder.pruning.methods import keep_tokens
+from services.preprocessing.prompt.positions import LinearSpan
+
+PATCH_PX = 14
+SIDE = SIDE_PX // PATCH_PX
+GROUP_FRAMES = 2
+GROUPS = FRAMES // GROUP_FRAMES
+QUERIES = 16
+GRID = Grid(GROUPS, 1, QUERIES)
+# The resampler's heads are 128 wide.
+WIDTH = 256
+TOWER_WIDTH = 96
+CLIPS_A_STEP = 12
+QUESTIONS_A_CLIP = 8
+HIGHEST_RATE = 0.95
+RATES = (0.5, 0.75, 0.9)
+# Not used in training or validation of any model.
+EVALUATION_SEEDS = 7_000_000
+# Tenths of a second between frames.
+_STEP = 5
+
+
+class TinyMiniCPM(nn.Module):
+    """SigLIP, a resampler over groups of frames, and Qwen3, as in MiniCPM-V 4.5.
+
+    `model.language_model` and `lm_head`: the names that `answer_logits` wants.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.tower = SiglipVisionModel(
+            SiglipVisionConfig(
+                hidden_size=TOWER_WIDTH,
+                intermediate_size=256,
+                num_hidden_layers=3,
+                num_attention_heads=3,
+                image_size=SIDE_PX,
+                patch_size=PATCH_PX,
+                vision_use_head=False,
+            )
+        )
+        self.query = nn.Parameter(torch.randn(QUERIES, WIDTH))
+        self.kv_proj = nn.Linear(TOWER_WIDTH, WIDTH, bias=False)
+        self.attn = nn.MultiheadAttention(WIDTH, WIDTH // 128, batch_first=True)
+        self.ln_q, self.ln_kv, self.ln_post = (nn.LayerNorm(WIDTH, eps=1e-6) for _ in range(3))
+        self.proj = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        text = Qwen3ForCausalLM(
+            Qwen3Config(
+                hidden_size=WIDTH,
+                intermediate_size=384,
+                num_hidden_layers=4,
+                num_attention_heads=6,
+                num_key_value_heads=2,
+                head_dim=32,
+                rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+                vocab_size=vocabulary,
+                tie_word_embeddings=True,
+            )
+        )
+        self.text = text.model
+        self.model = nn.Module()
+        self.model.language_model = self.text
+        self.lm_head = text.lm_head
+        self.dense = nn.Linear(GROUP_FRAMES * TOWER_WIDTH, sum(DENSE_CLASSES))
+        places = torch.cartesian_prod(torch.arange(SIDE), torch.arange(SIDE))
+        self.register_buffer("places", place_embeddings(places, WIDTH), persistent=False)
+
+    def features(self, frames: Tensor) -> Tensor:
+        """Of frames, uint8 [n, 3, H, W]: [n, patches, TOWER_WIDTH]."""
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGE_MEAN, IMAGE_STD))
+        found: Tensor = self.tower((frames.float() / 255 - mean) / std).last_hidden_state
+        return found
+
+    def embed(self, clips: Tensor, shown: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """The tokens of clips, uint8 [B, FRAMES, 3, H, W]: [B, GROUPS · QUERIES, WIDTH].
+
+        shown: for each group of each clip one whose frames it has; frames are encoded once. None: each its own.
+        """
+        shown = shown or [range(GROUPS)] * len(clips)
+        wanted = [(row, group) for row, groups in enumerate(shown) for group in sorted(set(groups))]
+        rows, groups = torch.tensor(wanted).unbind(1)
+        frames = clips.unflatten(1, (GROUPS, GROUP_FRAMES))[rows, groups]
+        place = {pair: number for number, pair in enumerate(wanted)}
+        source = torch.tensor([[place[row, group] for group in groups] for row, groups in enumerate(shown)])
+        features = self.features(frames.flatten(0, 1)).view(len(wanted), GROUP_FRAMES, SIDE**2, TOWER_WIDTH)
+        values = self.ln_kv(self.kv_proj(features))[source].view(len(clips), FRAMES, SIDE**2, WIDTH)
+        times = time_embeddings(_STEP * torch.arange(FRAMES), WIDTH)
+        keys = values + self.places + times[:, None]
+        grouped = [each.reshape(len(clips) * GROUPS, -1, WIDTH) for each in (keys, values)]
+        queries = self.ln_q(self.query).expand(len(clips) * GROUPS, -1, -1)
+        attended, _ = self.attn(queries, *grouped, need_weights=False)
+        tokens: Tensor = (self.ln_post(attended) @ self.proj).view(len(clips), GRID.tokens, WIDTH)
+        return tokens
+
+    def dense_logits(self, slices: Tensor) -> Tensor:
+        """What is at each place of pairs of frames, uint8 [n, 2, 3, H, W]: [n, ROWS · COLUMNS, classes]."""
+        features = self.features(slices.flatten(0, 1)).view(len(slices), GROUP_FRAMES, SIDE, SIDE, TOWER_WIDTH)
+        half = SIDE // ROWS
+        pooled = features.unflatten(2, (ROWS, half)).unflatten(4, (COLUMNS, half)).mean((3, 5))
+        logits: Tensor = self.dense(pooled.permute(0, 2, 3, 1, 4).flatten(1, 2).flatten(2))
+        return logits
+
+
+def keep_groups(embeds: Tensor, count: int) -> Tensor:
+    """The tokens of whole groups, `count` of them, int64 [count · QUERIES]; embeds: [GROUPS · QUERIES, D]."""
+    groups = F.normalize(embeds.view(GROUPS, QUERIES, -1), dim=-1)
+    change = 1 - (groups[1:] * groups[:-1]).sum(-1).mean(-1)
+    chosen = torch.cat([torch.zeros(1, dtype=torch.long), 1 + change.topk(count - 1).indices]).sort().values
+    return (chosen[:, None] * QUERIES + torch.arange(QUERIES)).flatten()
+
+
+def keep(embeds: Tensor, rule: str, rate: float, seed: int) -> Tensor:
+    """The tokens of a clip that a rule keeps, as many by each: whole groups of QUERIES."""
+    count = retained_count(GRID, Pruning(rate, EVS)) // QUERIES
+    if rule == "groups":
+        return keep_groups(embeds, count)
+    exactly = 1 - (count * QUERIES + 0.5) / GRID.tokens
+    return keep_tokens(embeds, GRID, Pruning(max(0.0, exactly), rule, seed)).long()
+
+
+class Trainer:
+    """Deterministic in `seed`, but for how many steps fit into the time."""
+
+    def __init__(self, model: TinyMiniCPM, lessons: Lessons, writer: PromptWriter, seed: int) -> None:
+        self.model, self.lessons, self.writer, self.rng = model, lessons, writer, Random(seed)
+
+    def tower_step(self) -> Tensor:
+        """Loss of what is where, of single groups."""
+        scenes, clips = self.lessons.draw(24)
+        chosen = [self.rng.sample(range(GROUPS), 4) for _ in scenes]
+        pairs = [clip.unflatten(0, (GROUPS, GROUP_FRAMES))[groups] for clip, groups in zip(clips, chosen, strict=True)]
+        labels = torch.stack([dense_labels(scene, groups) for scene, groups in zip(scenes, chosen, strict=True)])
+        logits = self.model.dense_logits(torch.cat(pairs)).flatten(0, 1).split(DENSE_CLASSES, dim=-1)
+        weights = [torch.ones(classes) for classes in DENSE_CLASSES]
+        losses = []
+        wanted = labels.view(-1, len(DENSE_CLASSES)).unbind(-1)
+        for each, label, weight, share in zip(logits, wanted, weights, DENSE_SHARES, strict=True):
+            weight[0] = 0.3  # most places show no object
+            losses.append(share * F.cross_entropy(each, label, weight, ignore_index=UNSUPERVISED))
+        return torch.stack(losses).sum()
+
+    def answer_step(self, progress: float) -> Tensor:
+        """Loss of answers at a random rate."""
+        scenes, clips = self.lessons.draw(CLIPS_A_STEP, of_several=CLIPS_A_STEP // 3 if progress < 0.7 else 0)
+        rate = round(self.rng.uniform(0, HIGHEST_RATE), 3)
+        embeds = self.model.embed(clips, [still_runs(scene, self.rng) for scene in scenes])
+        prunings = [Pruning(rate, RANDOM, self.rng.randrange(2**31)) for _ in scenes]
+        kept = torch.stack([keep_tokens(clip, GRID, how) for clip, how in zip(embeds, prunings, strict=True)]).long()
+        prompts = [self.lessons.ask(scene, QUESTIONS_A_CLIP) for scene in scenes]
+        logits, labels = answer_logits(
+            self.model, embeds, kept, LinearSpan(GRID.tokens), prompts, self.writer.vision_end
+        )
+        asked = labels != UNSUPERVISED
+        return F.cross_entropy(logits[asked], labels[asked])
+
+
+def train(model: TinyMiniCPM, trainer: Trainer, schedule: Schedule) -> None:
+    """Trains for `schedule.minutes`, and prints the loss every half minute."""
+    vision = [value for name, value in model.named_parameters() if not name.startswith(("text.", "model."))]
+    steppers = optimisers(schedule, vision, list(model.text.parameters()))
+    started, shown_s, progress, step = time.monotonic(), 0.0, 0.0, 0
+    losses: list[float] = []
+    while progress < 1:
+        loss = trainer.tower_step() if progress < schedule.tower_only else trainer.answer_step(progress)
+        model.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        elapsed_s = time.monotonic() - started
+        progress, step = elapsed_s / (60 * schedule.minutes), step + 1
+        for stepper in steppers:
+            for group in stepper.param_groups:
+                group["lr"] = group["peak"] * schedule.learning_share(progress)
+            stepper.step()
+        losses.append(loss.item())
+        if elapsed_s - shown_s > 30:
+            shown_s = elapsed_s
+            print(f"{progress:5.1%} step {step} loss {sum(losses) / len(losses):.3f}", flush=True)
+            losses.clear()
+
+
+@torch.no_grad()
+def compare(model: TinyMiniCPM, writer: PromptWriter, clips: Pixels, seeds: Sequence[int]) -> list[Cell]:
+    """The answers to all questions about all clips, unpruned and by each rule at each rate."""
+    wanted = [(0.0, "none"), *((rate, rule) for rate in RATES for rule in (EVS, "groups", RANDOM))]
+    found: dict[tuple[float, str], list[Answered]] = {each: [] for each in wanted}
+    for index, seed in enumerate(seeds):
+        scene = scene_of(seed)
+        questions = questions_about(scene, Random(seed))
+        branches = tuple(writer.branch(question.text, question.answer) for question in questions)
+        embeds = model.embed(torch.from_numpy(clips[index : index + 1].copy()))
+        for rate, rule in wanted:
+            kept = keep(embeds[0], rule, rate, seed) if rate else torch.arange(GRID.tokens)
+            logits, labels = answer_logits(
+                model,
+                embeds,
+                kept[None],
+                LinearSpan(GRID.tokens),
+                [Prompt(writer.before(), branches)],
+                writer.vision_end,
+            )
+            wrong = (logits.argmax(-1) != labels) & (labels != UNSUPERVISED)
+            at = 1  # logits begin one position before the first branch
+            for question, branch in zip(questions, branches, strict=True):
+                right = not wrong[0, at : at + len(branch.ids)].any()
+                found[rate, rule].append(Answered(seed, scene.kind, question.kind, len(kept), right))
+                at += len(branch.ids)
+    return [Cell(rate, rule, tuple(answers)) for (rate, rule), answers in found.items()]
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown."""
+    lines = [
+        "| rate | rule | tokens | exact match, Wilson's 95 % interval | difference to random, points (p) |",
+        "|---|---|---|---|---|",
+    ]
+    for cell in cells:
+        low, high = wilson(cell.share, len(cell.answers))
+        other = next((each for each in cells if (each.rate, each.method) == (cell.rate, RANDOM)), cell)
+        against = "" if other is cell else f"{100 * (cell.share - other.share):+.1f} ({paired_p(cell, other):.4f})"
+        lines.append(
+            f"| {cell.rate:g} | {cell.method} | {cell.tokens:.0f} | {cell.share:.1%} ({low:.1%} to {high:.1%}) "
+            f"| {against} |"
+        )
+    return "\n".join(lines)
+
+
+def of_kinds(seeds: Sequence[int], clips: Pixels, wanted: Callable[[Scene], bool]) -> tuple[list[int], Pixels]:
+    """The seeds and clips of some scenes."""
+    places = [place for place, seed in enumerate(seeds) if wanted(scene_of(seed))]
+    return [seeds[place] for place in places], clips[places]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, default=Path("/tmp/framesieve-demo"))
+    parser.add_argument("--minutes", type=float, default=45)
+    parser.add_argument("--clips", type=int, default=TRAINING_CLIPS)
+    parser.add_argument(
+        "--evaluate", type=int, default=600, help="clips of all kinds, of which the still ones are used"
+    )
+    parser.add_argument("--weights", type=Path, help="compare with these instead of training; written otherwise")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    tokenizer: PreTrainedTokenizerFast = make_tokenizer(DEMO)
+    model, writer = TinyMiniCPM(len(tokenizer)), PromptWriter(tokenizer)
+    workers = os.cpu_count() or 1
+    if args.weights and args.weights.exists():
+        model.load_state_dict(torch.load(args.weights))
+    else:
+        seeds, clips = of_kinds(
+            range(TRAINING_SEEDS, TRAINING_SEEDS + args.clips),
+            cached_clips(args.cache, range(TRAINING_SEEDS, TRAINING_SEEDS + args.clips), workers),
+            is_still,
+        )
+        lessons = Lessons([scene_of(seed) for seed in seeds], clips, writer, 0)
+        train(model, Trainer(model, lessons, writer, 0), Schedule(args.minutes))
+        if args.weights:
+            torch.save(model.state_dict(), args.weights)
+    unseen = range(EVALUATION_SEEDS, EVALUATION_SEEDS + args.evaluate)
+    chosen, clips = of_kinds(unseen, cached_clips(args.cache, unseen, workers), is_still)
+    print(table(compare(model.eval(), writer, clips, chosen)))
+
+
+def is_still(scene: Scene) -> bool:
+    return scene.kind in ("still", "several", "small", "wall")
+
+
+if __name__ == "__main__":
+    main()
