@@ -45,7 +45,7 @@ MODEL_FAMILIES = (
     ),
     ModelFamily(
         "minicpmv",
-        "MiniCPM-V 2.5, 2.6, 4.0",
+        "MiniCPM-V 2.5, 2.6, 4.0, 4.5",
         _BOTH,
         (),
         "one-dimensional",

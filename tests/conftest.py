@@ -49,6 +49,9 @@ DEEP_FAMILIES = (
     "llava_onevision",
     "llava_pixtral",
     "llava_siglip",
+    "minicpmv_2_5",
+    "minicpmv_2_6",
+    "minicpmv_4_5",
     "mistral3",
     "qwen2_vl",
 )

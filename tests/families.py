@@ -35,6 +35,7 @@ from transformers import (
 )
 
 from demo.checkpoint import TINY, make_tokenizer, randomise, write_checkpoint
+from tests import minicpm
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class FamilyUnderTest:
     """Properties of a family.
 
     write: makes a tiny random float32 checkpoint in a folder, from a seed.
-    model: the class of transformers for the whole model.
+    model: the class of transformers for the whole model; of MiniCPM-V, which it has not, for the language model.
     levels: number of tensors that a media token carries beside its embedding (DeepStack).
     slices_stand_alone: each temporal slice is a grid of its own, with text before and after it.
     text_prefix, lm_head: prefix of the names of the text model's weights in that checkpoint, and its output layer's.
@@ -50,7 +51,7 @@ class FamilyUnderTest:
     model_type: of its config.json, where that is not its name in FAMILIES.
     """
 
-    write: Callable[[Path, int], Path]
+    write: Callable[[Path, int], object]
     model: Any
     patch_px: int
     merge: int
@@ -443,6 +444,23 @@ _QWEN3 = {
 }
 FAMILIES: Mapping[str, FamilyUnderTest] = {
     **{
+        f"minicpmv_{version.replace('.', '_')}": FamilyUnderTest(
+            write=partial(minicpm.write, version=version),
+            model=minicpm.TEXT_CLASSES[version][1],
+            patch_px=minicpm.PATCH_PX,
+            merge=1,
+            temporal_patch=1,
+            hidden=minicpm.WIDTH,
+            levels=0,
+            slices_stand_alone=True,
+            text_prefix="llm.model.",
+            lm_head="llm.lm_head.weight",
+            linear=True,
+            model_type="minicpmv",
+        )
+        for version in ("2.5", "2.6", "4.5")
+    },
+    **{
         name: FamilyUnderTest(
             write=partial(write_llava, name=name),
             model=Mistral3ForConditionalGeneration if name == "mistral3" else LlavaForConditionalGeneration,
@@ -529,6 +547,8 @@ QWEN = sorted(name for name, family in FAMILIES.items() if not family.linear)
 
 
 def load_reference(name: str, folder: Path) -> Any:
-    """The whole model in transformers, in float32 with plain attention."""
+    """The whole model in transformers, in float32 with plain attention; of MiniCPM-V the language model."""
+    if FAMILIES[name].model_type == "minicpmv":
+        return minicpm.read_text(folder)
     model: Any = FAMILIES[name].model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return model.eval()

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.idefics2.configuration_idefics2 import Idefics2VisionConfig
 from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
 
 from demo.checkpoint import TINY, make_tokenizer, randomise
 
 WIDTH, PATCH_PX, IMAGE_PX, SCALE_PX = 128, 14, 70, 56
-QUERIES: Mapping[str, int] = {"2.5": 6, "2.6": 4, "4.0": 4}
+QUERIES: Mapping[str, int] = {"2.5": 6, "2.6": 4, "4.0": 4, "4.5": 4}
 MARKS = ("<unk>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>", "<ref>", "</ref>")
 VISION = {
     "hidden_size": 48,
@@ -42,6 +42,12 @@ TEXT = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+TEXT_CLASSES: Mapping[str, tuple[Any, Any]] = {
+    "2.5": (LlamaConfig, LlamaForCausalLM),
+    "2.6": (Qwen2Config, Qwen2ForCausalLM),
+    "4.0": (LlamaConfig, LlamaForCausalLM),
+    "4.5": (Qwen3Config, Qwen3ForCausalLM),
+}
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -49,7 +55,7 @@ TEMPLATE = (
 
 
 class PlainResampler(nn.Module):
-    """A picture at a time, with PyTorch's attention."""
+    """A picture or a group of frames at a time, with PyTorch's attention."""
 
     def __init__(self, queries: int) -> None:
         super().__init__()
@@ -59,10 +65,16 @@ class PlainResampler(nn.Module):
         self.ln_q, self.ln_kv, self.ln_post = (nn.LayerNorm(WIDTH, eps=1e-6) for _ in range(3))
         self.proj = nn.Parameter(torch.zeros(WIDTH, WIDTH))
 
-    def forward(self, patches: Tensor, rows: int, columns: int) -> Tensor:
-        """Of one picture: (rows · columns, width of the tower) to (queries, WIDTH)."""
+    def forward(self, patches: Tensor, rows: int, columns: int, times: Sequence[int | None]) -> Tensor:
+        """Of a frame for each time: (frames · rows · columns, width of the tower) to (queries, WIDTH)."""
         values = self.ln_kv(self.kv_proj(patches))
-        places = torch.stack([place_embedding(i // columns, i % columns) for i in range(rows * columns)])
+        places = torch.stack(
+            [
+                place_embedding(i // columns, i % columns) + time_embedding(time)
+                for time in times
+                for i in range(rows * columns)
+            ]
+        )
         found, _ = self.attn(self.ln_q(self.query), values + places, values)
         return self.ln_post(found) @ self.proj
 
@@ -74,22 +86,55 @@ def place_embedding(row: int, column: int) -> Tensor:
     return torch.tensor([turn(at * wave) for at in (column, row) for turn in (math.sin, math.cos) for wave in waves])
 
 
+def time_embedding(number: int | None) -> Tensor:
+    """Sines before cosines of the number of a tenth of a second; zeros without a time."""
+    if number is None:
+        return torch.zeros(WIDTH)
+    angles = [number / 10000 ** (i / (WIDTH // 2)) for i in range(WIDTH // 2)]
+    return torch.tensor([turn(angle) for turn in (math.sin, math.cos) for angle in angles])
+
+
 class MiniCPM(nn.Module):
     def __init__(self, version: str, vocabulary: int) -> None:
         super().__init__()
-        config, model = (Qwen2Config, Qwen2ForCausalLM) if version == "2.6" else (LlamaConfig, LlamaForCausalLM)
+        config, model = TEXT_CLASSES[version]
         self.llm = model(config(**TEXT, vocab_size=vocabulary))
         self.vpm = Idefics2VisionTransformer(Idefics2VisionConfig(**VISION))
         self.resampler = PlainResampler(QUERIES[version])
 
     def picture(self, pixels: Tensor) -> Tensor:
         """Tokens of one picture, uint8 (H, W, 3): (queries, WIDTH)."""
-        rows, columns = pixels.shape[0] // PATCH_PX, pixels.shape[1] // PATCH_PX
-        normalised = (pixels.permute(2, 0, 1)[None] / 255 - 0.5) / 0.5
+        return self.group(pixels[None], [None])
+
+    def group(self, frames: Tensor, times: Sequence[int | None]) -> Tensor:
+        """Tokens of a group of frames, uint8 (F, H, W, 3): (queries, WIDTH)."""
+        rows, columns = frames.shape[1] // PATCH_PX, frames.shape[2] // PATCH_PX
+        normalised = (frames.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
         mask = torch.ones(1, rows, columns, dtype=torch.bool)
-        features = self.vpm(pixel_values=normalised, patch_attention_mask=mask).last_hidden_state[0]
-        found: Tensor = self.resampler(features, rows, columns)
+        features = [self.vpm(each[None], mask).last_hidden_state[0] for each in normalised]
+        found: Tensor = self.resampler(torch.cat(features), rows, columns, times)
         return found
+
+
+class WholeText(nn.Module):
+    """The language model under the names that the parts of a whole model of transformers have."""
+
+    def __init__(self, llm: Any) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.language_model = llm.model
+        self.lm_head = llm.lm_head
+        self.generate = llm.generate
+
+
+def read_text(folder: Path) -> WholeText:
+    """The language model of a checkpoint that `write` wrote."""
+    config = json.loads((folder / "config.json").read_text())
+    make, model = TEXT_CLASSES[str(config["version"])]
+    llm = model(make(**{name: config[name] for name in (*TEXT, "vocab_size")}))
+    weights = load_file(folder / "model.safetensors")
+    llm.load_state_dict({name[4:]: value for name, value in weights.items() if name.startswith("llm.")})
+    return WholeText(llm.eval())
 
 
 def write(folder: Path, seed: int, version: str = "2.6", changes: Mapping[str, Any] = {}) -> MiniCPM:

@@ -98,6 +98,8 @@ class MediaPlan:
     missing_frames: frames of the file that its container promises and that it does not hold.
     dropped_frames: frames of the file that have the same time as another one, and are not shown.
     source_height_px, source_width_px: of an image as it is shown, before it is resized; 0 if not known.
+    group_frames: frames of each temporal slice of a video whose slices are groups, the last of which may have fewer; 0
+        if all slices have equally many.
     """
 
     modality: Modality
@@ -115,6 +117,7 @@ class MediaPlan:
     source_width_px: int = 0
     tile_height_px: int = 0
     tile_width_px: int = 0
+    group_frames: int = 0
 
     def __post_init__(self) -> None:
         for name in ("missing_frames", "dropped_frames", "source_height_px", "source_width_px"):
@@ -148,6 +151,7 @@ class MediaPlan:
             raise ValueError(f"seconds_per_grid must be above 0, got {self.seconds_per_grid}")
         if 0 < self.frames < self.grid.t:
             raise ValueError(f"{self.frames} frames do not fill {self.grid.t} temporal slices")
+        self._check_groups()
         self._check_times()
         if len(self.content_hash) != DIGEST_BYTES:
             raise ValueError(f"content_hash must have {DIGEST_BYTES} bytes, got {len(self.content_hash)}")
@@ -158,6 +162,12 @@ class MediaPlan:
             raise ValueError(f"only an image of several frames has tiles of another size, got {tile}")
         if (min(tile) < 1 and tile != (0, 0)) or max(tile) > MAX_FRAME_SIDE_PX:
             raise ValueError(f"a tile's side must be between 1 and {MAX_FRAME_SIDE_PX} pixels, got {tile}")
+
+    def _check_groups(self) -> None:
+        if self.group_frames and (self.modality is not Modality.VIDEO or self.group_frames < 0):
+            raise ValueError(f"only a video has groups, of at least one frame, got {self.group_frames}")
+        if self.group_frames and -(-self.frames // self.group_frames) != self.grid.t:
+            raise ValueError(f"{self.frames} frames in groups of {self.group_frames} are not {self.grid.t} slices")
 
     def _check_times(self) -> None:
         times = self.timestamps_s
@@ -176,6 +186,13 @@ class MediaPlan:
     def slices(self) -> int:
         """What is decoded and encoded at a time: temporal slices of a video, frames of an image."""
         return self.grid.t if self.modality is Modality.VIDEO or self.brings_embeds else self.frames
+
+    @property
+    def slice_frames(self) -> int:
+        """Frames of each of these; the last may have fewer."""
+        if self.modality is Modality.IMAGE or self.brings_embeds:
+            return 1
+        return self.group_frames or -(-self.frames // self.grid.t)
 
     @property
     def brings_embeds(self) -> bool:

@@ -227,6 +227,7 @@ def _media_message(item: MediaPlan) -> prompt_pb2.MediaPlan:
         source_width_px=item.source_width_px,
         tile_height_px=item.tile_height_px,
         tile_width_px=item.tile_width_px,
+        group_frames=item.group_frames,
     )
 
 
@@ -259,6 +260,7 @@ def _media_plan(message: prompt_pb2.MediaPlan) -> MediaPlan:
         source_width_px=message.source_width_px,
         tile_height_px=message.tile_height_px,
         tile_width_px=message.tile_width_px,
+        group_frames=message.group_frames,
     )
 
 

@@ -87,20 +87,23 @@ def contact_sheet(
     timestamps_s: Sequence[float],
     title: str,
     caption: str,
+    slice_frames: int | None = None,
 ) -> Image.Image:
     """All frames, with pruned tokens dimmed and kept tokens outlined.
 
-    frames: uint8 [grid.t · n, height, width, 3], RGB; n frames share one temporal slice.
+    frames: uint8 [F, height, width, 3], RGB.
     kept: int32 [K], indices of the kept tokens in the grid.
     timestamps_s: one per frame, or empty.
+    slice_frames: of each temporal slice, the last of which may have fewer; None: all have equally many.
     Raises ValueError if the shapes of frames, grid, kept and timestamps_s disagree.
     """
-    _check(frames, grid, kept, timestamps_s)
+    slice_frames = slice_frames or -(-len(frames) // grid.t)
+    _check(frames, slice_frames, grid, kept, timestamps_s)
     flat = np.zeros(grid.tokens, dtype=bool)
     flat[kept] = True
     mask = flat.reshape(grid.t, grid.h, grid.w)
 
-    layout = _lay_out(frames, grid)
+    layout = _lay_out(frames, slice_frames, grid)
     width, height = layout.sheet_size
     sheet = Image.new("RGB", (max(width, 2 * MARGIN_PX + _header_width(title, caption)), height), PAPER)
     draw = ImageDraw.Draw(sheet)
@@ -108,7 +111,7 @@ def contact_sheet(
     for index in range(grid.t):
         left, top = layout.corner(index)
         first = index * layout.frames_per_slice
-        for offset in range(layout.frames_per_slice):
+        for offset in range(min(layout.frames_per_slice, len(frames) - first)):
             x = left + offset * (layout.frame_size[0] + FRAME_GAP_PX)
             sheet.paste(_frame(frames[first + offset], mask[index], layout), (x, top))
             if timestamps_s:
@@ -127,18 +130,22 @@ def side_by_side(sheets: Sequence[Image.Image]) -> Image.Image:
     return joined
 
 
-def _check(frames: NDArray[np.uint8], grid: Grid, kept: Int32Array, timestamps_s: Sequence[float]) -> None:
-    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or len(frames) % grid.t or not len(frames):
-        raise ValueError(f"frames must be uint8 [{grid.t} · n, height, width, 3], got {frames.dtype} {frames.shape}")
+def _check(
+    frames: NDArray[np.uint8], slice_frames: int, grid: Grid, kept: Int32Array, timestamps_s: Sequence[float]
+) -> None:
+    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
+        raise ValueError(f"frames must be uint8 [F, height, width, 3], got {frames.dtype} {frames.shape}")
+    if -(-len(frames) // max(1, slice_frames)) != grid.t:
+        raise ValueError(f"{len(frames)} frames, {slice_frames} in a slice, are not {grid.t} slices")
     if kept.size and not (kept.min() >= 0 and kept.max() < grid.tokens):
         raise ValueError(f"kept must lie in [0, {grid.tokens}), got {kept.min()} to {kept.max()}")
     if timestamps_s and len(timestamps_s) != len(frames):
         raise ValueError(f"{len(frames)} frames need as many timestamps, got {len(timestamps_s)}")
 
 
-def _lay_out(frames: NDArray[np.uint8], grid: Grid) -> _Layout:
+def _lay_out(frames: NDArray[np.uint8], slice_frames: int, grid: Grid) -> _Layout:
     """Chooses the number of slices in a row: close to SHEET_ASPECT, with few empty places in the last row."""
-    layouts = [_with_columns(frames, grid, columns) for columns in range(1, grid.t + 1)]
+    layouts = [_with_columns(frames, slice_frames, grid, columns) for columns in range(1, grid.t + 1)]
 
     def ugliness(layout: _Layout) -> float:
         width, height = layout.sheet_size
@@ -148,15 +155,14 @@ def _lay_out(frames: NDArray[np.uint8], grid: Grid) -> _Layout:
     return min(layouts, key=ugliness)
 
 
-def _with_columns(frames: NDArray[np.uint8], grid: Grid, columns: int) -> _Layout:
+def _with_columns(frames: NDArray[np.uint8], slice_frames: int, grid: Grid, columns: int) -> _Layout:
     """The largest frames with `columns` slices in a row; each token covers a whole number of pixels."""
-    count, height, width = frames.shape[:3]
-    per_slice = count // grid.t
+    height, width = frames.shape[1:3]
     slice_width = (SHEET_WIDTH_PX - 2 * MARGIN_PX + SLICE_GAP_PX) / columns - SLICE_GAP_PX
-    frame_width = min(max(slice_width / per_slice - FRAME_GAP_PX, MIN_FRAME_WIDTH_PX), MAX_FRAME_WIDTH_PX)
+    frame_width = min(max(slice_width / slice_frames - FRAME_GAP_PX, MIN_FRAME_WIDTH_PX), MAX_FRAME_WIDTH_PX)
     cell_width = max(2, int(frame_width / grid.w))
     cell_height = max(2, round(cell_width * (height / grid.h) / (width / grid.w)))
-    return _Layout(grid, per_slice, cell_width, cell_height, columns)
+    return _Layout(grid, slice_frames, cell_width, cell_height, columns)
 
 
 def _frame(pixels: NDArray[np.uint8], mask: NDArray[np.bool_], layout: _Layout) -> Image.Image:

@@ -214,10 +214,24 @@ def _draw(inspected: Inspection, name: str) -> Any:
         f"({kept / grid.tokens:.1%})  ·  {_slices(inspected)} of {grid.h} by {grid.w} tokens"
     )
     kept_tokens = inspected.kept
-    if inspected.plan.modality is Modality.IMAGE and (len(inspected.frames) > 1 or grid.h == 1):
-        # Tokens of tiles are in no frame's grid, and all are kept: an image is never pruned.
-        grid, kept_tokens = Grid(len(inspected.frames), 1, 1), np.arange(len(inspected.frames), dtype=np.int32)
-    return contact_sheet(inspected.frames, grid, kept_tokens, inspected.plan.timestamps_s, name, caption)
+    if not _has_places(inspected.plan):
+        # Tokens of tiles and of a resampler are in no frame's grid, and all are kept.
+        grid, kept_tokens = Grid(inspected.plan.slices, 1, 1), np.arange(inspected.plan.slices, dtype=np.int32)
+    return contact_sheet(
+        inspected.frames,
+        grid,
+        kept_tokens,
+        inspected.plan.timestamps_s,
+        name,
+        caption,
+        inspected.plan.slice_frames,
+    )
+
+
+def _has_places(plan: MediaPlan) -> bool:
+    """Whether each token is a square of a frame."""
+    alone = plan.modality is Modality.VIDEO or plan.frames == 1
+    return alone and plan.frame_height_px * plan.grid.w == plan.frame_width_px * plan.grid.h
 
 
 def _print_counts(inspected: Sequence[Inspection], output: Path, as_json: bool) -> None:
@@ -249,4 +263,5 @@ def _counts(inspected: Inspection, output: Path) -> dict[str, Any]:
 def _slices(inspected: Inspection) -> str:
     if inspected.plan.modality is Modality.IMAGE:
         return "1 picture"
-    return f"{inspected.plan.grid.t} slice{'' if inspected.plan.grid.t == 1 else 's'}"
+    slices, group = inspected.plan.grid.t, inspected.plan.group_frames
+    return f"{slices} slice{'' if slices == 1 else 's'}{f' of up to {group} frames' if group > 1 else ''}"

@@ -148,9 +148,9 @@ def _time_base(item: MediaPlan) -> tuple[Fraction | None, tuple[float, ...]]:
     """
     if item.modality is Modality.IMAGE or len(item.runs) != item.grid.t:
         return item.seconds_per_grid, ()
-    frames = item.frames // item.grid.t
-    firsts, lasts = item.timestamps_s[::frames], item.timestamps_s[frames - 1 :: frames]
-    return None, tuple((first + last) / 2 for first, last in zip(firsts, lasts, strict=True))
+    step, times = item.slice_frames, item.timestamps_s
+    slices = (times[first : first + step] for first in range(0, len(times), step))
+    return None, tuple((each[0] + each[-1]) / 2 for each in slices)
 
 
 def _encoded(plan: PromptPlan, index: int, pieces: list[encoder_pb2.EmbedsChunk], pruning: Pruning) -> Encoded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from functools import partial
 
 from common.byte_semaphore import ByteSemaphore
@@ -12,7 +13,7 @@ from common.checkpoint import Checkpoint
 from common.process import ExitStatus
 from common.security.credentials import Credentials
 from common.serving.guards import check_ports, upstream_credentials
-from common.serving.server import run, serve
+from common.serving.server import StepWatch, run, serve
 from common.telemetry.logs import configure_logging
 from common.telemetry.metrics import begin
 from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
@@ -44,8 +45,9 @@ async def _serve(
     settings: EncoderSettings, credentials: Credentials, checkpoint: Checkpoint, towers: DataParallelTower
 ) -> ExitStatus:
     tower, failed = towers.own, asyncio.Event()
-    batcher = Batcher(towers.encode, towers.budget_tokens, towers.packing)
-    towers.rank_failure.watch(partial(_abort, towers, batcher, failed, asyncio.get_running_loop()))
+    end = partial(asyncio.get_running_loop().call_soon_threadsafe, failed.set)
+    batcher = Batcher(towers.encode, towers.budget_tokens, towers.packing, end)
+    towers.rank_failure.watch(partial(_abort, towers, batcher, end))
     cache = EmbedsCache(tower, batcher, ByteSemaphore(settings.output_buffer_bytes), settings.cache_bytes)
     output_bytes = ByteSemaphore(settings.output_buffer_bytes)
     dtype = str(tower.dtype).removeprefix("torch.")
@@ -57,16 +59,17 @@ async def _serve(
                 checkpoint.fingerprint, cache, output_bytes, channel, credentials, settings.max_inline_bytes
             )
             register = partial(add_EncoderServiceServicer_to_server, servicer)
-            return await serve(SERVICE, settings, register, lambda: batcher.alive, failed)
+            step = StepWatch(lambda: batcher.forward_began_ns, settings.step_timeout_s)
+            return await serve(SERVICE, settings, register, lambda: batcher.alive, failed, step=step)
     finally:
         if towers.rank_failure.cause is None:
             batcher.close()
 
 
-def _abort(towers: DataParallelTower, batcher: Batcher, failed: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
+def _abort(towers: DataParallelTower, batcher: Batcher, end: Callable[[], object]) -> None:
     """Fails all slices and ends the service; called from the thread that watches the ranks."""
     batcher.abort(towers.rank_failure.error)
-    loop.call_soon_threadsafe(failed.set)
+    end()
 
 
 if __name__ == "__main__":

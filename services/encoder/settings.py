@@ -63,6 +63,12 @@ class EncoderSettings(UpstreamSettings):
         description="whether the tower's layers are compiled for the CPU at startup, which needs a C++ compiler, and "
         "some seconds at the first start; auto: unless the tower is very small",
     )
+    step_timeout_s: float = Field(
+        300.0,
+        gt=0,
+        description="seconds that one forward of the tower may take; then health reports NOT_SERVING and the process "
+        "ends with status 4, because nothing else ends a device that hangs",
+    )
     threads: int | None = Field(
         None, ge=1, description="CPU threads per operation, in each rank; unset: torch's default"
     )

@@ -118,6 +118,7 @@ class _Item:
     dropped_frames: int = 0
     source_px: tuple[int, int] = (0, 0)
     tile_px: tuple[int, int] = (0, 0)
+    group_frames: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,19 +256,23 @@ class Planner:
         height, width = self._within(size, sampling.max_pixels)
         view = self._family.video_view(index.height_px, index.width_px, (height, width))
         frames = len(sampled.places)
-        base = TimeBase.of_frames(sampled.seconds_per_grid, sampled.timestamps_s, bounds.temporal_patch)
+        frame_s = sampled.seconds_per_grid / bounds.temporal_patch
+        group = bounds.group_frames(frames, frame_s * sampled.frames) if bounds.group_frames else 0
+        slice_frames = group or bounds.temporal_patch
+        base = TimeBase.of_frames(slice_frames * frame_s, sampled.timestamps_s, slice_frames)
         places = struct.pack(f"<{frames}q", *sampled.places)
         _check_side(height, width)
         with _too_large():
-            grid = self._family.grid(frames, height, width, Modality.VIDEO)
+            grid = self._family.grid(-(-frames // (group or 1)), height, width, Modality.VIDEO)
         return _Item(
             modality=Modality.VIDEO,
-            planned=PlannedVideo(source, index, sampled.places, bounds.temporal_patch, height, width, view),
+            planned=PlannedVideo(source, index, sampled.places, slice_frames, height, width, view),
             frames=frames,
             grid=grid,
             expansion=self._family.expansion(grid, base),
             base=base,
             timestamps_s=sampled.timestamps_s,
+            group_frames=group,
             content=(b"video", source.digest, _packed_sent(height, width, view), places, _packed(base)),
         )
 
@@ -305,6 +310,7 @@ class Planner:
                 source_width_px=item.source_px[1],
                 tile_height_px=item.tile_px[0],
                 tile_width_px=item.tile_px[1],
+                group_frames=item.group_frames,
             )
             for item, runs in zip(items, layout.runs, strict=True)
         )

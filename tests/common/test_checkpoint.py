@@ -110,8 +110,7 @@ def test_a_repository_is_found_in_the_cache_of_hugging_face_and_offline_only_the
 def test_every_service_has_the_families_that_are_tested(copy: Path) -> None:
     for registry in (services.preprocessing.families, services.encoder.families, services.generation.families):
         tested = {family.model_type or name for name, family in FAMILIES.items()}
-        # MiniCPM-V is not a class of transformers: its tests are test_minicpmv.py of each service.
-        assert set(registry.FAMILIES) == tested | {"minicpmv"}
+        assert set(registry.FAMILIES) == tested
     described = {family.model_type for family in MODEL_FAMILIES}
     assert described == set(services.encoder.families.FAMILIES)
     assert all(f"`{model_type}`" in DOCS.read_text() for model_type in described)

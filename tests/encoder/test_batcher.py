@@ -105,6 +105,7 @@ def test_the_queue_and_the_age_of_its_first_slice_are_reported(
     first.cancel()
     assert batcher.queued == 1
     assert (batcher.oldest_ns or 0) >= between_ns
+    assert batcher.forward_began_ns is not None
     tower.open()
     second.result(TIMEOUT_S)
     assert (batcher.queued, batcher.oldest_ns) == (0, None)

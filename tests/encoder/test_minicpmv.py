@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from services.encoder.families import load_tower
+from services.encoder.families.minicpmv import time_number
 from services.encoder.tower.graphs import with_graphs
-from services.encoder.tower.packing import TowerShape, lay_out
+from services.encoder.tower.packing import Side, TowerShape, lay_out
+from services.encoder.tower.patches import TimedFrames
 from tests import minicpm
 from tests.encoder.tower_recorder import Recorder, load_packed
 
@@ -40,7 +46,7 @@ def test_pictures_of_any_size_become_the_tokens_of_the_plain_resampler(version: 
 def test_patches_are_placed_in_cells_as_in_transformers(side: int) -> None:
     borders = torch.arange(1 / side, 1.0, 1 / side)
     for length in range(1, 140):
-        layout = lay_out([(length, 3)], TowerShape(1, cell_side=side))
+        layout = lay_out([Side(length, 3)], TowerShape(1, cell_side=side))
         begins = torch.clamp(torch.arange(length, dtype=torch.float32) * (1.0 / torch.tensor(length)), max=1.0 - 1e-6)
         expected = torch.bucketize(begins, borders, right=True).tolist()
         assert layout.cells is not None
@@ -55,6 +61,49 @@ def test_graphs_replay_what_the_tower_computes(tmp_path: Path) -> None:
     for ours, theirs in zip(graphed.encode(pictures()), tower.encode(pictures()), strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
     assert recorder.replayed
+
+
+def groups() -> list[Tensor | TimedFrames]:
+    """Groups of frames of several sizes, and pictures between them."""
+    random = torch.Generator().manual_seed(1)
+    shapes: list[tuple[int, int, int]] = [(3, 56, 70), (1, 28, 42), (3, 56, 70), (2, 42, 42), (6, 14, 28)]
+    drawn = [torch.randint(0, 255, (*shape, 3), dtype=torch.uint8, generator=random) for shape in shapes]
+    timed = [TimedFrames(each, tuple(range(7, 7 + 3 * len(each), 3))) for each in drawn]
+    return [timed[0], pictures()[0], *timed[1:], pictures()[2]]
+
+
+def of_group(oracle: minicpm.MiniCPM, group: Tensor | TimedFrames) -> Tensor:
+    with torch.no_grad():
+        if isinstance(group, TimedFrames):
+            return oracle.group(group.frames, group.times)
+        return oracle.picture(group[0])
+
+
+def test_the_frames_of_a_group_become_its_tokens_together(tmp_path: Path) -> None:
+    oracle = minicpm.write(tmp_path, 1, "4.5")
+    tower = load_tower(Checkpoint(tmp_path), "float32", CPU)
+    for ours, group in zip(tower.encode(groups()), groups(), strict=True):
+        assert ours.shape == (1, minicpm.QUERIES["4.5"], minicpm.WIDTH)
+        torch.testing.assert_close(ours[0], of_group(oracle, group), atol=1e-5, rtol=0)
+
+
+def test_graphs_keep_groups_together(tmp_path: Path) -> None:
+    minicpm.write(tmp_path, 1, "4.5")
+    tower, recorder = load_packed(tmp_path), Recorder()
+    graphed = with_graphs(tower, 640, recorder)
+    recorder.replayed.clear()
+    for ours, theirs in zip(graphed.encode(groups()), tower.encode(groups()), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
+    assert recorder.replayed
+
+
+@given(st.integers(1, 400), st.fractions(1, 60, max_denominator=30))
+def test_times_are_numbered_as_published(frames: int, rate: Fraction) -> None:
+    times = [float(index / rate) for index in range(frames)]
+    # The published scale ends with the video; frames that are sampled as published are nearer to none behind it.
+    scale = np.arange(0, float(frames / rate) + 0.1, 0.1)
+    nearest = scale[np.abs(np.array(times)[:, None] - scale).argmin(axis=1)]
+    assert [time_number(time) for time in times] == (nearest / 0.1).astype(np.int32).tolist()
 
 
 def test_the_last_layer_can_be_left_out(tmp_path: Path) -> None:

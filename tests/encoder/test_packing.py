@@ -25,7 +25,7 @@ PATCH_PX = 14
 def packings(draw: st.DrawFn) -> tuple[list[Side], int]:
     merge, tokens = draw(st.sampled_from([1, 2, 3])), st.integers(1, 9)
     sides = draw(st.lists(st.tuples(tokens, tokens), min_size=1, max_size=6))
-    return [(rows * merge, columns * merge) for rows, columns in sides], merge
+    return [Side(rows * merge, columns * merge) for rows, columns in sides], merge
 
 
 def assert_same(ours: NDArray[Any] | None, theirs: Tensor) -> None:
@@ -41,11 +41,11 @@ def test_layouts_equal_transformers_to_the_last_bit(
     packing: tuple[list[Side], int], window_side: int, table_side: int
 ) -> None:
     sides, merge = packing
-    grids = torch.tensor([(1, *side) for side in sides])
+    grids = torch.tensor([(1, side.rows, side.columns) for side in sides])
     found = lay_out(sides, TowerShape(merge, window_side, table_side))
     assert_same(found.positions, get_vision_position_ids(grids, merge))
     assert_same(found.ends, get_vision_cu_seqlens(grids))
-    assert found.longest == max(rows * columns for rows, columns in sides)
+    assert found.longest == max(side.rows * side.columns for side in sides)
     order, window_ends = get_vision_window_index(grids, merge, window_side * merge * PATCH_PX, PATCH_PX)
     assert_same(found.order, order)
     assert_same(found.window_ends, window_ends)

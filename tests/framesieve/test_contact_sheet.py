@@ -57,16 +57,25 @@ def test_every_slice_has_a_place_on_the_sheet() -> None:
     assert (np.asarray(sheet)[:, -1] == PAPER).all()
 
 
+def test_a_short_last_group_is_drawn_as_it_is() -> None:
+    grid = Grid(2, 1, 1)
+    kept = np.arange(2, dtype=np.int32)
+    shown = [
+        pixels_of(contact_sheet(red_frames(count), grid, kept, (), "clip.mp4", "", 3), RED).sum() for count in (6, 4)
+    ]
+    assert shown[1] / shown[0] == pytest.approx(4 / 6, abs=0.01)
+
+
 @pytest.mark.parametrize(
     ("frames", "kept", "stamps"),
     [
-        (red_frames(3), [0], ()),
+        (red_frames(1), [0], ()),
         (red_frames(2).astype(np.float32), [0], ()),
         (red_frames(2), [2], ()),
         (red_frames(2), [-1], ()),
         (red_frames(2), [0], (0.0,)),
     ],
-    ids=["frames not a multiple of slices", "floats", "kept above the grid", "kept below 0", "missing timestamp"],
+    ids=["fewer frames than slices", "floats", "kept above the grid", "kept below 0", "missing timestamp"],
 )
 def test_arrays_of_disagreeing_shapes_are_rejected(
     frames: NDArray[np.uint8], kept: list[int], stamps: tuple[float, ...]

@@ -59,6 +59,9 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+DEEP = ("minicpmv_2_6", "minicpmv_4_5", "qwen3_vl_moe")
+
+
 @dataclass(frozen=True)
 class Adapted:
     """A model with every adapter of CONFIGS; text: PEFT's text models, by adapter."""
@@ -68,7 +71,7 @@ class Adapted:
     text: Mapping[str, nn.Module]
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.deep)])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP)])
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     folder = tmp_path_factory.mktemp("adapted")
     models = load_models(request.param, folder / "model")

@@ -37,10 +37,12 @@ from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, load_models, random_item
 
 CPU = torch.device("cpu")
+DEEP = ("minicpmv_2_6", "minicpmv_4_5", "qwen3_vl")
+FAMILY_PARAMS = ["qwen2_5_vl", "qwen3_vl_moe", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP)]
 TARGETS = {"everywhere": "all-linear", "behind-attention": ["o_proj"], "values": ["v_proj"]}
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl_moe", pytest.param("qwen3_vl", marks=pytest.mark.deep)])
+@pytest.fixture(scope="module", params=FAMILY_PARAMS)
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -30,6 +30,8 @@ from tests.integration.reference import CLEAR_MARGIN, NEW_TOKENS
 QUESTION = "What moves?"
 PICTURE, WIDE, TALL = media.picture(50, 40), media.picture(200, 70), media.picture(64, 190, seed=1)
 CLIP = media.clip(24, fps=8, width=96, height=64, seed=3)
+# Of this length 4.5 makes groups of two frames, the last of which is alone.
+LONG = media.clip(300, fps=4, width=48, height=32, seed=4)
 IMAGES: dict[str, tuple[Part, ...]] = {
     "an image without slices": (Image(data=PICTURE),),
     "images with slices": (Image(data=WIDE), Text("and"), Image(data=TALL), Image(data=PICTURE)),
@@ -38,12 +40,14 @@ VIDEOS: dict[str, tuple[Part, ...]] = {
     "a video": (Video(data=CLIP, fps=4),),
     "a video and an image": (Video(data=CLIP), Image(data=WIDE)),
 }
+VERSIONS = ["4.5", *(pytest.param(each, marks=pytest.mark.deep) for each in ("2.5", "2.6", "4.0"))]
+GROUPED: dict[str, tuple[Part, ...]] = {"a video in groups": (Video(data=LONG), Image(data=PICTURE))}
 
 
-@pytest.mark.parametrize("version", ["2.6", *(pytest.param(each, marks=pytest.mark.deep) for each in ("2.5", "4.0"))])
+@pytest.mark.parametrize("version", VERSIONS)
 async def test_answers_are_those_of_the_parts_of_transformers(version: str, tmp_path: Path) -> None:
     oracle = minicpm.write(tmp_path, 1, version)
-    mixes = IMAGES | (VIDEOS if version != "2.5" else {})
+    mixes = IMAGES | (VIDEOS if version != "2.5" else {}) | (GROUPED if version == "4.5" else {})
     with running(tmp_path) as stack:
         async with FramesieveClient(stack.addresses["generation"]) as client:
             for parts in mixes.values():
@@ -75,13 +79,11 @@ async def plan_and_frames(preprocessing: str, parts: Sequence[Part]) -> tuple[Pr
             else:
                 frames[response.frames.media_index, response.frames.first_frame] += response.frames.chunk.data
     assert plan is not None
-    pictures = [
-        [
-            torch.from_numpy(np.frombuffer(frames[index, number], np.uint8).reshape(*item.frame_px(number), 3).copy())
-            for number in range(item.frames)
-        ]
-        for index, item in enumerate(plan.media)
-    ]
+    pictures: list[list[Tensor]] = [[] for _ in plan.media]
+    for index, first in sorted(frames):
+        shape = plan.media[index].frame_px(first)
+        data = torch.from_numpy(np.frombuffer(frames[index, first], np.uint8).copy())
+        pictures[index] += data.view(-1, *shape, 3).unbind()
     return plan, pictures
 
 
@@ -91,7 +93,13 @@ def embedded(oracle: minicpm.MiniCPM, plan: PromptPlan, pictures: Sequence[Seque
     embeds: Tensor = oracle.llm.get_input_embeddings()(torch.from_numpy(plan.input_ids.astype(np.int64)))
     for item, shown in zip(plan.media, pictures, strict=True):
         places = torch.cat([torch.arange(run.offset, run.end) for run in item.runs])
-        embeds[places] = torch.cat([oracle.picture(each) for each in shown])
+        if item.group_frames:
+            frames, times = torch.stack(list(shown)), [int(round(10 * time) * 0.1 / 0.1) for time in item.timestamps_s]
+            starts = range(0, len(frames), item.group_frames)
+            groups = [slice(start, start + item.group_frames) for start in starts]
+            embeds[places] = torch.cat([oracle.group(frames[each], times[each]) for each in groups])
+        else:
+            embeds[places] = torch.cat([oracle.picture(each) for each in shown])
     return embeds[None]
 
 

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoTokenizer
 
@@ -18,7 +21,7 @@ from common.contract.errors import InvalidRequest, StartupError
 from common.contract.plan import Modality
 from services.preprocessing.families import load_family
 from services.preprocessing.planner import MediaRequest, Planner
-from services.preprocessing.video.sampling import FrameSampling
+from services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
 from tests import minicpm
 from tests.media import clip, picture
 from tests.preprocessing.test_llava import ROUNDING, conversation, image
@@ -159,7 +162,58 @@ def test_a_video_is_a_picture_a_second(planner: Planner, folder: Path, version: 
     assert planned.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
 
 
+def published(length_s: Fraction, total: int) -> tuple[list[int], int]:
+    """The frames of a video and how many are in each group, as MiniCPM-V-4_5's README chooses them, none twice."""
+    if 3 * int(length_s) <= 180:
+        group, wanted = 1, round(min(3, round(total / length_s)) * min(180, length_s))
+    else:
+        group = math.ceil(length_s * 3 / 180)
+        group, wanted = (group, round(length_s * 3)) if group <= 3 else (3, 540)
+    share = total / wanted
+    return [int(number * share + share / 2) for number in range(wanted)], group
+
+
+@pytest.fixture(scope="module")
+def grouping(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("minicpm4.5")
+    minicpm.write(made, 1, "4.5")
+    return made
+
+
+@given(total=st.integers(200, 12_000), rate=st.sampled_from([Fraction(3), Fraction(8), Fraction(30000, 1001)]))
+@example(total=1800, rate=Fraction(30))
+@example(total=182 * 3, rate=Fraction(9))
+@example(total=3604, rate=Fraction(30))
+@example(total=6000, rate=Fraction(30))
+def test_frames_and_groups_are_those_of_the_readme(grouping: Path, total: int, rate: Fraction) -> None:
+    bounds = load_family(Checkpoint(grouping)).frame_bounds
+    times = FrameTimes([number * 1000 for number in range(total)], 1000, 1 / (1000 * rate), (rate,))
+    sampled = sample(times, bounds, FrameSampling(), load_family(Checkpoint(grouping)).sample_indices)
+    indices, group = published(total / rate, total)
+    assert list(sampled.places) == indices
+    assert bounds.group_frames is not None
+    assert bounds.group_frames(sampled.frames, total / rate) == group
+
+
+@pytest.mark.parametrize(("wish", "groups", "group"), [({}, 113, 2), ({"fps": 1}, 75, 1), ({"num_frames": 7}, 7, 1)])
+def test_a_long_video_is_sent_in_groups(grouping: Path, wish: dict[str, Any], groups: int, group: int) -> None:
+    data = clip(300, fps=4, width=42, height=28)
+    request = MediaRequest("video", Modality.VIDEO, data, FrameSampling(**wish))
+    planned = Planner(Checkpoint(grouping), None).plan(conversation(request, "What?"))
+    sent = [len(each.pixels) for each in planned.media[0].slices()]
+    planned.files.close()
+    (item,) = planned.plan.media
+    assert (item.grid.t, item.grid.h, item.grid.w) == (groups, 1, minicpm.QUERIES["4.5"])
+    assert item.group_frames == group
+    assert sent == [group] * (groups - 1) + [item.frames - group * (groups - 1)]
+    assert item.frames == sum(sent) == len(item.timestamps_s)
+    one = f"<image>{'<unk>' * minicpm.QUERIES['4.5']}</image>"
+    shown = "\n".join([one] * groups)
+    text = f"<|im_start|>user\n{shown}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+    assert planned.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(grouping)(text)["input_ids"]
+
+
 def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
     minicpm.write(tmp_path, 1, changes={"version": 2.0})
-    with pytest.raises(StartupError, match=r"MiniCPM-V version '2.0' is not supported, only 2.5, 2.6, 4.0"):
+    with pytest.raises(StartupError, match=r"MiniCPM-V version '2.0' is not supported, only 2.5, 2.6, 4.0, 4.5"):
         load_family(Checkpoint(tmp_path))

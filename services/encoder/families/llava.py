@@ -31,7 +31,7 @@ from common.contract.errors import StartupError
 from common.contract.plan import MediaPlan
 from services.cpu.packed_linear import pack_linears
 from services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
-from services.encoder.tower.packing import PackedLayout, TowerShape
+from services.encoder.tower.packing import PackedLayout, Side, TowerShape
 from services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
 from services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes
 from services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
@@ -98,7 +98,7 @@ def load_projected(
         return (features if arrange else project(features))[None]
 
     side = side_of(vision.image_size) // side_of(vision.patch_size)
-    fixed = None if vision.model_type == "pixtral" else (side, side)
+    fixed = None if vision.model_type == "pixtral" else Side(side, side)
     shape = TowerShape(merge, lead=lead, dropped=dropped, fixed=fixed)
     return Tower(
         forward=ModelForward(compute, shape, device, attend is not attend_by_length, tuple(layers)),

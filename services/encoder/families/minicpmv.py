@@ -1,11 +1,14 @@
-"""MiniCPM-V's towers, 2.5 to 4.0: SigLIP over pictures of any size, and a resampler that makes tokens of each.
+"""MiniCPM-V's towers, 2.5 to 4.5: SigLIP over pictures of any size, and a resampler that makes tokens of each.
 
 A patch takes the stored position that is nearest to its place in a square grid. Pictures are packed; none is padded.
-Source: the published `modeling_navit_siglip.py` and `resampler.py` of openbmb/MiniCPM-V-2_6;
+4.5 makes as many tokens of a group of frames as of a picture; each frame's time is the nearest tenth of a second.
+Source: the published `modeling_navit_siglip.py`, `resampler.py` and README of openbmb/MiniCPM-V-2_6 and MiniCPM-V-4_5;
 `Idefics2VisionTransformer` of transformers 5.23, which places patches alike.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +28,10 @@ from services.encoder.tower.packing import PackedLayout, TowerShape
 from services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
 from services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes
 from services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
+
+# The version whose slices are groups of frames.
+_GROUPING = "4.5"
+_TENTH_S = 0.1
 
 _TOWER, _RESAMPLER = "vpm.", "resampler."
 _PATCH_EMBED = f"{_TOWER}embeddings.patch_embedding."
@@ -63,17 +70,21 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         tokens: Tensor = model(patches, layout, attend)
         return tokens[None]
 
-    patch_px = side_of(vision.patch_size)
-    shape = TowerShape(1, queries=queries, cell_side=side_of(vision.image_size) // patch_px)
+    patch_px, timed = side_of(vision.patch_size), str(config.get("version")) == _GROUPING
+    shape = TowerShape(1, queries=queries, cell_side=side_of(vision.image_size) // patch_px, timed=timed)
 
     def arrange(plan: MediaPlan) -> Arrangement:
-        rows = (1, plan.frames) if plan.modality is Modality.IMAGE else (plan.frames, 1)
-        check_plan(plan, (*rows, queries), plan.frames)
+        if plan.modality is Modality.IMAGE:
+            check_plan(plan, (1, plan.frames, queries), plan.frames)
+        else:
+            check_plan(plan, (-(-plan.frames // (plan.group_frames or 1)), 1, queries), plan.frames)
+        if bool(plan.group_frames) != (timed and plan.modality is Modality.VIDEO):
+            raise ValueError(f"groups of {plan.group_frames} frames are not this version's")
         if any(side % patch_px for index in (0, 1) for side in plan.frame_px(index)):
             raise ValueError(
                 f"sides of {plan.frame_px(0)} and {plan.frame_px(1)} pixels are no multiples of {patch_px}"
             )
-        return Arrangement(queries)
+        return Arrangement(queries, times=tuple(map(time_number, plan.timestamps_s)) if timed else ())
 
     return Tower(
         forward=ModelForward(compute, shape, device, attend is not attend_by_length, layers),
@@ -87,6 +98,13 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         pruning_methods=(NONE,),
         arrange=arrange,
     )
+
+
+def time_number(time_s: float) -> int:
+    """The number of the nearest tenth of a second, as the published code computes it: 4.3 / 0.1 is 42 there."""
+    about = math.floor(time_s / _TENTH_S)
+    nearest = min((about, about + 1), key=lambda number: abs(time_s - number * _TENTH_S))
+    return int(nearest * _TENTH_S / _TENTH_S)
 
 
 class _MiniCPMV(nn.Module):
@@ -110,7 +128,6 @@ class _MiniCPMV(nn.Module):
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Tokens (S · queries, D) of patches uint8 (P, values)."""
-        assert layout.query_ends is not None
         assert layout.cells is not None
         rows = self.patch_embed(patches) + self.places[layout.cells]
         states = rows[None]
@@ -123,9 +140,7 @@ class _MiniCPMV(nn.Module):
                 max_length_q=layout.longest,
             )
         features = self.vpm.post_layernorm(states)[0]
-        tokens: Tensor = self.resampler(
-            features, layout.positions, layout.ends, layout.longest, layout.query_ends, attend
-        )
+        tokens: Tensor = self.resampler(features, layout, attend)
         return tokens
 
 

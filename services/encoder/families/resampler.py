@@ -1,10 +1,13 @@
-"""MiniCPM-V's resampler: learned queries attend to the patches of a picture, so each becomes as many tokens.
+"""MiniCPM-V's resampler: learned queries attend to the patches of a slice, so each becomes as many tokens.
 
-    keys    patches + positions      values    patches without them
+    keys    patches + positions + times      values    patches without them
     2-D positions: columns in the first half of the channels, rows in the second, sines before cosines
+    times: sines of a frame's time in the first half of the channels, cosines in the second
 
-Positions are computed, not looked up, so a picture may have any number of rows and columns.
-Source: the published `resampler.py` of openbmb/MiniCPM-V-2_6; Q-Former-like resampling, arXiv 2308.12966.
+A slice is a picture, or a group of frames that the queries attend to together (4.5). Positions are computed, not looked
+up, so a picture may have any number of rows and columns.
+Source: the published `resampler.py` of openbmb/MiniCPM-V-2_6 and MiniCPM-V-4_5; Q-Former-like resampling, arXiv
+2308.12966.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from services.encoder.tower.attention import Attend
+from services.encoder.tower.packing import PackedLayout
 
 _HEAD_DIM = 128
 _EPSILON = 1e-6
@@ -21,7 +25,7 @@ _LONGEST_WAVE = 10_000.0
 
 
 class Resampler(nn.Module):
-    """queries: of each picture. width: of the language model. patch_width: of the tower."""
+    """queries: of each slice. width: of the language model. patch_width: of the tower."""
 
     def __init__(self, queries: int, width: int, patch_width: int) -> None:
         super().__init__()
@@ -31,26 +35,27 @@ class Resampler(nn.Module):
         self.ln_q, self.ln_kv, self.ln_post = (nn.LayerNorm(width, eps=_EPSILON) for _ in range(3))
         self.proj = nn.Parameter(torch.empty(width, width))
 
-    def forward(
-        self, patches: Tensor, places: Tensor, ends: Tensor, longest: int, query_ends: Tensor, attend: Attend
-    ) -> Tensor:
-        """Tokens (S · queries, width) of S pictures.
+    def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
+        """Tokens (S · queries, width) of S slices; behind the last slice's are rows of none.
 
-        patches: (P, patch_width), packed. places: int64 (P, 2), row and column. ends: int32 (S + 1,) of pictures, the
-        longest of which has `longest` patches. query_ends: int32 (S + 1,), of their queries; behind the last end are
-        rows of no picture.
+        patches: (P, patch_width), packed as `layout` says.
         """
+        assert layout.query_ends is not None
         values = self.ln_kv(self.kv_proj(patches))
-        keys = values + place_embeddings(places, values.shape[-1]).to(values.dtype)
+        keys = values + place_embeddings(layout.positions, values.shape[-1]).to(values.dtype)
+        ends, longest = layout.ends, layout.longest
+        if layout.times is not None and layout.slice_ends is not None:
+            keys = keys + time_embeddings(layout.times, values.shape[-1]).to(values.dtype)
+            ends, longest = layout.slice_ends, layout.longest_slice
         weights, biases = self.attn.in_proj_weight.chunk(3), self.attn.in_proj_bias.chunk(3)
         heads = (self.attn.num_heads, self.attn.head_dim)
         query = F.linear(self.ln_q(self.query), weights[0], biases[0])
-        pictures = query_ends.shape[0] - 1
+        slices = layout.query_ends.shape[0] - 1
         attended = attend(
-            query.repeat(pictures, 1).unflatten(1, heads),
+            query.repeat(slices, 1).unflatten(1, heads),
             F.linear(keys, weights[1], biases[1]).unflatten(1, heads),
             F.linear(values, weights[2], biases[2]).unflatten(1, heads),
-            query_ends,
+            layout.query_ends,
             ends,
             query.shape[0],
             longest,
@@ -63,6 +68,11 @@ def place_embeddings(places: Tensor, width: int) -> Tensor:
     """Sines and cosines of columns, then of rows: (P, 2), row and column, to float32 (P, width)."""
     row, column = places.unbind(1)
     return torch.cat([_waves(column, width // 2), _waves(row, width // 2)], dim=1)
+
+
+def time_embeddings(times: Tensor, width: int) -> Tensor:
+    """Sines, then cosines, of numbered times, int64 (P,): float32 (P, width); zeros for those below 0."""
+    return _waves(times, width) * (times >= 0)[:, None]
 
 
 def _waves(at: Tensor, width: int) -> Tensor:

@@ -25,10 +25,11 @@ from common.contract.errors import Unavailable
 from common.telemetry.metrics import busy
 from services.encoder.metrics import BATCH_SLICES, BATCH_TOKENS
 from services.encoder.tower.graph_buckets import PackingLimit, Size, fitting, token_limit
+from services.encoder.tower.patches import Frames
 
 log = structlog.get_logger()
 
-Encode: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+Encode: TypeAlias = Callable[[Sequence[Frames]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,10 @@ class ForwardTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slice:
-    """frames: uint8 (F, H, W, 3). target: on the device that the embeddings are for. store: receives them, (1 + levels,
+    """frames: of one slice. target: on the device that the embeddings are for. store: receives them, (1 + levels,
     tokens, D)."""
 
-    frames: Tensor
+    frames: Frames
     target: Tensor
     store: Callable[[Tensor], object]
     size: Size
@@ -55,8 +56,15 @@ class _Slice:
 class Batcher:
     """Runs `encode` on a thread of its own. A slice larger than the budget gets a forward to itself."""
 
-    def __init__(self, encode: Encode, budget_tokens: int, packing: PackingLimit | None = None) -> None:
-        """packing: limits a forward further, where tokens are not the only limit."""
+    def __init__(
+        self,
+        encode: Encode,
+        budget_tokens: int,
+        packing: PackingLimit | None = None,
+        on_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        """packing: limits a forward further, where tokens are not the only limit. on_end: called in the thread if an
+        error ends it."""
         self.budget_tokens = budget_tokens
         self._packing = packing
         self._largest = packing.largest if packing else token_limit(budget_tokens)
@@ -66,6 +74,8 @@ class Batcher:
         self._running: set[_Slice] = set()
         self._ended: Unavailable | None = None
         self._closing = False
+        self._forward_began_ns: int | None = None
+        self._on_end = on_end
         self._thread = threading.Thread(target=self._run, name="tower", daemon=True)
         self._thread.start()
 
@@ -73,6 +83,11 @@ class Batcher:
     def alive(self) -> bool:
         """Whether slices are accepted: false once it is closed or aborted, or its thread has failed."""
         return not self._closing
+
+    @property
+    def forward_began_ns(self) -> int | None:
+        """When the forward that runs now began, on the monotonic clock; None between forwards."""
+        return self._forward_began_ns
 
     @property
     def queued(self) -> int:
@@ -86,7 +101,7 @@ class Batcher:
             return self._queue[0].queued_ns if self._queue else None
 
     def submit(
-        self, frames: Tensor, target: Tensor, tokens: int | None = None, store: Callable[[Tensor], object] | None = None
+        self, frames: Frames, target: Tensor, tokens: int | None = None, store: Callable[[Tensor], object] | None = None
     ) -> Future[ForwardTimes]:
         """Queues a slice; the future completes once `target` holds its embeddings, or with the forward's error.
 
@@ -143,6 +158,7 @@ class Batcher:
         except Exception:
             log.exception("a bug ended the tower's thread")
             self.abort(_tower_ended())
+            self._on_end()
 
     def _run_batch(self) -> bool:
         """Waits for a batch and runs it; False once closed. Keeps no reference to it: targets are large."""
@@ -155,7 +171,7 @@ class Batcher:
 
     def _run_forward(self, batch: Sequence[_Slice]) -> bool:
         """Runs a forward and completes its slices. False, with nothing completed, if several lack memory together."""
-        begun_ns = monotonic_ns()
+        begun_ns = self._forward_began_ns = monotonic_ns()
         try:
             with busy("encode"):
                 self._forward(batch)
@@ -172,6 +188,8 @@ class Batcher:
             times = ForwardTimes(begun_ns, monotonic_ns())
             for piece in self._take_running(batch):
                 piece.encoded.set_result(times)
+        finally:
+            self._forward_began_ns = None
         return True
 
     def _fail(self, batch: Sequence[_Slice], error: Exception) -> None:

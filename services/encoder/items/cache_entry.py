@@ -26,6 +26,7 @@ from common.contract.plan import MediaPlan
 from common.contract.tensors import TensorBuffer
 from services.encoder.items.batcher import Batcher, ForwardTimes
 from services.encoder.pruning.methods import SCORES_BYTES, Scores
+from services.encoder.tower.patches import TimedFrames
 from services.encoder.tower.tower import Tower
 
 # Slices of one entry that may be queued for the tower, in forwards; further slices hold the decoder back.
@@ -185,9 +186,12 @@ class CacheEntry:
         start = piece.index * self._arrangement.slice_tokens
         pixels = torch.frombuffer(piece.frames.data, dtype=torch.uint8).view(piece.frames.shape)
         target = self._buffer[:, start : start + self._arrangement.slice_tokens]
+        first = piece.index * self.plan.slice_frames
+        times = self._arrangement.times[first : first + len(pixels)]
+        frames = TimedFrames(pixels, times) if times else pixels
         try:
             load = self._tower.patches.load(pixels.shape)
-            submitted = self._batcher.submit(pixels, target, load, partial(self._store, target))
+            submitted = self._batcher.submit(frames, target, load, partial(self._store, target))
         except Unavailable as error:
             self._ahead.release()
             self.fail(error)

@@ -84,7 +84,7 @@ class PlanCheck:
                 f"frames of {item.frame_height_px}×{item.frame_width_px} pixels do not make the grid {item.grid}"
             )
         slices = 1 if item.modality is Modality.IMAGE else -(-item.frames // self.patches.temporal_patch)
-        if slices != item.grid.t or (item.modality is Modality.IMAGE and item.frames != 1):
+        if slices != item.grid.t or item.group_frames or (item.modality is Modality.IMAGE and item.frames != 1):
             raise PeerContract(f"{item.frames} frames of an {item.modality.value} do not make the grid {item.grid}")
 
 
@@ -98,7 +98,6 @@ class PreprocessStream:
         """options: of the call, such as its metadata."""
         self.fetched_ns: int | None = None  # when media fetched by URL were complete; set by `plan`, if there are any
         self._plan_check = plan_check
-        self._temporal_patch = plan_check.patches.temporal_patch
         self._call: Any = preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess(**options)
         self._selected: list[tuple[int, MediaPlan]] = []  # whose frames are due, in the order of selection
         self._entries: dict[int, CacheEntry] = {}  # that get these frames, by media index
@@ -235,7 +234,7 @@ class PreprocessStream:
             if not self._selected:
                 raise PeerContract(f"frames of media {first.media_index} were not selected or exceed its plan")
             media_index, item = self._selected[0]
-            for start in range(0, item.frames, self._temporal_patch):
+            for start in range(0, item.frames, item.slice_frames):
                 chunk = first if start == 0 else await self._read_frames()
                 yield await self._read_slice(media_index, item, start, chunk)
             self._selected.pop(0)
@@ -245,7 +244,7 @@ class PreprocessStream:
 
     async def _read_slice(self, media_index: int, item: MediaPlan, start: int, chunk: FramesChunk | None) -> FrameSlice:
         """The slice that starts at frame `start`. chunk: its first piece."""
-        frames = min(self._temporal_patch, item.frames - start)
+        frames = min(item.slice_frames, item.frames - start)
         shape = (frames, *item.frame_px(start), 3)
         buffer: TensorBuffer | None = None
         repaired = decoded_ns = resized_ns = 0
@@ -263,7 +262,7 @@ class PreprocessStream:
                 chunk = await self._read_frames()
         if not 0 <= repaired <= frames:
             raise PeerContract(f"{repaired} of {frames} frames cannot have been repaired")
-        return FrameSlice(media_index, start // self._temporal_patch, buffer, repaired, decoded_ns, resized_ns)
+        return FrameSlice(media_index, start // item.slice_frames, buffer, repaired, decoded_ns, resized_ns)
 
     async def _read_frames(self) -> FramesChunk | None:
         message = await self._read_message()

@@ -14,6 +14,7 @@ from services.cpu.compiled import compile_layers
 from services.encoder.families import load_tower
 from services.encoder.settings import EncoderSettings
 from services.encoder.tower.graphs import with_graphs
+from services.encoder.tower.packing import Side
 from services.encoder.tower.parallel.exchange import Exchange, join, leave
 from services.encoder.tower.parallel.rank_failure import RankFailure
 from services.encoder.tower.parallel.tower import DataParallelTower
@@ -67,8 +68,8 @@ def compile_tower(tower: Tower) -> bool:
     forward, shape = tower.forward, tower.patches
     assert isinstance(forward, ModelForward)
     fixed = forward.shape.fixed
-    sides = [fixed, fixed] if fixed else [(shape.merge * tokens, shape.merge * tokens) for tokens in (2, 3)]
-    frames = [(shape.temporal_patch, rows * shape.patch_px, columns * shape.patch_px, 3) for rows, columns in sides]
+    sides = [fixed, fixed] if fixed else [Side(shape.merge * tokens, shape.merge * tokens) for tokens in (2, 3)]
+    frames = [(shape.temporal_patch, rows * shape.patch_px, columns * shape.patch_px, 3) for rows, columns, _ in sides]
     slices = [torch.zeros(each, dtype=torch.uint8) for each in frames]
     return compile_layers(forward.layers, lambda: tower.encode(slices))
 

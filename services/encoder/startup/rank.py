@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -20,7 +18,7 @@ from common.ranks import Orders
 from common.telemetry.logs import configure_logging
 from services.encoder.settings import EncoderSettings
 from services.encoder.startup.build import device_of, load_rank
-from services.encoder.tower.parallel.exchange import Exchange, join, leave, unpacked
+from services.encoder.tower.parallel.exchange import Exchange, join, leave, unpacked, values_of
 from services.encoder.tower.parallel.tower import DONE, NO_MEMORY, encode_share, packing_of
 from services.encoder.tower.tower import Tower
 
@@ -52,10 +50,9 @@ def run_shares(orders: Orders, tower: Tower, exchange: Exchange, most_tokens: in
     """Encodes share after share until the service hangs up. most_tokens: of one forward."""
     packing = packing_of(tower, most_tokens)
     while (order := orders.receive()) is not None:
-        shapes = json.loads(order)
         with torch.inference_mode():
-            values = torch.empty(sum(map(math.prod, shapes)), dtype=torch.uint8, device=tower.device)
-            slices = unpacked(exchange.receive(values, 0), shapes)
+            values = torch.empty(values_of(order), dtype=torch.uint8, device=tower.device)
+            slices = unpacked(exchange.receive(values, 0), order)
             try:
                 embeds = encode_share(tower, slices, packing)
             except torch.AcceleratorError:  # the process can use the device no more

@@ -110,7 +110,7 @@ class _Graph:
     def __init__(self, forward: ModelForward, patch_values: int, size: Size, device: Device) -> None:
         self.size, self._shape = size, forward.shape
         patches = torch.zeros(self._shape.rows(size), patch_values, dtype=torch.uint8)
-        token = lay_out([(self._shape.merge, self._shape.merge)], self._shape)
+        token = lay_out([Side(self._shape.merge, self._shape.merge)], self._shape)
         layout = pad(token, size, self._shape).map(torch.from_numpy)
         self.patches = patches.to(forward.device)
         self._layout = layout.map(lambda array: array.to(forward.device))
@@ -145,10 +145,10 @@ def _squares(bucket: Size, shape: TowerShape) -> list[Side]:
     if shape.fixed and not excess(size_of(shape.fixed, shape), bucket):
         return [shape.fixed] * fitting([size_of(shape.fixed, shape)] * bucket.tokens, bucket)
     for side in range(0 if shape.fixed else MEASURED_SIDE * shape.merge, shape.merge, -shape.merge):
-        size = size_of((side, side), shape)
+        size = size_of(Side(side, side), shape)
         if not excess(size, bucket):
-            return [(side, side)] * fitting([size] * (bucket.tokens // size.tokens), bucket)
-    return [(shape.merge, shape.merge)]
+            return [Side(side, side)] * fitting([size] * (bucket.tokens // size.tokens), bucket)
+    return [Side(shape.merge, shape.merge)]
 
 
 class CudaDevice:

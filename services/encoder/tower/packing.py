@@ -9,6 +9,12 @@ So the forward reads no number back from the device, and its inputs can be padde
     ends:       0   24   40   40   40                   padding is in no sequence, so attention skips it
     order:      [0 … 9 | 10 11 …]                       padding tokens keep their places
 
+A slice may be a group of frames, whose patches are sequences of their own:
+
+    slices:     [ a0: 4 × 6 ][ a1: 4 × 6 ][ b: 4 × 4 ]
+    ends:       0           24           48         64
+    slice_ends: 0                        48         64
+
 It knows only numpy. The tests compare it with `transformers.vision_utils`, which computes the same on the device.
 """
 
@@ -18,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +34,21 @@ from services.encoder.tower.graph_buckets import Size
 # Layouts of single slices that are cached, by size: a few hundred bytes per token each.
 _CACHED_SIZES = 32
 
-# Rows and columns of a slice, in patches; multiples of merge.
-Side: TypeAlias = tuple[int, int]
+# Of a frame without a time.
+UNTIMED = -1
+
 Array: TypeAlias = NDArray[Any]
 
 A = TypeVar("A")
 B = TypeVar("B")
+
+
+class Side(NamedTuple):
+    """Rows and columns of a slice, in patches, multiples of merge. times: the numbered time of each of its frames."""
+
+    rows: int
+    columns: int
+    times: tuple[int, ...] = (UNTIMED,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +62,7 @@ class TowerShape:
     queries: tokens of each slice, whatever its size; 0: its merged patches. Sizes of buckets count merged patches.
     cell_side: side of a square table of cells that is laid over every slice, and a patch takes the entry of the cell
         that it begins in; 0 without.
+    timed: whether patches have the time of their frame.
     """
 
     merge: int
@@ -57,6 +73,7 @@ class TowerShape:
     fixed: Side | None = None
     queries: int = 0
     cell_side: int = 0
+    timed: bool = False
 
     def rows(self, bucket: Size) -> int:
         """Rows of patches of so many slices with so many tokens."""
@@ -69,14 +86,15 @@ class TowerShape:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout(Generic[A]):
-    """Layout of P patches in T tokens, S slices and W windows; None for arrays that a tower does not need.
+    """Layout of P patches in T tokens, F frames, S slices and W windows; None for arrays that a tower does not need.
 
-    positions: int64 (P, 2), row and column; −1 of rows before a slice's patches. ends: int32 (S + 1,), ends of slices
+    positions: int64 (P, 2), row and column; −1 of rows before a slice's patches. ends: int32 (F + 1,), ends of frames
     in patches, the longest of which has `longest`. order: int64 (T,), tokens by window. window_ends: int32 (W + 1,),
     ends of windows in patches, the longest of which has `longest_window`. interpolation_indices: int64 (P, 4), table
     entries whose weighted sum is a patch's position embedding; interpolation_weights: float32 (P, 4). token_rows: int64
     (T · merge²,), the rows that become tokens. query_ends: int32 (S + 1,), ends of slices in queries.
-    cells: int64 (P,), the entries of the table of cells.
+    cells: int64 (P,), the entries of the table of cells. times: int64 (P,), of each patch's frame. slice_ends: int32
+    (S + 1,), ends of slices in patches, the longest of which has `longest_slice`.
     """
 
     positions: A
@@ -90,6 +108,9 @@ class PackedLayout(Generic[A]):
     token_rows: A | None = None
     query_ends: A | None = None
     cells: A | None = None
+    times: A | None = None
+    slice_ends: A | None = None
+    longest_slice: int = 0
 
     def map(self, change: Callable[[A], B]) -> PackedLayout[B]:
         """A copy with `change` applied to every array."""
@@ -102,7 +123,13 @@ class PackedLayout(Generic[A]):
 
     def with_ends_of(self, other: PackedLayout[A]) -> PackedLayout[A]:
         """A copy with the ends of sequences from another layout."""
-        return replace(self, ends=other.ends, window_ends=other.window_ends, query_ends=other.query_ends)
+        return replace(
+            self,
+            ends=other.ends,
+            window_ends=other.window_ends,
+            query_ends=other.query_ends,
+            slice_ends=other.slice_ends,
+        )
 
     @property
     def arrays(self) -> list[A]:
@@ -115,20 +142,22 @@ class PackedLayout(Generic[A]):
             self.token_rows,
             self.query_ends,
             self.cells,
+            self.times,
+            self.slice_ends,
         )
         return [self.positions, self.ends, *(array for array in optional if array is not None)]
 
 
 def size_of(side: Side, shape: TowerShape) -> Size:
-    """The size of one slice."""
-    rows, columns = side[0] // shape.merge, side[1] // shape.merge
+    """The size of one slice, whose frames are slices of a bucket."""
+    rows, columns, frames = side.rows // shape.merge, side.columns // shape.merge, len(side.times)
     windows = -(-rows // shape.window_side) * -(-columns // shape.window_side) if shape.window_side else 0
-    return Size(rows * columns + shape.lead - shape.dropped, 1, windows)
+    return Size(frames * (rows * columns + shape.lead - shape.dropped), frames, frames * windows)
 
 
 def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
     """The layout of slices packed end to end. sides: of at least one slice."""
-    laid = [_laid(side, shape) for side in sides]
+    laid = [_laid(side.rows, side.columns, shape) for side in sides for _ in side.times]
     order, window_ends, longest_window = None, None, 0
     if shape.window_side:
         starts = np.cumsum([0, *(each.tokens for each in laid[:-1])])
@@ -137,6 +166,7 @@ def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
         window_ends, longest_window = _ends(lengths), int(lengths.max())
     patches = [each.patches for each in laid]
     ends, token_rows = _ends(patches), None
+    slices = [_laid(side.rows, side.columns, shape).patches * len(side.times) for side in sides]
     if shape.dropped:
         token_rows = np.concatenate([np.arange(a + shape.dropped, b) for a, b in pairwise(ends)])
     return PackedLayout(
@@ -151,11 +181,14 @@ def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
         token_rows=token_rows,
         query_ends=_ends([shape.queries] * len(sides)) if shape.queries else None,
         cells=np.concatenate([each.cells for each in laid]) if shape.cell_side else None,
+        times=np.repeat([time for side in sides for time in side.times], patches) if shape.timed else None,
+        slice_ends=_ends(slices) if shape.timed else None,
+        longest_slice=max(slices),
     )
 
 
 def pad(layout: PackedLayout[Array], bucket: Size, shape: TowerShape) -> PackedLayout[Array]:
-    """The layout padded to a bucket. `longest` and `longest_window` are those of any layout that fits into it."""
+    """The layout padded to a bucket. The `longest` of it are those of any layout that fits into it."""
     assert (layout.order is None) == (shape.window_side == 0)
     patches = shape.rows(bucket)
     order, window_ends = layout.order, layout.window_ends
@@ -179,19 +212,24 @@ def pad(layout: PackedLayout[Array], bucket: Size, shape: TowerShape) -> PackedL
         if layout.query_ends is None
         else _lengthen(layout.query_ends, bucket.slices + 1, layout.query_ends[-1]),
         cells=None if layout.cells is None else _lengthen(layout.cells, patches, 0),
+        times=None if layout.times is None else _lengthen(layout.times, patches, UNTIMED),
+        slice_ends=None
+        if layout.slice_ends is None
+        else _lengthen(layout.slice_ends, bucket.slices + 1, layout.slice_ends[-1]),
+        longest_slice=patches,
     )
 
 
 @lru_cache(maxsize=_CACHED_SIZES)
-def _laid(side: Side, shape: TowerShape) -> _Slice:
-    return _Slice(side, shape)
+def _laid(rows: int, columns: int, shape: TowerShape) -> _Frame:
+    return _Frame(rows, columns, shape)
 
 
-class _Slice:
-    """The layout of one slice. order: tokens by window. windows: patches in each window."""
+class _Frame:
+    """The layout of one frame. order: tokens by window. windows: patches in each window."""
 
-    def __init__(self, side: Side, shape: TowerShape) -> None:
-        rows, columns = side
+    def __init__(self, rows: int, columns: int, shape: TowerShape) -> None:
+        side = (rows, columns)
         merge = shape.merge
         self.patches, self.tokens = shape.lead + rows * columns, rows * columns // merge**2
         # by token, then within it: (2, rows, merge, columns, merge) to (rows, columns, merge, merge, 2)

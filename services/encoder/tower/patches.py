@@ -1,6 +1,6 @@
 """Turns frames into the patches that a vision tower reads; normalisation is folded into the tower's first weights.
 
-    frames  uint8 (F, H, W, 3)
+    frames  uint8 (F, H, W, 3)                           F above temporal_patch: patches of one part after another
     patches uint8 (h·w·merge², 3·temporal_patch·patch²)      rows by merged token, then within it; values (c, t, y, x)
 
 A patch embedding W of normalised values is, for uint8 values u, W·(u·rescale − mean)/std, which equals
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
+from services.encoder.tower.packing import UNTIMED, Side
 
 CHANNELS = 3
 _CENTRE = 128
@@ -29,7 +30,7 @@ _CENTRE = 128
 
 @dataclass(frozen=True, slots=True)
 class PatchShape:
-    """patch_px: side of a square patch; merge: patches per side of a token; temporal_patch: frames per slice.
+    """patch_px: side of a square patch; merge: patches per side of a token; temporal_patch: frames of a patch.
 
     lead: rows of a slice before its patches. dropped: first rows of a slice that become no tokens. crops: frames may be
     larger than their whole tokens, the rest is left out. queries: tokens of each slice, whatever its size, which a
@@ -52,9 +53,10 @@ class PatchShape:
     def patch_values(self) -> int:
         return CHANNELS * self.temporal_patch * self.patch_px**2
 
-    def side(self, frames: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of patches in a slice. frames: its shape, (F, H, W, 3)."""
-        return frames[1] // self.patch_px, frames[2] // self.patch_px
+    def side(self, frames: Sequence[int]) -> Side:
+        """Rows and columns of patches in a slice, without times. frames: its shape, (F, H, W, 3)."""
+        times = (UNTIMED,) * -(-frames[0] // self.temporal_patch)
+        return Side(frames[1] // self.patch_px, frames[2] // self.patch_px, times)
 
     def tokens(self, frames: Sequence[int]) -> int:
         """Tokens of one temporal slice. frames: its shape, (F, H, W, 3)."""
@@ -62,8 +64,8 @@ class PatchShape:
 
     def load(self, frames: Sequence[int]) -> int:
         """Merged patches of one temporal slice, which limit a forward. frames: its shape, (F, H, W, 3)."""
-        rows, columns = self.side(frames)
-        return rows * columns // self.merge**2 + self.lead - self.dropped
+        rows, columns, times = self.side(frames)
+        return len(times) * (rows * columns // self.merge**2 + self.lead - self.dropped)
 
     def grid(self, height_px: int, width_px: int) -> tuple[int, int] | None:
         """Rows and columns of the tokens of a frame; one row where they are not those of patches. None: of no frame."""
@@ -114,23 +116,41 @@ def _normalisation(config: Mapping[str, Any]) -> Normalisation:
     return Normalisation(rescale, mean, std)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TimedFrames:
+    """A slice whose frames have times. frames: uint8 (F, H, W, 3). times: the number of each one's time."""
+
+    frames: Tensor
+    times: tuple[int, ...]
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.frames.shape
+
+
+# uint8 (F, H, W, 3), with the times of its frames where a tower takes them.
+Frames: TypeAlias = Tensor | TimedFrames
+
+
 def patchify(frames: Tensor, shape: PatchShape) -> Tensor:
     """One temporal slice as patches, in the tower's order.
 
-    frames: uint8 (F, H, W, 3), 1 ≤ F ≤ temporal_patch; the last frame of a short slice is repeated, and rows and
-    columns behind the last whole token are left out. Returns uint8 (lead + H·W / patch², patch_values).
+    frames: uint8 (F, H, W, 3); the last is repeated to a whole temporal patch, and rows and columns behind the last
+    whole token are left out. Returns uint8 (F / temporal_patch · (lead + H·W / patch²), patch_values).
     """
-    short = shape.temporal_patch - frames.shape[0]
+    short = -frames.shape[0] % shape.temporal_patch
     if short:
         frames = torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)])
     rows, columns = frames.shape[1] // shape.token_px, frames.shape[2] // shape.token_px
     frames = frames[:, : rows * shape.token_px, : columns * shape.token_px]
-    # (t, h, merge, y, w, merge, x, c) to (h, w, merge, merge, c, t, y, x)
+    # (f, t, h, merge, y, w, merge, x, c) to (f, h, w, merge, merge, c, t, y, x)
     cut = frames.reshape(
-        shape.temporal_patch, rows, shape.merge, shape.patch_px, columns, shape.merge, shape.patch_px, CHANNELS
+        -1, shape.temporal_patch, rows, shape.merge, shape.patch_px, columns, shape.merge, shape.patch_px, CHANNELS
     )
-    patches = cut.permute(1, 4, 2, 5, 7, 0, 3, 6).reshape(-1, shape.patch_values)
-    return torch.cat([patches.new_zeros(shape.lead, shape.patch_values), patches]) if shape.lead else patches
+    patches = cut.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).flatten(1, 4).flatten(2)
+    if shape.lead:
+        patches = torch.cat([patches.new_zeros(len(patches), shape.lead, shape.patch_values), patches], dim=1)
+    return patches.reshape(-1, shape.patch_values)
 
 
 class FoldedPatchEmbed(nn.Module):

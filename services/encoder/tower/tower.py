@@ -20,7 +20,7 @@ from common.contract.plan import MediaPlan
 from common.contract.retention import METHODS
 from services.encoder.tower.graph_buckets import PackingLimit
 from services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape, lay_out
-from services.encoder.tower.patches import PatchShape, patchify
+from services.encoder.tower.patches import Frames, PatchShape, TimedFrames, patchify
 from services.encoder.tower.transfers import send
 
 
@@ -72,11 +72,13 @@ class Arrangement:
 
     slice_tokens: tokens of each slice that are stored. of_slice: makes these of the tower's, (1 + levels, n, D).
     of_item: makes the grid's tokens of all stored ones. None: they are the same.
+    times: the number of each frame's time, of towers that take them.
     """
 
     slice_tokens: int
     of_slice: Callable[[Tensor], Tensor] | None = None
     of_item: Callable[[Tensor], Tensor] | None = None
+    times: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class Tower:
         arranged = self.arrange is not None and not plan.brings_embeds
         return self.arrange(plan) if arranged else Arrangement(plan.grid.slice_tokens)  # type: ignore[misc]
 
-    def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
+    def encode(self, slices: Sequence[Frames]) -> list[Tensor]:
         """Embeddings of each slice, (1 + embed_levels, h·w, embed_dim) on the tower's device, from one forward.
 
         slices: at least one, uint8 (F, H, W, 3) each, of any sizes, from any number of requests.
@@ -117,11 +119,15 @@ class Tower:
         progress on the current stream.
         """
         with torch.inference_mode():
-            patches = torch.cat([patchify(send(frames, self.device), self.patches) for frames in slices])
-            sides = [self.patches.side(frames.shape) for frames in slices]
-            embeds = self.forward(patches, sides)
+            pixels = [each.frames if isinstance(each, TimedFrames) else each for each in slices]
+            patches = torch.cat([patchify(send(frames, self.device), self.patches) for frames in pixels])
+            embeds = self.forward(patches, [self._side(each) for each in slices])
             tokens = [self.patches.tokens(frames.shape) for frames in slices]
             return list(torch.split(embeds, tokens, dim=1))
+
+    def _side(self, frames: Frames) -> Side:
+        side = self.patches.side(frames.shape)
+        return side._replace(times=frames.times) if isinstance(frames, TimedFrames) else side
 
     def cost(self, tokens: int) -> int:
         """Multiplications in the forward of one slice of so many merged tokens.

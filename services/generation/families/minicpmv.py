@@ -1,6 +1,9 @@
-"""Language models of MiniCPM-V 2.5 to 4.0: Llama or Qwen2, by the version; their config is that of the whole model.
+"""Language models of MiniCPM-V 2.5 to 4.5: Llama, Qwen2 or Qwen3, by the version.
 
-Source: the published checkpoints of openbmb/MiniCPM-Llama3-V-2_5, MiniCPM-V-2_6 and MiniCPM-V-4.
+Their config is that of the whole model.
+
+Source: the published checkpoints of openbmb/MiniCPM-Llama3-V-2_5, MiniCPM-V-2_6, MiniCPM-V-4 and
+MiniCPM-V-4_5.
 """
 
 from __future__ import annotations
@@ -10,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model, Qwen2RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3RotaryEmbedding
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
@@ -23,7 +27,8 @@ from services.generation.parallel.group import Group
 
 _LLAMA = (LlamaConfig, TextClasses(LlamaForCausalLM, LlamaModel, LlamaRotaryEmbedding))
 _QWEN2 = (Qwen2Config, TextClasses(Qwen2ForCausalLM, Qwen2Model, Qwen2RotaryEmbedding))
-_BY_VERSION: Mapping[str, tuple[Any, TextClasses]] = {"2.5": _LLAMA, "2.6": _QWEN2, "4.0": _LLAMA}
+_QWEN3 = (Qwen3Config, TextClasses(Qwen3ForCausalLM, Qwen3Model, Qwen3RotaryEmbedding))
+_BY_VERSION: Mapping[str, tuple[Any, TextClasses]] = {"2.5": _LLAMA, "2.6": _QWEN2, "4.0": _LLAMA, "4.5": _QWEN3}
 _NOT_OF_TEXT = ("model_type", "architectures", "auto_map", "vision_config", "slice_config", "version")
 
 

@@ -62,7 +62,7 @@ class Family(Protocol):
         """What is sent of a video's frames of this size, where the sent size is this; None: all of them."""
 
     def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
-        """The grid of merged tokens of an item whose `frames` are sent at this size."""
+        """The grid of merged tokens of an item whose `frames`, or groups of frames, are sent at this size."""
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
         """The expansion of the placeholder of a video, or of embeddings. base: of a video; None for an image."""

@@ -1,14 +1,16 @@
-"""MiniCPM-V 2.5 to 4.0: an image as a source picture and slices of its own resolution; videos of one picture a frame.
+"""MiniCPM-V 2.5 to 4.5: an image as a source picture and slices of its own resolution; videos of one picture a frame,
+or of one a group of frames (4.5).
 
     an image    <image_id>0</image_id><image>64 queries</image><slice>64 queries</slice>…  newline behind each row
     2.5         <image>96 queries</image><slice><image>96 queries</image>… newline … </slice>
     a video     <image>64 queries</image>, newline, <image>64 queries</image> …
+    4.5         the same for each group of up to three consecutive frames, or more where a request asks for more frames
 
 Positions are one-dimensional. Every picture becomes as many tokens as the resampler has queries, whatever its size.
 Pictures keep their aspect; sides are multiples of a patch. The chat template gets text alone: the parts of a message
 are joined by newlines.
-Source: the published processors of openbmb/MiniCPM-Llama3-V-2_5, MiniCPM-V-2_6 and MiniCPM-V-4; LLaVA-UHD, arXiv
-2403.11703; MiniCPM-V, arXiv 2408.01800.
+Source: the published processors of openbmb/MiniCPM-Llama3-V-2_5, MiniCPM-V-2_6, MiniCPM-V-4 and MiniCPM-V-4_5,
+and their READMEs for videos; LLaVA-UHD, arXiv 2403.11703; MiniCPM-V, arXiv 2408.01800.
 """
 
 from __future__ import annotations
@@ -29,9 +31,27 @@ from services.preprocessing.video.resize import View
 from services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from services.preprocessing.video.timing import TimeBase
 
-VERSIONS = ((2, 5), (2, 6), (4, 0))
+VERSIONS = ((2, 5), (2, 6), (4, 0), (4, 5))
 # Of media in the rendered conversation: control tokens that no expansion holds.
 _STAND_INS = {Modality.IMAGE: "<ref>", Modality.VIDEO: "</ref>"}
+# 4.5 samples so many frames a second, of a longer video in so many groups of so many frames.
+_FPS, _MOST_GROUPS, _MOST_IN_GROUP = 3, 180, 3
+
+
+def group_frames(frames: int, length_s: Fraction) -> int:
+    """How many frames are in each group: 1 as long as 180 groups hold the frames of 3 a second, at most 3 then.
+
+    Of other numbers of frames, as many as 180 groups need.
+    """
+    group = 1
+    if _FPS * int(length_s) > _MOST_GROUPS:
+        group = min(math.ceil(length_s * _FPS / _MOST_GROUPS), _MOST_IN_GROUP)
+    as_published = frames == min(round(length_s * _FPS), _MOST_GROUPS * _MOST_IN_GROUP)
+    return group if as_published else -(-frames // _MOST_GROUPS)
+
+
+_ONE_BY_ONE = FrameBounds(fps=1.0, min_frames=1, max_frames=64, temporal_patch=1)
+_IN_GROUPS = FrameBounds(_FPS, 1, _MOST_GROUPS * _MOST_IN_GROUP, temporal_patch=1, group_frames=group_frames)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +69,11 @@ class MiniCPMV:
     most_slices: int
     numbers_images: bool
     wraps_slices: bool
+    frame_bounds: FrameBounds
     names: Mapping[str, str]
     placeholders: Mapping[Modality, str]
 
     embed_levels: ClassVar[int] = 0
-    frame_bounds: ClassVar[FrameBounds] = FrameBounds(fps=1.0, min_frames=1, max_frames=64, temporal_patch=1)
     joins_parts: ClassVar[str | None] = "\n"
 
     @classmethod
@@ -87,6 +107,7 @@ class MiniCPMV:
             most_slices=int(slices.get("max_slice_nums", 9)) if config.get("slice_mode", True) else 1,
             numbers_images=takes_videos and bool(config.get("use_image_id", True)),
             wraps_slices=not takes_videos,
+            frame_bounds=_IN_GROUPS if version == (4, 5) else _ONE_BY_ONE,
             names=names,
             placeholders=_STAND_INS if takes_videos else {Modality.IMAGE: _STAND_INS[Modality.IMAGE]},
         )
@@ -96,15 +117,18 @@ class MiniCPMV:
         return dict.fromkeys(self.placeholders, self.names["unk_token"])
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
-        """A frame of each so many; the middles of even shares where that would be too many."""
+        """A frame of each so many; the middles of even shares where that would be too many, and in groups always."""
+        if bounds.group_frames and not bounds.num_frames:
+            wanted = round(min(bounds.fps, round(average_rate)) * total_frames / float(average_rate))
+            wanted = min(max(wanted, bounds.min_frames, 1), bounds.max_frames, total_frames)
+            return _middles(total_frames, wanted)
         step = max(1, round(float(average_rate) / bounds.fps))
         indices = range(0, total_frames, step)
         wanted = bounds.num_frames or min(max(len(indices), bounds.min_frames), bounds.max_frames, total_frames)
         if wanted == len(indices) and not bounds.num_frames:
             return tuple(indices)
         among = range(total_frames) if bounds.num_frames or wanted > len(indices) else indices
-        share = len(among) / wanted
-        return tuple(among[int(number * share + share / 2)] for number in range(wanted))
+        return tuple(among[place] for place in _middles(len(among), wanted))
 
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
         """The source picture, and its slices. Raises MediaRejected for an aspect ratio above 200."""
@@ -137,11 +161,11 @@ class MiniCPMV:
         return None
 
     def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
-        """The grid of a video: a row of queries for each frame."""
+        """The grid of a video: a row of queries for each frame, or group of frames."""
         return Grid(frames, 1, self.queries)
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
-        """Each frame between its markers; of embeddings of an image one picture."""
+        """Each frame or group between its markers; of embeddings of an image one picture."""
         one = (self.names["im_start_token"], LinearSpan(self.queries), self.names["im_end_token"])
         return (*one, *("\n", *one) * (grid.t - 1))
 
@@ -199,6 +223,11 @@ def version_of(config: Mapping[str, Any]) -> tuple[int, int]:
         known = ", ".join(f"{major}.{minor}" for major, minor in VERSIONS)
         raise StartupError(f"MiniCPM-V version {stated!r} is not supported, only {known}")
     return version[0], version[1]
+
+
+def _middles(total: int, wanted: int) -> tuple[int, ...]:
+    share = total / wanted
+    return tuple(int(number * share + share / 2) for number in range(wanted))
 
 
 def _multiple(length: float, unit: int) -> int:

@@ -100,6 +100,8 @@ class FrameBounds:
     """How densely a video is sampled: the checkpoint's defaults, or these merged with a request's settings.
 
     num_frames: the number of frames that a request asks for; the other bounds then have no effect.
+    group_frames: of families that send frames in groups, how many are in each: (frames, their length in seconds) ->
+        frames of a group.
     """
 
     fps: float
@@ -107,12 +109,13 @@ class FrameBounds:
     max_frames: int
     temporal_patch: int
     num_frames: int | None = None
+    group_frames: Callable[[int, Fraction], int] | None = None
 
     def merged(self, wish: FrameSampling) -> FrameBounds:
         """The bounds overridden by `wish`. A default bound that conflicts with a requested one is adjusted to it."""
         low = wish.min_frames or min(self.min_frames, wish.max_frames or MAX_FRAMES)
         high = wish.max_frames or max(self.max_frames, low)
-        return FrameBounds(wish.fps or self.fps, low, high, self.temporal_patch, wish.num_frames)
+        return replace(self, fps=wish.fps or self.fps, min_frames=low, max_frames=high, num_frames=wish.num_frames)
 
 
 # (frames, their average rate, bounds) -> indices below `frames`, not decreasing, at least one.

@@ -80,6 +80,8 @@ class PlannedPicture:
 class PlannedVideo:
     """A video, the places of its selected frames, which are sent in slices of `slice_frames`, and their sent size.
 
+    The last slice may have fewer frames.
+
     index: where the frames are in its file, which may be one of pictures. view: what is sent of each; None: all.
     """
 
@@ -105,7 +107,8 @@ class PlannedVideo:
                 yield DecodedFrame(pixels, repaired=False)
 
     def _slice(self, first: int, frames: Iterator[DecodedFrame]) -> Slice:
-        pixels = np.empty((self.slice_frames, self.height_px, self.width_px, 3), np.uint8)
+        frames_left = len(self.places) - first
+        pixels = np.empty((min(self.slice_frames, frames_left), self.height_px, self.width_px, 3), np.uint8)
         repaired, decode_ns, resize_ns = 0, 0, 0
         resized_ns = monotonic_ns()
         for row in pixels:

@@ -25,10 +25,9 @@ class TimeBase:
 
     @classmethod
     def of_frames(cls, seconds_per_grid: Fraction, frames_s: Sequence[float], slice_frames: int) -> TimeBase:
-        """The time of a slice is the mean of the times of its first and last frames."""
-        firsts, lasts = frames_s[::slice_frames], frames_s[slice_frames - 1 :: slice_frames]
-        slices_s = tuple((first + last) / 2 for first, last in zip(firsts, lasts, strict=True))
-        return cls(seconds_per_grid, slices_s)
+        """The time of a slice, the last of which may be short, is the mean of those of its first and last frames."""
+        slices = (frames_s[first : first + slice_frames] for first in range(0, len(frames_s), slice_frames))
+        return cls(seconds_per_grid, tuple((each[0] + each[-1]) / 2 for each in slices))
 
     @classmethod
     def of_step(cls, seconds_per_grid: Fraction, slices: int, slice_frames: int) -> TimeBase:

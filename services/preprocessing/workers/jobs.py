@@ -151,7 +151,7 @@ class VideoSlices:
     _repaired: list[int] = field(init=False)  # of each slice from _known_from on
 
     def __post_init__(self) -> None:
-        end = self.end if self.end >= 0 else len(self.video.places) // self.video.slice_frames
+        end = self.end if self.end >= 0 else -(-len(self.video.places) // self.video.slice_frames)
         object.__setattr__(self, "end", end)
         object.__setattr__(self, "_known_from", self.begin - len(self.made_before))
         object.__setattr__(self, "_repaired", list(self.made_before))
@@ -198,8 +198,9 @@ class VideoSlices:
 
     def piece(self, number: int, facts: Facts, data: UInt8Array) -> Slice:
         video = self.video
-        shape = (video.slice_frames, video.height_px, video.width_px, 3)
-        made = _slice((self.begin + number) * video.slice_frames, shape, facts, data)
+        first = (self.begin + number) * video.slice_frames
+        frames = min(video.slice_frames, len(video.places) - first)
+        made = _slice(first, (frames, video.height_px, video.width_px, 3), facts, data)
         self._repaired.append(made.repaired_frames)
         return made
 

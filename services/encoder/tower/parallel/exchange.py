@@ -10,6 +10,7 @@ It knows neither which rank encodes what nor how messages reach ranks.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from common.contract.errors import StartupError
 from common.ranks import heeding_signals
+from services.encoder.tower.patches import Frames, TimedFrames
 from services.encoder.tower.transfers import send
 
 # For all ranks to join, for encoding one share, and for one transfer once both sides are ready for it.
@@ -84,12 +86,30 @@ class Exchange:
         return tensor
 
 
-def packed(slices: Sequence[Tensor], device: torch.device) -> Tensor:
-    """All values of the slices, uint8 (F, H, W, 3) each, as one tensor on `device`: uint8 (values,)."""
-    return send(torch.cat([frames.reshape(-1) for frames in slices]), device)
+def packed(slices: Sequence[Frames], device: torch.device) -> Tensor:
+    """All values of the slices as one tensor on `device`: uint8 (values,)."""
+    pixels = [each.frames if isinstance(each, TimedFrames) else each for each in slices]
+    return send(torch.cat([frames.reshape(-1) for frames in pixels]), device)
 
 
-def unpacked(values: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-    """The inverse of `packed`. shapes: of the slices."""
-    parts = values.split([math.prod(shape) for shape in shapes])
-    return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
+def announced(slices: Sequence[Frames]) -> bytes:
+    """The shapes and times of slices; None where a slice has no times."""
+    return json.dumps(
+        [[list(each.shape), list(each.times) if isinstance(each, TimedFrames) else None] for each in slices]
+    ).encode()
+
+
+def values_of(order: bytes) -> int:
+    """How many values an announced share has."""
+    return sum(math.prod(shape) for shape, _ in json.loads(order))
+
+
+def unpacked(values: Tensor, order: bytes) -> list[Frames]:
+    """The inverse of `packed`. order: as `announced`."""
+    announced = json.loads(order)
+    parts = values.split([math.prod(shape) for shape, _ in announced])
+    frames = [part.view(*shape) for part, (shape, _) in zip(parts, announced, strict=True)]
+    return [
+        each if times is None else TimedFrames(each, tuple(times))
+        for each, (_, times) in zip(frames, announced, strict=True)
+    ]

@@ -9,7 +9,6 @@ one rank fails as a whole; the next one runs. It knows neither how ranks are sta
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,8 +20,9 @@ from torch import Tensor
 
 from services.encoder.tower.graph_buckets import PackingLimit, Size, fitting, token_limit
 from services.encoder.tower.parallel.assignment import assign
-from services.encoder.tower.parallel.exchange import TIMEOUT, Exchange, packed
+from services.encoder.tower.parallel.exchange import TIMEOUT, Exchange, announced, packed
 from services.encoder.tower.parallel.rank_failure import RankFailure
+from services.encoder.tower.patches import Frames
 from services.encoder.tower.tower import Tower
 
 # Answers of a rank. DONE: its tower is loaded, or its share is encoded and its embeddings follow. Any other answer is
@@ -45,11 +45,12 @@ class Others(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Share:
-    """Slices for another rank. indices: of these slices. frames: as sent. embeds: receives their embeddings."""
+    """Slices for another rank. indices: of these slices. order: announces them. frames: as sent. embeds: receives
+    their embeddings."""
 
     rank: int
     indices: Sequence[int]
-    shapes: bytes
+    order: bytes
     frames: Tensor
     embeds: Tensor
 
@@ -82,7 +83,7 @@ class DataParallelTower:
         largest = Size(one.tokens * self._count, one.slices * self._count, one.windows * self._count)
         return PackingLimit(largest, self._packing.size_of)
 
-    def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
+    def encode(self, slices: Sequence[Frames]) -> list[Tensor]:
         """See `Tower.encode`; on the device of rank 0. Raises Unavailable once a rank has ended."""
         if self._count == 1:
             return self.own.encode(slices)
@@ -97,7 +98,7 @@ class DataParallelTower:
                     self.rank_failure.wait()
         raise self.rank_failure.error
 
-    def _encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
+    def _encode(self, slices: Sequence[Frames]) -> list[Tensor]:
         tokens = [self.own.patches.tokens(frames.shape) for frames in slices]
         costs = [self.own.cost(self.own.patches.load(frames.shape)) for frames in slices]
         # Each share in the order of the slices, where slices of equal size are neighbours.
@@ -122,14 +123,13 @@ class DataParallelTower:
             raise failures.pop(0)  # popped: its traceback holds this frame, and would form a cycle with `failures`
         return _in_order([(mine, found), *((share.indices, share.embeds) for share in shares)], tokens)
 
-    def _share(self, rank: int, indices: Sequence[int], slices: Sequence[Tensor], tokens: int) -> _Share:
+    def _share(self, rank: int, indices: Sequence[int], slices: Sequence[Frames], tokens: int) -> _Share:
         """Allocates all memory first: an error after the rank received its share would leave the ranks out of step."""
-        shapes = json.dumps([list(frames.shape) for frames in slices]).encode()
-        return _Share(rank, indices, shapes, packed(slices, self.own.device), empty_embeds(self.own, tokens))
+        return _Share(rank, indices, announced(slices), packed(slices, self.own.device), empty_embeds(self.own, tokens))
 
     def _send(self, share: _Share) -> Any:
         with _in_step():
-            self._others.send(share.rank, share.shapes)
+            self._others.send(share.rank, share.order)
             return self._exchange.send(share.frames, share.rank)
 
     def _collect(self, share: _Share, work: Any) -> list[Exception]:
@@ -152,7 +152,7 @@ def packing_of(tower: Tower, most_tokens: int) -> PackingLimit:
     )
 
 
-def encode_share(tower: Tower, slices: Sequence[Tensor], packing: PackingLimit) -> Tensor:
+def encode_share(tower: Tower, slices: Sequence[Frames], packing: PackingLimit) -> Tensor:
     """Embeddings of the slices, concatenated, (1 + levels, tokens, D).
 
     Takes as many forwards as needed: shares have equal costs, not equal numbers of tokens.
@@ -167,7 +167,7 @@ def empty_embeds(tower: Tower, tokens: int) -> Tensor:
     return torch.empty((1 + tower.embed_levels, tokens, width), dtype=tower.dtype, device=tower.device)
 
 
-def _forwards(slices: Sequence[Tensor], packing: PackingLimit) -> Iterator[Sequence[Tensor]]:
+def _forwards(slices: Sequence[Frames], packing: PackingLimit) -> Iterator[Sequence[Frames]]:
     while slices:
         count = fitting((packing.size_of(frames.shape) for frames in slices), packing.largest)
         yield slices[:count]
