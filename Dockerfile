@@ -16,10 +16,11 @@ FROM base AS preprocessing-dependencies
 RUN pip install '.[preprocessing,otel]'
 
 # torch is installed first and pinned. PyPI's build may include gigabytes of CUDA libraries; to use another build, set
-# --build-arg TORCH=… to the URL of a wheel.
+# --build-arg TORCH=… to the URL of a wheel. For GPUs, --build-arg CUDA=,cuda adds FlashInfer.
 FROM base AS torch-dependencies
 ARG TORCH=torch==2.13.0
-RUN pip install "$TORCH" && pip install '.[encoder,generation,otel]'
+ARG CUDA=
+RUN pip install "$TORCH" && pip install ".[encoder,generation,otel$CUDA]"
 # Forwards on a CPU allocate a tensor in every operator: tcmalloc does so faster than glibc.
 RUN apt-get update && apt-get install --yes --no-install-recommends libtcmalloc-minimal4 && rm -rf /var/lib/apt/lists/*
 ENV LD_PRELOAD=libtcmalloc_minimal.so.4

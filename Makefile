@@ -8,7 +8,7 @@ PIP_FLAGS ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gateway bench-gpu bench-media bench-peers fuzz fuzz-http fuzz-rpc soak demo-model demo-eval up down clean
+.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gateway bench-gpu bench-media bench-peers fuzz fuzz-http fuzz-rpc soak demo-model demo-minicpm demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,8 +92,11 @@ fuzz: setup  ## Plan and decode two thousand broken media files (about 2 minutes
 demo-model: setup  ## Train the embedded model (under two hours on two cores)
 	$(BIN)/python -m demo.train
 
+demo-minicpm: setup  ## Measure what pruning a resampler's tokens costs: trains a tiny MiniCPM-V (under an hour)
+	$(BIN)/python -m demo.minicpm
+
 demo-eval: setup  ## Measure the accuracy of the embedded model by pruning rate and method
-	$(BIN)/python -m demo.evaluate
+	$(BIN)/python -m demo.evaluate --picture docs/pruning.png
 
 up:  ## Start the stack in containers, with Prometheus and Grafana
 	docker compose --profile dashboard up --build --detach --wait

@@ -20,7 +20,8 @@ from PIL import Image as Picture
 from benchmarks.media_clips import RATE, another_file, clip
 from benchmarks.media_processes import resident_bytes
 from benchmarks.table import Row
-from demo.scenes import encode, random_scene
+from demo.drawing import encode
+from demo.scenes import random_scene
 from framesieve.cli.launcher import SERVICES, LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, PartLike, Video

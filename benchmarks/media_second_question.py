@@ -10,7 +10,8 @@ from pathlib import Path
 
 from benchmarks.media_clips import RATE, another_path, clip
 from benchmarks.table import Row, Timings
-from demo.scenes import encode, random_scene
+from demo.drawing import encode
+from demo.scenes import random_scene
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Delta, Finished
 from framesieve.client.client import FramesieveClient

@@ -6,7 +6,8 @@ import asyncio
 import time
 
 from benchmarks.table import Row, Timings
-from demo.scenes import encode, random_scene
+from demo.drawing import encode
+from demo.scenes import random_scene
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.encoding import encode as encode_media
 from framesieve.client.prompt import Video

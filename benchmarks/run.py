@@ -22,7 +22,8 @@ from benchmarks.timing import Summary, Timed, machine
 from common.checkpoint import DEMO_MODEL
 from common.contract.retention import Pruning
 from common.telemetry.logs import configure_logging
-from demo.scenes import encode, random_scene
+from demo.drawing import encode
+from demo.scenes import random_scene
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Delta, Finished
 from framesieve.client.client import FramesieveClient

@@ -39,6 +39,7 @@ class ExitStatus(IntEnum):
     FAILED = 1  # a bug, or a service of `framesieve serve` that ended by itself
     CANNOT_START = 2  # a StartupError
     CUT_OFF = 3  # stopped by a signal, and requests that outlasted the grace period were cancelled
+    STUCK = 4  # a step or a forward that took longer than --step-timeout-s
 
 
 def at_once(number: int) -> int:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from time import monotonic_ns
 from typing import Any, NoReturn
 
 import grpc
@@ -51,6 +54,19 @@ def run(main: Callable[[], Coroutine[Any, Any, ExitStatus]]) -> NoReturn:
     sys.exit(status)
 
 
+@dataclass(frozen=True, slots=True)
+class StepWatch:
+    """since_ns: when the step that runs now began, on the monotonic clock; None between steps."""
+
+    since_ns: Callable[[], int | None]
+    timeout_s: float
+
+    @property
+    def late(self) -> bool:
+        since_ns = self.since_ns()
+        return since_ns is not None and monotonic_ns() - since_ns > self.timeout_s * 10**9
+
+
 async def serve(
     service: str,
     settings: ServiceSettings,
@@ -58,6 +74,7 @@ async def serve(
     well: Callable[[], bool],
     broken: asyncio.Event | None = None,
     details: Mapping[str, str] | None = None,
+    step: StepWatch | None = None,
 ) -> ExitStatus:
     """Serves until SIGTERM or SIGINT, then drains: health reports NOT_SERVING and running requests may finish.
 
@@ -66,6 +83,7 @@ async def serve(
     well: whether the service can work; health reports it.
     broken: set when the service can never work again; it then drains as after a signal.
     details: what health says beside the status, as metadata of its answers.
+    step: a step that takes too long ends the process, since nothing ends a thread that waits for a device.
     Returns FAILED if it was broken, CUT_OFF if requests outlasted --drain-s, else FINISHED. Raises StartupError where
     it cannot listen on its address or its metrics port.
     """
@@ -93,7 +111,7 @@ async def serve(
         metrics_port=settings.metrics_port,
         model=str(settings.model),
     )
-    reporting = asyncio.create_task(_report_health(health, well))
+    reporting = asyncio.create_task(_report_health(health, well, step or StepWatch(lambda: None, math.inf)))
     await _either(stopping, broken or asyncio.Event())
     log.info("draining", grace_s=settings.drain_s)
     reporting.cancel()
@@ -121,16 +139,21 @@ async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
             each.cancel()
 
 
-async def _report_health(health: Health, well: Callable[[], bool]) -> None:
-    """Polls `well`, updates health and the metric, and logs each change."""
+async def _report_health(health: Health, well: Callable[[], bool], step: StepWatch) -> None:
+    """Polls `well`, updates health and the metric, and logs each change. Ends the process once a step is late."""
     before: bool | None = None
     while True:
-        if (now := well()) != before:
+        late = step.late
+        if (now := well() and not late) != before:
             if before is not None:
                 log.log(logging.INFO if now else logging.ERROR, "healthy" if now else "unhealthy")
             SERVING.set(now)
             health.set_serving(now)
             before = now
+        if late:
+            log.error("a step takes longer than --step-timeout-s, and the process ends", timeout_s=step.timeout_s)
+            await asyncio.sleep(_LINGER_S)  # until watchers of health have heard of it
+            os._exit(ExitStatus.STUCK)
         await asyncio.sleep(_HEALTH_S)
 
 

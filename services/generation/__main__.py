@@ -16,7 +16,7 @@ from common.channels import open_channel
 from common.checkpoint import Checkpoint
 from common.process import ExitStatus, leave_cores_to_others
 from common.serving.guards import check_ports, upstream_credentials
-from common.serving.server import run, serve
+from common.serving.server import StepWatch, run, serve
 from common.telemetry.logs import configure_logging
 from common.telemetry.metrics import begin, begin_method, served_name
 from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
@@ -60,7 +60,7 @@ async def main() -> ExitStatus:
             settings.max_waiting_requests,
             settings.speculative_tokens,
             count_step,
-            break_off if workers else lambda: None,
+            break_off,
         )
         media_buffer = ByteSemaphore(settings.media_buffer_bytes)
         dtype = str(model.dtype).removeprefix("torch.")
@@ -91,8 +91,9 @@ async def main() -> ExitStatus:
             servicer = GenerationServicer(
                 engine, media, tokenizer, defaults, limit, credentials, model.adapters, name, grammars, model.compact
             )
+            step = StepWatch(lambda: engine.step_began_ns, settings.step_timeout_s)
             register = partial(add_GenerationServiceServicer_to_server, servicer)
-            status = await serve(SERVICE, settings, register, lambda: engine.well, broken)
+            status = await serve(SERVICE, settings, register, lambda: engine.alive, broken, step=step)
     if workers and model.device.type == "cuda":  # see Group.leave
         os._exit(status)
     return status

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from prometheus_client import REGISTRY
 from common.channels import error_from_status, open_channel, upstream_errors
 from common.contract import errors
 from common.process import ExitStatus, free_port
-from common.serving.server import serve
+from common.serving.server import StepWatch, serve
 from common.serving.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 from tests.common.guarded_service import SERVICE
@@ -66,12 +67,13 @@ async def serving(
     drain_s: float = 5,
     well: Callable[[], bool] = lambda: True,
     peer: Peer | None = None,
+    step: StepWatch | None = None,
     **other: Any,
 ) -> AsyncIterator[tuple[grpc.aio.Channel, asyncio.Task[ExitStatus]]]:
     settings = ServiceSettings(**{"listen": f"unix:{folder}/s", "metrics_port": 0, "drain_s": drain_s, **other})
     register = partial(encoder_pb2_grpc.add_EncoderServiceServicer_to_server, peer or Peer())
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    task = asyncio.create_task(serve(SERVICE, settings, register, well))
+    task = asyncio.create_task(serve(SERVICE, settings, register, well, step=step))
     try:
         async with open_channel(settings.listen) as channel:
             await asyncio.wait_for(channel.channel_ready(), 10)
@@ -189,6 +191,20 @@ async def test_health_and_its_metric_follow_the_service(tmp_path: Path) -> None:
             well[0] = now
             await becomes(status, prober)
             assert REGISTRY.get_sample_value("framesieve_serving") == now
+
+
+async def test_a_late_step_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr("common.serving.server.os._exit", ended.set_result)
+    since: list[int | None] = [None]
+    step = StepWatch(lambda: since[0], timeout_s=60)
+    async with serving(tmp_path, step=step), grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as prober:
+        since[0] = time.monotonic_ns() - 50 * 10**9
+        await becomes("SERVING", prober)
+        since[0] = time.monotonic_ns() - 61 * 10**9
+        await becomes("NOT_SERVING", prober)
+        assert await asyncio.wait_for(ended, TIMEOUT_S) == ExitStatus.STUCK
+        since[0] = None
 
 
 async def becomes(status: str, channel: grpc.aio.Channel) -> None:

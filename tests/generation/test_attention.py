@@ -14,13 +14,16 @@ from torch import Tensor, nn
 
 from services.generation.model.attention import PagedCache, make_cache, paged_attention, sdpa
 from services.generation.model.attention.cache import CacheSizes
+from services.generation.model.attention.flash_infer import FlashInferCache, check_kernels
+from services.generation.model.attention.pages import plan_pages
 from services.generation.model.attention.sdpa import SdpaCache
 from services.generation.model.attention.varlen import VarlenCache, check_kernel
 from services.generation.request.batch import Context, Packed, slots_of
+from tests.generation.paged_kernels import PlainKernel, PlainKernels
 
 BLOCK_TOKENS, BLOCKS = 4, 24
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
-SCALE = 0.3
+SCALE = HEAD_DIM**-0.5
 SIZES = CacheSizes(2, BLOCKS, BLOCK_TOKENS, HEADS, KV_HEADS, HEAD_DIM)
 
 
@@ -48,7 +51,7 @@ def by_formula(query: Tensor, key: Tensor, value: Tensor, start: int, scale: flo
     return torch.einsum("hrc,chd->rhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
 
 
-def varlen_attn(
+def checked_varlen_attn(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: None, max_q: int, max_k: int, **named: Any
 ) -> Tensor:
     """torch's documented function, computed by the formula above."""
@@ -100,33 +103,58 @@ def test_kv_heads_are_repeated_on_devices_without_grouped_kernels(
         check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
 
 
+def paged(name: str) -> VarlenCache | FlashInferCache:
+    like = torch.zeros(())
+    if name == "varlen":
+        return VarlenCache(SIZES, like, checked_varlen_attn)
+    return FlashInferCache(SIZES, like, PlainKernels())
+
+
+@pytest.mark.parametrize("name", ["varlen", "flash_infer"])
 @settings(max_examples=20)
 @given(batch=batches(), seed=st.integers(0, 2**16))
 def test_a_kernel_that_reads_paged_blocks_gets_each_sequences_blocks(
-    batch: list[tuple[list[int], int, int]], seed: int
+    name: str, batch: list[tuple[list[int], int, int]], seed: int
 ) -> None:
-    check(VarlenCache(SIZES, torch.zeros(()), varlen_attn), batch, seed)
+    check(paged(name), batch, seed)
 
 
-@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("name", ["varlen", "flash_infer"])
 @settings(max_examples=20)
 @given(batch=batches(), seed=st.integers(0, 2**16), width=st.integers(4, 6))
-def test_a_decode_batch_needs_only_a_block_table_and_lengths(
-    varlen: bool, batch: list[tuple[list[int], int, int]], seed: int, width: int
+def test_a_decode_batch_needs_only_a_plan_a_block_table_and_lengths(
+    name: str, batch: list[tuple[list[int], int, int]], seed: int, width: int
 ) -> None:
-    cache = VarlenCache(SIZES, torch.zeros(()), varlen_attn) if varlen else SdpaCache(SIZES, torch.zeros(()))
-    check(cache, [(blocks, end - 1, end) for blocks, _, end in batch], seed, width)
+    check(paged(name), [(blocks, end - 1, end) for blocks, _, end in batch], seed, width)
 
 
-def test_a_kernel_with_wrong_results_is_not_used() -> None:
-    check_kernel(varlen_attn, SIZES, torch.zeros(()))
+@given(batch=batches())
+def test_plans_of_pages_are_those_of_the_formula(batch: list[tuple[list[int], int, int]]) -> None:
+    spare = [0, 0]  # blocks behind the window's end are not read
+    plan = plan_pages([Context(start, end, [*blocks, *spare]) for blocks, start, end in batch], BLOCK_TOKENS)
+    row, page = 0, 0
+    for index, (blocks, start, end) in enumerate(batch):
+        assert (plan.row_ends[index], plan.page_ends[index]) == (row, page)
+        assert plan.pages[page : page + len(blocks)].tolist() == blocks
+        assert (len(blocks) - 1) * BLOCK_TOKENS + plan.last_page_tokens[index] == end
+        row, page = row + end - start, page + len(blocks)
+    assert (plan.row_ends[-1], plan.page_ends[-1], len(plan.pages)) == (row, page, page)
+
+
+def test_a_kernel_with_wrong_results_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_kernel(checked_varlen_attn, SIZES, torch.zeros(()))
+    check_kernels(PlainKernels(), SIZES, torch.zeros(()))
     with pytest.raises(AssertionError, match=r"differs by 0\.1"):
-        check_kernel(lambda *arrays, **named: varlen_attn(*arrays, **named) + 0.1, SIZES, torch.zeros(()))
+        check_kernel(lambda *arrays, **named: checked_varlen_attn(*arrays, **named) + 0.1, SIZES, torch.zeros(()))
+    right = PlainKernel.run
+    monkeypatch.setattr(PlainKernel, "run", lambda *arrays: right(*arrays) + 0.1)
+    with pytest.raises(AssertionError, match=r"differs by 0\.1"):
+        check_kernels(PlainKernels(), SIZES, torch.zeros(()))
 
 
 def check(cache: PagedCache, batch: list[tuple[list[int], int, int]], seed: int, width: int | None = None) -> None:
     """Compares a cache with the formula. width: of the block table of a decode batch; None for a packed batch."""
-    assert isinstance(cache, SdpaCache | VarlenCache)
+    assert isinstance(cache, SdpaCache | VarlenCache | FlashInferCache)
     generator = torch.Generator().manual_seed(seed)
     for layer in (*cache.keys, *cache.values):
         layer.fill_(torch.nan)  # slots of other sequences must not be read
@@ -151,6 +179,8 @@ def check(cache: PagedCache, batch: list[tuple[list[int], int, int]], seed: int,
         packed = SimpleNamespace(contexts=tuple(contexts), num_decodes=singles, slots=torch.cat(slots).numpy())
         made = cache.batch(cast(Packed, packed))
     else:
+        assert not isinstance(cache, SdpaCache)
+        cache.plan_decode(contexts, width)
         table = torch.full((len(batch), width), BLOCKS - 1, dtype=torch.int32)
         for row, (blocks, _, _) in zip(table, batch, strict=True):
             row[: len(blocks)] = torch.tensor(blocks)

@@ -6,7 +6,6 @@ Runs without CUDA: a fake capture recomputes at every replay, over buffers that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from fractions import Fraction
 from typing import Any
 from unittest.mock import Mock, patch
@@ -19,11 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from services.generation.engine.stats import Step
 from services.generation.model import graphs
+from services.generation.model.attention.flash_infer import FlashInferCache
 from services.generation.model.attention.varlen import VarlenCache
-from services.generation.model.graphs import Captured, Shape, decode_shapes
+from services.generation.model.graphs import Captured
+from services.generation.request.batch import Packed
 from services.generation.sampling.sampler import SamplingParams
-from tests.generation.test_attention import varlen_attn
+from tests.generation.paged_kernels import PlainKernels, varlen_attn
 from tests.law import LOGPROB_TOLERANCE, Question, answer
 from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, load_models, random_item
@@ -41,19 +43,16 @@ class NoSynchronisation(TorchDispatchMode):
 
 
 class Recorder:
-    """A fake capture: its output is NaN until a replay, which recomputes it.
+    """A fake capture: its output is NaN until a replay, which recomputes it. It fails if the host would wait for the
+    device."""
 
-    watched: capturing fails if the host would wait for the device.
-    """
-
-    def __init__(self, *, watched: bool = True) -> None:
-        self._watch = NoSynchronisation if watched else nullcontext
+    def __init__(self) -> None:
         self.captured: list[int] = []
         self.replayed: list[int] = []
 
     def __call__(self, inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
         self.captured.append(len(inputs))
-        with self._watch():
+        with NoSynchronisation():
             output = compute().fill_(torch.nan)
 
         def replay() -> None:
@@ -68,15 +67,25 @@ def rows_overwritten() -> Iterator[None]:
     """Overwrites the input rows after each replay: values that must not be read, tables of other sequences' blocks."""
     replay = graphs._Graph.replay
 
-    def replay_and_overwrite(graph: graphs._Graph) -> Tensor:
-        found = replay(graph).clone()
+    def replay_and_overwrite(graph: graphs._Graph, decodes: Packed) -> Tensor:
+        found = replay(graph, decodes).clone()
         graph.rows[:, : graphs.FIRST_BLOCK] = UNUSED
         tables = graph.rows[:, graphs.FIRST_BLOCK :]
         tables[:] = np.random.default_rng(0).integers(0, tables.max() + 1, tables.shape)
         return found
 
-    with patch.object(graphs._Graph, "replay", replay_and_overwrite), patch.object(graphs, "LEAST_BLOCKS", 2):
+    with patch.object(graphs._Graph, "replay", replay_and_overwrite):
         yield
+
+
+def use_paged(tiny: TinyEngine, name: str) -> TinyEngine:
+    """Gives an engine a cache that reads blocks in place."""
+    sizes, like = tiny.runner._cache.sizes, tiny.model.embed_tokens.weight
+    varlen = name == "varlen"
+    tiny.runner._cache = (
+        VarlenCache(sizes, like, varlen_attn) if varlen else FlashInferCache(sizes, like, PlainKernels())
+    )
+    return tiny
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl_moe", "qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.deep)])
@@ -106,15 +115,17 @@ def answers(models: Models, tiny: TinyEngine, prompts: list[int], new_tokens: in
     prompts=st.lists(st.integers(1, 14), min_size=1, max_size=7),
     new_tokens=st.integers(2, 9),
     blocks=st.sampled_from([12, 64]),
+    cache=st.sampled_from(["varlen", "flash_infer"]),
     chunk_tokens=st.sampled_from([3, 64]),
     rate=st.sampled_from([0.0, 0.75]),
 )
 def test_replays_compute_what_eager_steps_compute(
-    models: Models, prompts: list[int], new_tokens: int, blocks: int, chunk_tokens: int, rate: float
+    models: Models, prompts: list[int], new_tokens: int, blocks: int, cache: str, chunk_tokens: int, rate: float
 ) -> None:
     found = []
     for capture in (None, Recorder()):
         tiny = TinyEngine(models.engine, blocks=blocks, max_num_batched_tokens=chunk_tokens, max_num_seqs=5)
+        use_paged(tiny, cache)
         if capture:
             tiny.runner.capture_decoding(5, 4 * blocks, capture)
         found.append((answers(models, tiny, prompts, new_tokens, rate), tiny.runner.logits, tiny.runner.steps))
@@ -131,18 +142,25 @@ def test_replays_compute_what_eager_steps_compute(
 
 
 @pytest.mark.usefixtures("rows_overwritten")
-def test_a_cache_that_reads_paged_blocks_has_one_graph_per_number_of_rows(models: Models) -> None:
-    capture, plain, tiny = Recorder(watched=False), TinyEngine(models.engine), TinyEngine(models.engine)
-    tiny.runner._cache = VarlenCache(tiny.runner._cache.sizes, models.engine.embed_tokens.weight, varlen_attn)
-    tiny.runner.capture_decoding(6, 256, capture)
-    assert capture.captured == [6, 4, 2, 1]
-    assert answers(models, tiny, [3, 9, 5], 6, 0.75) == answers(models, plain, [3, 9, 5], 6, 0.75)
-    assert capture.replayed
+def test_rows_that_decode_are_replayed_beside_prompts_drafts_and_media(models: Models) -> None:
+    """A chunk of a prompt in each step, and draft tokens: only steps in which nothing decodes are not replayed."""
+    capture, steps = Recorder(), list[Step]()
+    tiny = TinyEngine(models.engine, max_num_batched_tokens=6, max_num_seqs=4, max_draft_tokens=2, on_step=steps.append)
+    use_paged(tiny, "flash_infer").runner.capture_decoding(4, 256, capture)
+    assert capture.captured == [4, 2, 1]
+    plain = TinyEngine(models.engine, max_num_batched_tokens=6, max_num_seqs=4, max_draft_tokens=2)
+    assert answers(models, tiny, [5, 30, 9, 22], 9, 0.5) == answers(models, plain, [5, 30, 9, 22], 9, 0.5)
+    mixed = [step for step in tiny.runner.steps if {1} < {end - start for _, start, end in step}]
+    assert len(capture.replayed) == sum(step.replayed > 0 for step in steps) > len(tiny.runner.steps) - len(mixed)
+
+
+def test_a_cache_that_gathers_is_not_captured(models: Models) -> None:
+    assert not TinyEngine(models.engine).runner.capture_decoding(6, 256, Mock(side_effect=AssertionError))
 
 
 def test_steps_without_sampled_rows_are_not_replayed(models: Models) -> None:
     """Nothing would synchronise before the next replay reuses their pinned rows."""
-    capture, tiny = Recorder(), TinyEngine(models.engine, max_num_batched_tokens=1)
+    capture, tiny = Recorder(), use_paged(TinyEngine(models.engine, max_num_batched_tokens=1), "varlen")
     tiny.runner.capture_decoding(2, 256, capture)
     asked = tiny.ask("0", [Text(tuple(range(10, 40)))], SamplingParams(8))
     tiny.drain()
@@ -150,13 +168,6 @@ def test_steps_without_sampled_rows_are_not_replayed(models: Models) -> None:
 
 
 def test_a_model_that_cannot_be_captured_runs_eagerly(models: Models) -> None:
-    tiny = TinyEngine(models.engine)
+    tiny = use_paged(TinyEngine(models.engine), "varlen")
     assert not tiny.runner.capture_decoding(4, 64, Mock(side_effect=RuntimeError("not permitted when capturing")))
     assert len(answers(models, tiny, [3], 4, 0.0)[0]) == 4
-
-
-def test_captured_shapes_double_up_to_the_maxima() -> None:
-    assert decode_shapes(6, 40, gathers=False) == (Shape(1, 40), Shape(2, 40), Shape(4, 40), Shape(6, 40))
-    assert decode_shapes(2, 40, gathers=True) == tuple(Shape(rows, most) for rows in (1, 2) for most in (16, 32, 40))
-    # No more than 4096 blocks are gathered.
-    assert max(decode_shapes(300, 512, gathers=True)) == Shape(256, 16)

@@ -14,10 +14,14 @@ from common.checkpoint import Checkpoint
 from services.encoder.families import load_tower
 from services.generation.families import load_language_model
 from services.generation.model.attention.cache import CacheSizes
+from services.generation.model.attention.flash_infer import check_kernels, find_kernels
+from services.generation.model.attention.pages import plan_pages
 from services.generation.model.attention.varlen import check_kernel, find_kernel
 from services.generation.model.graphs import CudaCapture
+from services.generation.request.batch import Context
 from services.generation.sampling.sampler import SamplingParams
 from tests.families import FAMILIES
+from tests.generation.paged_kernels import read_in_place
 from tests.gpu.capturing import can_capture
 from tests.oracle import Text, kept_tokens
 from tests.tiny import TinyEngine, random_item
@@ -59,6 +63,7 @@ def test_replayed_decode_steps_equal_eager_ones(family: str, family_checkpoint: 
     for graphs in (False, True):
         tiny = TinyEngine(model)
         if graphs:
+            read_in_place(tiny.runner)
             assert tiny.runner.capture_decoding(8, 256, CudaCapture(DEVICES[1])) == can_capture(family, dtype)
         asked = []
         for number in range(5):
@@ -80,10 +85,36 @@ def alike(eager: list[Tensor], replayed: list[Tensor]) -> Iterator[tuple[Tensor,
             return
 
 
-def test_a_kernel_that_reads_a_block_table_is_correct() -> None:
-    sizes = CacheSizes(layers=1, blocks=8, block_tokens=16, heads=28, kv_heads=4, head_dim=128)
+SIZES = CacheSizes(layers=1, blocks=8, block_tokens=16, heads=28, kv_heads=4, head_dim=128)
+
+
+def test_flash_infer_is_correct_also_as_a_replayed_graph() -> None:
     like = torch.zeros((), dtype=torch.bfloat16, device=DEVICES[1])
-    kernel = find_kernel(sizes, like)
+    kernels = find_kernels(SIZES, like)
+    if kernels is None:
+        pytest.skip("FlashInfer is not installed, or has no kernel for this card")
+    check_kernels(kernels, SIZES, like)
+    random = torch.Generator(like.device).manual_seed(0)
+    shape = (2, SIZES.blocks, SIZES.block_tokens, SIZES.kv_heads, SIZES.head_dim)
+    key, value = torch.randn(shape, generator=random, device=like.device).to(like.dtype)
+    query = torch.randn(2, SIZES.heads, SIZES.head_dim, generator=random, device=like.device).to(like.dtype)
+    decode, prefill = kernels.decode(2, 16), kernels.prefill()
+    decode.plan(plan_pages([Context(0, 1, (0,)), Context(0, 1, (0,))], SIZES.block_tokens))
+    decode.run(query, key, value)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = decode.run(query, key, value)
+    for ends in ((5, 33), (70, 16), (1, 128)):
+        contexts = [Context(end - 1, end, range(-(-end // SIZES.block_tokens))) for end in ends]
+        decode.plan(plan_pages(contexts, SIZES.block_tokens))
+        graph.replay()
+        prefill.plan(plan_pages(contexts, SIZES.block_tokens))
+        assert torch.allclose(found, prefill.run(query, key, value), atol=2e-2)
+
+
+def test_a_kernel_that_reads_a_block_table_is_correct() -> None:
+    like = torch.zeros((), dtype=torch.bfloat16, device=DEVICES[1])
+    kernel = find_kernel(SIZES, like)
     if kernel is None:
         pytest.skip("this torch has no attention kernel for this card that reads a block table")
-    check_kernel(kernel.attend, sizes, like)
+    check_kernel(kernel.attend, SIZES, like)

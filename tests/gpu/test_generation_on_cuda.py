@@ -29,6 +29,7 @@ from services.generation.settings import GenerationSettings
 from services.generation.startup.build import BLOCK_TOKENS, build
 from tests import parallel_rank
 from tests.families import FAMILIES
+from tests.generation.paged_kernels import read_in_place
 from tests.gpu.capturing import can_capture
 from tests.law import Question, answer, assert_law
 from tests.oracle import Item, Text, kept_tokens
@@ -66,6 +67,7 @@ def test_the_law_holds(models: Models, family: str, dtype: torch.dtype, chunk_to
     model = load_language_model(Checkpoint(models.folder), dtype, CUDA)
     engine = TinyEngine(model, max_num_batched_tokens=chunk_tokens)
     if graphs:
+        read_in_place(engine.runner)
         assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA)) == can_capture(family, dtype)
     asking = questions(family)
     asked = answer(engine, asking, [0, 0, 1, 2, 5, 9], [0, 3, 1, 4])
@@ -84,6 +86,7 @@ def test_no_step_synchronises_with_the_device(
         pytest.skip("torch synchronises in the matrix products of experts")
     engine = TinyEngine(load_language_model(Checkpoint(models.folder), dtype, CUDA), max_num_batched_tokens=16)
     if graphs:
+        read_in_place(engine.runner)
         assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA))
     answer(engine, questions(family))  # a first run, which allocates
     compute, watched = Runner.compute, []
@@ -122,6 +125,7 @@ def test_five_hundred_requests_do_not_grow_memory(models: Models, family: str) -
     engine = TinyEngine(
         load_language_model(Checkpoint(models.folder), torch.bfloat16, CUDA), blocks=256, max_waiting=64
     )
+    read_in_place(engine.runner)
     engine.runner.capture_decoding(8, 256, CudaCapture(CUDA))
 
     def answer_fifty(first: int) -> tuple[int, int]:

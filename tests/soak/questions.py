@@ -15,7 +15,8 @@ import numpy as np
 from PIL import Image as Picture
 
 from common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden
-from demo.scenes import encode, random_scene
+from demo.drawing import encode
+from demo.scenes import random_scene
 from framesieve.bench.clips import stamped
 from framesieve.client.prompt import Image, Options, PartLike, Video
 

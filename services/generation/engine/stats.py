@@ -12,7 +12,8 @@ from services.generation.request.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step computed and how long it took. answer_tokens: draft tokens included."""
+    """What one step computed and how long it took. answer_tokens: draft tokens included. replayed: its sequences that a
+    graph computed."""
 
     seconds: float
     sequences: int
@@ -21,9 +22,12 @@ class Step:
     preemptions: int
     draft_tokens: int
     accepted_draft_tokens: int
+    replayed: int
 
     @classmethod
-    def of(cls, windows: Sequence[Window], accepted_draft_tokens: int, preemptions: int, seconds: float) -> Step:
+    def of(
+        cls, windows: Sequence[Window], accepted_draft_tokens: int, preemptions: int, seconds: float, replayed: int = 0
+    ) -> Step:
         """The step that computed `windows`."""
         prompt_tokens = sum(map(_prompt_tokens, windows))
         return cls(
@@ -34,6 +38,7 @@ class Step:
             preemptions=preemptions,
             draft_tokens=sum(window.num_draft_tokens for window in windows),
             accepted_draft_tokens=accepted_draft_tokens,
+            replayed=replayed,
         )
 
 

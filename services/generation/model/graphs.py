@@ -1,10 +1,11 @@
-"""CUDA graphs of decode steps: captured at startup, one for each shape, and replayed for every step that fits.
+"""CUDA graphs of decode rows: captured at startup, one for each number of rows, and replayed in every step.
 
     one row per sequence:  [ id | t h w | tokens | block block block … ]      int32, copied to the device in one piece
     rows beyond those of a step hold a sequence of one token in the cache's padding block
 
-These rows are the only input of a replay: slots to write, contexts and positions follow from them. `DecodeGraphs`
-itself is independent of CUDA, which `CudaCapture` implements.
+These rows are the only input of a replay, beside what the cache plans on the host: slots to write, contexts and
+positions follow from them. Only caches whose attention reads blocks in place are captured. `DecodeGraphs` itself is
+independent of CUDA, which `CudaCapture` implements.
 """
 
 from __future__ import annotations
@@ -14,32 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from services.generation.model.attention.cache import PagedCache
+from services.generation.model.attention.cache import CapturedCache
 from services.generation.model.language_model import LanguageModel
-from services.generation.request.batch import Packed
+from services.generation.request.batch import Context, Packed
 
 # Columns of a row: token id, positions, length of the sequence in tokens, and from FIRST_BLOCK on its block table.
 ID, POSITIONS, TOKENS, FIRST_BLOCK = 0, slice(1, 4), 4, 5
-# A gathering cache copies the whole block table of a graph in every layer, even for short sequences. For such caches
-# tables of LEAST_BLOCKS, doubled repeatedly, are captured; steps whose tables would exceed MOST_GATHERED_BLOCKS blocks
-# in total run without a graph.
-LEAST_BLOCKS, MOST_GATHERED_BLOCKS = 16, 4096
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Shape:
-    """rows: number of sequences; blocks: maximum number of blocks of each."""
-
-    rows: int
-    blocks: int
-
-    def holds(self, rows: int, blocks: int) -> bool:
-        return rows <= self.rows and blocks <= self.blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,77 +45,70 @@ class Capture(Protocol):
         """
 
 
-def decode_shapes(most_rows: int, most_blocks: int, gathers: bool) -> tuple[Shape, ...]:
-    """The shapes to capture, smallest first: powers of two and the maximum of rows; likewise of blocks if gathered."""
-    rows = _doubling(1, most_rows)
-    if not gathers:
-        return tuple(Shape(each, most_blocks) for each in rows)
-    shapes = (Shape(each, blocks) for each in rows for blocks in _doubling(LEAST_BLOCKS, most_blocks))
-    return tuple(shape for shape in shapes if shape.rows * shape.blocks <= MOST_GATHERED_BLOCKS)
-
-
 class DecodeGraphs:
-    """Graphs for steps in which every window is a single text token."""
+    """Graphs for rows that are single text tokens."""
 
     def __init__(
-        self, model: LanguageModel, cache: PagedCache, most_rows: int, most_blocks: int, capture: Capture
+        self, model: LanguageModel, cache: CapturedCache, most_rows: int, most_blocks: int, capture: Capture
     ) -> None:
-        """Captures the largest shape first: smaller graphs reuse its memory. Raises RuntimeError as `capture`."""
-        shapes = decode_shapes(most_rows, most_blocks, cache.gathers)
-        self._padding_block = cache.sizes.padding_block
-        self._graphs = {shape: _Graph(model, cache, shape, capture) for shape in reversed(shapes)}
-        self._shapes = shapes
+        """Captures the largest first: smaller graphs reuse its memory. Raises RuntimeError as `capture`."""
+        self._most_blocks = most_blocks
+        sizes = _doubling(1, most_rows)
+        self._graphs = {rows: _Graph(model, cache, rows, most_blocks, capture) for rows in reversed(sizes)}
+        self._sizes = sizes
 
     def __len__(self) -> int:
-        return len(self._shapes)
+        return len(self._sizes)
 
-    def replay(self, packed: Packed) -> Tensor | None:
-        """Raw logits of every row, float32 [T, vocab_size], valid until the next replay; None if no graph fits.
+    def replay(self, decodes: Packed) -> Tensor | None:
+        """Raw logits of every row, float32 [R, vocab_size], valid until the next replay; None if no graph fits.
 
-        Steps with no sampled row are not replayed: nothing synchronises before the pinned input is reused.
+        decodes: single tokens without media and adapters, of which at least one is sampled: otherwise nothing
+            synchronises before the pinned input is reused.
         """
-        if packed.media_rows.size or packed.num_decodes < len(packed.contexts) or not packed.last_rows.size:
+        contexts = decodes.contexts
+        rows = next((each for each in self._sizes if each >= len(contexts)), None)
+        if rows is None or max(len(context.blocks) for context in contexts) > self._most_blocks:
             return None
-        if packed.adapted:  # graphs are captured without adapters
-            return None
-        sequences = [context.blocks for context in packed.contexts]
-        most_blocks = max(map(len, sequences))
-        shape = next((each for each in self._shapes if each.holds(len(sequences), most_blocks)), None)
-        if shape is None:
-            return None
-        graph = self._graphs[shape]
-        rows, filled = graph.rows, len(sequences)
-        rows[:filled, ID], rows[:filled, POSITIONS] = packed.ids, packed.positions.T
-        rows[:filled, TOKENS] = [context.end for context in packed.contexts]
-        for row, blocks in zip(rows, sequences, strict=False):
-            row[FIRST_BLOCK : FIRST_BLOCK + len(blocks)] = blocks
-        rows[filled:, :TOKENS], rows[filled:, TOKENS], rows[filled:, FIRST_BLOCK] = 0, 1, self._padding_block
-        return graph.replay()[:filled]
+        return self._graphs[rows].replay(decodes)[: len(contexts)]
 
 
 class _Graph:
-    """The graph of one shape.
+    """The graph of a number of rows.
 
     rows: int32 [rows, FIRST_BLOCK + blocks], pinned host memory. They are copied asynchronously: fill them before a
         replay, but only after the host has waited for the output of the previous one.
     """
 
-    def __init__(self, model: LanguageModel, cache: PagedCache, shape: Shape, capture: Capture) -> None:
+    def __init__(self, model: LanguageModel, cache: CapturedCache, rows: int, blocks: int, capture: Capture) -> None:
         on_cuda = model.device.type == "cuda"
-        size = (shape.rows, FIRST_BLOCK + shape.blocks)
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=on_cuda)
+        self._cache, self._most_blocks = cache, blocks
+        self._padding = Context(0, 1, (cache.sizes.padding_block,))
+        self._host = torch.zeros((rows, FIRST_BLOCK + blocks), dtype=torch.int32, pin_memory=on_cuda)
         self.rows = self._host.numpy()
         self.rows[:, TOKENS], self.rows[:, FIRST_BLOCK:] = 1, cache.sizes.padding_block
         self._inputs = self._host.to(model.device, copy=True)
+        self._plan([])
         self._captured = capture(self._inputs, partial(_decode, model, cache, self._inputs))
 
-    def replay(self) -> Tensor:
+    def replay(self, decodes: Packed) -> Tensor:
+        rows, filled = self.rows, len(decodes.contexts)
+        rows[:filled, ID], rows[:filled, POSITIONS] = decodes.ids, decodes.positions.T
+        rows[:filled, TOKENS] = [context.end for context in decodes.contexts]
+        for row, context in zip(rows, decodes.contexts, strict=False):
+            row[FIRST_BLOCK : FIRST_BLOCK + len(context.blocks)] = context.blocks
+        rows[filled:, :TOKENS], rows[filled:, TOKENS], rows[filled:, FIRST_BLOCK] = 0, 1, self._padding.blocks[0]
+        self._plan(decodes.contexts)
         self._inputs.copy_(self._host, non_blocking=True)
         self._captured.replay()
         return self._captured.output
 
+    def _plan(self, contexts: Sequence[Context]) -> None:
+        padded = chain(contexts, repeat(self._padding, len(self.rows) - len(contexts)))
+        self._cache.plan_decode(list(padded), self._most_blocks)
 
-def _decode(model: LanguageModel, cache: PagedCache, inputs: Tensor) -> Tensor:
+
+def _decode(model: LanguageModel, cache: CapturedCache, inputs: Tensor) -> Tensor:
     """Raw next-token logits. inputs: int32 [R, FIRST_BLOCK + W]; returns float32 [R, vocab_size]."""
     embeds: Tensor = model.embed_tokens(inputs[:, ID])
     hidden = model.text(

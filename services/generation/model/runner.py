@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import structlog
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from services.cpu.compiled import compiled_whole, compiles
 from services.generation.model.attention import attending, make_cache
-from services.generation.model.attention.cache import CacheSizes
+from services.generation.model.attention.cache import CacheSizes, CapturedCache
 from services.generation.model.graphs import Capture, DecodeGraphs
 from services.generation.model.language_model import LanguageModel
 from services.generation.request.batch import Context, MediaRows, Packed, Window, decodes_first, pack, slots_of
@@ -49,6 +49,7 @@ class Runner:
         sizes = CacheSizes(model.layers, blocks, block_tokens, model.heads, model.kv_heads, model.head_dim)
         self._cache = make_cache(sizes, model.embed_tokens.weight)
         self._graphs: DecodeGraphs | None = None
+        self.num_replayed = 0  # sequences whose row of the last step was a graph's
         self._compiled: Callable[..., Any] | None = None
 
     def compile(self) -> bool:
@@ -73,12 +74,15 @@ class Runner:
     def capture_decoding(self, most_requests: int, most_tokens: int, capture: Capture) -> bool:
         """Captures decode steps of up to `most_requests` requests of up to `most_tokens` tokens as graphs.
 
-        Returns False, and leaves decoding eager, if the model does something that no graph can hold.
+        Returns False, and leaves decoding eager, if the model does something that no graph can hold, or if attention
+        does not read the cache's blocks in place.
         """
+        if not self._cache.captures:
+            return False
         start = time.perf_counter()
         blocks = -(-most_tokens // self._cache.sizes.block_tokens)
         try:
-            self._graphs = DecodeGraphs(self.model, self._cache, most_requests, blocks, capture)
+            self._graphs = DecodeGraphs(self.model, cast(CapturedCache, self._cache), most_requests, blocks, capture)
         except RuntimeError as error:
             # torch raises a second error when the broken capture is closed; its context is the cause.
             log.warning("decoding without graphs", error=str(error.__context__ or error))
@@ -127,12 +131,29 @@ class Runner:
 
         features: [1 + embed_levels, M, D], embeddings and levels of the media rows; None if there are none.
         """
+        self.num_replayed = 0
+        plain = packed.plain_decodes if self._graphs else np.zeros(0, np.bool_)
+        sampled = packed.rows_of(plain)[packed.last_rows] if plain.any() else plain
+        if not sampled.any():
+            return self._forward(packed, features)
+        decodes = packed if plain.all() else packed.only(plain)
+        assert self._graphs is not None
+        self.model.adapters.rows = ()
+        replayed = self._graphs.replay(decodes)
+        if replayed is None:
+            return self._forward(packed, features)
+        self.num_replayed = len(decodes.contexts)
+        logits = replayed[to_device(decodes.last_rows, self.model.device)]
+        if plain.all():
+            return logits
+        # Rows that no graph holds run beside it; then the order of all is restored.
+        others = self._forward(packed.only(~plain), features)
+        order = np.argsort(np.argsort(~sampled, kind="stable"))
+        return torch.cat([logits, others])[to_device(order, self.model.device)]
+
+    def _forward(self, packed: Packed, features: Tensor | None) -> Tensor:
         rows = to_device(packed.last_rows, self.model.device)
         self.model.adapters.rows = packed.adapted
-        replayed = self._graphs.replay(packed) if self._graphs else None
-        return self._forward(packed, rows, features) if replayed is None else replayed[rows]
-
-    def _forward(self, packed: Packed, rows: Tensor, features: Tensor | None) -> Tensor:
         embeds: Tensor = self.model.embed_tokens(to_device(packed.ids, self.model.device))
         levels = {} if features is None else self._put_media(packed, embeds, features)
         embeds = embeds[None]  # [1, T, D]

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from services.generation.request.request import Request
 
 Int64Array: TypeAlias = NDArray[np.int64]
+BoolArray: TypeAlias = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,38 @@ class Packed:
     media_rows: Int64Array
     last_rows: Int64Array
     adapted: tuple[AdaptedRows, ...] = ()
+
+    @property
+    def plain_decodes(self) -> BoolArray:
+        """Which contexts are a single token of text without an adapter: bool [contexts]."""
+        plain = np.arange(len(self.contexts)) < self.num_decodes
+        plain[self.media_rows[self.media_rows < self.num_decodes]] = False
+        for each in self.adapted:
+            plain[each.start : min(each.end, self.num_decodes)] = False
+        return plain
+
+    def rows_of(self, chosen: BoolArray) -> BoolArray:
+        """The rows of some contexts: bool [T]."""
+        return np.repeat(chosen, [context.tokens for context in self.contexts])
+
+    def only(self, chosen: BoolArray) -> Packed:
+        """Some of the contexts, in the same order. chosen: bool [contexts], of an adapter all or none."""
+        rows = self.rows_of(chosen)
+        place = np.cumsum(rows) - 1
+        return Packed(
+            contexts=tuple(context for context, wanted in zip(self.contexts, chosen, strict=True) if wanted),
+            num_decodes=int(chosen[: self.num_decodes].sum()),
+            ids=self.ids[rows],
+            positions=self.positions[:, rows],
+            slots=self.slots[rows],
+            media_rows=place[self.media_rows[rows[self.media_rows]]],
+            last_rows=place[self.last_rows[rows[self.last_rows]]],
+            adapted=tuple(
+                AdaptedRows(each.digest, int(place[each.start]), int(place[each.end - 1]) + 1)
+                for each in self.adapted
+                if rows[each.start]
+            ),
+        )
 
 
 def decodes_first(windows: Sequence[Window]) -> list[Window]:

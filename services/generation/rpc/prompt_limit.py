@@ -138,7 +138,8 @@ def _slices(item: MediaPlan, hundredths: int) -> int:
 
 
 def _frames_per_slice(item: MediaPlan) -> int:
-    return -(-item.frames // item.grid.t)
+    """Groups of frames get smaller with fewer frames, at least to one each."""
+    return 1 if item.group_frames else item.slice_frames
 
 
 def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int | None:

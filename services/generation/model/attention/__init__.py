@@ -1,6 +1,7 @@
 """Attention over the paged cache, as transformers calls it: once per layer, for the whole packed batch.
 
-`sdpa` runs on every device, `varlen` where torch has a kernel that reads paged blocks directly.
+`flash_infer` runs on CUDA with the extra `cuda`, `varlen` where torch has a kernel that reads paged blocks, and `sdpa`,
+which gathers them, on every device.
 Source: `transformers.AttentionInterface`.
 """
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from services.generation.model.attention.cache import Batch, CacheSizes, PagedCache
+from services.generation.model.attention.flash_infer import FlashInferCache, find_kernels
 from services.generation.model.attention.sdpa import SdpaCache
 from services.generation.model.attention.varlen import VarlenCache, find_kernel
 
@@ -30,9 +32,22 @@ def make_cache(sizes: CacheSizes, like: Tensor) -> PagedCache:
         # torch prefers cuDNN on Hopper, which spends up to half a second on a plan for every new context length, and
         # the lengths change with every step.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    kernel = find_kernel(sizes, like)
-    log.info("attention", cache="varlen" if kernel else "sdpa", kernel=kernel and kernel.name, device=str(like.device))
-    return VarlenCache(sizes, like, kernel.attend) if kernel else SdpaCache(sizes, like)
+    if kernels := find_kernels(sizes, like):
+        log.info("attention", cache="flash_infer", device=str(like.device))
+        return FlashInferCache(sizes, like, kernels)
+    if kernel := find_kernel(sizes, like):
+        log.info("attention", cache="varlen", kernel=kernel.name, device=str(like.device))
+        return VarlenCache(sizes, like, kernel.attend)
+    if like.device.type == "cuda":
+        log.warning(
+            "attention copies whole contexts in every step, and decode steps run without graphs: install FlashInfer, "
+            "pip install framesieve[cuda]",
+            device=str(like.device),
+            dtype=str(like.dtype),
+        )
+    else:
+        log.info("attention", cache="sdpa", device=str(like.device))
+    return SdpaCache(sizes, like)
 
 
 class _Attended(threading.local):

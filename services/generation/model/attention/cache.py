@@ -1,16 +1,17 @@
-"""The interface of a paged KV cache. `sdpa` and `varlen` implement it; memory layout and reads are up to them.
+"""The interface of a paged KV cache. `sdpa`, `varlen` and `flash_infer` implement it, each with a layout of its own.
 
 Source: PagedAttention, arXiv 2309.06180.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from services.generation.request.batch import Packed
+from services.generation.request.batch import Context, Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,18 @@ class PagedCache(Protocol):
     def batch(self, packed: Packed) -> Batch:
         """For the windows of a step."""
 
+    @property
+    def captures(self) -> bool:
+        """Whether its attention reads blocks in place, so that decode batches can be captured in graphs."""
+
+
+class CapturedCache(PagedCache, Protocol):
+    """A cache whose decode batches graphs can capture."""
+
+    def plan_decode(self, contexts: Sequence[Context], most_blocks: int) -> None:
+        """What the host does before the decode batch of these sequences, of at most so many blocks each, is computed,
+        captured or replayed. Of several numbers of sequences the largest comes first."""
+
     def decode_batch(self, table: Tensor, lengths: Tensor) -> Batch:
         """For one new token of each of R sequences, whose slot is that of the sequence's last token.
 
@@ -54,7 +67,3 @@ class PagedCache(Protocol):
         lengths: int32 [R], tokens of each sequence, the new one included, at most W · block_tokens.
         Both are on the device and never read by the host, so that a graph can capture what this does.
         """
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the cost of a decode batch depends on the width of its table instead of the sequences' lengths."""

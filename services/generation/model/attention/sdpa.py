@@ -51,7 +51,7 @@ Slots: TypeAlias = slice | Tensor
 class SdpaCache:
     """Keys and values of every layer: [kv_heads, slots, head_dim] each; a block is `block_tokens` adjacent slots."""
 
-    gathers = True
+    captures = False
 
     def __init__(self, sizes: CacheSizes, like: Tensor) -> None:
         self.sizes = sizes
@@ -73,21 +73,6 @@ class SdpaCache:
             at += each.tokens
         new_slots = to_device(packed.slots, like.device)
         return SdpaBatch(self, new_slots, tuple(_decodes(self, packed.contexts[: packed.num_decodes])), tuple(views))
-
-    def decode_batch(self, table: Tensor, lengths: Tensor) -> SdpaBatch:
-        """Implements `PagedCache.decode_batch`."""
-        block_tokens = self.sizes.block_tokens
-        within = torch.arange(block_tokens, device=table.device)
-        slots = (table.long()[:, :, None] * block_tokens + within).flatten(1)  # [R, W · block_tokens]
-        seen = torch.arange(slots.shape[1], device=table.device) < lengths[:, None]
-        new_slots = slots.gather(1, lengths.long()[:, None] - 1)[:, 0]
-        decodes = Decodes(
-            rows=slice(0, len(slots)),
-            runs=(),
-            slots=slots.where(seen, slots[:, :1]),
-            mask=_additive(seen, self.keys[0])[:, None, None],
-        )
-        return SdpaBatch(self, new_slots, (decodes,), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +184,13 @@ def _decodes(cache: SdpaCache, contexts: Sequence[Context]) -> Iterator[Decodes]
     if not contexts:
         return
     like = cache.keys[0]
-    runs = [_longest_run(each, cache.sizes.block_tokens) for each in contexts]
-    in_place = sum(run.stop - run.start for run in runs) >= IN_PLACE_TOKENS * len(runs) and like.device.type == "cpu"
-    if not in_place:
-        runs = [slice(0, 0)] * len(runs)
-    rests = [_slots_around(each, run, cache.sizes.block_tokens) for each, run in zip(contexts, runs, strict=True)]
-    read = [_in_cache(each, run, cache.sizes.block_tokens) for each, run in zip(contexts, runs, strict=True)]
+    block_tokens, runs, in_place = cache.sizes.block_tokens, [slice(0, 0)] * len(contexts), False
+    if like.device.type == "cpu":
+        found = [_longest_run(each, block_tokens) for each in contexts]
+        in_place = sum(run.stop - run.start for run in found) >= IN_PLACE_TOKENS * len(found)
+        runs = found if in_place else runs
+    rests = [_slots_around(each, run, block_tokens) for each, run in zip(contexts, runs, strict=True)]
+    read = [_in_cache(each, run, block_tokens) for each, run in zip(contexts, runs, strict=True)] if in_place else []
     firsts = np.array([each.blocks[0] * cache.sizes.block_tokens for each in contexts])
     sizes = np.array([rest.size for rest in rests])
     for rows in _of_like_size(sizes):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.generation.model.attention.cache import CacheSizes
-from services.generation.request.batch import Packed
+from services.generation.model.attention.pages import last_slots
+from services.generation.request.batch import Context, Packed
 from services.generation.to_device import to_device
 
 IMPLEMENTATIONS = ("FA3", "FA4")
@@ -64,7 +66,7 @@ class Kernel:
 class VarlenCache:
     """Keys and values of every layer: [blocks, block_tokens, kv_heads, head_dim] each."""
 
-    gathers = False
+    captures = True
 
     def __init__(self, sizes: CacheSizes, like: Tensor, attend: Attend) -> None:
         self.sizes = sizes
@@ -88,11 +90,13 @@ class VarlenCache:
         most_rows = max(each.tokens for each in contexts)
         return VarlenBatch(self, new_slots, ends_there, lengths_there, table_there, most_rows, int(lengths.max()))
 
+    def plan_decode(self, contexts: Sequence[Context], most_blocks: int) -> None:
+        """Implements `CapturedCache.plan_decode`: the kernel reads all that it needs from the device."""
+
     def decode_batch(self, table: Tensor, lengths: Tensor) -> VarlenBatch:
-        """Implements `PagedCache.decode_batch`."""
+        """Implements `CapturedCache.decode_batch`."""
         block_tokens = self.sizes.block_tokens
-        last = lengths.long() - 1
-        new_slots = table.gather(1, (last // block_tokens)[:, None])[:, 0] * block_tokens + last % block_tokens
+        new_slots = last_slots(table, lengths, block_tokens)
         ends = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
         return VarlenBatch(self, new_slots, ends, lengths, table, 1, table.shape[1] * block_tokens)
 

@@ -1,0 +1,232 @@
+"""Attention by FlashInfer, which reads the pages of a paged cache in place, on cards from Ampere on.
+
+    eager step      one plan and one kernel for all windows, decodes among them
+    decode graph    a kernel of its own for each number of rows, whose buffers stay where they are: the host plans it
+                    before each replay
+
+A plan is computed on the host, once a step, from `plan_pages`, and copied without a wait. Kernels that plan eager steps
+take turns, and each waits for its own last copy, which reads host memory that the next plan writes.
+No card has run this yet; what it passes to FlashInfer is tested on the CPU.
+Source: FlashInfer, arXiv 2501.01005; flashinfer-python 0.7.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any, Protocol
+
+import structlog
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.generation.model.attention.cache import CacheSizes
+from services.generation.model.attention.pages import PagePlan, last_slots, plan_pages
+from services.generation.request.batch import Context, Packed
+from services.generation.to_device import to_device
+
+# As FlashInfer recommends.
+WORKSPACE_BYTES = 128 * 2**20
+# From so many query heads for each KV head on, decoding is faster on tensor cores.
+TENSOR_CORES_FROM = 4
+# Kernels that plan eager steps.
+TURNS = 2
+# Maximum difference between two correct kernels on values of magnitude 1 in bfloat16.
+TOLERANCE = 2e-2
+
+log = structlog.get_logger()
+
+
+class Kernel(Protocol):
+    """Attention over pages. scale: head_dim ** -0.5."""
+
+    def plan(self, pages: PagePlan) -> None:
+        """Prepares `run` for these sequences. May wait for the copies of the plan before."""
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query and result: [T, heads, head_dim]; key, value: [blocks, block_tokens, kv_heads, head_dim]."""
+
+
+class Kernels(Protocol):
+    def prefill(self) -> Kernel:
+        """For any sequences, causal: the rows of each are its last."""
+
+    def decode(self, rows: int, most_pages: int) -> Kernel:
+        """For `rows` sequences of one row and at most so many pages together; a graph can capture its `run`."""
+
+
+class FlashInferCache:
+    """Keys and values of every layer: [blocks, block_tokens, kv_heads, head_dim] each."""
+
+    captures = True
+
+    def __init__(self, sizes: CacheSizes, like: Tensor, kernels: Kernels) -> None:
+        self.sizes = sizes
+        shape = (sizes.layers, sizes.blocks + 1, sizes.block_tokens, sizes.kv_heads, sizes.head_dim)
+        self.keys = list(like.new_zeros(shape).unbind())
+        self.values = list(like.new_zeros(shape).unbind())
+        self._kernels = kernels
+        self._turns = cycle([kernels.prefill() for _ in range(TURNS)])
+        self._decoders: dict[int, Kernel] = {}
+
+    def batch(self, packed: Packed) -> FlashInferBatch:
+        """Implements `PagedCache.batch`."""
+        kernel = next(self._turns)
+        kernel.plan(plan_pages(packed.contexts, self.sizes.block_tokens))
+        return FlashInferBatch(self, to_device(packed.slots, self.keys[0].device), kernel)
+
+    def plan_decode(self, contexts: Sequence[Context], most_blocks: int) -> None:
+        """Implements `CapturedCache.plan_decode`."""
+        rows = len(contexts)
+        if rows not in self._decoders:
+            self._decoders[rows] = self._kernels.decode(rows, rows * most_blocks)
+        self._decoders[rows].plan(plan_pages(contexts, self.sizes.block_tokens))
+
+    def decode_batch(self, table: Tensor, lengths: Tensor) -> FlashInferBatch:
+        """Implements `CapturedCache.decode_batch`."""
+        return FlashInferBatch(self, last_slots(table, lengths, self.sizes.block_tokens), self._decoders[len(lengths)])
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferBatch:
+    """Implements `Batch`. new_slots: int64 [T]. kernel: planned for the batch."""
+
+    cache: FlashInferCache
+    new_slots: Tensor
+    kernel: Kernel
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Implements `Batch.attend`."""
+        assert math.isclose(scaling, query.shape[2] ** -0.5), "kernels are planned with the usual scale"
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys.flatten(0, 1).index_copy_(0, self.new_slots, key.transpose(0, 1))
+        values.flatten(0, 1).index_copy_(0, self.new_slots, value.transpose(0, 1))
+        return self.kernel.run(query.transpose(0, 1).contiguous(), keys, values)
+
+
+class _Prefill:
+    """`Kernel` by FlashInfer's wrapper for prefill."""
+
+    def __init__(self, library: Any, sizes: CacheSizes, like: Tensor, workspace: Tensor) -> None:
+        self._wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        self._sizes, self._dtype = sizes, like.dtype
+        self._copied = torch.cuda.Event()
+
+    def plan(self, pages: PagePlan) -> None:
+        self._copied.synchronize()
+        sizes = self._sizes
+        self._wrapper.plan(
+            torch.from_numpy(pages.row_ends),
+            torch.from_numpy(pages.page_ends),
+            torch.from_numpy(pages.pages),
+            torch.from_numpy(pages.last_page_tokens),
+            sizes.heads,
+            sizes.kv_heads,
+            sizes.head_dim,
+            sizes.block_tokens,
+            causal=True,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+        self._copied.record()
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        found: Tensor = self._wrapper.run(query, (key, value))
+        return found
+
+
+class _Decode:
+    """`Kernel` by FlashInfer's wrapper for decoding, with buffers that stay where they are."""
+
+    def __init__(
+        self, library: Any, sizes: CacheSizes, like: Tensor, workspace: Tensor, rows: int, pages: Tensor
+    ) -> None:
+        self._sizes, self._dtype = sizes, like.dtype
+        self._wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=sizes.heads // sizes.kv_heads >= TENSOR_CORES_FROM,
+            paged_kv_indptr_buffer=like.new_zeros(rows + 1, dtype=torch.int32),
+            paged_kv_indices_buffer=pages,
+            paged_kv_last_page_len_buffer=like.new_zeros(rows, dtype=torch.int32),
+        )
+
+    def plan(self, pages: PagePlan) -> None:
+        sizes = self._sizes
+        self._wrapper.plan(
+            torch.from_numpy(pages.page_ends),
+            torch.from_numpy(pages.pages),
+            torch.from_numpy(pages.last_page_tokens),
+            sizes.heads,
+            sizes.kv_heads,
+            sizes.head_dim,
+            sizes.block_tokens,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        found: Tensor = self._wrapper.run(query, (key, value))
+        return found
+
+
+class FlashInferKernels:
+    """Implements `Kernels`. library: the module `flashinfer`."""
+
+    def __init__(self, library: Any, sizes: CacheSizes, like: Tensor) -> None:
+        self._library, self._sizes, self._like = library, sizes, like
+        self._workspace = like.new_zeros(WORKSPACE_BYTES, dtype=torch.uint8)
+        self._pages = like.new_zeros(0, dtype=torch.int32)
+
+    def prefill(self) -> Kernel:
+        """Implements `Kernels.prefill`."""
+        return _Prefill(self._library, self._sizes, self._like, self._workspace)
+
+    def decode(self, rows: int, most_pages: int) -> Kernel:
+        """Implements `Kernels.decode`. The largest must be made first: all share its list of pages."""
+        if not self._pages.numel():
+            self._pages = self._like.new_zeros(most_pages, dtype=torch.int32)
+        assert most_pages <= self._pages.numel()
+        return _Decode(self._library, self._sizes, self._like, self._workspace, rows, self._pages)
+
+
+def find_kernels(sizes: CacheSizes, like: Tensor) -> Kernels | None:
+    """FlashInfer's kernels, if they pass `check_kernels` on this device for this model."""
+    if like.device.type != "cuda" or like.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    try:
+        kernels = FlashInferKernels(importlib.import_module("flashinfer"), sizes, like)
+        check_kernels(kernels, sizes, like)
+    except Exception as error:  # it compiles kernels for the card, which may fail in any way
+        log.info("no paged attention", implementation="flashinfer", error=str(error))
+        return None
+    return kernels
+
+
+def check_kernels(kernels: Kernels, sizes: CacheSizes, like: Tensor) -> None:
+    """Compares both kernels with SDPA on three pages out of order, with NaN in all slots that they must not read.
+
+    Raises the kernels' exceptions, and AssertionError for a wrong result.
+    """
+    block_tokens, device = sizes.block_tokens, like.device
+    draw = torch.Generator(device).manual_seed(0)
+    shape = (2, 4, block_tokens, sizes.kv_heads, sizes.head_dim)
+    blocks = torch.randn(shape, generator=draw, device=device).to(like.dtype)
+    table, tokens = (2, 0, 3), 3 * block_tokens - 1
+    blocks[:, 1] = blocks[:, table[-1], -1] = torch.nan
+    key, value = (each[list(table)].flatten(0, 1)[:tokens].transpose(0, 1)[None].float() for each in blocks)
+    for kernel, rows in ((kernels.prefill(), 2), (kernels.decode(1, 3), 1)):
+        query = torch.randn(rows, sizes.heads, sizes.head_dim, generator=draw, device=device).to(like.dtype)
+        kernel.plan(plan_pages([Context(tokens - rows, tokens, table)], block_tokens))
+        found = kernel.run(query, *blocks.unbind())
+        seen = torch.ones(rows, tokens, dtype=torch.bool, device=device).tril(tokens - rows)
+        expected = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None].float(), key, value, seen, enable_gqa=sizes.heads != sizes.kv_heads
+        )
+        difference = float((found.float() - expected[0].transpose(0, 1)).abs().max())
+        assert difference < TOLERANCE, f"the result differs by {difference}"

@@ -1,0 +1,57 @@
+"""What a kernel over a paged cache must know of a step: where each sequence's rows and pages are.
+
+    sequences   a: 1 row, 9 tokens    b: 3 rows, 4 tokens        pages of 4 tokens
+    row_ends    [0, 1, 4]
+    page_ends   [0, 3, 4]
+    pages       [7 2 5 | 3]
+    last_page_tokens   [1, 4]
+
+Computed once a step, in numpy. Source: the page table of FlashInfer, arXiv 2501.01005.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.generation.request.batch import Context
+
+Int32Array = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagePlan:
+    """row_ends, page_ends: int32 [S + 1]. pages: int32 [P], block numbers. last_page_tokens: int32 [S], at least 1."""
+
+    row_ends: Int32Array
+    page_ends: Int32Array
+    pages: Int32Array
+    last_page_tokens: Int32Array
+
+
+def plan_pages(contexts: Sequence[Context], block_tokens: int) -> PagePlan:
+    """Of at least one context, each with the blocks of its tokens and possibly more."""
+    ends = np.array([each.end for each in contexts], np.int32)
+    counts = -(-ends // block_tokens)
+    return PagePlan(
+        row_ends=_ends([each.tokens for each in contexts]),
+        page_ends=_ends(counts),
+        pages=np.concatenate(
+            [np.asarray(each.blocks[:count], np.int32) for each, count in zip(contexts, counts, strict=True)]
+        ),
+        last_page_tokens=(ends - 1) % block_tokens + 1,
+    )
+
+
+def last_slots(table: Tensor, lengths: Tensor, block_tokens: int) -> Tensor:
+    """The slot of each sequence's last token, int64 [R], without a wait. table: int32 [R, W]. lengths: int32 [R]."""
+    last = lengths.long() - 1
+    return table.gather(1, (last // block_tokens)[:, None])[:, 0] * block_tokens + last % block_tokens
+
+
+def _ends(lengths: Sequence[int] | Int32Array) -> Int32Array:
+    return np.cumsum([0, *lengths], dtype=np.int32)
