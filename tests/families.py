@@ -433,6 +433,11 @@ def _write_internvl(folder: Path, seed: int) -> Path:
     return folder
 
 
+def _write_minicpm(folder: Path, seed: int, version: str) -> Path:
+    minicpm.write(folder, seed, version)
+    return folder
+
+
 _QWEN3 = {
     "patch_px": 16,
     "merge": 2,
@@ -445,7 +450,7 @@ _QWEN3 = {
 FAMILIES: Mapping[str, FamilyUnderTest] = {
     **{
         f"minicpmv_{version.replace('.', '_')}": FamilyUnderTest(
-            write=partial(minicpm.write, version=version),
+            write=partial(_write_minicpm, version=version),
             model=minicpm.TEXT_CLASSES[version][1],
             patch_px=minicpm.PATCH_PX,
             merge=1,

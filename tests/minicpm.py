@@ -133,7 +133,8 @@ def read_text(folder: Path) -> WholeText:
     make, model = TEXT_CLASSES[str(config["version"])]
     llm = model(make(**{name: config[name] for name in (*TEXT, "vocab_size")}))
     weights = load_file(folder / "model.safetensors")
-    llm.load_state_dict({name[4:]: value for name, value in weights.items() if name.startswith("llm.")})
+    own = {name[4:]: value for name, value in weights.items() if name.startswith("llm.")}
+    llm.load_state_dict(own, strict=not config["tie_word_embeddings"])
     return WholeText(llm.eval())
 
 

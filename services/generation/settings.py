@@ -82,7 +82,9 @@ class GenerationSettings(UpstreamSettings):
         "unset: the smaller of the model's context length and the KV cache",
         validation_alias=renamed("max_prompt_tokens", "max_model_len"),
     )
-    media_buffer_bytes: int = Field(2**30, ge=1, description="maximum bytes of media embeddings, over all requests")
+    media_buffer_bytes: int = Field(
+        2**30, ge=1, description="maximum bytes of media embeddings on the host, over all requests"
+    )
     max_num_seqs: int = Field(
         64,
         ge=1,

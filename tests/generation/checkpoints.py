@@ -19,13 +19,16 @@ def changed(
     text_config: dict[str, Any] | None = None,
     **config: Any,
 ) -> Path:
-    """A copy of a checkpoint. weights: changes them in place; text_config, config: fields to set."""
+    """A copy of a checkpoint.
+
+    weights: changes them in place. text_config, config: fields to set; a flat config takes both.
+    """
     shutil.copytree(folder, to)
     held = load_file(to / "model.safetensors")
     weights(held)
     save_file(held, to / "model.safetensors", metadata={"format": "pt"})
     written = json.loads((to / "config.json").read_text()) | config
-    written["text_config"] |= text_config or {}
+    written.get("text_config", written).update(text_config or {})
     (to / "config.json").write_text(json.dumps(written))
     return to
 

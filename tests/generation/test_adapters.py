@@ -26,7 +26,7 @@ from services.generation.model.language_model import LanguageModel
 from services.generation.settings import AdapterFolder
 from services.generation.startup.adapter_files import load_adapters
 from tests.adapters import write_adapter
-from tests.generation.test_decode_graphs import Recorder
+from tests.generation.test_decode_graphs import Recorder, use_paged
 from tests.law import Question, answer, assert_law, question
 from tests.oracle import Text, expected_logprobs, expected_sequence
 from tests.tiny import PAD_ID, Models, TinyEngine, load_models, random_item
@@ -123,7 +123,12 @@ def test_an_adapter_computes_what_peft_computes(adapted: Adapted, name: str) -> 
     expected = expected_sequence(asking.parts, asking.kept, PAD_ID)
     reference = adapted.models.reference
     plain = expected_logprobs(
-        reference.model.language_model, reference.lm_head, expected, asking.items, asked[0].answer
+        reference.model.language_model,
+        reference.lm_head,
+        expected,
+        asking.items,
+        asked[0].answer,
+        adapted.models.family.linear,
     )
     own = torch.stack(engine.runner.logits["0"]).log_softmax(dim=-1)
     assert float((own - plain).abs().max()) > 0.01, "the adapter changes nothing, so the test would prove nothing"
@@ -158,14 +163,14 @@ def test_encoded_media_are_not_reused_across_adapters(adapted: Adapted) -> None:
     assert_law(adapted.models, engine, questions, asked, adapted=adapted.text)
 
 
-def test_only_steps_without_adapters_are_replayed_as_graphs(adapted: Adapted) -> None:
-    capture, engine = Recorder(), TinyEngine(adapted.models.engine)
+def test_only_rows_without_adapters_are_replayed_as_graphs(adapted: Adapted) -> None:
+    capture, engine = Recorder(), use_paged(TinyEngine(adapted.models.engine), "flash_infer")
     engine.runner.capture_decoding(4, 256, capture)
     asking = Question((Text(tuple(range(20, 40))),), 9)
     questions = [replace(asking, adapter="plain", new_tokens=5), asking]
     asked = answer(engine, questions)
-    # Both begin in one step, so the last four tokens of the longer answer are decoded alone.
-    assert capture.replayed == [1] * 4
+    # Both begin in one step; of the longer answer eight tokens are decoded, four of them beside the other's.
+    assert capture.replayed == [1] * 8
     assert_law(adapted.models, engine, questions, asked, adapted=adapted.text)
 
 
@@ -200,7 +205,7 @@ def test_adapters_have_one_digest_only_if_config_and_weights_are_equal(adapted: 
         ({"lora_alpha": 1e300}, r"weights of .*_proj, scaled by .*, are not finite"),
         ({"alpha_pattern": {"*": 8}}, r".*\(\*\).* is not a regular expression"),
         ({"target_modules": "a{99999999999}"}, r"the repetition number is too large"),
-        ({"r": 4}, r"q_proj.lora_A must have shape \[4, 64\] .*, got \[3, 64\]"),
+        ({"r": 4}, r"q_proj.lora_A must have shape \[4, (\d+)\] .*, got \[3, \1\]"),
         ({"target_modules": None}, r"target_modules = None is empty"),
         ({"target_modules": ["q_proj"]}, r"holds weights of .*v_proj, which target_modules = \['q_proj'\] does not"),
         ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, r"lacks weights of .*o_proj, which .* targets"),
@@ -227,9 +232,8 @@ def test_a_config_that_is_not_implemented_is_refused(
 def test_weights_that_cannot_be_added_are_refused(
     bare: LanguageModel, mine: AdapterFolder, layer: str, value: float, message: str
 ) -> None:
-    rewrite(
-        mine, lambda weights: weights.update({f"base_model.model.{layer}.lora_A.weight": torch.full((3, 64), value)})
-    )
+    down = torch.full((3, bare.hidden_size), value)
+    rewrite(mine, lambda weights: weights.update({f"base_model.model.{layer}.lora_A.weight": down}))
     with pytest.raises(StartupError, match=message):
         load_adapters([mine], bare)
 

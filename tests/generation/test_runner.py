@@ -105,7 +105,11 @@ def test_weights_that_differ_from_the_config_are_named(family: str, family_check
     faults: list[tuple[Callable[[dict[str, Tensor]], object], dict[str, Any], str]] = [
         (lambda weights: weights.pop(query), {}, f"missing weights ['{query}']"),
         (lambda weights: weights.pop(FAMILIES[family].lm_head), {}, "missing weights ['lm_head.weight']"),
-        (lambda weights: weights.update({norm: torch.zeros(3)}), {}, f"expects {norm} [64], got [3]"),
+        (
+            lambda weights: weights.update({norm: torch.zeros(3)}),
+            {},
+            f"expects {norm} [{FAMILIES[family].hidden}], got [3]",
+        ),
         (id, two_layers, f"unknown weights ['{prefix}layers.2"),
     ]
     for number, (weights, text_config, message) in enumerate(faults):

@@ -159,7 +159,7 @@ def test_the_kv_cache_fills_the_given_fraction_of_the_memory(tiny_checkpoint: Pa
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(CUDA)
     fraction = round((total - free) / total + 0.1, 2)
-    flags = ("--gpu-memory-fraction", str(fraction), "--media-buffer-bytes", str(MIB), "--device", "cuda:0")
+    flags = ("--gpu-memory-fraction", str(fraction), "--device", "cuda:0")
     settings = GenerationSettings.load(["--model", str(tiny_checkpoint), "--max-model-len", "4096", *flags])
     built = build(settings, Checkpoint(tiny_checkpoint))
     torch.cuda.synchronize()

@@ -28,7 +28,6 @@ from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Status
 from services.generation.sampling.sampler import SampledToken
-from services.generation.to_device import tensor_to_device
 
 log = structlog.get_logger()
 
@@ -301,8 +300,7 @@ class Engine:
         if embeds.shape != expected:
             raise PeerContract(f"embeds of item {index} are {list(embeds.shape)}, not {list(expected)}")
         encoded = self._encoded_media.add(request.media_keys[index], item)
-        # Asynchronous: `ArrivingItem` has pinned the embeddings, so the lock is not held while a device copies them.
-        request.add_media(index, encoded, tensor_to_device(embeds, self._runner.model.device))
+        request.add_media(index, encoded, embeds)
         if request.rope.complete:
             self._scheduler.media_complete(request)
 

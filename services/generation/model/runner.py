@@ -21,7 +21,7 @@ from services.generation.model.graphs import Capture, DecodeGraphs
 from services.generation.model.language_model import LanguageModel
 from services.generation.request.batch import Context, MediaRows, Packed, Window, decodes_first, pack, slots_of
 from services.generation.sampling.sampler import SampledToken, sample_and_verify
-from services.generation.to_device import tensor_to_device, to_device
+from services.generation.to_device import pinned_for, to_device
 
 # A size that no other dimension has: the compiler takes those that are equal in its first call to be equal in all.
 COMPILED_WITH_TOKENS = 7
@@ -115,8 +115,7 @@ class Runner:
         failure before leaves them untouched.
         """
         packed, media = pack(windows, self._cache.sizes.block_tokens)
-        device = self.model.device
-        features = torch.cat([tensor_to_device(_features(each), device) for each in media], dim=1) if media else None
+        features = self._uploaded(media) if media else None
         if self._workers is None:
             return self.compute(packed, features)
         try:
@@ -150,6 +149,19 @@ class Runner:
         others = self._forward(packed.only(~plain), features)
         order = np.argsort(np.argsort(~sampled, kind="stable"))
         return torch.cat([logits, others])[to_device(order, self.model.device)]
+
+    def _uploaded(self, media: Sequence[MediaRows]) -> Tensor:
+        """The embeddings of media rows on the model's device: [1 + embed_levels, M, D]."""
+        model = self.model
+        shape = (1 + model.embed_levels, sum(each.rows for each in media), model.hidden_size)
+        features = torch.empty(shape, dtype=model.dtype, device=model.device)
+        at = 0
+        for each in media:
+            # Level by level: rows of one level are contiguous in pinned memory, so the host does not wait.
+            for level, rows in zip(features, _features(each), strict=True):
+                level[at : at + each.rows].copy_(pinned_for(rows, model.device), non_blocking=True)
+            at += each.rows
+        return features
 
     def _forward(self, packed: Packed, features: Tensor | None) -> Tensor:
         rows = to_device(packed.last_rows, self.model.device)

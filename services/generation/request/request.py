@@ -149,8 +149,8 @@ class Request:
         self.sampling = sampling
         self.detokenizer = detokenizer
         self.on_event = on_event
-        # For each item [1 + embed_levels, R, D]: all its embeddings on the model's device, or, where the KV cache holds
-        # the rows before them, `EncodedMedia.last_rows` on the host.
+        # For each item [1 + embed_levels, R, D] on the host: all its embeddings, or, where the KV cache holds the rows
+        # before them, `EncodedMedia.last_rows`.
         self.embeds: list[Tensor | None] = [None] * len(plan.media)
         self.encoded_media: list[EncodedMedia | None] = [None] * len(plan.media)
         self.siblings: list[Request] = []  # other answers to the prompt (`n`) that start once it is prefilled

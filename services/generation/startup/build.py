@@ -134,7 +134,6 @@ def fitting_tokens(
             model,
             BLOCK_TOKENS,
             sizes,
-            settings.media_buffer_bytes,
             memory,
             lambda each: capture(each, settings, longest),
         )

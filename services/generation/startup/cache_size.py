@@ -1,7 +1,7 @@
 """Sizes the KV cache: the memory that a device has left after everything else has its maximum.
 
-    total   [ others | weights and the largest step | graphs | media | KV cache                | · · · · ]
-            └────────────────────────── fraction · total ────────────────────────────────────┘
+    total   [ others | weights and the largest step | graphs | KV cache                | · · · · ]
+            └────────────────────────── fraction · total ────────────────────────────┘
 
 The memory of the largest step is measured by running it: once a prefill, once a decode step, whose contexts the cache
 may have to gather. This module is independent of settings and, through `Memory`, of CUDA.
@@ -86,14 +86,13 @@ class Needs:
     """Memory of a device that the KV cache cannot have, in bytes.
 
     others: of other processes and of CUDA itself. step: of this process during its largest step, weights included.
-    graphs: of captured decode steps, in addition. media: embeddings of waiting requests (--media-buffer-bytes).
+    graphs: of captured decode steps, in addition.
     """
 
     total: int
     others: int
     step: int
     graphs: int
-    media: int
 
     def cache_tokens(self, fraction: float, token_bytes: int, block_tokens: int) -> int:
         """Tokens, in whole blocks, that fit if the process may use `fraction` of the device; below 1 if none fit.
@@ -101,7 +100,7 @@ class Needs:
         token_bytes: of one token's keys and values, in all layers. One block more is allocated for padding.
         """
         budget = int(Fraction(str(fraction)) * self.total)
-        available = budget - self.others - self.step - self.graphs - self.media
+        available = budget - self.others - self.step - self.graphs
         return (available // (token_bytes * block_tokens) - 1) * block_tokens
 
 
@@ -109,7 +108,6 @@ def measure(
     model: LanguageModel,
     block_tokens: int,
     sizes: Sizes,
-    media_bytes: int,
     memory: Memory,
     capture: Callable[[Runner], object],
 ) -> Needs:
@@ -132,7 +130,7 @@ def measure(
     others = total - free - memory.reserved()
     del runner
     memory.settle()
-    return Needs(total, others, step, graphs, media_bytes)
+    return Needs(total, others, step, graphs)
 
 
 def _largest_step(runner: Runner, blocks: int, block_tokens: int, sizes: Sizes) -> None:
