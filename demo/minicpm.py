@@ -6,8 +6,10 @@ A resampler's token is a learned query, not a place. Whether one may be dropped,
     groups    whole groups, those that differ most on average from the group before, and the first one
     random    any
 
-As in training of the demo model, tokens are dropped at random at random rates, and by no other rule. The prompt has no
-markers between groups. Scenes are those of the demo model with a still background.
+The tower and the resampler first learn to tell what is where, from all tokens of a group, so that no token is bound to
+a place; then all parts learn to answer. The language model begins as the demo's. As in training of the demo model,
+tokens are dropped at random at random rates, and by no other rule. The prompt has no markers between groups. Scenes are
+those of the demo model with a still background.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from random import Random
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, SiglipVisionConfig, SiglipVisionModel
+from transformers import Qwen2_5_VLForConditionalGeneration, SiglipVisionConfig, SiglipVisionModel
 
 from common.contract.plan import Grid
 from common.contract.retention import EVS, RANDOM, Pruning, retained_count
@@ -45,9 +47,10 @@ GROUP_FRAMES = 2
 GROUPS = FRAMES // GROUP_FRAMES
 QUERIES = 16
 GRID = Grid(GROUPS, 1, QUERIES)
-# The resampler's heads are 128 wide.
-WIDTH = 256
+WIDTH = DEMO.hidden
 TOWER_WIDTH = 96
+HEADS = 6
+LANGUAGE_MODEL = Path(__file__).parent / "model"
 CLIPS_A_STEP = 12
 QUESTIONS_A_CLIP = 8
 HIGHEST_RATE = 0.95
@@ -59,12 +62,12 @@ _STEP = 5
 
 
 class TinyMiniCPM(nn.Module):
-    """SigLIP, a resampler over groups of frames, and Qwen3, as in MiniCPM-V 4.5.
+    """SigLIP, a resampler over groups of frames, and Qwen2's text model.
 
     `model.language_model` and `lm_head`: the names that `answer_logits` wants.
     """
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.tower = SiglipVisionModel(
             SiglipVisionConfig(
@@ -79,27 +82,15 @@ class TinyMiniCPM(nn.Module):
         )
         self.query = nn.Parameter(torch.randn(QUERIES, WIDTH))
         self.kv_proj = nn.Linear(TOWER_WIDTH, WIDTH, bias=False)
-        self.attn = nn.MultiheadAttention(WIDTH, WIDTH // 128, batch_first=True)
+        self.attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
         self.ln_q, self.ln_kv, self.ln_post = (nn.LayerNorm(WIDTH, eps=1e-6) for _ in range(3))
         self.proj = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
-        text = Qwen3ForCausalLM(
-            Qwen3Config(
-                hidden_size=WIDTH,
-                intermediate_size=384,
-                num_hidden_layers=4,
-                num_attention_heads=6,
-                num_key_value_heads=2,
-                head_dim=32,
-                rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-                vocab_size=vocabulary,
-                tie_word_embeddings=True,
-            )
-        )
-        self.text = text.model
+        self.reader = Reader()
+        whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(LANGUAGE_MODEL)
+        self.language_model = whole.model.language_model
         self.model = nn.Module()
-        self.model.language_model = self.text
-        self.lm_head = text.lm_head
-        self.dense = nn.Linear(GROUP_FRAMES * TOWER_WIDTH, sum(DENSE_CLASSES))
+        self.model.language_model = self.language_model
+        self.lm_head = whole.lm_head
         places = torch.cartesian_prod(torch.arange(SIDE), torch.arange(SIDE))
         self.register_buffer("places", place_embeddings(places, WIDTH), persistent=False)
 
@@ -109,8 +100,18 @@ class TinyMiniCPM(nn.Module):
         found: Tensor = self.tower((frames.float() / 255 - mean) / std).last_hidden_state
         return found
 
+    def tokens(self, features: Tensor, groups: Tensor) -> Tensor:
+        """Of groups of frames [n, GROUP_FRAMES, patches, TOWER_WIDTH] with these numbers [n]: [n, QUERIES, WIDTH]."""
+        values = self.ln_kv(self.kv_proj(features))
+        times = time_embeddings(_STEP * torch.arange(FRAMES), WIDTH).view(GROUPS, GROUP_FRAMES, 1, WIDTH)[groups]
+        keys = (values + self.places + times).flatten(1, 2)
+        queries = self.ln_q(self.query).expand(len(features), -1, -1)
+        attended, _ = self.attn(queries, keys, values.flatten(1, 2), need_weights=False)
+        found: Tensor = self.ln_post(attended) @ self.proj
+        return found
+
     def embed(self, clips: Tensor, shown: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """The tokens of clips, uint8 [B, FRAMES, 3, H, W]: [B, GROUPS · QUERIES, WIDTH].
+        """The tokens of clips, uint8 [B, FRAMES, 3, H, W]: [B, GROUPS, QUERIES, WIDTH].
 
         shown: for each group of each clip one whose frames it has; frames are encoded once. None: each its own.
         """
@@ -119,24 +120,39 @@ class TinyMiniCPM(nn.Module):
         rows, groups = torch.tensor(wanted).unbind(1)
         frames = clips.unflatten(1, (GROUPS, GROUP_FRAMES))[rows, groups]
         place = {pair: number for number, pair in enumerate(wanted)}
-        source = torch.tensor([[place[row, group] for group in groups] for row, groups in enumerate(shown)])
-        features = self.features(frames.flatten(0, 1)).view(len(wanted), GROUP_FRAMES, SIDE**2, TOWER_WIDTH)
-        values = self.ln_kv(self.kv_proj(features))[source].view(len(clips), FRAMES, SIDE**2, WIDTH)
-        times = time_embeddings(_STEP * torch.arange(FRAMES), WIDTH)
-        keys = values + self.places + times[:, None]
-        grouped = [each.reshape(len(clips) * GROUPS, -1, WIDTH) for each in (keys, values)]
-        queries = self.ln_q(self.query).expand(len(clips) * GROUPS, -1, -1)
-        attended, _ = self.attn(queries, *grouped, need_weights=False)
-        tokens: Tensor = (self.ln_post(attended) @ self.proj).view(len(clips), GRID.tokens, WIDTH)
-        return tokens
+        source = torch.tensor([place[row, group] for row, groups in enumerate(shown) for group in groups])
+        features = self.features(frames.flatten(0, 1)).unflatten(0, (len(wanted), GROUP_FRAMES))
+        found = self.tokens(features[source], torch.arange(GROUPS).repeat(len(clips)))
+        embeds: Tensor = found.unflatten(0, (len(clips), GROUPS))
+        return embeds
 
-    def dense_logits(self, slices: Tensor) -> Tensor:
-        """What is at each place of pairs of frames, uint8 [n, 2, 3, H, W]: [n, ROWS · COLUMNS, classes]."""
-        features = self.features(slices.flatten(0, 1)).view(len(slices), GROUP_FRAMES, SIDE, SIDE, TOWER_WIDTH)
-        half = SIDE // ROWS
-        pooled = features.unflatten(2, (ROWS, half)).unflatten(4, (COLUMNS, half)).mean((3, 5))
-        logits: Tensor = self.dense(pooled.permute(0, 2, 3, 1, 4).flatten(1, 2).flatten(2))
-        return logits
+
+class Reader(nn.Module):
+    """What is at each place of a group of frames, read from all its tokens. Only trains them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(ROWS * COLUMNS, WIDTH))
+        self.attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.keys, self.norm = nn.Parameter(torch.randn(QUERIES, WIDTH)), nn.LayerNorm(WIDTH)
+        self.told = nn.Linear(WIDTH, sum(DENSE_CLASSES))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens [n, QUERIES, WIDTH] to logits [n, ROWS · COLUMNS, classes]."""
+        places = self.places.expand(len(tokens), -1, -1)
+        read, _ = self.attn(places, tokens + self.keys, tokens, need_weights=False)
+        found: Tensor = self.told(self.norm(read))
+        return found
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """labels: int64 [n · ROWS · COLUMNS, len(DENSE_CLASSES)]."""
+        losses = []
+        told = self(tokens).flatten(0, 1).split(DENSE_CLASSES, dim=-1)
+        for logits, wanted, share in zip(told, labels.unbind(-1), DENSE_SHARES, strict=True):
+            weight = torch.ones(logits.shape[-1])
+            weight[0] = 0.3  # most places show no object
+            losses.append(share * F.cross_entropy(logits, wanted, weight, ignore_index=UNSUPERVISED))
+        return torch.stack(losses).sum()
 
 
 def keep_groups(embeds: Tensor, count: int) -> Tensor:
@@ -161,45 +177,44 @@ class Trainer:
 
     def __init__(self, model: TinyMiniCPM, lessons: Lessons, writer: PromptWriter, seed: int) -> None:
         self.model, self.lessons, self.writer, self.rng = model, lessons, writer, Random(seed)
+        self.right = 0.0  # share of the answers' tokens of the last step
 
-    def tower_step(self) -> Tensor:
+    def resampler_step(self) -> Tensor:
         """Loss of what is where, of single groups."""
         scenes, clips = self.lessons.draw(24)
         chosen = [self.rng.sample(range(GROUPS), 4) for _ in scenes]
         pairs = [clip.unflatten(0, (GROUPS, GROUP_FRAMES))[groups] for clip, groups in zip(clips, chosen, strict=True)]
-        labels = torch.stack([dense_labels(scene, groups) for scene, groups in zip(scenes, chosen, strict=True)])
-        logits = self.model.dense_logits(torch.cat(pairs)).flatten(0, 1).split(DENSE_CLASSES, dim=-1)
-        weights = [torch.ones(classes) for classes in DENSE_CLASSES]
-        losses = []
-        wanted = labels.view(-1, len(DENSE_CLASSES)).unbind(-1)
-        for each, label, weight, share in zip(logits, wanted, weights, DENSE_SHARES, strict=True):
-            weight[0] = 0.3  # most places show no object
-            losses.append(share * F.cross_entropy(each, label, weight, ignore_index=UNSUPERVISED))
-        return torch.stack(losses).sum()
+        labels = torch.cat([dense_labels(scene, groups) for scene, groups in zip(scenes, chosen, strict=True)])
+        features = self.model.features(torch.cat(pairs).flatten(0, 1)).unflatten(0, (len(scenes) * 4, GROUP_FRAMES))
+        return self.model.reader.loss(self.model.tokens(features, torch.tensor(chosen).flatten()), labels)
 
     def answer_step(self, progress: float) -> Tensor:
-        """Loss of answers at a random rate."""
+        """Loss of answers at a random rate, and of what is where with decreasing weight."""
         scenes, clips = self.lessons.draw(CLIPS_A_STEP, of_several=CLIPS_A_STEP // 3 if progress < 0.7 else 0)
         rate = round(self.rng.uniform(0, HIGHEST_RATE), 3)
-        embeds = self.model.embed(clips, [still_runs(scene, self.rng) for scene in scenes])
+        shown = [still_runs(scene, self.rng) for scene in scenes]
+        groups = self.model.embed(clips, shown)
+        embeds = groups.flatten(1, 2)
+        labels = torch.cat([dense_labels(scene, of) for scene, of in zip(scenes, shown, strict=True)])
         prunings = [Pruning(rate, RANDOM, self.rng.randrange(2**31)) for _ in scenes]
         kept = torch.stack([keep_tokens(clip, GRID, how) for clip, how in zip(embeds, prunings, strict=True)]).long()
         prompts = [self.lessons.ask(scene, QUESTIONS_A_CLIP) for scene in scenes]
-        logits, labels = answer_logits(
-            self.model, embeds, kept, LinearSpan(GRID.tokens), prompts, self.writer.vision_end
-        )
-        asked = labels != UNSUPERVISED
-        return F.cross_entropy(logits[asked], labels[asked])
+        logits, told = answer_logits(self.model, embeds, kept, LinearSpan(GRID.tokens), prompts, self.writer.vision_end)
+        asked = told != UNSUPERVISED
+        self.right = float((logits.argmax(-1) == told)[asked].float().mean())
+        dense = self.model.reader.loss(groups.flatten(0, 1), labels)
+        return F.cross_entropy(logits[asked], told[asked]) + (0.3 - 0.25 * progress) * dense
 
 
 def train(model: TinyMiniCPM, trainer: Trainer, schedule: Schedule) -> None:
     """Trains for `schedule.minutes`, and prints the loss every half minute."""
-    vision = [value for name, value in model.named_parameters() if not name.startswith(("text.", "model."))]
-    steppers = optimisers(schedule, vision, list(model.text.parameters()))
+    text = list(model.language_model.parameters())
+    vision = [value for value in model.parameters() if all(value is not each for each in text)]
+    steppers = optimisers(schedule, vision, text)
     started, shown_s, progress, step = time.monotonic(), 0.0, 0.0, 0
     losses: list[float] = []
     while progress < 1:
-        loss = trainer.tower_step() if progress < schedule.tower_only else trainer.answer_step(progress)
+        loss = trainer.resampler_step() if progress < schedule.tower_only else trainer.answer_step(progress)
         model.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -212,7 +227,8 @@ def train(model: TinyMiniCPM, trainer: Trainer, schedule: Schedule) -> None:
         losses.append(loss.item())
         if elapsed_s - shown_s > 30:
             shown_s = elapsed_s
-            print(f"{progress:5.1%} step {step} loss {sum(losses) / len(losses):.3f}", flush=True)
+            mean = sum(losses) / len(losses)
+            print(f"{progress:5.1%} step {step} loss {mean:.3f} right {trainer.right:.1%}", flush=True)
             losses.clear()
 
 
@@ -225,7 +241,7 @@ def compare(model: TinyMiniCPM, writer: PromptWriter, clips: Pixels, seeds: Sequ
         scene = scene_of(seed)
         questions = questions_about(scene, Random(seed))
         branches = tuple(writer.branch(question.text, question.answer) for question in questions)
-        embeds = model.embed(torch.from_numpy(clips[index : index + 1].copy()))
+        embeds = model.embed(torch.from_numpy(clips[index : index + 1].copy())).flatten(1, 2)
         for rate, rule in wanted:
             kept = keep(embeds[0], rule, rate, seed) if rate else torch.arange(GRID.tokens)
             logits, labels = answer_logits(
@@ -279,8 +295,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, help="compare with these instead of training; written otherwise")
     args = parser.parse_args()
     torch.manual_seed(0)
-    tokenizer: PreTrainedTokenizerFast = make_tokenizer(DEMO)
-    model, writer = TinyMiniCPM(len(tokenizer)), PromptWriter(tokenizer)
+    model, writer = TinyMiniCPM(), PromptWriter(make_tokenizer(DEMO))
     workers = os.cpu_count() or 1
     if args.weights and args.weights.exists():
         model.load_state_dict(torch.load(args.weights))
@@ -291,7 +306,7 @@ def main() -> None:
             is_still,
         )
         lessons = Lessons([scene_of(seed) for seed in seeds], clips, writer, 0)
-        train(model, Trainer(model, lessons, writer, 0), Schedule(args.minutes))
+        train(model, Trainer(model, lessons, writer, 0), Schedule(args.minutes, tower_only=0.25, text_rate=4e-4))
         if args.weights:
             torch.save(model.state_dict(), args.weights)
     unseen = range(EVALUATION_SEEDS, EVALUATION_SEEDS + args.evaluate)

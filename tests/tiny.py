@@ -22,11 +22,11 @@ from services.generation.engine.stats import Step
 from services.generation.families import load_language_model
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.model.language_model import LanguageModel
-from services.generation.model.runner import Runner, Workers
+from services.generation.model.runner import Launched, Runner, Workers
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Adapter, Event, Failed, Finished, Request, Tokens
-from services.generation.sampling.sampler import SampledToken, SamplingParams
+from services.generation.sampling.sampler import SamplingParams
 from services.preprocessing.prompt.positions import GridSpan, LinearSpan, MediaSpan, TextSpan, positions_of
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
 from tests.oracle import Item, Text
@@ -73,15 +73,16 @@ class RecordingRunner(Runner):
     @property
     def logits(self) -> dict[str, list[Tensor]]:
         """For each request one row for each token of its answer; rows after a rejected draft token are left out."""
-        return {name: rows[: len(self._requests[name].output_ids)] for name, rows in self._logits.items()}
+        sizes = {name: len(each.output_ids) + each.num_unread for name, each in self._requests.items()}
+        return {name: rows[: sizes[name]] for name, rows in self._logits.items()}
 
-    def run(self, windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
+    def launch(self, windows: Sequence[Window], before: Launched | None = None) -> Launched:
         self.steps.append([(window.request.id, window.start, window.end) for window in windows])
-        return super().run(windows)
+        return super().launch(windows, before)
 
-    def forward(self, windows: Sequence[Window]) -> Tensor:
+    def forward(self, windows: Sequence[Window], unread: Tensor | None = None) -> Tensor:
         self._logits = self.logits
-        logits = super().forward(windows)
+        logits = super().forward(windows, unread)
         rows = iter(logits)
         for window in windows:
             if window.samples:
@@ -123,6 +124,7 @@ class TinyEngine:
     on_step: Callable[[Step], None] = lambda _: None
     on_end: Callable[[], object] = lambda: None
     workers: Workers | None = None
+    overlap: bool = False
     runner: RecordingRunner = field(init=False)
     engine: Engine = field(init=False)
 
@@ -138,6 +140,7 @@ class TinyEngine:
             self.max_draft_tokens,
             self.on_step,
             self.on_end,
+            self.overlap,
         )
 
     def ask(

@@ -61,6 +61,7 @@ async def main() -> ExitStatus:
             settings.speculative_tokens,
             count_step,
             break_off,
+            overlap=model.device.type != "cpu",
         )
         media_buffer = ByteSemaphore(settings.media_buffer_bytes)
         dtype = str(model.dtype).removeprefix("torch.")

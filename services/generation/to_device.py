@@ -1,7 +1,8 @@
-"""Copies from host to device that do not block the host."""
+"""Copies between host and device that do not block the host."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,3 +28,24 @@ def pinned_for(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.device.type != "cpu" or not tensor.numel():
         return tensor
     return tensor.contiguous().pin_memory()
+
+
+class ToHost:
+    """Copies of tensors on the host, made behind what the device computes now. On the CPU they are the tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """tensors: all on one device."""
+        self._copied: torch.cuda.Event | None = None
+        self._copies = tuple(tensors)
+        if tensors and tensors[0].is_cuda:
+            self._copies = tuple(torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors)
+            for copy, tensor in zip(self._copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The copies, once the device has computed them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copies

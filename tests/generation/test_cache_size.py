@@ -122,8 +122,8 @@ def test_the_rank_with_the_least_memory_decides(memory: FakeMemory) -> None:
 
 
 def test_a_device_that_cannot_hold_a_prompt_is_refused(memory: FakeMemory) -> None:
-    memory.total = 4 * GIB
-    with pytest.raises(StartupError, match=r"fit in 0.9 .* needs 512; in GiB: total 4.00, others 0.29, step 2.68"):
+    memory.total = 3 * GIB
+    with pytest.raises(StartupError, match=r"fit in 0.9 .* needs 512; in GiB: total 3.00, others 0.29, step 2.68"):
         fitting(memory)
 
 

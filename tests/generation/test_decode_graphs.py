@@ -67,10 +67,10 @@ def rows_overwritten() -> Iterator[None]:
     """Overwrites the input rows after each replay: values that must not be read, tables of other sequences' blocks."""
     replay = graphs._Graph.replay
 
-    def replay_and_overwrite(graph: graphs._Graph, decodes: Packed) -> Tensor:
-        found = replay(graph, decodes).clone()
-        graph.rows[:, : graphs.FIRST_BLOCK] = UNUSED
-        tables = graph.rows[:, graphs.FIRST_BLOCK :]
+    def replay_and_overwrite(graph: graphs._Graph, decodes: Packed, ids: Tensor) -> Tensor:
+        found = replay(graph, decodes, ids).clone()
+        graph.inputs[:, : graphs.FIRST_BLOCK] = UNUSED
+        tables = graph.inputs[:, graphs.FIRST_BLOCK :].numpy()
         tables[:] = np.random.default_rng(0).integers(0, tables.max() + 1, tables.shape)
         return found
 

@@ -15,10 +15,11 @@ import torch
 
 from common.contract.errors import FramesieveError, InvalidRequest, Overloaded, PeerContract, PromptTooLong, Unavailable
 from services.generation.engine.stats import Step
+from services.generation.model.runner import Launched
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Finished, FinishReason, PrefillStarted, Tokens
-from services.generation.sampling.sampler import SampledToken, SamplingParams
+from services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine
 
@@ -167,15 +168,15 @@ def test_a_request_that_fails_in_a_step_fails_alone(
 ) -> None:
     asked, neighbour = tiny.ask("a", PROMPT, SamplingParams(5)), tiny.ask("b", [Text((10, 11, 15))], SamplingParams(5))
     tiny.engine.step()
-    run = tiny.runner.run
+    launch = tiny.runner.launch
 
-    def failing(windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
+    def failing(windows: Sequence[Window], before: Launched | None) -> Launched:
         if any(window.request.id == "a" for window in windows):
             raise fault
-        return run(windows)
+        return launch(windows, before)
 
     with monkeypatch.context() as patched:
-        patched.setattr(tiny.runner, "run", failing)
+        patched.setattr(tiny.runner, "launch", failing)
         tiny.engine.step()
     assert asked.failed
     assert type(asked.failed.error) is kind
@@ -194,14 +195,14 @@ def test_an_answer_whose_text_cannot_be_decoded_fails_alone(tiny: TinyEngine, mo
 
 def test_the_engine_knows_how_long_its_step_takes(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny, begun, go_on = TinyEngine(models.engine), threading.Event(), threading.Event()
-    run = tiny.runner.run
+    launch = tiny.runner.launch
 
-    def stuck(windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
+    def stuck(windows: Sequence[Window], before: Launched | None) -> Launched:
         begun.set()
         assert go_on.wait(20)
-        return run(windows)
+        return launch(windows, before)
 
-    monkeypatch.setattr(tiny.runner, "run", stuck)
+    monkeypatch.setattr(tiny.runner, "launch", stuck)
     tiny.engine.start()
     asked = tiny.ask("a", PROMPT, SamplingParams(1))
     assert begun.wait(20)
@@ -340,7 +341,7 @@ def test_an_engine_that_fails_ends_its_thread_and_all_requests(
     if cause == "bug":
         monkeypatch.setattr(tiny.engine, "_publish", Mock(side_effect=ZeroDivisionError))
     if cause == "device":
-        monkeypatch.setattr(tiny.runner, "run", Mock(side_effect=torch.AcceleratorError("illegal memory access")))
+        monkeypatch.setattr(tiny.runner, "launch", Mock(side_effect=torch.AcceleratorError("illegal memory access")))
     tiny.engine.start()
     assert ended.wait(20)
     assert not tiny.engine.alive
@@ -354,14 +355,14 @@ def test_an_engine_that_fails_ends_its_thread_and_all_requests(
 def test_giving_up_fails_requests_without_waiting_for_the_step(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the device waited for a rank that never answers."""
     tiny, begun, go_on = TinyEngine(models.engine), threading.Event(), threading.Event()
-    run = tiny.runner.run
+    launch = tiny.runner.launch
 
-    def stuck(windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
+    def stuck(windows: Sequence[Window], before: Launched | None) -> Launched:
         begun.set()
         assert go_on.wait(20)
-        return run(windows)
+        return launch(windows, before)
 
-    monkeypatch.setattr(tiny.runner, "run", stuck)
+    monkeypatch.setattr(tiny.runner, "launch", stuck)
     tiny.engine.start()
     asked = tiny.ask("a", PROMPT, SamplingParams(4))
     assert begun.wait(20)

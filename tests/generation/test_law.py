@@ -52,6 +52,7 @@ def assert_law_of_any_mix(models: Models, data: st.DataObject) -> None:
         max_num_batched_tokens=data.draw(st.sampled_from((2, 3, 5, 8, 16, 64, 512))),
         max_num_seqs=data.draw(st.integers(1, 5)),
         max_draft_tokens=data.draw(st.sampled_from((0, 1, 3, 5))),
+        overlap=data.draw(st.booleans()),
     )
     arrivals = data.draw(st.lists(st.sampled_from((0, 0, 1, 3, 8, 20)), min_size=len(questions), max_size=4))
     deliveries = data.draw(st.lists(st.integers(0, 20), max_size=10))

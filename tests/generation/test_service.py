@@ -23,6 +23,7 @@ from common.channels import REQUEST_ID_KEY
 from common.contract.errors import MediaDamaged
 from framesieve.v1 import generation_pb2, prompt_pb2
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
+from services.generation.model.runner import Launched
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Request
@@ -167,13 +168,14 @@ async def test_a_client_that_disconnects_while_tokens_stream_leaves_nothing(
     tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
-        run = service.engine._runner.run
+        launch = service.engine._runner.launch
 
-        def slowly(windows: Sequence[Window]) -> Any:  # so that the answer cannot finish before the client leaves
+        # So that the answer cannot finish before the client leaves.
+        def slowly(windows: Sequence[Window], before: Launched | None) -> Launched:
             time.sleep(0.02)
-            return run(windows)
+            return launch(windows, before)
 
-        service.engine._runner.run = slowly  # type: ignore[method-assign]
+        service.engine._runner.launch = slowly  # type: ignore[method-assign]
         call = service.ask_text(sampling=Sampling(max_new_tokens=200))
         while not (await call.read()).HasField("delta"):
             pass

@@ -107,13 +107,14 @@ def questions(family: str) -> list[Question]:
     [(True, 16), pytest.param(False, 64, marks=pytest.mark.deep), pytest.param(False, 3, marks=pytest.mark.deep)],
 )
 def test_two_ranks_answer_as_one(shared: Shared, family: str, few_blocks: bool, chunk_tokens: int) -> None:
-    """few_blocks: some requests are preempted."""
+    """few_blocks: some requests are preempted. Without draft tokens, tokens stay on the device from step to step."""
     asking = questions(family)
     engine = TinyEngine(
         shared.half.engine,
         blocks=max(each.most_blocks for each in asking) + 1 if few_blocks else parallel_rank.MOST_BLOCKS,
         max_num_batched_tokens=chunk_tokens,
-        max_draft_tokens=3 if chunk_tokens > 3 else 0,
+        max_draft_tokens=3 if chunk_tokens > 16 else 0,
+        overlap=True,
         workers=shared.workers,
     )
     found = answer(engine, asking, arrivals=[0, 0, 1, 2, 5, 9], deliveries=[0, 3, 1, 4])

@@ -4,6 +4,13 @@ It owns requests from `submit` to their last event. `submit` takes effect at onc
 which media the caller must fetch; deliveries and cancellations are queued and run between steps. The lock protects
 requests and scheduler and is not held while the model computes. The thread sleeps while nothing can run.
 
+    without overlap   launch 1  read 1  launch 2  read 2
+    with overlap      launch 1  launch 2  read 1  launch 3  read 2        the device computes 2 while the host reads 1
+
+With overlap, a step is scheduled before the tokens of the one before it are known: the device feeds them to it. A
+request whose answer turns out to have ended is computed for one step too many, of which nothing is kept. Draft tokens
+and grammars need the tokens: steps with them are read at once.
+
 It knows neither grpc, asyncio, settings nor metrics.
 """
 
@@ -23,7 +30,7 @@ from services.generation.engine.scheduler import Scheduler
 from services.generation.engine.stats import EngineStats, Step, Totals
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.kv_cache.encoded_media import EncodedMediaCache
-from services.generation.model.runner import OutOfStep, Runner
+from services.generation.model.runner import Launched, OutOfStep, Runner
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Status
@@ -41,6 +48,7 @@ class Engine:
     max_num_batched_tokens: tokens of one step.
     max_num_seqs, max_waiting: requests that run, and other requests that wait for a place or for media.
     max_draft_tokens: draft tokens for each running request and step.
+    overlap: whether a step is launched before the one before it is read; for devices that compute beside the host.
     on_step: called in the engine's thread after each step.
     on_end: called in the engine's thread if it ends without `stop`.
     """
@@ -55,8 +63,12 @@ class Engine:
         max_draft_tokens: int = 0,
         on_step: Callable[[Step], None] = lambda _: None,
         on_end: Callable[[], object] = lambda: None,
+        overlap: bool = False,
     ) -> None:
         self._runner = runner
+        self._overlap = overlap and not max_draft_tokens
+        self._unread: Launched | None = None  # the last step, if its tokens have yet to be read
+        self._read_ns = 0  # when a step was read last
         self._scheduler = Scheduler(allocator, max_num_batched_tokens, max_num_seqs, max_draft_tokens)
         self._capacity_tokens = allocator.total * allocator.block_tokens
         self._max_requests = max_num_seqs + max_waiting
@@ -158,16 +170,17 @@ class Engine:
     # --- in the engine's thread --------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Runs queued commands and one step. Returns False if there was nothing to compute."""
+        """Runs queued commands, launches a step and reads one. Returns False if there was nothing to do."""
         self._run_commands()
-        began_ns = self._step_began_ns = monotonic_ns()
-        windows = self._schedule()
-        if windows:
-            sampled = self._run(windows)
-            accepted = self._postprocess(windows, sampled)
-            self._publish(windows, accepted, began_ns)
+        self._step_began_ns = monotonic_ns()
+        windows, unread = self._schedule(), self._unread
+        launched = self._launch(windows) if windows else None
+        self._read()
+        self._unread = launched
+        if not self._overlap or any(window.request.sampling.grammar for window in windows):
+            self._read()
         self._step_began_ns = None
-        return bool(windows)
+        return bool(windows or unread)
 
     def check_integrity(self) -> None:
         """Asserts that no block is lost or owned twice. Only while the engine's thread does not run."""
@@ -188,13 +201,14 @@ class Engine:
                     self._send(request, PrefillStarted())
         return windows
 
-    def _run(self, windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
-        """Computes windows and samples. If that fails, computes each by itself: only a request that fails alone fails.
+    def _launch(self, windows: Sequence[Window]) -> Launched | None:
+        """Launches a step.
 
-        Computing keys and values twice writes the same, and nothing that can fail comes after a random number is drawn.
+        If that fails, each window is computed by itself: only a request that fails alone fails. Computing keys and
+        values twice writes the same, and nothing that can fail comes after a random number is drawn.
         """
         try:
-            return self._runner.run(windows)
+            launched = self._runner.launch(windows, self._unread)
         except (torch.AcceleratorError, OutOfStep):  # the device or the other ranks are unusable: the thread must end
             raise
         except Exception as error:
@@ -202,11 +216,32 @@ class Engine:
             if len(windows) == 1:
                 with self._lock:
                     self._fail([windows[0].request], _as_failure(error))
-                return {}
-        sampled: dict[Window, list[SampledToken]] = {}
+                return None
+        else:
+            self._mark_launched(windows)
+            return launched
+        self._read()
         for window in windows:
-            sampled |= self._run([window])
-        return sampled
+            if window.request.status is not Status.DONE:  # the step before may have ended it
+                self._unread = self._launch([window])
+                self._read()
+        return None
+
+    def _mark_launched(self, windows: Sequence[Window]) -> None:
+        """Later steps are computed behind this one, so they may use the keys and values that it will write."""
+        with self._lock:
+            for window in windows:
+                self._scheduler.mark_computed(window.request, window.end - window.num_draft_tokens)
+                if window.samples:
+                    window.request.num_unread += 1
+                    self._scheduler.start_siblings(window.request)
+
+    def _read(self) -> None:
+        """Reads the tokens of the unread step, if there is one."""
+        launched, self._unread = self._unread, None
+        if launched:
+            sampled = launched.read()
+            self._publish(launched, self._postprocess(launched.windows, sampled))
 
     def _postprocess(self, windows: Sequence[Window], sampled: Mapping[Window, Sequence[SampledToken]]) -> int:
         """Appends sampled tokens to their answers, ends answers and sends events. Returns the accepted draft tokens.
@@ -227,24 +262,26 @@ class Engine:
     def _append(self, window: Window, sampled: Sequence[SampledToken]) -> int:
         """Appends the tokens of one window. Returns its accepted draft tokens."""
         request, num_computed = window.request, window.end - window.num_draft_tokens
-        if request.status is Status.DONE:  # failed in this step
+        if request.status is Status.DONE or not sampled:  # it ended or was cancelled meanwhile
             return 0
-        self._scheduler.mark_computed(request, num_computed)
+        request.num_unread -= 1
         for accepted, token in enumerate(sampled):
             if accepted:  # the token before this one was a draft token: its keys and values are in the cache
                 self._scheduler.mark_computed(request, num_computed + accepted)
             tokens, reason = request.append(token)
-            self._scheduler.start_siblings(request)
             self._send(request, tokens)
             if reason:
                 self._forget(request)
                 self._send(request, Finished(reason, len(request.output_ids)))
                 return accepted
-        return max(0, len(sampled) - 1)
+        self._scheduler.mark_computed(request, request.num_computed_tokens)  # blocks whose last token is known now
+        return len(sampled) - 1
 
-    def _publish(self, windows: Sequence[Window], accepted: int, began_ns: int) -> None:
+    def _publish(self, launched: Launched, accepted: int) -> None:
         preemptions = self._scheduler.preemptions - self._totals.preemptions
-        step = Step.of(windows, accepted, preemptions, (monotonic_ns() - began_ns) * 1e-9, self._runner.num_replayed)
+        began_ns, self._read_ns = max(launched.began_ns, self._read_ns), monotonic_ns()
+        seconds = (self._read_ns - began_ns) * 1e-9
+        step = Step.of(launched.windows, accepted, preemptions, seconds, launched.num_replayed)
         self._totals = self._totals.plus(step)
         self._on_step(step)
 

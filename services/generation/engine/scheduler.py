@@ -134,7 +134,8 @@ class Scheduler:
         # The oldest request that can run is always among them: it is admitted and served first and may preempt any
         # other. Only blocks pinned by requests that await media are out of its reach.
         pinned = any(request.num_pinned_blocks for request in self.awaiting_media)
-        assert windows or pinned or not (self.running or self.waiting), "requests can run but none is scheduled"
+        unread = any(request.num_unread for request in (*self.running, *self.waiting))
+        assert windows or pinned or unread or not (self.running or self.waiting), "requests can run, none is scheduled"
         return windows + self._prefill_before_media(
             self._max_num_batched_tokens - sum(window.tokens for window in windows)
         )
@@ -144,8 +145,9 @@ class Scheduler:
     def _assign_tokens(self) -> list[Window]:
         budget = self._max_num_batched_tokens
         windows: list[Window] = []
-        decodes = [request for request in self.running if request.tokens - request.num_computed_tokens == 1]
-        prefills = [request for request in self.running if request.tokens - request.num_computed_tokens > 1]
+        unfinished = [request for request in self.running if request.tokens <= request.max_tokens]
+        decodes = [request for request in unfinished if request.tokens - request.num_computed_tokens == 1]
+        prefills = [request for request in unfinished if request.tokens - request.num_computed_tokens > 1]
         # Draft tokens get half of what decodes leave, so that they cannot keep prompts from being prefilled.
         draft_budget = (budget - len(decodes)) // 2
         for request in decodes[:budget]:
@@ -169,6 +171,8 @@ class Scheduler:
         if not self.waiting or len(self.running) == self._max_num_seqs:
             return None
         request = self.waiting[0]
+        if request.num_unread:  # preempted while its token is computed, which may be its last
+            return None
         self._prefix_cache.reuse(request)
         promised = sum(self._missing_blocks(other, other.tokens) for other in self.running)
         not_running = (*self.waiting[1:], *self.awaiting_media)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, cycle, repeat
 from typing import Protocol
 
 import torch
@@ -60,51 +60,53 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def replay(self, decodes: Packed) -> Tensor | None:
+    def replay(self, decodes: Packed, ids: Tensor) -> Tensor | None:
         """Raw logits of every row, float32 [R, vocab_size], valid until the next replay; None if no graph fits.
 
         decodes: single tokens without media and adapters, of which at least one is sampled: otherwise nothing
-            synchronises before the pinned input is reused.
+            synchronises before the pinned input is reused. ids: int64 [R], theirs, on the device.
         """
         contexts = decodes.contexts
         rows = next((each for each in self._sizes if each >= len(contexts)), None)
         if rows is None or max(len(context.blocks) for context in contexts) > self._most_blocks:
             return None
-        return self._graphs[rows].replay(decodes)[: len(contexts)]
+        return self._graphs[rows].replay(decodes, ids)[: len(contexts)]
 
 
 class _Graph:
     """The graph of a number of rows.
 
-    rows: int32 [rows, FIRST_BLOCK + blocks], pinned host memory. They are copied asynchronously: fill them before a
-        replay, but only after the host has waited for the output of the previous one.
+    Its rows, int32 [rows, FIRST_BLOCK + blocks], are filled in pinned host memory and copied asynchronously. There are
+    two copies of them, because a step is launched before the one before it was read.
     """
 
     def __init__(self, model: LanguageModel, cache: CapturedCache, rows: int, blocks: int, capture: Capture) -> None:
         on_cuda = model.device.type == "cuda"
         self._cache, self._most_blocks = cache, blocks
         self._padding = Context(0, 1, (cache.sizes.padding_block,))
-        self._host = torch.zeros((rows, FIRST_BLOCK + blocks), dtype=torch.int32, pin_memory=on_cuda)
-        self.rows = self._host.numpy()
-        self.rows[:, TOKENS], self.rows[:, FIRST_BLOCK:] = 1, cache.sizes.padding_block
-        self._inputs = self._host.to(model.device, copy=True)
+        host = torch.zeros((rows, FIRST_BLOCK + blocks), dtype=torch.int32)
+        host[:, TOKENS], host[:, FIRST_BLOCK:] = 1, cache.sizes.padding_block
+        self._hosts = cycle([host.clone().pin_memory() if on_cuda else host.clone() for _ in range(2)])
+        self.inputs = host.to(model.device, copy=True)
         self._plan([])
-        self._captured = capture(self._inputs, partial(_decode, model, cache, self._inputs))
+        self._captured = capture(self.inputs, partial(_decode, model, cache, self.inputs))
 
-    def replay(self, decodes: Packed) -> Tensor:
-        rows, filled = self.rows, len(decodes.contexts)
-        rows[:filled, ID], rows[:filled, POSITIONS] = decodes.ids, decodes.positions.T
+    def replay(self, decodes: Packed, ids: Tensor) -> Tensor:
+        host, filled = next(self._hosts), len(decodes.contexts)
+        rows = host.numpy()
+        rows[:filled, POSITIONS] = decodes.positions.T
         rows[:filled, TOKENS] = [context.end for context in decodes.contexts]
         for row, context in zip(rows, decodes.contexts, strict=False):
             row[FIRST_BLOCK : FIRST_BLOCK + len(context.blocks)] = context.blocks
         rows[filled:, :TOKENS], rows[filled:, TOKENS], rows[filled:, FIRST_BLOCK] = 0, 1, self._padding.blocks[0]
         self._plan(decodes.contexts)
-        self._inputs.copy_(self._host, non_blocking=True)
+        self.inputs.copy_(host, non_blocking=True)
+        self.inputs[:filled, ID] = ids
         self._captured.replay()
         return self._captured.output
 
     def _plan(self, contexts: Sequence[Context]) -> None:
-        padded = chain(contexts, repeat(self._padding, len(self.rows) - len(contexts)))
+        padded = chain(contexts, repeat(self._padding, len(self.inputs) - len(contexts)))
         self._cache.plan_decode(list(padded), self._most_blocks)
 
 

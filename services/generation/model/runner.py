@@ -6,7 +6,7 @@ It owns the model and the KV cache, and knows nothing of scheduling.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -19,8 +19,18 @@ from services.generation.model.attention import attending, make_cache
 from services.generation.model.attention.cache import CacheSizes, CapturedCache
 from services.generation.model.graphs import Capture, DecodeGraphs
 from services.generation.model.language_model import LanguageModel
-from services.generation.request.batch import Context, MediaRows, Packed, Window, decodes_first, pack, slots_of
-from services.generation.sampling.sampler import SampledToken, sample_and_verify
+from services.generation.request.batch import (
+    BoolArray,
+    Context,
+    MediaRows,
+    Packed,
+    Window,
+    decodes_first,
+    pack,
+    slots_of,
+)
+from services.generation.request.request import Request
+from services.generation.sampling.sampler import Choice, SampledToken, sample_and_verify
 from services.generation.to_device import pinned_for, to_device
 
 # A size that no other dimension has: the compiler takes those that are equal in its first call to be equal in all.
@@ -36,8 +46,48 @@ class OutOfStep(Exception):
 class Workers(Protocol):
     """The other ranks of a tensor-parallel model."""
 
-    def broadcast(self, packed: Packed, features: Tensor | None) -> None:
+    def broadcast(self, packed: Packed, features: Tensor | None, unread: Tensor | None) -> None:
         """Makes each of them compute what this rank computes next."""
+
+
+class Launched:
+    """A step that the device may still be computing.
+
+    windows: in packed order. began_ns: when its launch began, on the monotonic clock. num_replayed: sequences whose row
+    was a graph's.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[Window],
+        logits: Tensor,
+        unread: Mapping[int, Tensor],
+        began_ns: int,
+        num_replayed: int,
+    ) -> None:
+        """logits: as `Runner.forward` returns them. unread: as `Choice` takes it."""
+        self.windows, self.began_ns, self.num_replayed = windows, began_ns, num_replayed
+        self._sampling = [window for window in windows if window.samples]
+        states = [window.request.sampling_state for window in self._sampling]
+        drafts = [window.draft_tokens for window in self._sampling]
+        self._choice: Choice | None = None
+        self._sampled: list[list[SampledToken]] = []
+        if any(drafts):
+            self._sampled = sample_and_verify(logits, states, drafts)
+        elif states:
+            self._choice = Choice(logits, states, unread)
+
+    @property
+    def unread(self) -> dict[Request, Tensor]:
+        """The sampled token of each request, int64 [], on the device. None of steps with draft tokens."""
+        if self._choice is None:
+            return {}
+        return dict(zip((window.request for window in self._sampling), self._choice.token_ids, strict=True))
+
+    def read(self) -> dict[Window, list[SampledToken]]:
+        """For each window that samples, its accepted draft tokens and one more token. Waits for the device."""
+        sampled = [[token] for token in self._choice.read()] if self._choice else self._sampled
+        return dict(zip(self._sampling, sampled, strict=True))
 
 
 class Runner:
@@ -94,21 +144,25 @@ class Runner:
         """Drops captured graphs."""
         self._graphs = None
 
-    def run(self, windows: Sequence[Window]) -> dict[Window, list[SampledToken]]:
-        """Computes windows and samples. Waits for the device only if a window samples.
+    @torch.inference_mode()
+    def launch(self, windows: Sequence[Window], before: Launched | None = None) -> Launched:
+        """Makes the device compute windows and sample, without waiting for it.
 
-        Returns, for each window that samples, its accepted draft tokens and one more token.
+        before: the last launched step, if it was not read; windows of its requests take its tokens on the device.
         """
-        windows = decodes_first(windows)
-        logits = self.forward(windows)
-        sampling = [window for window in windows if window.samples]
-        states = [window.request.sampling_state for window in sampling]
-        sampled = sample_and_verify(logits, states, [window.draft_tokens for window in sampling])
-        return dict(zip(sampling, sampled, strict=True))
+        began_ns, windows = time.monotonic_ns(), decodes_first(windows)
+        tokens = before.unread if before else {}
+        late = [tokens[window.request] for window in windows if window.request.num_unread]
+        logits = self.forward(windows, torch.stack(late) if late else None)
+        sampling = [window.request for window in windows if window.samples]
+        unread = {row: tokens[request] for row, request in enumerate(sampling) if request.num_unread}
+        return Launched(windows, logits, unread, began_ns, self.num_replayed)
 
     @torch.inference_mode()
-    def forward(self, windows: Sequence[Window]) -> Tensor:
+    def forward(self, windows: Sequence[Window], unread: Tensor | None = None) -> Tensor:
         """Computes the keys and values of windows in packed order.
+
+        unread: int64 [U], the tokens of the requests that have an unread one, in the order of the windows.
 
         Returns raw logits, float32 [S, vocab_size]: for each window that samples, in order, one row for each draft
         token and one for the token before them. Any failure after the broadcast raises OutOfStep; a
@@ -117,36 +171,40 @@ class Runner:
         packed, media = pack(windows, self._cache.sizes.block_tokens)
         features = self._uploaded(media) if media else None
         if self._workers is None:
-            return self.compute(packed, features)
+            return self.compute(packed, features, unread)
         try:
-            self._workers.broadcast(packed, features)
-            return self.compute(packed, features)
+            self._workers.broadcast(packed, features, unread)
+            return self.compute(packed, features, unread)
         except Exception as error:
             raise OutOfStep(str(error)) from error
 
     @torch.inference_mode()
-    def compute(self, packed: Packed, features: Tensor | None) -> Tensor:
+    def compute(self, packed: Packed, features: Tensor | None, unread: Tensor | None = None) -> Tensor:
         """Raw logits of `packed.last_rows`, float32 [S, vocab_size].
 
         features: [1 + embed_levels, M, D], embeddings and levels of the media rows; None if there are none.
+        unread: int64 [U], the tokens of `packed.unread_rows`; None if there are none.
         """
         self.num_replayed = 0
+        ids = to_device(packed.ids, self.model.device)
+        if unread is not None:
+            ids = ids.index_copy(0, to_device(packed.unread_rows, self.model.device), unread)
         plain = packed.plain_decodes if self._graphs else np.zeros(0, np.bool_)
         sampled = packed.rows_of(plain)[packed.last_rows] if plain.any() else plain
         if not sampled.any():
-            return self._forward(packed, features)
+            return self._forward(packed, ids, features)
         decodes = packed if plain.all() else packed.only(plain)
         assert self._graphs is not None
         self.model.adapters.rows = ()
-        replayed = self._graphs.replay(decodes)
+        replayed = self._graphs.replay(decodes, self._ids_of(packed, ids, plain))
         if replayed is None:
-            return self._forward(packed, features)
+            return self._forward(packed, ids, features)
         self.num_replayed = len(decodes.contexts)
         logits = replayed[to_device(decodes.last_rows, self.model.device)]
         if plain.all():
             return logits
         # Rows that no graph holds run beside it; then the order of all is restored.
-        others = self._forward(packed.only(~plain), features)
+        others = self._forward(packed.only(~plain), self._ids_of(packed, ids, ~plain), features)
         order = np.argsort(np.argsort(~sampled, kind="stable"))
         return torch.cat([logits, others])[to_device(order, self.model.device)]
 
@@ -163,10 +221,15 @@ class Runner:
             at += each.rows
         return features
 
-    def _forward(self, packed: Packed, features: Tensor | None) -> Tensor:
+    def _ids_of(self, packed: Packed, ids: Tensor, chosen: BoolArray) -> Tensor:
+        """The ids of the rows of some contexts."""
+        return ids if chosen.all() else ids[to_device(np.flatnonzero(packed.rows_of(chosen)), ids.device)]
+
+    def _forward(self, packed: Packed, ids: Tensor, features: Tensor | None) -> Tensor:
+        """ids: int64 [T], on the device, with those of unread rows."""
         rows = to_device(packed.last_rows, self.model.device)
         self.model.adapters.rows = packed.adapted
-        embeds: Tensor = self.model.embed_tokens(to_device(packed.ids, self.model.device))
+        embeds: Tensor = self.model.embed_tokens(ids)
         levels = {} if features is None else self._put_media(packed, embeds, features)
         embeds = embeds[None]  # [1, T, D]
         positions = self.model.position_ids(to_device(packed.positions, self.model.device))

@@ -36,7 +36,7 @@ _INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAM
 _TIMEOUT = timedelta(minutes=2)
 
 # A serialised step: int64 numbers, first `num_decodes` and the size of each part, then the parts.
-_PARTS = 12
+_PARTS = 13
 _HEADER = 1 + _PARTS
 _DIGEST_NUMBERS = 4  # int64 numbers of an adapter's 32-byte digest
 
@@ -112,11 +112,12 @@ class WorkerRanks:
         """From now on calls `on_lost`, in a thread of its own, when a worker ends, instead of ending this process."""
         self._on_lost = on_lost
 
-    def broadcast(self, packed: Packed, features: Tensor | None) -> None:
-        """Sends the next step to all workers. features: as in `Runner.compute`. Raises OSError if a worker ended."""
+    def broadcast(self, packed: Packed, features: Tensor | None, unread: Tensor | None) -> None:
+        """Sends the next step to all workers. features, unread: as in `Runner.compute`. Raises OSError if one ended."""
         self.ranks.broadcast(to_bytes(packed))
-        if features is not None:
-            self.group.from_first(features)
+        for tensor in (features, unread):
+            if tensor is not None:
+                self.group.from_first(tensor)
 
     def close(self, in_step: bool = True) -> None:
         """in_step: whether all ranks have executed the same steps; if not, leaving the group could block for ever."""
@@ -141,6 +142,7 @@ def to_bytes(packed: Packed) -> bytes:
         packed.positions.ravel(),
         packed.slots,
         packed.media_rows,
+        packed.unread_rows,
         packed.last_rows,
         np.array([each.start for each in contexts], np.int64),
         np.array([each.end for each in contexts], np.int64),
@@ -159,7 +161,7 @@ def from_bytes(data: bytes) -> Packed:
     """The packed batch that `to_bytes` serialised."""
     numbers = np.frombuffer(data, np.int64)
     num_decodes, *sizes = numbers[:_HEADER].tolist()
-    ids, positions, slots, media_rows, last_rows, starts, ends, counts, blocks, firsts, lasts, digests = (
+    ids, positions, slots, media_rows, unread_rows, last_rows, starts, ends, counts, blocks, firsts, lasts, digests = (
         # Copied: torch requires writable arrays.
         numbers[_HEADER + end - size : _HEADER + end].copy()
         for size, end in zip(sizes, accumulate(sizes), strict=True)
@@ -173,6 +175,7 @@ def from_bytes(data: bytes) -> Packed:
         positions=positions.reshape(3, -1),
         slots=slots,
         media_rows=media_rows,
+        unread_rows=unread_rows,
         last_rows=last_rows,
         adapted=tuple(
             AdaptedRows(digest.tobytes(), start, end)

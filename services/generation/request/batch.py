@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
 from typing import TypeAlias
@@ -98,6 +98,7 @@ class Packed:
     media_rows: int64 [M], packed rows that take media embeddings instead of those of `ids`.
     last_rows: int64 [S], rows whose logits are needed: for each window that samples, 1 + its draft tokens.
     adapted: rows that are computed with an adapter.
+    unread_rows: int64 [U], rows whose token was sampled and not read by the host; their `ids` are 0.
     """
 
     contexts: tuple[Context, ...]
@@ -108,6 +109,7 @@ class Packed:
     media_rows: Int64Array
     last_rows: Int64Array
     adapted: tuple[AdaptedRows, ...] = ()
+    unread_rows: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
     def plain_decodes(self) -> BoolArray:
@@ -133,6 +135,7 @@ class Packed:
             positions=self.positions[:, rows],
             slots=self.slots[rows],
             media_rows=place[self.media_rows[rows[self.media_rows]]],
+            unread_rows=place[self.unread_rows[rows[self.unread_rows]]],
             last_rows=place[self.last_rows[rows[self.last_rows]]],
             adapted=tuple(
                 AdaptedRows(each.digest, int(place[each.start]), int(place[each.end - 1]) + 1)
@@ -172,6 +175,7 @@ def pack(windows: Sequence[Window], block_tokens: int) -> tuple[Packed, tuple[Me
         positions=positions,
         slots=slots,
         media_rows=np.concatenate([np.empty(0, np.int64), *(np.arange(each.at, each.end) for each in media)]),
+        unread_rows=np.array([row for row, window in enumerate(windows) if window.request.num_unread], np.int64),
         last_rows=np.array(last_rows, np.int64),
         adapted=tuple(_adapted_rows(windows)),
     )
@@ -225,7 +229,8 @@ def _fill_decode(
     if token < prompt:
         ids[at], positions[:, at] = request.rope.ids[token], request.rope.positions[:, token]
     else:
-        ids[at], positions[:, at] = request.output_ids[token - prompt], token + request.rope.delta
+        ids[at] = 0 if request.num_unread else request.output_ids[token - prompt]
+        positions[:, at] = token + request.rope.delta
 
 
 def _fill(window: Window, ids: Int64Array, positions: Int64Array) -> None:

@@ -155,6 +155,7 @@ class Request:
         self.encoded_media: list[EncodedMedia | None] = [None] * len(plan.media)
         self.siblings: list[Request] = []  # other answers to the prompt (`n`) that start once it is prefilled
         self.output_ids: list[int] = []
+        self.num_unread = 0  # tokens behind `output_ids` that the device samples and the host has not read
         self.status = Status.NEW
         self.since_ns = 0  # when it got its status, on the monotonic clock
         self.arrival = -1  # assigned by the engine in the order of submission
@@ -178,7 +179,7 @@ class Request:
     @property
     def tokens(self) -> int:
         """Tokens of the pruned prompt and the answer so far."""
-        return self.rope.tokens + len(self.output_ids)
+        return self.rope.tokens + len(self.output_ids) + self.num_unread
 
     @property
     def max_tokens(self) -> int:
@@ -226,7 +227,7 @@ class Request:
         self.rope, self.encoded_media, self.embeds = other.rope, other.encoded_media, other.embeds
 
     def append(self, sampled: SampledToken) -> tuple[Tokens, FinishReason | None]:
-        """Appends a token to the answer. Returns its event, and the reason if the answer ends with it."""
+        """Appends a token that was read. Returns its event, and the reason if the answer ends with it."""
         token_id = sampled.token_id
         self.output_ids.append(token_id)
         ended = token_id in self.sampling.eos_ids

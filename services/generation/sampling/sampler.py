@@ -11,7 +11,7 @@ Sources: nucleus sampling, arXiv 1904.09751 (top-p); arXiv 2407.01082 (min-p).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -23,9 +23,9 @@ from torch import Tensor
 from common.contract.plan import Int32Array
 from services.generation.sampling.penalties import Penalties, penalise
 from services.generation.sampling.structured import DocumentState, Grammar
-from services.generation.to_device import to_device
+from services.generation.to_device import ToHost, to_device
 
-# The nucleus of top-p is searched among this many most likely tokens first: sorting the whole vocabulary is slow.
+# On a CPU the nucleus of top-p is searched among this many most likely tokens first: sorting all of them is slow.
 _NUCLEUS = 1024
 
 
@@ -142,25 +142,53 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
 
     logits: [B, V], any float dtype, one row for each state; not changed.
     """
-    scores = logits.float()
-    token_ids = scores.argmax(dim=-1)
-    rows = [row for row, state in enumerate(states) if not state.plain]
-    if rows:
-        at = _indices(rows, scores)
-        token_ids[at] = _choose(scores[at], [states[row] for row in rows])
-    sampled = list(map(SampledToken, token_ids.tolist()))
-    for each, state in zip(sampled, states, strict=True):
-        if state.penalties:
-            state.penalties.add(each.token_id)
-        if state.document:
-            state.document.add(each.token_id)
-    rows = [row for row, state in enumerate(states) if state.params.logprobs]
-    if rows:
-        tops = [states[row].params.top_logprobs for row in rows]
-        at = _indices(rows, scores)
-        for row, each in zip(rows, _with_logprobs(scores[at].log_softmax(dim=-1), token_ids[at], tops), strict=True):
-            sampled[row] = each
-    return sampled
+    return Choice(logits, states).read()
+
+
+class Choice:
+    """One sampled token for each row, which the device may still be computing.
+
+    token_ids: int64 [B], on the device.
+    """
+
+    def __init__(self, logits: Tensor, states: Sequence[SamplingState], unread: Mapping[int, Tensor] = {}) -> None:
+        """Samples without waiting for the device. Draws a number for each random row.
+
+        logits: [B, V], any float dtype, one row for each state; not changed.
+        unread: of rows whose last token is a choice that was not read, that token, int64 []. Grammars exclude them.
+        """
+        scores = logits.float()
+        self._states = states
+        self.token_ids = scores.argmax(dim=-1)
+        rows = [row for row, state in enumerate(states) if not state.plain]
+        if rows:
+            at = _indices(rows, scores)
+            late = {place: unread[row] for place, row in enumerate(rows) if row in unread}
+            self.token_ids[at] = _choose(scores[at], [states[row] for row in rows], late)
+        self._with_logprobs = [row for row, state in enumerate(states) if state.params.logprobs]
+        results = [self.token_ids]
+        if self._with_logprobs:
+            at = _indices(self._with_logprobs, scores)
+            logprobs = scores[at].log_softmax(dim=-1)
+            tops = max(states[row].params.top_logprobs for row in self._with_logprobs)
+            results += [logprobs.gather(-1, self.token_ids[at][:, None])[:, 0], *_most_likely(logprobs, tops)]
+        self._results = ToHost(results)
+
+    def read(self) -> list[SampledToken]:
+        """The tokens. Waits for the device, and updates the states."""
+        token_ids, *logprobs = (each.tolist() for each in self._results.wait())
+        sampled = list(map(SampledToken, token_ids))
+        for token_id, state in zip(token_ids, self._states, strict=True):
+            if state.penalties:
+                state.penalties.add(token_id)
+            if state.document:
+                state.document.add(token_id)
+        if logprobs:
+            for row, logprob, ids, values in zip(self._with_logprobs, *logprobs, strict=True):
+                tops = self._states[row].params.top_logprobs
+                top = tuple(zip(ids[:tops], values[:tops], strict=True))
+                sampled[row] = SampledToken(token_ids[row], logprob, top)
+        return sampled
 
 
 def truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -179,7 +207,9 @@ def truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     rows = [row for row, each in enumerate(params) if each.top_p < 1]
     if rows:
         at, shares = _indices(rows, scores), _column([params[row].top_p for row in rows], scores, np.float64)
-        floors[at] = _nucleus_floors(scores[at], floors[at], shares, _NUCLEUS)
+        # Searching again costs a wait for the device: CUDA ranks all tokens at once.
+        among = scores.shape[-1] if scores.is_cuda else _NUCLEUS
+        floors[at] = _nucleus_floors(scores[at], floors[at], shares, among)
     min_ps = _column([math.log(each.min_p) if each.min_p else -math.inf for each in params], scores)
     return scores.masked_fill(scores < floors.maximum(min_ps), -torch.inf)
 
@@ -203,11 +233,11 @@ def _nucleus_floors(scores: Tensor, floors: Tensor, shares: Tensor, among: int) 
     return least.maximum(floors)
 
 
-def _choose(scores: Tensor, states: Sequence[SamplingState]) -> Tensor:
+def _choose(scores: Tensor, states: Sequence[SamplingState], unread: Mapping[int, Tensor]) -> Tensor:
     """One token for each row, with penalties and randomness. scores: float32 [B, V], changed. Returns int64 [B]."""
     penalties = {row: state.penalties for row, state in enumerate(states) if state.penalties}
     if penalties:
-        penalise(scores, penalties)
+        penalise(scores, penalties, unread)
     documents = {row: state.document for row, state in enumerate(states) if state.document}
     if documents:
         allowed = np.stack([document.allowed() for document in documents.values()])
@@ -233,27 +263,20 @@ def _draw(scores: Tensor, states: Sequence[SamplingState]) -> Tensor:
     return chosen.clamp(max=scores.shape[-1] - 1)
 
 
-def _with_logprobs(logprobs: Tensor, token_ids: Tensor, tops: Sequence[int]) -> list[SampledToken]:
-    """logprobs: float32 [B, V]. token_ids: int64 [B]. tops: for each row, how many of the most likely tokens."""
-    values = logprobs.gather(-1, token_ids[:, None])[:, 0].tolist()
-    most_likely: list[tuple[tuple[int, float], ...]] = [()] * len(tops)
-    rows = [row for row, count in enumerate(tops) if count]
-    if rows:
-        for row, each in zip(rows, _most_likely(logprobs[_indices(rows, logprobs)], max(tops)), strict=True):
-            most_likely[row] = each[: tops[row]]
-    return list(map(SampledToken, token_ids.tolist(), values, most_likely))
+def _most_likely(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Ids and values of the `count` most likely tokens of each row in descending order, ties by id: [B, count] each.
 
-
-def _most_likely(logprobs: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
-    """The `count` most likely tokens of each row in descending order, ties by id (topk leaves their order open)."""
-    count = min(count, logprobs.shape[-1])
-    logprobs = logprobs.nan_to_num(nan=-torch.inf)
-    rows, ids = (logprobs >= logprobs.topk(count, dim=-1).values[:, -1:]).nonzero(as_tuple=True)
-    found = [each.cpu().numpy() for each in (rows, ids, logprobs[rows, ids])]
-    rows_of, ids_of, values_of = (each[np.lexsort((found[1], -found[2], found[0]))] for each in found)
-    starts = np.searchsorted(rows_of, np.arange(len(logprobs)))
-    at = starts[:, None] + np.arange(count)  # [B, count]
-    return [tuple(zip(*each, strict=True)) for each in zip(ids_of[at].tolist(), values_of[at].tolist(), strict=True)]
+    topk leaves the order of ties open, so it ranks integers that hold both.
+    """
+    if not count:
+        return torch.empty_like(logprobs[:, :0], dtype=torch.int64), logprobs[:, :0]
+    logprobs = logprobs.nan_to_num(nan=-torch.inf) + 0.0  # which makes −0 to 0
+    bits = logprobs.view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # as the values are ordered
+    size = logprobs.shape[-1]
+    keys = (ordered << 32) + torch.arange(size - 1, -1, -1, device=logprobs.device)
+    ids = size - 1 - (keys.topk(min(count, size), dim=-1).values & 0xFFFFFFFF)
+    return ids, logprobs.gather(-1, ids)
 
 
 def _column(values: Sequence[float], like: Tensor, dtype: type[np.floating[Any]] = np.float32) -> Tensor:

@@ -53,7 +53,10 @@ def run_steps(orders: Orders, runner: Runner, group: Group) -> None:
         if media := packed.media_rows.size:
             shape = (1 + model.embed_levels, media, model.hidden_size)
             features = group.from_first(torch.empty(shape, dtype=model.dtype, device=model.device))
-        runner.compute(packed, features)
+        unread = None
+        if rows := packed.unread_rows.size:
+            unread = group.from_first(torch.empty(rows, dtype=torch.int64, device=model.device))
+        runner.compute(packed, features, unread)
         if model.device.type == "cuda":  # the next replay overwrites pinned rows that may still be being copied
             torch.cuda.current_stream().synchronize()
 

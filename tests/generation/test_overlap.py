@@ -1,0 +1,191 @@
+"""With overlap, answers are those without it, though a step is launched before the tokens of the last one are known.
+
+The device is a fake: results are garbage until they were waited for, and copies finish late and out of order.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from services.generation.engine.stats import Step
+from services.generation.request.request import Failed, FinishReason
+from services.generation.sampling import sampler
+from services.generation.sampling.sampler import SamplingParams
+from services.generation.sampling.structured import ANY_OBJECT, Grammars
+from tests.generation.test_decode_graphs import Recorder, use_paged
+from tests.oracle import Text
+from tests.tiny import Asked, Models, TinyEngine, load_models
+
+PROMPTS = [Text(tuple(range(10 + 3 * number, 14 + 7 * number))) for number in range(4)]
+
+
+class LateCopies:
+    """Stands in for `ToHost`."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._copies = tuple(torch.full_like(each, 99) for each in tensors)
+        self._done = threading.Thread(target=self._copy, args=([each.clone() for each in tensors],))
+        self._done.start()
+
+    @torch.inference_mode()
+    def _copy(self, tensors: Sequence[Tensor]) -> None:
+        threading.Event().wait(random.random() / 500)
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            copy.copy_(tensor)
+
+    def wait(self) -> tuple[Tensor, ...]:
+        self._done.join()
+        return self._copies
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    torch.set_num_threads(1)
+    return load_models("qwen2_5_vl", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def grammars(models: Models) -> Grammars:
+    return Grammars(models.folder, models.reference.config.text_config.vocab_size, [2])
+
+
+def asked_of(
+    models: Models, wishes: Sequence[SamplingParams], overlap: bool, **sizes: Any
+) -> tuple[list[Asked], TinyEngine]:
+    """Answers to PROMPTS, each asked two steps after the one before."""
+    tiny = TinyEngine(models.engine, overlap=overlap, **sizes)
+    asked = []
+    with pytest.MonkeyPatch.context() as patched:
+        if overlap:
+            patched.setattr(sampler, "ToHost", LateCopies)
+        for number, (prompt, wish) in enumerate(zip(PROMPTS, wishes, strict=True)):
+            asked.append(tiny.ask(str(number), [prompt], wish))
+            tiny.engine.step()
+            tiny.engine.check_integrity()
+            tiny.engine.step()
+        tiny.drain()
+    tiny.engine.check_integrity()
+    assert tiny.engine.stats().blocks_used == 0
+    return asked
+
+
+def told(asked: Sequence[Asked]) -> list[tuple[list[int], Any]]:
+    """Tokens and why each ended."""
+    return [(each.answer, each.finished) for each in asked]
+
+
+wishes = st.builds(
+    SamplingParams,
+    st.integers(1, 12),
+    temperature=st.sampled_from([0.0, 1.0]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.7]),
+    frequency_penalty=st.sampled_from([0.0, 0.9]),
+    seed=st.integers(0, 9),
+    logprobs=st.booleans(),
+    top_logprobs=st.integers(0, 3),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(wishes, min_size=4, max_size=4), st.data())
+def test_answers_are_those_without_overlap(models: Models, wishes: list[SamplingParams], data: st.DataObject) -> None:
+    """In a cache that may be too small for all, with answers that end early, and one that is JSON or not."""
+    sizes = {
+        "blocks": data.draw(st.sampled_from([11, 13, 64])),
+        "max_num_batched_tokens": data.draw(st.sampled_from([3, 16, 64])),
+        "max_num_seqs": data.draw(st.sampled_from([2, 4])),
+    }
+    plain = asked_of(models, wishes, False, **sizes)
+    ends = [data.draw(st.sampled_from([*each.answer, 0])) for each in plain]
+    wishes = [replace(wish, eos_ids=(end,)) for wish, end in zip(wishes, ends, strict=True)]
+    without = asked_of(models, wishes, False, **sizes)
+    found = asked_of(models, wishes, True, **sizes)
+    assert told(found) == told(without)
+    for one, other in zip(found, without, strict=True):
+        tops = [[getattr(event, "top_logprobs", None) for event in each.events] for each in (one, other)]
+        assert [[[token for token, _ in each] for each in event or ()] for event in tops[0]] == [
+            [[token for token, _ in each] for each in event or ()] for event in tops[1]
+        ]
+
+
+def test_a_step_is_launched_before_the_last_one_is_read(models: Models) -> None:
+    """So an answer that ends by a token is computed once too often, and one that ends by length is not."""
+    wish = SamplingParams(6)
+    answer = asked_of(models, [wish] * 4, False)[0].answer
+    for params, kept in ((wish, 6), (replace(wish, eos_ids=(answer[3],)), answer.index(answer[3]) + 1)):
+        tiny = TinyEngine(models.engine, overlap=True)
+        asked = tiny.ask("0", [PROMPTS[0]], params)
+        assert tiny.engine.step()
+        assert not asked.answer, "the first step is not read before the second is launched"
+        tiny.drain()
+        assert asked.answer == answer[:kept]
+        assert len(tiny.runner.steps) == kept + (params is not wish)
+
+
+def test_json_is_read_before_its_next_token_is_chosen(models: Models, grammars: Grammars) -> None:
+    json = SamplingParams(12, temperature=1.0, seed=3, grammar=grammars.compile(ANY_OBJECT))
+    wishes = [SamplingParams(12), json, SamplingParams(9, temperature=1.0), json]
+    assert told(asked_of(models, wishes, True)) == told(asked_of(models, wishes, False))
+
+
+def test_replayed_rows_take_tokens_on_the_device(models: Models) -> None:
+    wishes, steps = [SamplingParams(9, repetition_penalty=1.2, seed=4)] * 4, list[Step]()
+    without = asked_of(models, wishes, False)
+    tiny = TinyEngine(models.engine, overlap=True, max_num_batched_tokens=8, on_step=steps.append)
+    use_paged(tiny, "flash_infer").runner.capture_decoding(4, 64, Recorder())
+    asked = [
+        tiny.ask(str(number), [prompt], wish) for number, (prompt, wish) in enumerate(zip(PROMPTS, wishes, strict=True))
+    ]
+    tiny.drain()
+    assert told(asked) == told(without)
+    assert sum(step.replayed for step in steps) == 4 * 8
+
+
+def test_a_launch_that_fails_costs_its_own_request_only(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    wishes = [SamplingParams(8)] * 4
+    without = asked_of(models, wishes, False)
+    tiny = TinyEngine(models.engine, overlap=True)
+    asked = [
+        tiny.ask(str(number), [prompt], wish) for number, (prompt, wish) in enumerate(zip(PROMPTS, wishes, strict=True))
+    ]
+    for _ in range(3):
+        tiny.engine.step()
+    launch = tiny.runner.launch
+
+    def failing(windows: Sequence[Any], before: Any) -> Any:
+        if any(window.request.id == "2" for window in windows):
+            raise ValueError("broken")
+        return launch(windows, before)
+
+    monkeypatch.setattr(tiny.runner, "launch", failing)
+    tiny.drain()
+    assert isinstance(asked[2].events[-1], Failed)
+    others = (0, 1, 3)
+    assert told([asked[number] for number in others]) == told([without[number] for number in others])
+    assert tiny.engine.stats().blocks_used == 0
+
+
+def test_a_request_cancelled_while_its_token_is_computed_gets_nothing_more(models: Models) -> None:
+    tiny = TinyEngine(models.engine, overlap=True)
+    asked, other = (tiny.ask(str(number), [PROMPTS[number]], SamplingParams(6)) for number in (0, 1))
+    tiny.engine.step()
+    tiny.engine.step()
+    before = len(asked.events)
+    tiny.engine.cancel(asked.request)
+    tiny.drain()
+    assert len(asked.events) == before
+    assert other.finished
+    assert other.finished.reason is FinishReason.LENGTH
+    assert tiny.engine.stats().blocks_used == 0
