@@ -81,7 +81,7 @@ async def test_generation_with_a_failed_engine(
     plan = prompt_plan(Checkpoint(tiny_checkpoint).fingerprint, 9)
     peer = Preprocessing(plan)
     async with running(generation_process, peer, tmp_path, tiny_checkpoint, monkeypatch) as channel:
-        monkeypatch.setattr(Runner, "run", lost_device)
+        monkeypatch.setattr(Runner, "launch", lost_device)
         generate = generation_pb2_grpc.GenerationServiceStub(channel).Generate
         call = generate(GenerateRequest(prompt=prompt_message(plan)), timeout=TIMEOUT_S)
         await check_unavailable(call, "generation", "the engine of generation has failed")

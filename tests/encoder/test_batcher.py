@@ -9,6 +9,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -216,3 +219,62 @@ def test_aborting_fails_all_slices_although_the_forward_does_not_return(
     assert not batcher.alive
     with pytest.raises(Unavailable, match="rank 3 is gone"):
         submit(4, 10)
+
+
+class LateDevice:
+    """Computes beside the host: forward n is computed once `done[n]` is set. error: of all of them."""
+
+    def __init__(self) -> None:
+        self.done = [threading.Event() for _ in range(4)]
+        self.error: Exception | None = None
+        self._numbers = count()
+
+    def computed(self, device: torch.device) -> SimpleNamespace:
+        """Stands in for `Computed`."""
+        return SimpleNamespace(at_once=False, wait=partial(self._wait, next(self._numbers)))
+
+    def _wait(self, number: int) -> None:
+        assert self.done[number].wait(TIMEOUT_S)
+        if self.error:
+            raise self.error
+
+
+@pytest.fixture
+def late(tower: GatedTower, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
+    device = LateDevice()
+    tower.open()
+    monkeypatch.setattr("services.encoder.items.batcher.Computed", device.computed)
+    return device
+
+
+def test_a_forward_that_the_queue_more_than_fills_is_launched_while_another_one_computes(
+    tower: GatedTower, late: LateDevice, batcher: Batcher
+) -> None:
+    found = {1: submitted(batcher, 1, 4)}
+    assert tower.begun()
+    found |= {name: submitted(batcher, name, 4) for name in range(2, 7)}
+    late.done[0].set()
+    assert tower.begun()
+    assert tower.begun()
+    assert tower.forwards == [[1], [2, 3], [4, 5]], "both are launched, and 6 may get company"
+    found[1][0].result(TIMEOUT_S)
+    assert not found[2][0].done()
+    for done in late.done:
+        done.set()
+    assert tower.begun()
+    assert tower.forwards[3:] == [[6]]
+    for name, (encoded, target) in found.items():
+        encoded.result(TIMEOUT_S)
+        assert (target == name).all()
+
+
+def test_an_error_of_the_device_that_shows_late_fails_what_runs_and_ends_the_batcher(
+    tower: GatedTower, late: LateDevice, batcher: Batcher
+) -> None:
+    encoded, _ = submitted(batcher, 1, 4)
+    assert tower.begun()
+    late.error = torch.AcceleratorError("the device is gone")
+    late.done[0].set()
+    with pytest.raises(Unavailable):
+        encoded.result(TIMEOUT_S)
+    assert not batcher.alive

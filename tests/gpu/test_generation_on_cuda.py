@@ -7,8 +7,7 @@ may also choose another expert by a hair.
 from __future__ import annotations
 
 import gc
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -16,15 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from common.checkpoint import Checkpoint
 from services.generation.families import load_language_model
 from services.generation.model.graphs import CudaCapture
-from services.generation.model.runner import Runner
+from services.generation.model.runner import Launched, Runner
 from services.generation.parallel.group import WorkerRanks
-from services.generation.request.batch import Packed
-from services.generation.sampling.sampler import SamplingParams, SamplingState, sample
+from services.generation.request.batch import Window
+from services.generation.sampling.sampler import Choice, SamplingParams, SamplingState
 from services.generation.settings import GenerationSettings
 from services.generation.startup.build import BLOCK_TOKENS, build
 from tests import parallel_rank
@@ -65,7 +63,7 @@ def questions(family: str) -> list[Question]:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_the_law_holds(models: Models, family: str, dtype: torch.dtype, chunk_tokens: int, graphs: bool) -> None:
     model = load_language_model(Checkpoint(models.folder), dtype, CUDA)
-    engine = TinyEngine(model, max_num_batched_tokens=chunk_tokens)
+    engine = TinyEngine(model, max_num_batched_tokens=chunk_tokens, overlap=True)
     if graphs:
         read_in_place(engine.runner)
         assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA)) == can_capture(family, dtype)
@@ -84,41 +82,44 @@ def test_no_step_synchronises_with_the_device(
 ) -> None:
     if not can_capture(family, dtype):
         pytest.skip("torch synchronises in the matrix products of experts")
-    engine = TinyEngine(load_language_model(Checkpoint(models.folder), dtype, CUDA), max_num_batched_tokens=16)
+    model = load_language_model(Checkpoint(models.folder), dtype, CUDA)
+    engine = TinyEngine(model, max_num_batched_tokens=16, overlap=True)
     if graphs:
         read_in_place(engine.runner)
         assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA))
     answer(engine, questions(family))  # a first run, which allocates
-    compute, watched = Runner.compute, []
+    launch, watched = Runner.launch, []
 
-    def without_waiting(runner: Runner, packed: Packed, features: Tensor | None) -> Tensor:
-        watched.append(features is not None)
+    def without_waiting(runner: Runner, windows: Sequence[Window], before: Launched | None) -> Launched:
+        watched.append(before is not None)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return compute(runner, packed, features)
+            return launch(runner, windows, before)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Runner, "compute", without_waiting)
+    monkeypatch.setattr(Runner, "launch", without_waiting)
     answer(engine, questions(family))
     assert {False, True} == set(watched)
 
 
-@pytest.mark.parametrize(("top_p", "waits"), [(1.0, 1), (0.9, 2)])
-def test_sampling_synchronises_only_to_read_its_results(top_p: float, waits: int) -> None:
-    """These are the tokens and, with top-p, whether the candidates reach that probability."""
-    how = SamplingParams(9, temperature=0.7, top_k=50, top_p=top_p, min_p=0.01, repetition_penalty=1.1)
-    states = [SamplingState(each, np.arange(5, dtype=np.int32)) for each in (how, SamplingParams(9), how)]
-    logits = torch.randn(3, 4096, device=CUDA)
-    sample(logits, states)  # a first run, which allocates
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            sample(logits, states)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert len([each for each in warned if "synchronizing" in str(each.message)]) == waits
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_tokens_are_chosen_without_a_wait_and_as_on_the_cpu(top_p: float) -> None:
+    how = SamplingParams(9, 0.7, top_p, 50, 0.01, repetition_penalty=1.1, presence_penalty=0.5, logprobs=True)
+    each = (how, SamplingParams(9), replace(how, seed=3, top_logprobs=4))
+    logits = torch.randn(3, 4096)
+    found = []
+    for device in (torch.device("cpu"), CUDA):
+        states = [SamplingState(one, np.arange(5, dtype=np.int32)) for one in each]
+        late = {0: torch.tensor(9, device=device)}
+        Choice(logits.to(device), states, late)  # a first run, which allocates
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            chosen = Choice(logits.to(device, non_blocking=True), states, late)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append([(token.token_id, [one for one, _ in token.top]) for token in chosen.read()])
+    assert found[0] == found[1]
 
 
 def test_five_hundred_requests_do_not_grow_memory(models: Models, family: str) -> None:

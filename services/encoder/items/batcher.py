@@ -4,6 +4,8 @@
     forward:  [a0 a1 a2 b0]                    while it runs, more slices are queued for the next one
               [a0] [a1] [a2] [b0]              if the device has no memory for them together
 
+On CUDA a forward is launched while the one before it computes, as soon as the queue fills it.
+
 One thread runs the tower; slices may be submitted from any thread. It knows neither gRPC nor media items.
 """
 
@@ -26,6 +28,7 @@ from common.telemetry.metrics import busy
 from services.encoder.metrics import BATCH_SLICES, BATCH_TOKENS
 from services.encoder.tower.graph_buckets import PackingLimit, Size, fitting, token_limit
 from services.encoder.tower.patches import Frames
+from services.encoder.tower.transfers import Computed
 
 log = structlog.get_logger()
 
@@ -53,6 +56,15 @@ class _Slice:
     queued_ns: int = field(default_factory=monotonic_ns)
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A forward that the device may still compute."""
+
+    batch: Sequence[_Slice]
+    computed: Computed
+    begun_ns: int
+
+
 class Batcher:
     """Runs `encode` on a thread of its own. A slice larger than the budget gets a forward to itself."""
 
@@ -74,6 +86,7 @@ class Batcher:
         self._running: set[_Slice] = set()
         self._ended: Unavailable | None = None
         self._closing = False
+        self._launched: _Launched | None = None  # of the tower's thread
         self._forward_began_ns: int | None = None
         self._on_end = on_end
         self._thread = threading.Thread(target=self._run, name="tower", daemon=True)
@@ -155,26 +168,32 @@ class Batcher:
         try:
             while self._run_batch():
                 pass
+            self._finish()
         except Exception:
             log.exception("a bug ended the tower's thread")
             self.abort(_tower_ended())
             self._on_end()
 
     def _run_batch(self) -> bool:
-        """Waits for a batch and runs it; False once closed. Keeps no reference to it: targets are large."""
+        """Waits for a batch and launches it; False once closed. Keeps no reference to it: targets are large."""
         batch = self._next_batch()
-        if batch and not self._run_forward(batch):
+        if batch and not self._launch(batch):
             log.warning("out of memory in a forward, its slices are run one by one", slices=len(batch))
+            self._finish()
             for piece in batch:
-                self._run_forward([piece])
+                self._launch([piece])
+                self._finish()
         return bool(batch)
 
-    def _run_forward(self, batch: Sequence[_Slice]) -> bool:
-        """Runs a forward and completes its slices. False, with nothing completed, if several lack memory together."""
-        begun_ns = self._forward_began_ns = monotonic_ns()
+    def _launch(self, batch: Sequence[_Slice]) -> bool:
+        """Launches a forward, and finishes the one before it. False, with nothing launched, if several slices lack
+        memory together."""
+        begun_ns = monotonic_ns()
+        self._forward_began_ns = self._forward_began_ns or begun_ns
+        launched: _Launched | None = None
         try:
             with busy("encode"):
-                self._forward(batch)
+                launched = _Launched(batch, self._forward(batch), begun_ns)
         except torch.AcceleratorError:  # the process can use the device no more: ends the thread, fails all slices
             raise
         except torch.OutOfMemoryError as error:
@@ -184,13 +203,23 @@ class Batcher:
             self._fail(batch, torch.OutOfMemoryError(str(error)))
         except Exception as error:  # any other error fails these slices and not the thread
             self._fail(batch, error)
-        else:
-            times = ForwardTimes(begun_ns, monotonic_ns())
-            for piece in self._take_running(batch):
-                piece.encoded.set_result(times)
-        finally:
-            self._forward_began_ns = None
+        self._finish()
+        self._launched = launched
+        self._forward_began_ns = begun_ns if launched else None
+        if launched and launched.computed.at_once:
+            self._finish()
         return True
+
+    def _finish(self) -> None:
+        """Waits for the launched forward, if there is one, and completes its slices."""
+        launched, self._launched = self._launched, None
+        if launched:
+            with busy("encode"):
+                launched.computed.wait()
+            times = ForwardTimes(launched.begun_ns, monotonic_ns())
+            for piece in self._take_running(launched.batch):
+                piece.encoded.set_result(times)
+        self._forward_began_ns = None
 
     def _fail(self, batch: Sequence[_Slice], error: Exception) -> None:
         for piece in self._take_running(batch):
@@ -203,7 +232,7 @@ class Batcher:
             self._running.difference_update(taken)
         return taken
 
-    def _forward(self, batch: Sequence[_Slice]) -> None:
+    def _forward(self, batch: Sequence[_Slice]) -> Computed:
         BATCH_SLICES.observe(len(batch))
         BATCH_TOKENS.observe(sum(piece.size.tokens for piece in batch))
         target = batch[0].target
@@ -212,22 +241,29 @@ class Batcher:
             with torch.inference_mode():
                 for piece, rows in zip(batch, embeds, strict=True):
                     piece.store(rows)
-            if target.is_cuda:  # completed slices may be read from any stream
-                torch.cuda.current_stream().synchronize()
+            return Computed(target.device)
 
     def _next_batch(self) -> list[_Slice]:
-        """Waits for slices and marks as many as fit as running; empty once closed."""
-        with self._changed:
-            running: list[_Slice] = []
-            while not running:
-                self._changed.wait_for(lambda: self._queue or self._closing)
-                if self._closing:
-                    return []
-                count = fitting((piece.size for piece in self._queue), self._largest)
-                taken = [self._queue.popleft() for _ in range(count)]
-                running = [piece for piece in taken if piece.encoded.set_running_or_notify_cancel()]
-            self._running = set(running)
-            return running
+        """Waits for slices and marks as many as fit as running; empty once closed.
+
+        Finishes the launched forward first, unless more slices wait than the next one holds.
+        """
+        while True:
+            with self._changed:
+                if self._launched is None or self._num_fitting < len(self._queue):
+                    self._changed.wait_for(lambda: self._queue or self._closing)
+                    if self._closing:
+                        return []
+                    taken = [self._queue.popleft() for _ in range(self._num_fitting)]
+                    running = [piece for piece in taken if piece.encoded.set_running_or_notify_cancel()]
+                    if running:
+                        self._running.update(running)
+                        return running
+            self._finish()
+
+    @property
+    def _num_fitting(self) -> int:
+        return fitting((piece.size for piece in self._queue), self._largest)
 
 
 def _tower_ended() -> Unavailable:

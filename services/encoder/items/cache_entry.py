@@ -159,8 +159,9 @@ class CacheEntry:
         await self._encoding_bytes.reserve(size_bytes)
         self._reserved_bytes = size_bytes
         shape = (1 + self._tower.embed_levels, tokens, self._tower.embed_dim)
+        allocate = partial(torch.empty, shape, dtype=self._tower.dtype, device=self._tower.device)
         try:
-            self._buffer = torch.empty(shape, dtype=self._tower.dtype, device=self._tower.device)
+            self._buffer = await asyncio.to_thread(allocate)  # a device may have to free memory first
         except BaseException:  # the device may be out of memory; the next leader reserves again
             self.release_reservation()
             raise

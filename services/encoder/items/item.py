@@ -32,7 +32,7 @@ from services.encoder.items.cache_entry import CacheEntry, StageTimes, embeds_by
 from services.encoder.items.preprocess_stream import PreprocessStream
 from services.encoder.metrics import count_item
 from services.encoder.pruning.methods import keep_tokens
-from services.encoder.tower.transfers import Readback
+from services.encoder.tower.transfers import Readback, beside
 
 _DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, torch.float16: DType.FLOAT16}
 
@@ -188,7 +188,8 @@ class Item:
         how = {"method": self._pruning.method, "rate": self._pruning.rate} if prunes else {"method": NONE}
         tokens = {**self._span_attributes, "media_tokens": self._count}
         # `device_of`: the current device of a new thread is cuda:0.
-        with torch.cuda.device_of(embeds), busy("prune"), span("prune", **tokens, **how):
+        tracing = span("prune", **tokens, **how)
+        with torch.cuda.device_of(embeds), beside(embeds.device, "prune"), busy("prune"), tracing:
             wanted = [embeds]
             if prunes:
                 kept = keep_tokens(embeds[0], self.plan.grid, self._pruning, entry.scores)

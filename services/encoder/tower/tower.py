@@ -21,7 +21,7 @@ from common.contract.retention import METHODS
 from services.encoder.tower.graph_buckets import PackingLimit
 from services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape, lay_out
 from services.encoder.tower.patches import Frames, PatchShape, TimedFrames, patchify
-from services.encoder.tower.transfers import send
+from services.encoder.tower.transfers import beside, send, taken_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,9 @@ class Tower:
         """
         with torch.inference_mode():
             pixels = [each.frames if isinstance(each, TimedFrames) else each for each in slices]
-            patches = torch.cat([patchify(send(frames, self.device), self.patches) for frames in pixels])
-            embeds = self.forward(patches, [self._side(each) for each in slices])
+            with beside(self.device, "upload"):
+                patches = torch.cat([patchify(send(frames, self.device), self.patches) for frames in pixels])
+            embeds = self.forward(taken_over(patches, "upload"), [self._side(each) for each in slices])
             tokens = [self.patches.tokens(frames.shape) for frames in slices]
             return list(torch.split(embeds, tokens, dim=1))
 

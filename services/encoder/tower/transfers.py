@@ -1,12 +1,18 @@
-"""Copies between host and device that do not make the host wait.
+"""Streams beside the tower's, and copies between host and device that do not make the host wait.
 
-    tower's stream   [ forward ][ prune ]·[ next forward          ]
-    copy stream                          [ copy ]· `wait` returns
+    "upload"         [ frames 2 ]      [ frames 3 ]
+    tower's stream   [ forward 1      ][ forward 2      ][ forward 3      ]
+    "prune"                            [ prune 1 ]
+    of a `Readback`                             [ copy ]· `wait` returns
 
-On CUDA they go through pinned memory, and only the caller of `Readback.wait` blocks.
+On CUDA copies go through pinned memory, and only the callers of `Computed.wait` and `Readback.wait` block.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,6 +26,52 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 def pin(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor from which copying to the device does not block: pinned if it goes from host to CUDA."""
     return tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+
+
+@contextmanager
+def beside(device: torch.device, purpose: str) -> Iterator[None]:
+    """Queues what is done inside on a stream of the device for that purpose; on the CPU it is just done.
+
+    It waits for nothing on other streams: its inputs must be computed.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(_stream_for(device, purpose)):
+        yield
+
+
+def taken_over(tensor: Tensor, purpose: str) -> Tensor:
+    """A tensor that was made `beside`, for use on the current stream, which waits for it."""
+    if tensor.is_cuda:
+        current = torch.cuda.current_stream(tensor.device)
+        current.wait_stream(_stream_for(tensor.device, purpose))
+        tensor.record_stream(current)
+    return tensor
+
+
+@cache
+def _stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # before the tower's
+
+
+class Computed:
+    """When the device has computed what the current stream was given until now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(blocking=True)
+            self._event.record()
+
+    @property
+    def at_once(self) -> bool:
+        """Whether there is nothing to wait for: on the CPU."""
+        return self._event is None
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
 
 
 class Readback:
