@@ -65,7 +65,7 @@ def wilson(share: float, asked: int) -> tuple[float, float]:
 
 
 def paired_p(one: Cell, other: Cell) -> float:
-    """How likely a difference as large is, if both answered each clip equally well; two-sided, at least 1/FLIPS."""
+    """How likely a difference as large is, if both answered each clip equally well; two-sided, at least 1/(FLIPS + 1)."""
     gains: dict[int, int] = {}
     for mine, theirs in zip(one.answers, other.answers, strict=True):
         if (mine.seed, mine.question) != (theirs.seed, theirs.question):
@@ -84,12 +84,14 @@ def tables(cells: Sequence[Cell]) -> str:
         f"{len(cells[0].answers)} questions about {clips} clips that were not used in training, for each share.",
         "Share of exact matches, with Wilson's 95 % interval, and the tokens kept:",
         _overall(cells),
+        "The interval takes answers about one clip as independent. The paired test does not; its p is of each comparison "
+        "by itself.",
         "Difference to dropping at random, and to EVS, in points (p of the paired test over clips); – where the first "
         "keeps more tokens than the second:",
         _differences(cells),
-        "By kind of scene:",
+        "By kind of scene, with the interval:",
         _breakdown({kind: [cell.of_scene(kind) for cell in cells] for kind in KINDS}),
-        "By what is asked:",
+        "By what is asked, with the interval:",
         _breakdown({topic: [cell.only(_asks(kinds)) for cell in cells] for topic, kinds in TOPICS.items()}),
     ]
     return "\n\n".join(parts)
@@ -121,18 +123,29 @@ def _differences(cells: Sequence[Cell]) -> str:
         for method, other in pairs:
             mine, theirs = _cell(cells, rate, method), _cell(cells, rate, other)
             fair = mine.tokens < 1.02 * theirs.tokens
-            row.append(f"{100 * (mine.share - theirs.share):+.1f} ({paired_p(mine, theirs):.4f})" if fair else "–")
+            row.append(f"{100 * (mine.share - theirs.share):+.1f} ({_shown(paired_p(mine, theirs))})" if fair else "–")
         rows.append(row)
     return _markdown(["rate", *(f"{method} − {other}" for method, other in pairs)], rows)
 
 
+def _shown(p: float) -> str:
+    return f"{p:.4f}" if p > 1 / FLIPS else f"≤ {1 / FLIPS:.4f}"
+
+
 def _breakdown(groups: dict[str, list[Cell]]) -> str:
-    rows, headings = [], []
-    for name, cells in groups.items():
-        if cells[0].answers:
-            rows.append([name, str(len(cells[0].answers)), *(f"{cell.share:.0%}" for cell in cells)])
-            headings = ["rate 0" if cell.method == NONE else f"{cell.method} {cell.rate:g}" for cell in cells]
-    return _markdown(["", "asked", *headings], rows)
+    """groups: all cells, of some of their answers each."""
+    asked = {name: cells for name, cells in groups.items() if cells[0].answers}
+    rows = []
+    for of_groups in zip(*asked.values(), strict=True):
+        one = of_groups[0]
+        heading = "rate 0" if one.method == NONE else f"{one.method} {one.rate:g}"
+        rows.append([heading, *(_percentages(cell) for cell in of_groups)])
+    return _markdown(["", *(f"{name}, {len(cells[0].answers)} asked" for name, cells in asked.items())], rows)
+
+
+def _percentages(cell: Cell) -> str:
+    low, high = wilson(cell.share, len(cell.answers))
+    return f"{cell.share:.0%} ({100 * low:.0f}–{100 * high:.0f})"
 
 
 def _cell(cells: Sequence[Cell], rate: float, method: str) -> Cell:

@@ -25,7 +25,8 @@ TOPICS = {
     "what stands": ("colour", "shape", "stands", "beginning", "end"),
     "what moves": ("anything", "does_move", "mover", "mover_colour", "mover_shape", "happens", "cut"),
     "when": ("when", "first"),
-    "where": ("where", "direction"),
+    "where": ("where",),
+    "where to": ("direction",),
     "how many": ("count", "count_moving"),
 }
 

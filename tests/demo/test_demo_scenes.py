@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demo import clips
+from demo import clips, minicpm
 from demo.augment import Change, changed
 from demo.clips import FRAMES, SIDE_PX, sample
 from demo.drawing import encode
@@ -60,6 +60,7 @@ def test_no_clip_is_used_for_two_purposes() -> None:
     evaluation = range(clips.EVALUATION_SEEDS, clips.EVALUATION_SEEDS + clips.EVALUATION_CLIPS)
     assert training.stop <= validation.start
     assert validation.stop <= evaluation.start
+    assert evaluation.stop <= minicpm.EVALUATION_SEEDS
     assert {clips.scene_of(seed).kind for seed in evaluation} == set(KINDS)
 
 

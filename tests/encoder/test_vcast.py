@@ -149,10 +149,18 @@ def test_a_turn_back_keeps_more_than_going_straight_on() -> None:
 def test_values_that_are_not_finite_or_overflow_are_dropped_first() -> None:
     embeds = torch.randn(2 * 6, 8, generator=torch.Generator().manual_seed(4))
     embeds[1, 3], embeds[4, 0], embeds[8, 7] = torch.nan, torch.inf, -torch.inf
-    embeds[9] = 3e38
+    embeds[9] = embeds[10] = 3e38  # their sum overflows
     slices = keep_by_slice(embeds, Grid(2, 2, 3), 0.34)
     assert slices[0].tolist() == [0, 2, 3, 5]
     assert slices[1].size == 3
     assert not {2, 3} & set(slices[1].tolist())
     for scores in vcast_scores(embeds, Grid(2, 2, 3)):
         assert not scores.isnan().any()
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan])
+def test_a_slice_without_any_direction_keeps_its_first_tokens(value: float) -> None:
+    embeds = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(5))
+    embeds[1] = value
+    slices = keep_by_slice(embeds.view(-1, 8), Grid(4, 2, 3), 0.5)
+    assert slices[1].tolist() == list(range(slices[1].size))

@@ -12,6 +12,7 @@ It knows neither gRPC nor where frames come from. It belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -79,6 +80,7 @@ class CacheEntry:
         self.key = key
         self.plan = plan
         self.scores: dict[str, Scores] = {}
+        self.scoring = threading.Lock()  # held while scores are added: items are gathered in several threads
         self.waiters = 0
         self.kept = False
         self.cancel_stream: Callable[[], None] | None = None

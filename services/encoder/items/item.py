@@ -192,7 +192,8 @@ class Item:
         with torch.cuda.device_of(embeds), beside(embeds.device, "prune"), busy("prune"), tracing:
             wanted = [embeds]
             if prunes:
-                kept = keep_tokens(embeds[0], self.plan.grid, self._pruning, entry.scores)
+                with entry.scoring:
+                    kept = keep_tokens(embeds[0], self.plan.grid, self._pruning, entry.scores)
                 wanted = [embeds[:, kept.long()], kept]
             embeds, *indices = Readback(*wanted).wait()
         count_item(self.plan, self._pruning, self._count)

@@ -38,14 +38,10 @@ def finite_tokens(slices: Tensor) -> Tensor:
     return torch.cat([(slices[span] * 0).sum(-1) == 0 for span in spans(slices)])
 
 
-def finite_spans(slices: Tensor, finite: Tensor, channels: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """Spans of a video and their tokens, float32 (n, h·w, D); those that are not `finite` are zeros.
-
-    channels: only these, int64 (D,).
-    """
+def finite_spans(slices: Tensor, finite: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Spans of a video and their tokens, float32 (n, h·w, D); those that are not `finite` are zeros."""
     for span in spans(slices):
-        values = slices[span] if channels is None else slices[span].index_select(2, channels)
-        yield span, values.float().masked_fill(~finite[span, :, None], 0)
+        yield span, slices[span].float().masked_fill(~finite[span, :, None], 0)
 
 
 def keep_best(scores: Tensor, count: int) -> Tensor:

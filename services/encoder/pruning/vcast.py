@@ -3,7 +3,8 @@
     tokens ─▶ mean of a slice, unit length: f ─▶ steps f[t+1] − f[t] ─▶ curvature ─▶ softmax ─▶ budget of the slice
                  └─▶ 1 − cosine to f, + length of the token within its slice's range ─▶ the highest are kept
 
-A token with a value that is not finite is computed as zeros and dropped first.
+A token with a value that is not finite, or so large that its length overflows float32, is computed as zeros and dropped
+first.
 Source: arXiv 2603.27650, without merging. The exact total, what full slices leave to others, steps that are rounding
 noise, and the order of ties are Framesieve's own.
 """
@@ -23,6 +24,8 @@ from services.encoder.pruning.ranking import finite_spans, finite_tokens, keep_b
 _TEMPERATURE = 0.7
 # A step between the unit means of two slices that is shorter is rounding noise, and has no direction.
 _SHORTEST_STEP = 2.0**-10
+# Tokens of no length have a cosine of 0 to everything.
+_LEAST_LENGTH = 1e-8
 
 
 def vcast_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -36,10 +39,12 @@ def vcast_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     means = torch.empty(grid.t, slices.shape[2], dtype=torch.float64, device=slices.device)
     finite = finite_tokens(slices)
     for span, values in finite_spans(slices, finite):
-        means[span] = F.normalize(values.mean(1, dtype=torch.float64), dim=-1)
-        distinct = 1 - F.cosine_similarity(values, means[span, None].float(), dim=-1)
-        distinct += _within_range(values.norm(dim=-1), finite[span])
-        scores[span] = torch.where(finite[span] & distinct.isfinite(), distinct, -torch.inf)
+        lengths = values.norm(dim=-1)
+        sound = finite[span] & lengths.isfinite()
+        means[span] = F.normalize((sound[:, None].float() @ values)[:, 0].double(), dim=-1)
+        along = (values @ means[span, :, None].float())[..., 0]
+        distinct = 1 - along / lengths.clamp(min=_LEAST_LENGTH) + _within_range(lengths, sound)
+        scores[span] = torch.where(sound, distinct, -torch.inf)
     return scores, _curvature(means)
 
 
@@ -56,10 +61,10 @@ def vcast_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor
     return keep_best_of_slices(distinct, slice_budgets(quotas, grid.slice_tokens, count), count)
 
 
-def _within_range(lengths: Tensor, finite: Tensor) -> Tensor:
+def _within_range(lengths: Tensor, sound: Tensor) -> Tensor:
     """Lengths of tokens (n, h·w), from 0 at the shortest of each slice to 1 at its longest; 0 where all are equal."""
-    low = lengths.masked_fill(~finite, torch.inf).amin(1, keepdim=True)
-    high = lengths.masked_fill(~finite, -torch.inf).amax(1, keepdim=True)
+    low = lengths.masked_fill(~sound, torch.inf).amin(1, keepdim=True)
+    high = lengths.masked_fill(~sound, -torch.inf).amax(1, keepdim=True)
     return torch.where(high > low, (lengths - low) / (high - low), 0)
 
 

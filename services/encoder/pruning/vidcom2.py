@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.contract.plan import Grid
@@ -30,10 +29,24 @@ def vidcom2_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
     embeds: (t·h·w, D), any float dtype; scored in float32. Returns float32 (t, h·w) each; tokens that are not finite
     are +inf in the second.
+
+    With x a token and n its length over the steady channels, its distance to a centre c of these channels is
+    |x/n|² − 2·x·c/n + |c|². So tokens are read by products with vectors alone, and no unit token is written.
     """
     slices = embeds.view(grid.t, grid.slice_tokens, -1)
     finite = finite_tokens(slices)
-    return _similarities(slices, finite, _steady_channels(slices, finite))
+    steady = _steady_channels(slices, finite)
+    inverses, centres = _unit_tokens(slices, finite, steady)
+    centre = centres.mean(0, dtype=torch.float64).float().expand_as(centres)
+    to_video, to_both = (torch.empty(slices.shape[:2], device=slices.device) for _ in range(2))
+    for span, values in finite_spans(slices, finite):
+        both = torch.stack([centre[span], centres[span]], dim=-1)  # (n, D, 2)
+        products = values @ both * inverses[span, :, None]
+        lengths = (inverses[span, :, None] > 0) + both.square().sum(1, keepdim=True)
+        near = _similarity(lengths - 2 * products)
+        to_video[span] = near[..., 0]
+        to_both[span] = torch.where(finite[span], near.sum(-1), torch.inf)
+    return to_video, to_both
 
 
 def vidcom2_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor:
@@ -56,35 +69,32 @@ def _quotas(to_video: Tensor, rate: float, slice_tokens: int) -> Tensor:
 
 
 def _steady_channels(slices: Tensor, finite: Tensor) -> Tensor:
-    """The half of the channels with the least variance over the video, int64 (⌊D/2⌋,); ties to the lower channel."""
-    tokens, width = finite.numel(), slices.shape[2]
-    mean, variance = (torch.zeros(width, dtype=torch.float64, device=slices.device) for _ in range(2))
+    """The half of the channels with the least variance over the video, as 1 and 0: float32 (D,); ties to the lower."""
+    width = slices.shape[2]
+    sums, squares = (torch.zeros(width, dtype=torch.float64, device=slices.device) for _ in range(2))
+    # A mean to subtract first: rounded back from float64, so that a constant channel has a variance of exactly 0.
+    first = slices[0].masked_fill(~finite[0, :, None], 0).mean(0, dtype=torch.float64).float()
     for _, values in finite_spans(slices, finite):
-        mean += values.sum((0, 1), dtype=torch.float64)
-    # Divided once and rounded back, so that a constant channel has a variance of exactly 0.
-    means = (mean / tokens).float()
-    for _, values in finite_spans(slices, finite):
-        variance += (values - means).square_().sum((0, 1), dtype=torch.float64)
-    return variance.argsort(stable=True)[: width // 2]
+        differences = values - first
+        sums += differences.sum((0, 1))
+        squares += differences.square_().sum((0, 1))
+    variance = squares - sums.square() / finite.numel()
+    return torch.zeros(width, device=slices.device).index_fill_(0, variance.argsort(stable=True)[: width // 2], 1)
 
 
-def _similarities(slices: Tensor, finite: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-    """`vidcom2_scores` over the given channels."""
-    centre = torch.zeros(channels.numel(), dtype=torch.float64, device=slices.device)
-    for _, values in finite_spans(slices, finite, channels):
-        centre += F.normalize(values, dim=-1).sum((0, 1), dtype=torch.float64)
-    centre /= finite.numel()
-    to_video, to_both = (torch.empty(slices.shape[:2], device=slices.device) for _ in range(2))
-    for span, values in finite_spans(slices, finite, channels):
-        units = F.normalize(values, dim=-1)
-        slice_centres = units.mean(1, keepdim=True, dtype=torch.float64)
-        to_video[span] = _similarity(units, centre.float())
-        to_slice = _similarity(units, slice_centres.float())
-        to_both[span] = torch.where(finite[span], to_video[span] + to_slice, torch.inf)
-    return to_video, to_both
+def _unit_tokens(slices: Tensor, finite: Tensor, steady: Tensor) -> tuple[Tensor, Tensor]:
+    """1 / length of each token over the steady channels, float32 (t, h·w), 0 for tokens of no length; and the mean of
+    each slice's unit tokens, float32 (t, D), 0 in other channels.
+    """
+    inverses = torch.empty(slices.shape[:2], device=slices.device)
+    centres = torch.empty(len(slices), slices.shape[2], device=slices.device)
+    for span, values in finite_spans(slices, finite):
+        lengths = (values.square() @ steady).sqrt_()
+        inverses[span] = torch.where(lengths > 0, 1 / lengths, 0)
+        centres[span] = (inverses[span, None] @ values)[:, 0] * steady / slices.shape[1]
+    return inverses, centres
 
 
-def _similarity(units: Tensor, centre: Tensor) -> Tensor:
-    """The sum of Gaussian kernels of several widths: (…, D) to (…,)."""
-    distances = (units - centre).square().sum(-1)
+def _similarity(distances: Tensor) -> Tensor:
+    """The sum of Gaussian kernels of several widths, of squared distances."""
     return torch.stack([torch.exp(-distances / (2 * width)) for width in _WIDTHS]).sum(0)

@@ -10,9 +10,9 @@ On CUDA copies go through pinned memory, and only the callers of `Computed.wait`
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -50,9 +50,15 @@ def taken_over(tensor: Tensor, purpose: str) -> Tensor:
     return tensor
 
 
-@cache
+_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+_making_streams = threading.Lock()  # `functools.cache` may call twice, and two streams are not in order
+
+
 def _stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # before the tower's
+    with _making_streams:
+        if (device, purpose) not in _streams:
+            _streams[device, purpose] = torch.cuda.Stream(device, priority=-1)  # before the tower's
+        return _streams[device, purpose]
 
 
 class Computed:
