@@ -65,7 +65,7 @@ def wilson(share: float, asked: int) -> tuple[float, float]:
 
 
 def paired_p(one: Cell, other: Cell) -> float:
-    """How likely a difference as large is, if both answered each clip equally well; two-sided, at least 1/(FLIPS + 1)."""
+    """How likely a difference as large is, if both answered each clip equally well; two-sided, at least 1/FLIPS."""
     gains: dict[int, int] = {}
     for mine, theirs in zip(one.answers, other.answers, strict=True):
         if (mine.seed, mine.question) != (theirs.seed, theirs.question):
@@ -84,8 +84,8 @@ def tables(cells: Sequence[Cell]) -> str:
         f"{len(cells[0].answers)} questions about {clips} clips that were not used in training, for each share.",
         "Share of exact matches, with Wilson's 95 % interval, and the tokens kept:",
         _overall(cells),
-        "The interval takes answers about one clip as independent. The paired test does not; its p is of each comparison "
-        "by itself.",
+        "The interval takes answers about one clip as independent. The paired test does not; its p is of each "
+        "comparison by itself.",
         "Difference to dropping at random, and to EVS, in points (p of the paired test over clips); – where the first "
         "keeps more tokens than the second:",
         _differences(cells),
