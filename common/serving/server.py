@@ -30,6 +30,7 @@ from common.telemetry.otlp import export_spans
 
 _LINGER_S = 0.25
 _HEALTH_S = 0.5
+GPU_STEP_TIMEOUT_S = 300.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 log = structlog.get_logger()
@@ -60,6 +61,12 @@ class StepWatch:
 
     since_ns: Callable[[], int | None]
     timeout_s: float
+
+    @classmethod
+    def of(cls, since_ns: Callable[[], int | None], timeout_s: float | None, device: str) -> StepWatch:
+        """timeout_s: --step-timeout-s; None: GPU_STEP_TIMEOUT_S on a GPU, and no limit on a CPU, which may be slow but
+        does not hang. device: its type."""
+        return cls(since_ns, timeout_s or (math.inf if device == "cpu" else GPU_STEP_TIMEOUT_S))
 
     @property
     def late(self) -> bool:
@@ -111,7 +118,8 @@ async def serve(
         metrics_port=settings.metrics_port,
         model=str(settings.model),
     )
-    reporting = asyncio.create_task(_report_health(health, well, step or StepWatch(lambda: None, math.inf)))
+    reporting = asyncio.create_task(_report_health(health, well))
+    watching = asyncio.create_task(_end_on_late_steps(health, step)) if step else None
     await _either(stopping, broken or asyncio.Event())
     log.info("draining", grace_s=settings.drain_s)
     reporting.cancel()
@@ -122,6 +130,8 @@ async def serve(
     await asyncio.sleep(_LINGER_S)
     # With a grace period gRPC sends GOAWAY, so that channels switch to other replicas; without one they log an error.
     await server.stop(_LINGER_S)
+    if watching:  # also while it drains
+        watching.cancel()
     close_spans()
     log.info("stopped", cut_off=cut_off)
     if broken is not None and broken.is_set():
@@ -139,22 +149,28 @@ async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
             each.cancel()
 
 
-async def _report_health(health: Health, well: Callable[[], bool], step: StepWatch) -> None:
-    """Polls `well`, updates health and the metric, and logs each change. Ends the process once a step is late."""
+async def _report_health(health: Health, well: Callable[[], bool]) -> None:
+    """Polls `well`, updates health and the metric, and logs each change."""
     before: bool | None = None
     while True:
-        late = step.late
-        if (now := well() and not late) != before:
+        if (now := well()) != before:
             if before is not None:
                 log.log(logging.INFO if now else logging.ERROR, "healthy" if now else "unhealthy")
             SERVING.set(now)
             health.set_serving(now)
             before = now
-        if late:
-            log.error("a step takes longer than --step-timeout-s, and the process ends", timeout_s=step.timeout_s)
-            await asyncio.sleep(_LINGER_S)  # until watchers of health have heard of it
-            os._exit(ExitStatus.STUCK)
         await asyncio.sleep(_HEALTH_S)
+
+
+async def _end_on_late_steps(health: Health, step: StepWatch) -> None:
+    """Ends the process once a step is late."""
+    while not step.late:
+        await asyncio.sleep(_HEALTH_S)
+    SERVING.set(0)
+    health.set_serving(False)
+    log.error("a step takes longer than --step-timeout-s, and the process ends", timeout_s=step.timeout_s)
+    await asyncio.sleep(_LINGER_S)  # until watchers of health have heard of it
+    os._exit(ExitStatus.STUCK)
 
 
 def first_signal() -> asyncio.Event:

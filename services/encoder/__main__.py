@@ -59,7 +59,7 @@ async def _serve(
                 checkpoint.fingerprint, cache, output_bytes, channel, credentials, settings.max_inline_bytes
             )
             register = partial(add_EncoderServiceServicer_to_server, servicer)
-            step = StepWatch(lambda: batcher.forward_began_ns, settings.step_timeout_s)
+            step = StepWatch.of(lambda: batcher.forward_began_ns, settings.step_timeout_s, tower.device.type)
             return await serve(SERVICE, settings, register, lambda: batcher.alive, failed, step=step)
     finally:
         if towers.rank_failure.cause is None:

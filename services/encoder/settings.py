@@ -63,11 +63,11 @@ class EncoderSettings(UpstreamSettings):
         description="whether the tower's layers are compiled for the CPU at startup, which needs a C++ compiler, and "
         "some seconds at the first start; auto: unless the tower is very small",
     )
-    step_timeout_s: float = Field(
-        300.0,
+    step_timeout_s: float | None = Field(
+        None,
         gt=0,
         description="seconds that one forward of the tower may take; then health reports NOT_SERVING and the process "
-        "ends with status 4, because nothing else ends a device that hangs",
+        "ends with status 4, because nothing else ends a device that hangs; unset: 300 on a GPU, no limit on a CPU",
     )
     threads: int | None = Field(
         None, ge=1, description="CPU threads per operation, in each rank; unset: torch's default"

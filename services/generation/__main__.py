@@ -92,7 +92,7 @@ async def main() -> ExitStatus:
             servicer = GenerationServicer(
                 engine, media, tokenizer, defaults, limit, credentials, model.adapters, name, grammars, model.compact
             )
-            step = StepWatch(lambda: engine.step_began_ns, settings.step_timeout_s)
+            step = StepWatch.of(lambda: engine.step_began_ns, settings.step_timeout_s, model.device.type)
             register = partial(add_GenerationServiceServicer_to_server, servicer)
             status = await serve(SERVICE, settings, register, lambda: engine.alive, broken, step=step)
     if workers and model.device.type == "cuda":  # see Group.leave

@@ -119,11 +119,11 @@ class GenerationSettings(UpstreamSettings):
         "seconds a layer at the first start; auto: unless it is very small, or its layers are large. Never with "
         "adapters, quantised weights or tensor parallelism",
     )
-    step_timeout_s: float = Field(
-        300.0,
+    step_timeout_s: float | None = Field(
+        None,
         gt=0,
         description="seconds that one step of the engine may take; then health reports NOT_SERVING and the process "
-        "ends with status 4, because nothing else ends a device that hangs",
+        "ends with status 4, because nothing else ends a device that hangs; unset: 300 on a GPU, no limit on a CPU",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads per operation; unset: torch's default")
     adapters: Annotated[tuple[Annotated[AdapterFolder, PlainValidator(AdapterFolder.parse)], ...], NoDecode] = Field(

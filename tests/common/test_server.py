@@ -207,6 +207,12 @@ async def test_a_late_step_ends_the_process(tmp_path: Path, monkeypatch: pytest.
         since[0] = None
 
 
+def test_only_a_gpu_has_a_limit_of_steps_unless_it_is_set() -> None:
+    began_ns = time.monotonic_ns() - 301 * 10**9
+    for timeout_s, device, late in ((None, "cuda", True), (None, "cpu", False), (300.0, "cpu", True)):
+        assert StepWatch.of(lambda: began_ns, timeout_s, device).late == late
+
+
 async def becomes(status: str, channel: grpc.aio.Channel) -> None:
     wanted = health_pb2.HealthCheckResponse.ServingStatus.Value(status)
     health = health_pb2_grpc.HealthStub(channel)

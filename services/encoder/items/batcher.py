@@ -4,7 +4,8 @@
     forward:  [a0 a1 a2 b0]                    while it runs, more slices are queued for the next one
               [a0] [a1] [a2] [b0]              if the device has no memory for them together
 
-On CUDA a forward is launched while the one before it computes, as soon as the queue fills it.
+On CUDA a forward is launched while the one before it computes, as soon as the queue fills it: one more slice like the
+last would not fit.
 
 One thread runs the tower; slices may be submitted from any thread. It knows neither gRPC nor media items.
 """
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import TypeAlias
@@ -135,6 +137,17 @@ class Batcher:
             self._changed.notify()
         return piece.encoded
 
+    @contextmanager
+    def ending_on_device_errors(self) -> Iterator[None]:
+        """An error of the device inside ends the tower's service, too: the process can use the device no more."""
+        try:
+            yield
+        except torch.AcceleratorError:
+            log.exception("the device failed")
+            self.abort(_tower_ended())
+            self._on_end()
+            raise
+
     def close(self) -> None:
         """Cancels the queued slices and waits for the running forward and the end of the thread."""
         with self._changed:
@@ -246,11 +259,11 @@ class Batcher:
     def _next_batch(self) -> list[_Slice]:
         """Waits for slices and marks as many as fit as running; empty once closed.
 
-        Finishes the launched forward first, unless more slices wait than the next one holds.
+        Finishes the launched forward first, unless the next one is full.
         """
         while True:
             with self._changed:
-                if self._launched is None or self._num_fitting < len(self._queue):
+                if self._launched is None or self._full:
                     self._changed.wait_for(lambda: self._queue or self._closing)
                     if self._closing:
                         return []
@@ -264,6 +277,12 @@ class Batcher:
     @property
     def _num_fitting(self) -> int:
         return fitting((piece.size for piece in self._queue), self._largest)
+
+    @property
+    def _full(self) -> bool:
+        """Whether one more slice like the last would not fit into the next forward."""
+        sizes = [piece.size for piece in self._queue]
+        return bool(sizes) and fitting([*sizes, sizes[-1]], self._largest) <= len(sizes)
 
 
 def _tower_ended() -> Unavailable:

@@ -93,7 +93,7 @@ class CacheEntry:
         self.failure: BaseException | None = None
         self._tower = tower
         self._arrangement = tower.arrangement(plan)
-        self._batcher = batcher
+        self.batcher = batcher
         self._encoding_bytes = encoding_bytes
         self._reserved_bytes = 0
         self._buffer: Tensor | None = None
@@ -163,7 +163,8 @@ class CacheEntry:
         shape = (1 + self._tower.embed_levels, tokens, self._tower.embed_dim)
         allocate = partial(torch.empty, shape, dtype=self._tower.dtype, device=self._tower.device)
         try:
-            self._buffer = await asyncio.to_thread(allocate)  # a device may have to free memory first
+            with self.batcher.ending_on_device_errors():
+                self._buffer = await asyncio.to_thread(allocate)  # a device may have to free memory first
         except BaseException:  # the device may be out of memory; the next leader reserves again
             self.release_reservation()
             raise
@@ -194,7 +195,7 @@ class CacheEntry:
         frames = TimedFrames(pixels, times) if times else pixels
         try:
             load = self._tower.patches.load(pixels.shape)
-            submitted = self._batcher.submit(frames, target, load, partial(self._store, target))
+            submitted = self.batcher.submit(frames, target, load, partial(self._store, target))
         except Unavailable as error:
             self._ahead.release()
             self.fail(error)
@@ -207,7 +208,8 @@ class CacheEntry:
         """Copies embeddings that came with the prompt, (1 + levels, tokens, D), any float dtype."""
         assert self._buffer is not None
         self.times.begun_ns = monotonic_ns()
-        await asyncio.to_thread(self._buffer.copy_, embeds)
+        with self.batcher.ending_on_device_errors():
+            await asyncio.to_thread(self._buffer.copy_, embeds)
         self.times.encoded_ns = monotonic_ns()
         self.decoded_slices = self.encoded_slices = self.plan.slices
         self.notify()

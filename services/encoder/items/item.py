@@ -122,7 +122,8 @@ class Item:
             self._record_spans(entry, error)
             raise
         self._record_spans(entry, None)
-        self._embeds = await asyncio.to_thread(self._gather, entry, entry.embeds)
+        with entry.batcher.ending_on_device_errors():
+            self._embeds = await asyncio.to_thread(self._gather, entry, entry.embeds)
         add_request_stats(media=1, media_tokens_full=self.plan.grid.tokens, media_tokens=self._count)
         self._leave()
 

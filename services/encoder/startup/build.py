@@ -89,7 +89,8 @@ def device_of(settings: EncoderSettings, rank: int = 0) -> torch.device:
                     f"this machine has {found}"
                 )
             device = torch.device("cuda", first + rank)
-        torch.zeros(1, device=device)
+        # `cuda` has no index, and would not equal the device of its own tensors.
+        device = torch.zeros(1, device=device).device
     except (RuntimeError, AssertionError) as error:  # AssertionError: from builds of torch without CUDA
         raise StartupError(f"--device {name} cannot be used: {error}") from error
     return device

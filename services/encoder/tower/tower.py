@@ -120,9 +120,9 @@ class Tower:
         """
         with torch.inference_mode():
             pixels = [each.frames if isinstance(each, TimedFrames) else each for each in slices]
-            with beside(self.device, "upload"):
+            with beside(self.device, "upload") as uploading:
                 patches = torch.cat([patchify(send(frames, self.device), self.patches) for frames in pixels])
-            embeds = self.forward(taken_over(patches, "upload"), [self._side(each) for each in slices])
+            embeds = self.forward(taken_over(patches, uploading), [self._side(each) for each in slices])
             tokens = [self.patches.tokens(frames.shape) for frames in slices]
             return list(torch.split(embeds, tokens, dim=1))
 

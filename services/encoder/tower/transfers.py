@@ -29,23 +29,24 @@ def pin(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def beside(device: torch.device, purpose: str) -> Iterator[None]:
-    """Queues what is done inside on a stream of the device for that purpose; on the CPU it is just done.
+def beside(device: torch.device, purpose: str) -> Iterator[torch.cuda.Stream | None]:
+    """Queues what is done inside on a stream of the device for that purpose, and yields it; on the CPU it is just done.
 
     It waits for nothing on other streams: its inputs must be computed.
     """
     if device.type != "cuda":
-        yield
+        yield None
         return
-    with torch.cuda.stream(_stream_for(device, purpose)):
-        yield
+    stream = _stream_for(device, purpose)
+    with torch.cuda.stream(stream):
+        yield stream
 
 
-def taken_over(tensor: Tensor, purpose: str) -> Tensor:
-    """A tensor that was made `beside`, for use on the current stream, which waits for it."""
-    if tensor.is_cuda:
+def taken_over(tensor: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
+    """A tensor that was made on a stream of `beside`, for use on the current stream, which waits for it."""
+    if stream is not None:
         current = torch.cuda.current_stream(tensor.device)
-        current.wait_stream(_stream_for(tensor.device, purpose))
+        current.wait_stream(stream)
         tensor.record_stream(current)
     return tensor
 

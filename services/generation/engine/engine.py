@@ -205,7 +205,7 @@ class Engine:
         """Launches a step.
 
         If that fails, each window is computed by itself: only a request that fails alone fails. Computing keys and
-        values twice writes the same, and nothing that can fail comes after a random number is drawn.
+        values twice writes the same, and nothing that needs much memory comes after a random number is drawn.
         """
         try:
             launched = self._runner.launch(windows, self._unread)
@@ -243,10 +243,12 @@ class Engine:
             sampled = launched.read()
             self._publish(launched, self._postprocess(launched.windows, sampled))
 
-    def _postprocess(self, windows: Sequence[Window], sampled: Mapping[Window, Sequence[SampledToken]]) -> int:
+    def _postprocess(
+        self, windows: Sequence[Window], sampled: Mapping[Window, Sequence[SampledToken] | Exception]
+    ) -> int:
         """Appends sampled tokens to their answers, ends answers and sends events. Returns the accepted draft tokens.
 
-        sampled: for each window that samples, its accepted draft tokens and one more.
+        sampled: for each window that samples, its accepted draft tokens and one more, or why its request must fail.
         """
         total_accepted = 0
         with self._lock:
@@ -259,11 +261,13 @@ class Engine:
                     self._fail([request], _as_failure(error))
         return total_accepted
 
-    def _append(self, window: Window, sampled: Sequence[SampledToken]) -> int:
+    def _append(self, window: Window, sampled: Sequence[SampledToken] | Exception) -> int:
         """Appends the tokens of one window. Returns its accepted draft tokens."""
         request, num_computed = window.request, window.end - window.num_draft_tokens
         if request.status is Status.DONE or not sampled:  # it ended or was cancelled meanwhile
             return 0
+        if isinstance(sampled, Exception):
+            raise sampled
         request.num_unread -= 1
         for accepted, token in enumerate(sampled):
             if accepted:  # the token before this one was a draft token: its keys and values are in the cache

@@ -84,10 +84,16 @@ class Launched:
             return {}
         return dict(zip((window.request for window in self._sampling), self._choice.token_ids, strict=True))
 
-    def read(self) -> dict[Window, list[SampledToken]]:
-        """For each window that samples, its accepted draft tokens and one more token. Waits for the device."""
-        sampled = [[token] for token in self._choice.read()] if self._choice else self._sampled
-        return dict(zip(self._sampling, sampled, strict=True))
+    def read(self) -> dict[Window, list[SampledToken] | Exception]:
+        """For each window that samples, its accepted draft tokens and one more token, or why its request must fail.
+
+        Waits for the device.
+        """
+        if self._choice is None:
+            return dict(zip(self._sampling, self._sampled, strict=True))
+        sampled = [[token] for token in self._choice.read()]
+        found: dict[Window, list[SampledToken] | Exception] = dict(zip(self._sampling, sampled, strict=True))
+        return found | {self._sampling[row]: error for row, error in self._choice.errors.items()}
 
 
 class Runner:

@@ -100,6 +100,13 @@ class SamplingState:
         """Whether the most likely token by the raw logits is chosen."""
         return self.params.greedy and self.penalties is None and self.document is None
 
+    def add(self, token_id: int) -> None:
+        """Counts a token of the answer."""
+        if self.penalties:
+            self.penalties.add(token_id)
+        if self.document:
+            self.document.add(token_id)
+
     def draw(self) -> float:
         """The next number of the answer's generator, uniform in [0, 1)."""
         return float(torch.rand((), dtype=torch.float64, generator=self._generator))
@@ -142,13 +149,17 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
 
     logits: [B, V], any float dtype, one row for each state; not changed.
     """
-    return Choice(logits, states).read()
+    choice = Choice(logits, states)
+    sampled = choice.read()
+    for error in choice.errors.values():
+        raise error
+    return sampled
 
 
 class Choice:
     """One sampled token for each row, which the device may still be computing.
 
-    token_ids: int64 [B], on the device.
+    token_ids: int64 [B], on the device. errors: by row, why the state could not take its token.
     """
 
     def __init__(self, logits: Tensor, states: Sequence[SamplingState], unread: Mapping[int, Tensor] = {}) -> None:
@@ -159,30 +170,33 @@ class Choice:
         """
         scores = logits.float()
         self._states = states
+        self.errors: dict[int, Exception] = {}
+        # Before the draws: what may lack memory must not fail after them, or a second try would draw other numbers.
+        self._with_logprobs = [row for row, state in enumerate(states) if state.params.logprobs]
+        if self._with_logprobs:
+            at_logprobs = _indices(self._with_logprobs, scores)
+            logprobs = scores[at_logprobs].log_softmax(dim=-1)
+            tops = _most_likely(logprobs, max(states[row].params.top_logprobs for row in self._with_logprobs))
         self.token_ids = scores.argmax(dim=-1)
         rows = [row for row, state in enumerate(states) if not state.plain]
         if rows:
             at = _indices(rows, scores)
             late = {place: unread[row] for place, row in enumerate(rows) if row in unread}
             self.token_ids[at] = _choose(scores[at], [states[row] for row in rows], late)
-        self._with_logprobs = [row for row, state in enumerate(states) if state.params.logprobs]
         results = [self.token_ids]
         if self._with_logprobs:
-            at = _indices(self._with_logprobs, scores)
-            logprobs = scores[at].log_softmax(dim=-1)
-            tops = max(states[row].params.top_logprobs for row in self._with_logprobs)
-            results += [logprobs.gather(-1, self.token_ids[at][:, None])[:, 0], *_most_likely(logprobs, tops)]
+            results += [logprobs.gather(-1, self.token_ids[at_logprobs][:, None])[:, 0], *tops]
         self._results = ToHost(results)
 
     def read(self) -> list[SampledToken]:
-        """The tokens. Waits for the device, and updates the states."""
+        """The tokens. Waits for the device, and updates the states; `errors` has the rows of those that cannot be."""
         token_ids, *logprobs = (each.tolist() for each in self._results.wait())
         sampled = list(map(SampledToken, token_ids))
-        for token_id, state in zip(token_ids, self._states, strict=True):
-            if state.penalties:
-                state.penalties.add(token_id)
-            if state.document:
-                state.document.add(token_id)
+        for row, (token_id, state) in enumerate(zip(token_ids, self._states, strict=True)):
+            try:
+                state.add(token_id)
+            except Exception as error:
+                self.errors[row] = error
         if logprobs:
             for row, logprob, ids, values in zip(self._with_logprobs, *logprobs, strict=True):
                 tops = self._states[row].params.top_logprobs

@@ -97,7 +97,8 @@ def device_of(settings: GenerationSettings, rank: int = 0) -> torch.device:
                     f"cuda:{first}; this machine has {found}"
                 )
             device = torch.device("cuda", first + rank)
-        torch.zeros(1, device=device)
+        # `cuda` has no index, and would not equal the device of its own tensors.
+        device = torch.zeros(1, device=device).device
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         raise StartupError(f"--device {name} cannot be used: {error}") from error
     return device

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import structlog
@@ -47,6 +48,8 @@ def main() -> None:
 def run_steps(orders: Orders, runner: Runner, group: Group) -> None:
     """Executes steps until rank 0 closes the connection or sends an empty message."""
     model = runner.model
+    # Pinned rows of graphs are written again two steps later.
+    computed = cycle([torch.cuda.Event(), torch.cuda.Event()]) if model.device.type == "cuda" else None
     while data := orders.receive():
         packed = from_bytes(data)
         features = None
@@ -56,9 +59,12 @@ def run_steps(orders: Orders, runner: Runner, group: Group) -> None:
         unread = None
         if rows := packed.unread_rows.size:
             unread = group.from_first(torch.empty(rows, dtype=torch.int64, device=model.device))
+        done = next(computed) if computed else None
+        if done:
+            done.synchronize()
         runner.compute(packed, features, unread)
-        if model.device.type == "cuda":  # the next replay overwrites pinned rows that may still be being copied
-            torch.cuda.current_stream().synchronize()
+        if done:
+            done.record()
 
 
 if __name__ == "__main__":
