@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.checkpoint import field_of
+
 _SHRUNK_ABOVE = 1.1
 
 
@@ -51,11 +53,10 @@ class AnyRes:
 
     @classmethod
     def of(cls, config: Any, most_tiles: int | None) -> AnyRes:
-        """From a whole model's config."""
-        vision = config["vision_config"]
-        tile_px = int(vision["image_size"])
-        pinpoints = tuple((int(height), int(width)) for height, width in config["image_grid_pinpoints"])
-        return cls(tile_px, tile_px // int(vision["patch_size"]), pinpoints, most_tiles)
+        """From a whole model's config. Raises StartupError for a field that it lacks."""
+        tile_px, patch_px = (int(field_of(config, "vision_config", name)) for name in ("image_size", "patch_size"))
+        pinpoints = tuple((int(height), int(width)) for height, width in field_of(config, "image_grid_pinpoints"))
+        return cls(tile_px, tile_px // patch_px, pinpoints, most_tiles)
 
     def tiles(self, height_px: int, width_px: int) -> Tiles:
         """The tiles of a picture of this size."""

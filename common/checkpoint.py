@@ -95,6 +95,15 @@ class Checkpoint:
     def model_type(self) -> str:
         return str(self.config.get("model_type", ""))
 
+    def config_as(self, config_class: Any) -> Any:
+        """config.json as transformers' config class. Raises StartupError, with the field, for a value it refuses."""
+        from huggingface_hub.errors import StrictDataclassError
+
+        try:
+            return config_class.from_pretrained(self.folder)
+        except StrictDataclassError as error:
+            raise StartupError(f"{self.folder}/config.json: {' '.join(str(error).split())}") from error
+
     def pick(self, families: Mapping[str, T]) -> T:
         """The entry of its model type in a service's registry of families. Raises StartupError for an unknown type."""
         if self.model_type not in families:
@@ -142,6 +151,16 @@ class Checkpoint:
             for sample in _weight_samples(path):
                 _add(digest, sample)
         return digest.digest()
+
+
+def field_of(config: Mapping[str, Any], *path: str) -> Any:
+    """The value of a field of config.json. Raises StartupError if it is absent or null."""
+    value: Any = config
+    for name in path:
+        value = (value or {}).get(name)
+    if value is None:
+        raise StartupError(f"config.json lacks {'.'.join(path)}")
+    return value
 
 
 def _add(digest: hashlib._Hash, part: bytes) -> None:

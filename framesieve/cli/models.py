@@ -21,8 +21,9 @@ def models(as_json: JsonOption = False) -> None:
         families = [asdict(each) | {"media": [kind.value for kind in each.media]} for each in MODEL_FAMILIES]
         print_json({"families": families})
         return
+    width = 2 + max(len(family.model_type) for family in MODEL_FAMILIES)
     for family in MODEL_FAMILIES:
-        typer.echo(f"{family.model_type:14}{family.models}\n{'':14}{_abilities(family)}")
+        typer.echo(f"{family.model_type:{width}}{family.models}\n{'':{width}}{_abilities(family)}")
 
 
 def _abilities(family: ModelFamily) -> str:

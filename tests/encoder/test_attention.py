@@ -104,6 +104,11 @@ def test_a_wrong_kernel_fails(kernel: Attend) -> None:
         check_kernel(kernel, CPU, torch.float32, 3, 16)
 
 
+def test_attention_by_length_is_registered_for_rows_on_cuda() -> None:
+    """Of a tower in float32, or with --tower-attention sdpa; tests/gpu computes with it."""
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("framesieve::attend_by_length", "CUDA")
+
+
 def test_cudnn_attention_is_disabled_on_cuda() -> None:
     with patch.object(torch.backends.cuda, "enable_cudnn_sdp") as enable:
         find_attention("sdpa", CUDA, torch.bfloat16, 2, 64)

@@ -226,24 +226,40 @@ def test_a_plan_with_other_frames_or_another_grid_breaks_the_contract(
 
 
 @pytest.mark.parametrize(
-    ("fields", "why"),
+    ("kind", "fields", "why"),
     [
-        ({"vision_feature_layer": 4}, "vision_feature_layer .* lacks"),
-        ({"vision_feature_layer": [-5, 1]}, "vision_feature_layer .* lacks"),
-        ({"vision_config": {"model_type": "dinov2"}}, "'dinov2' is not supported, only clip_vision_model"),
+        ("llava", {"vision_feature_layer": 4}, "vision_feature_layer .* lacks"),
+        ("llava", {"vision_feature_layer": [-5, 1]}, "vision_feature_layer .* lacks"),
+        ("llava", {"vision_config": {"model_type": "dinov2"}}, "'dinov2' is not supported, only clip_vision_model"),
+        ("llava", {"vision_feature_select_strategy": "class"}, "'vision_feature_select_strategy' .* got class"),
+        ("llava", {"vision_config": {"tie_last_hidden_states": True}}, "vision_config.tie_last_hidden_states"),
+        ("mistral3", {"vision_feature_layer": [-1, 1]}, r"vision_feature_layer \[-1, 1\] is not supported"),
+        ("internvl", {"vision_feature_layer": [-1]}, r"vision_feature_layer \[-1\] is not supported"),
+        ("internvl", {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy 'full' is not"),
+        ("internvl", {"vision_config": {"image_size": [56, 70]}}, r"vision_config.image_size \[56, 70\] is not"),
+        ("internvl", {"vision_config": {"patch_size": [14, 7]}}, r"vision_config.patch_size \[14, 7\] is not"),
     ],
 )
 def test_a_tower_that_cannot_be_made_is_refused(
-    checkpoints: Callable[[str], Path], tmp_path: Path, fields: dict[str, Any], why: str
+    checkpoints: Callable[[str], Path], tmp_path: Path, kind: str, fields: dict[str, Any], why: str
 ) -> None:
-    folder = changed(checkpoints("llava"), tmp_path / "other", **fields)
+    folder = changed(checkpoints(kind), tmp_path / "other", **fields)
     with pytest.raises(StartupError, match=why):
         load_tower(Checkpoint(folder), "float32", CPU)
 
 
-def test_float16_is_refused(checkpoints: Callable[[str], Path]) -> None:
-    with pytest.raises(StartupError, match="--dtype float16: clip_vision_model towers"):
-        load_tower(Checkpoint(checkpoints("llava")), "float16", CPU)
+@pytest.mark.parametrize(
+    ("kind", "tower"),
+    [
+        ("llava", "clip_vision_model"),
+        ("llava_siglip", "siglip_vision_model"),
+        ("mistral3", "pixtral"),
+        ("internvl", "internvl_vision"),
+    ],
+)
+def test_float16_is_refused(checkpoints: Callable[[str], Path], kind: str, tower: str) -> None:
+    with pytest.raises(StartupError, match=f"--dtype float16: {tower} towers"):
+        load_tower(Checkpoint(checkpoints(kind)), "float16", CPU)
 
 
 def test_weights_that_are_missing_are_named(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:

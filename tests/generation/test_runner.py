@@ -118,11 +118,29 @@ def test_weights_that_differ_from_the_config_are_named(family: str, family_check
             load(broken)
 
 
+def test_dynamic_frequencies_are_the_default_ones_as_long_as_positions_fit_into_the_context(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Of InternVL 2.5 and 3, written as in their published files."""
+    text_config = {
+        "rope_parameters": None,
+        "rope_scaling": {"factor": 2.0, "rope_type": "dynamic"},
+        "rope_theta": 10000.0,
+        "max_position_embeddings": len(PROMPT.ids) + 8,
+    }
+    folder = changed(checkpoints("internvl"), tmp_path / "other", text_config=text_config)
+    assert load_reference("internvl", folder).config.text_config.rope_parameters["rope_type"] == "dynamic"
+    model = load(folder)
+    assert answer(model) == answer_of_transformers("internvl", folder)
+    assert model.position_axes == 1  # so admission checks the whole prompt against the context
+    assert model.text.rotary_emb.rope_type == "default"  # the class of `dynamic` waits for the device
+
+
 @pytest.mark.parametrize(
     ("text_config", "message"),
     [
         ({"use_sliding_window": True}, "text_config.use_sliding_window: sliding window"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "'linear' is not supported"),
     ],
 )
 def test_an_unsupported_text_config_is_a_startup_error(
@@ -130,6 +148,26 @@ def test_an_unsupported_text_config_is_a_startup_error(
 ) -> None:
     with pytest.raises(StartupError, match=message):
         load(changed(family_checkpoint, tmp_path / "other", text_config=text_config))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        # Positions on three axes are not checked against the context.
+        (
+            "qwen2_5_vl",
+            {"text_config": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}},
+            "'dynamic' is not supported",
+        ),
+        ("mistral3", {"text_config": {"sliding_window": 4096}}, "text_config.sliding_window: sliding window"),
+        ("llava", {"vision_feature_select_strategy": "class"}, "'vision_feature_select_strategy' .* got class"),
+    ],
+)
+def test_a_config_that_one_family_does_not_support_is_a_startup_error(
+    checkpoints: Callable[[str], Path], tmp_path: Path, name: str, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(StartupError, match=message):
+        load(changed(checkpoints(name), tmp_path / "other", **fields))
 
 
 def test_bfloat16_runs_with_float32_logits(family_checkpoint: Path) -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from transformers import AutoTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -114,6 +115,48 @@ def test_a_picture_is_sent_as_the_image_processor_makes_it(
     assert apart.max() <= (0 if (height, width) == expected.shape[:2] else ROUNDING)
 
 
+OTHERS: list[tuple[str, Any, dict[str, Any]]] = [
+    ("llava", LlavaImageProcessorPil, {"image_processor_type": "LlavaImageProcessor", "do_pad": True}),
+    ("llava", LlavaImageProcessorPil, {"image_processor_type": None, "do_pad": True}),
+    (
+        "llava_siglip",
+        LlavaImageProcessorPil,
+        {"image_processor_type": "LlavaImageProcessorPil", "do_pad": True, "do_center_crop": False},
+    ),
+    ("llava", CLIPImageProcessorPil, {"do_pad": True}),
+    ("llava", CLIPImageProcessorPil, {"size": {"height": 70, "width": 51}}),
+    ("llava", CLIPImageProcessorPil, {"size": {"height": 56, "width": 56}, "do_center_crop": False}),
+]
+
+
+@pytest.mark.parametrize(("kind", "class_", "settings"), OTHERS, ids=str)
+def test_a_picture_is_padded_stretched_and_cropped_as_the_settings_say(
+    checkpoints: Callable[[str], Path], tmp_path: Path, kind: str, class_: Any, settings: dict[str, Any]
+) -> None:
+    folder = with_settings(checkpoints(kind), tmp_path / "other", settings)
+    planner, made = Planner(Checkpoint(folder), None), class_.from_pretrained(folder)
+    for width, height in SIZES:
+        data = picture(width, height)
+        planned = planner.plan(conversation(image(data), "What?"))
+        (media,) = planned.media
+        (sent,) = media.slices()
+        planned.files.close()
+        decoded = np.array(Image.open(BytesIO(data)).convert("RGB"))
+        theirs = made(decoded, do_rescale=False, do_normalize=False, return_tensors="np")["pixel_values"][0]
+        expected = theirs.transpose(1, 2, 0)
+        apart = np.abs(sent.pixels[0].astype(int) - expected)
+        assert (apart > ROUNDING).mean() < (0.001 if height > width else 1e-9)
+        if class_ is LlavaImageProcessorPil and made.do_pad and width != height:
+            assert sent.pixels[0][0, 0].tolist() == expected[0, 0].tolist()  # of the colour that is padded with
+
+
+def with_settings(folder: Path, to: Path, settings: dict[str, Any], **config: Any) -> Path:
+    """A copy of a checkpoint whose image processor and config have these fields."""
+    path = changed(folder, to, **config) / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return to
+
+
 def test_each_image_expands_as_by_the_processor(planner: Planner, kind: str, folder: Path) -> None:
     datas = [picture(*size) for size in SIZES]
     parts = [part for number, data in enumerate(datas) for part in (image(data), f"Picture {number}. ")]
@@ -182,7 +225,20 @@ def test_what_the_model_cannot_take_is_named(
         ("llava", {"vision_config": {"model_type": "dinov2"}}, {}, "'dinov2' is not supported"),
         ("llava", {}, {"resample": 2}, "resample is 2, only 3"),
         ("llava", {}, {"crop_size": {"height": 70, "width": 70}}, "vision_config.image_size is 56"),
+        ("llava", {}, {"size": {"longest_edge": 56}}, "makes None pixels"),
         ("llava_pixtral", {"vision_feature_select_strategy": "default"}, {}, "select_strategy full"),
+        ("llava", {"vision_feature_select_strategy": "class"}, {}, "vision_feature_select_strategy 'class'"),
+        ("llava_onevision", {"vision_feature_select_strategy": "class"}, {}, "vision_feature_select_strategy 'class'"),
+        ("llava_next_video", {"vision_feature_select_strategy": "class"}, {}, "vision_feature_select_strategy 'class'"),
+        ("internvl", {"vision_feature_select_strategy": "class"}, {}, "vision_feature_select_strategy 'class'"),
+        ("llava_onevision", {"image_grid_pinpoints": None}, {}, "config.json lacks image_grid_pinpoints"),
+        ("llava_next_video", {"image_grid_pinpoints": None}, {}, "config.json lacks image_grid_pinpoints"),
+        ("llava_onevision", {"vision_config": {"image_size": 60}}, {}, "config.json lacks vision_config.patch_size"),
+        ("llava_next_video", {"vision_config": {"image_size": 56}}, {}, "config.json lacks vision_config.patch_size"),
+        ("llava_onevision", {"text_config": {"vocab_size": None}}, {}, "config.json lacks text_config.vocab_size"),
+        ("llava_next_video", {"text_config": {"vocab_size": None}}, {}, "config.json lacks text_config.vocab_size"),
+        ("internvl", {"vision_config": {"image_size": [56, 70]}}, {}, r"vision_config.image_size \[56, 70\] is not"),
+        ("internvl", {"vision_config": {"patch_size": [14, 7]}}, {}, r"vision_config.patch_size \[14, 7\] is not"),
     ],
 )
 def test_settings_that_contradict_the_tower_are_refused(
@@ -193,8 +249,6 @@ def test_settings_that_contradict_the_tower_are_refused(
     settings: dict[str, Any],
     why: str,
 ) -> None:
-    folder = changed(checkpoints(kind), tmp_path / "other", **config)
-    path = folder / "preprocessor_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    folder = with_settings(checkpoints(kind), tmp_path / "other", settings, **config)
     with pytest.raises(StartupError, match=why):
         Planner(Checkpoint(folder), None)

@@ -36,12 +36,21 @@ class _Projector(InternVLMultiModalProjector):
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
-    config: Any = InternVLConfig.from_pretrained(checkpoint.folder)
+    config: Any = checkpoint.config_as(InternVLConfig)
     vision = config.vision_config
     if not (vision.use_mean_pooling and vision.use_absolute_position_embeddings) or vision.use_mask_token:
         raise StartupError(
             "vision_config: only mean pooling and absolute positions, without a mask token, are supported"
         )
+    if not isinstance(config.vision_feature_layer, int):
+        raise StartupError(f"vision_feature_layer {config.vision_feature_layer} is not supported, only one layer")
+    if config.vision_feature_select_strategy != "default":
+        raise StartupError(
+            f"vision_feature_select_strategy {config.vision_feature_select_strategy!r} is not supported, only 'default'"
+        )
+    for name in ("image_size", "patch_size"):
+        if len(set(sides := getattr(vision, name))) > 1:
+            raise StartupError(f"vision_config.{name} {list(sides)} is not supported, only squares")
     merge = round(1 / config.downsample_ratio)
     tower = load_projected(checkpoint, config, dtype, device, attention, projector=_Projector, merge=merge)
 

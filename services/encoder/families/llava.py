@@ -48,7 +48,7 @@ _WITH_CLASS_TOKEN = ("clip_vision_model", "internvl_vision")
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
-    return load_projected(checkpoint, LlavaConfig.from_pretrained(checkpoint.folder), dtype, device, attention)
+    return load_projected(checkpoint, checkpoint.config_as(LlavaConfig), dtype, device, attention)
 
 
 def load_projected(
@@ -71,6 +71,10 @@ def load_projected(
     if vision.model_type not in _CLASSES:
         raise StartupError(
             f"vision_config.model_type {vision.model_type!r} is not supported, only {', '.join(_CLASSES)}"
+        )
+    if getattr(vision, "tie_last_hidden_states", False):
+        raise StartupError(
+            "vision_config.tie_last_hidden_states true is not supported: the last output is taken before its norm"
         )
     lead = int(vision.model_type in _WITH_CLASS_TOKEN)
     dropped = int(getattr(config, "vision_feature_select_strategy", "full") == "default")

@@ -33,7 +33,7 @@ _POOLS: dict[str, Callable[..., Tensor]] = {"average": F.avg_pool2d, "max": F.ma
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
-    config: Any = LlavaNextVideoConfig.from_pretrained(checkpoint.folder)
+    config: Any = checkpoint.config_as(LlavaNextVideoConfig)
     if config.spatial_pool_mode not in _POOLS:
         raise StartupError(f"spatial_pool_mode {config.spatial_pool_mode!r} is not supported, only {', '.join(_POOLS)}")
     pool = partial(_POOLS[config.spatial_pool_mode], kernel_size=config.spatial_pool_stride)

@@ -27,7 +27,7 @@ from services.encoder.tower.tower import Arrangement, Tower
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
-    config = LlavaOnevisionConfig.from_pretrained(checkpoint.folder)
+    config = checkpoint.config_as(LlavaOnevisionConfig)
     tower = load_projected(checkpoint, config, dtype, device, attention)
     anyres = AnyRes.of(config.to_dict(), int(config.vision_aspect_ratio.removeprefix("anyres_max_")))
     return replace(tower, arrange=_Arranging(anyres))

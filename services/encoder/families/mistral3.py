@@ -10,6 +10,7 @@ from transformers import Mistral3Config
 from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
 
 from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
 from services.encoder.families.llava import load_projected
 from services.encoder.tower.attention import Wanted
 from services.encoder.tower.tower import Tower
@@ -27,6 +28,11 @@ class _Projector(Mistral3MultiModalProjector):
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
-    config: Any = Mistral3Config.from_pretrained(checkpoint.folder)
+    config: Any = checkpoint.config_as(Mistral3Config)
+    layers = config.vision_feature_layer
+    if not isinstance(layers, int) and len(layers) > 1:
+        raise StartupError(
+            f"vision_feature_layer {layers} is not supported, only one layer: the projector takes no more"
+        )
     merge = config.spatial_merge_size
     return load_projected(checkpoint, config, dtype, device, attention, projector=_Projector, merge=merge)

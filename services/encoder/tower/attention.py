@@ -4,8 +4,9 @@
     ends:  0        3        6      8  8
 
 On CUDA in half precision one call of torch's variable-length flash kernel, which is tested once at the start. It reads
-the ends on the device, so a captured graph follows new ones. Otherwise transformers calls SDPA for each sequence, or on
-a CPU `attend_by_length` computes neighbours of equal length together (a, b).
+the ends on the device, so a captured graph follows new ones. Otherwise `attend_by_length` computes neighbours of equal
+length together (a, b), on a CPU and for layers that do not split sequences themselves; layers that do call SDPA for
+each sequence.
 Sources: `torch.nn.attention.varlen`, FlashAttention 2, arXiv 2307.08691; `transformers.AttentionInterface`.
 """
 
@@ -121,8 +122,9 @@ def check_kernel(attend: Attend, device: torch.device, dtype: torch.dtype, heads
 def attend_by_length(
     query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int
 ) -> Tensor:
-    """Implements `Attend` on a CPU: a call for each run of sequences of equal length.
+    """Implements `Attend`: a call for each run of sequences of equal length.
 
+    query, key, value: on any device. ends: on the host, where they are read without waiting for the device.
     Slices of one size have the same windows, and are computed together. Queries with other ends than the keys are
     computed a sequence at a time.
 
@@ -151,7 +153,8 @@ def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -
     lengths, rows = ends.diff().tolist(), int(ends[-1])
     period = next(n for n in range(1, len(lengths) + 1) if lengths == lengths[:n] * (len(lengths) // n))
     repeats = len(lengths) // period
-    attend = _softmax_of_products if _multiplies_fast(query.dtype) else F.scaled_dot_product_attention
+    on_cpu = query.device.type == "cpu"
+    attend = _softmax_of_products if on_cpu and _multiplies_fast(query.dtype) else F.scaled_dot_product_attention
     out = torch.empty_like(query)
     end = 0
     for length, run in groupby(lengths[:period]):
@@ -170,6 +173,7 @@ def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -
 _library = torch.library.Library("framesieve", "FRAGMENT")
 _library.define("attend_by_length(Tensor query, Tensor key, Tensor value, Tensor ends) -> Tensor")
 _library.impl("attend_by_length", _attend_by_length, "CPU")
+_library.impl("attend_by_length", _attend_by_length, "CUDA")  # that of the rows: the ends are on the host
 _library.impl("attend_by_length", lambda query, key, value, ends: torch.empty_like(query), "Meta")
 
 

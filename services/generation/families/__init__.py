@@ -39,7 +39,7 @@ def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
     """Raises StartupError if a checkpoint's language model cannot be divided among `ranks` ranks."""
     checkpoint.pick(FAMILIES)
     flat = checkpoint.model_type == "minicpmv"
-    text = minicpmv.text_config(checkpoint) if flat else AutoConfig.from_pretrained(checkpoint.folder).get_text_config()
+    text = minicpmv.text_config(checkpoint) if flat else checkpoint.config_as(AutoConfig).get_text_config()
     check_sizes(text, ranks)
 
 

@@ -16,5 +16,5 @@ from services.generation.parallel.group import Group
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
     """The family's `load_language_model`."""
-    config = InternVLConfig.from_pretrained(checkpoint.folder)
+    config = checkpoint.config_as(InternVLConfig)
     return load_linear(checkpoint, config, InternVLForConditionalGeneration, dtype, device, group)

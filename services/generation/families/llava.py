@@ -29,10 +29,12 @@ _TEXT_CLASSES: Mapping[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Model, Qwen2RotaryEmbedding),
 }
 
+_DYNAMIC = "dynamic"
+
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
     """The family's `load_language_model`."""
-    config = LlavaConfig.from_pretrained(checkpoint.folder)
+    config = checkpoint.config_as(LlavaConfig)
     return load_linear(checkpoint, config, LlavaForConditionalGeneration, dtype, device, group)
 
 
@@ -43,6 +45,11 @@ def load_linear(
     kind = config.text_config.model_type
     if kind not in _TEXT_CLASSES:
         raise StartupError(f"text_config.model_type {kind!r} is not supported, only {', '.join(_TEXT_CLASSES)}")
+    rope = config.text_config.rope_parameters or {}
+    if rope.get("rope_type") == _DYNAMIC:
+        # Up to max_position_embeddings the frequencies are those of `default`, and `PromptLimit` keeps the positions of
+        # these models below it. transformers' class for `dynamic` would wait for the device in each forward.
+        config.text_config.rope_parameters = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     classes = TextClasses(whole_class, *_TEXT_CLASSES[kind])
     model = load_text(checkpoint, config, classes, TEXT_PREFIXES, dtype, device, group)
     return replace(model, position_axes=1)

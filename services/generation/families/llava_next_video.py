@@ -16,5 +16,5 @@ from services.generation.parallel.group import Group
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
     """The family's `load_language_model`."""
-    config = LlavaNextVideoConfig.from_pretrained(checkpoint.folder)
+    config = checkpoint.config_as(LlavaNextVideoConfig)
     return load_with_newline(checkpoint, config, LlavaNextVideoForConditionalGeneration, dtype, device, group)

@@ -23,7 +23,7 @@ _NEWLINES = ("model.image_newline", "image_newline")
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
     """The family's `load_language_model`."""
-    config = LlavaOnevisionConfig.from_pretrained(checkpoint.folder)
+    config = checkpoint.config_as(LlavaOnevisionConfig)
     return load_with_newline(checkpoint, config, LlavaOnevisionForConditionalGeneration, dtype, device, group)
 
 

@@ -17,5 +17,5 @@ from services.generation.parallel.group import Group
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
     """The family's `load_language_model`."""
-    config = Mistral3Config.from_pretrained(checkpoint.folder)
+    config = checkpoint.config_as(Mistral3Config)
     return load_linear(checkpoint, config, Mistral3ForConditionalGeneration, dtype, device, group)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
@@ -55,12 +55,12 @@ class InternVL:
         config, image = checkpoint.config, checkpoint.processor("image")
         vision, names = config.get("vision_config") or {}, checkpoint.read_json("tokenizer_config.json")
         check_processors(checkpoint)
-        side_px, patch_px = _side(vision.get("image_size", 448)), _side(vision.get("patch_size", 14))
+        side_px, patch_px = _side(vision, "image_size", 448), _side(vision, "patch_size", 14)
         for name, settings in (("image", image), ("video", checkpoint.processor("video") or image)):
             if set((settings.get("size") or {}).values()) != {side_px}:
                 raise StartupError(f"the {name} processor's size is {settings.get('size')}, vision_config's {side_px}")
-        if config.get("vision_feature_select_strategy", "default") != "default":
-            raise StartupError("only vision_feature_select_strategy default is supported")
+        if (selects := config.get("vision_feature_select_strategy", "default")) != "default":
+            raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'default'")
         context = str(names.get("context_image_token", "<IMG_CONTEXT>"))
         return cls(
             placeholders={Modality.IMAGE: context, Modality.VIDEO: str(names.get("video_token", "<video>"))},
@@ -137,5 +137,10 @@ class InternVL:
         return best
 
 
-def _side(value: int | list[int]) -> int:
-    return value if isinstance(value, int) else int(value[0])
+def _side(vision: Mapping[str, Any], name: str, default: int) -> int:
+    """A side of vision_config. Raises StartupError for two that differ."""
+    value = vision.get(name, default)
+    sides = [value] if isinstance(value, int) else value
+    if len(set(sides)) > 1:
+        raise StartupError(f"vision_config.{name} {sides} is not supported, only squares")
+    return int(sides[0])

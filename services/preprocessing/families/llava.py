@@ -3,9 +3,10 @@
 Positions are one-dimensional. The image processor says how a picture becomes a frame:
 
     shortest_edge, crop_size    resized until its shorter side fits, the centre cut out         CLIP
-    height, width               stretched                                                       SigLIP
+    height, width               stretched; with do_center_crop the centre is cut out            SigLIP
     longest_edge                shrunk until its longer side fits, sides rounded up to patches  Pixtral
 
+`LlavaImageProcessor` with do_pad pads it to a square first; that of the others means padding of batches.
 Mistral 3 merges patches to tokens, whose multiples are then the sides. Pixtral's rows end with [IMG_BREAK], the last
 one with [IMG_END].
 Source: `LlavaProcessor`, `PixtralProcessor` and the image processors of transformers 5.23; arXiv 2310.03744 and
@@ -16,14 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest, StartupError
 from common.contract.plan import Grid, Modality
-from services.preprocessing.families.tiles import check_aspect, check_processors
+from services.preprocessing.families.tiles import background_of, check_aspect, check_processors
 from services.preprocessing.prompt.layout import Expansion, ImageLayout
 from services.preprocessing.prompt.positions import LinearSpan
 from services.preprocessing.video.resize import View, centre_view, shrink_to
@@ -39,8 +40,10 @@ _SIZES: Mapping[str, Mapping[str, int]] = {
 }
 _PATCHES_PX = {CLIP: 32, SIGLIP: 16, PIXTRAL: 16}
 _IMAGES_PX = {CLIP: 224, SIGLIP: 224, PIXTRAL: 1024}
-_DEFAULT = "default"
+_CROP_PX = 224
+_DEFAULT, _FULL = "default", "full"
 _MERGES = "mistral3"
+_PADS_TO_SQUARES = ("LlavaImageProcessor", "LlavaImageProcessorFast", "LlavaImageProcessorPil")
 _BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
 
 
@@ -49,15 +52,19 @@ class Llava:
     """The settings of one checkpoint.
 
     sent_px: height and width of every frame; None: Pixtral's, which follow the picture. shortest_px: of a picture
-    before its centre is cut out; None: it is stretched. longest_px: Pixtral's limit. more_tokens: tokens of an image
-    besides one for each patch: 1 for a class token, −1 where the first patch is left out.
+    before its centre is cut out. stretched_px: height and width to which a picture is stretched before that; None: it
+    keeps its shape. longest_px: Pixtral's limit. background: the colour, RGB, around a picture that is padded to a
+    square first; None: it is not. more_tokens: tokens of an image besides one for each patch: 1 for a class token, −1
+    where the first patch is left out.
     """
 
     image_token: str
     token_px: int
     sent_px: tuple[int, int] | None
     shortest_px: int | None
+    stretched_px: tuple[int, int] | None
     longest_px: int
+    background: tuple[int, int, int] | None
     more_tokens: int
 
     embed_levels: ClassVar[int] = 0
@@ -73,23 +80,29 @@ class Llava:
             raise StartupError(f"vision_config.model_type {tower!r} is not supported, only {', '.join(_SIZES)}")
         check_processors(checkpoint)
         merges = checkpoint.model_type == _MERGES
-        selects = checkpoint.config.get("vision_feature_select_strategy", "full" if merges else _DEFAULT)
+        selects = checkpoint.config.get("vision_feature_select_strategy", _FULL if merges else _DEFAULT)
         merge = int(checkpoint.config.get("spatial_merge_size", 2)) if merges else 1
         size = _size(image, tower)
         crops = image.get("do_center_crop", tower == CLIP)
-        sent = _square(image.get("crop_size"), size["shortest_edge"]) if crops else _stretched(size)
+        shortest, stretched = size.get("shortest_edge") if crops else None, _stretched(size)
         family = cls(
             image_token=_image_token(checkpoint, "[IMG]" if tower == PIXTRAL else "<image>"),
             token_px=merge * int(vision.get("patch_size", _PATCHES_PX[tower])),
-            sent_px=sent,
-            shortest_px=size.get("shortest_edge") if crops else None,
+            sent_px=_square(image.get("crop_size")) if crops and (shortest or stretched) else stretched,
+            shortest_px=shortest,
+            stretched_px=stretched,
             longest_px=size.get("longest_edge", 0),
+            background=background_of(image) if _pads_to_squares(image, merges) else None,
             more_tokens=(tower == CLIP) - (selects == _DEFAULT),
         )
         family._check(tower, int(vision.get("image_size", _IMAGES_PX[tower])), selects)
         return family
 
     def _check(self, tower: str, image_px: int, selects: str) -> None:
+        if selects not in (_DEFAULT, _FULL):
+            raise StartupError(
+                f"vision_feature_select_strategy {selects!r} is not supported, only {_DEFAULT!r} and {_FULL!r}"
+            )
         if tower == PIXTRAL:
             if selects == _DEFAULT or not self.longest_px:
                 raise StartupError("a Pixtral tower needs vision_feature_select_strategy full and a size.longest_edge")
@@ -142,9 +155,15 @@ class Llava:
         raise NotImplementedError
 
     def _view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
-        if self.shortest_px is None:
+        squared = self.background if height_px != width_px else None
+        if squared:
+            height_px = width_px = max(height_px, width_px)
+        if self.shortest_px is not None:
+            return replace(centre_view(height_px, width_px, self.shortest_px, sent), squared=squared)
+        if self.stretched_px is None or (squared is None and self.stretched_px == sent):
             return None
-        return centre_view(height_px, width_px, self.shortest_px, sent)
+        height, width = self.stretched_px
+        return View(height, width, (height - sent[0]) // 2, (width - sent[1]) // 2, squared)
 
     def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
         """The grid of patches; a row of all tokens where these are not the patches."""
@@ -165,15 +184,21 @@ def _size(image: Mapping[str, Any], tower: str) -> Mapping[str, int]:
     return {next(iter(_SIZES[tower])): size} if isinstance(size, int) else size
 
 
-def _square(size: Any, default: int) -> tuple[int, int]:
+def _square(size: Any) -> tuple[int, int]:
     if isinstance(size, Mapping):
         return int(size["height"]), int(size["width"])
-    side = int(size or default)
+    side = int(size or _CROP_PX)
     return side, side
 
 
 def _stretched(size: Mapping[str, int]) -> tuple[int, int] | None:
     return (size["height"], size["width"]) if "height" in size and "width" in size else None
+
+
+def _pads_to_squares(image: Mapping[str, Any], merges: bool) -> bool:
+    """Files without a type are read by the processor of the model: for LLaVA by `LlavaImageProcessor`."""
+    kind = image.get("image_processor_type") or (None if merges else _PADS_TO_SQUARES[0])
+    return bool(image.get("do_pad", False)) and kind in _PADS_TO_SQUARES
 
 
 def _image_token(checkpoint: Checkpoint, default: str) -> str:

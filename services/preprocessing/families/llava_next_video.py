@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import ClassVar
 
 from common.anyres import AnyRes
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, field_of
 from common.contract.errors import StartupError
 from common.contract.plan import Grid, Modality
 from services.preprocessing.families.tiles import (
@@ -61,13 +61,13 @@ class LlavaNextVideo:
                 raise StartupError(
                     f"the {name} processor's size and crop_size are {sizes}, vision_config's {vision.get('image_size')}"
                 )
-        if config.get("vision_feature_select_strategy", "default") != "default":
-            raise StartupError("only vision_feature_select_strategy default is supported")
+        if (selects := config.get("vision_feature_select_strategy", "default")) != "default":
+            raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'default'")
         return cls(
             placeholders=placeholders_of(checkpoint),
-            patch_px=int(vision["patch_size"]),
+            patch_px=int(field_of(config, "vision_config", "patch_size")),
             anyres=AnyRes.of(config, None),
-            newline=int(config["text_config"]["vocab_size"]),
+            newline=int(field_of(config, "text_config", "vocab_size")),
             stride=int(config.get("spatial_pool_stride", 2)),
         )
 

@@ -19,10 +19,11 @@ from fractions import Fraction
 from typing import ClassVar
 
 from common.anyres import AnyRes
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, field_of
 from common.contract.errors import StartupError
 from common.contract.plan import Grid, Modality
 from services.preprocessing.families.tiles import (
+    background_of,
     check_aspect,
     check_fixed,
     check_processors,
@@ -36,7 +37,6 @@ from services.preprocessing.video.resize import View
 from services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from services.preprocessing.video.timing import TimeBase
 
-_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _ANYRES = "anyres_max_"
 
 
@@ -62,23 +62,23 @@ class LlavaOnevision:
     def from_checkpoint(cls, checkpoint: Checkpoint) -> LlavaOnevision:
         """Raises StartupError for settings that are not supported or contradict each other."""
         config, image = checkpoint.config, checkpoint.processor("image")
-        vision, text = config.get("vision_config") or {}, config.get("text_config") or {}
+        vision = config.get("vision_config") or {}
         check_processors(checkpoint)
         for name, settings in (("image", image), ("video", checkpoint.processor("video") or image)):
             size = settings.get("size") or {}
             if {size.get("height"), size.get("width")} != {vision.get("image_size")}:
                 raise StartupError(f"the {name} processor's size is {size}, vision_config's {vision.get('image_size')}")
         aspect = config.get("vision_aspect_ratio", f"{_ANYRES}9")
-        if not aspect.startswith(_ANYRES) or config.get("vision_feature_select_strategy", "full") != "full":
-            raise StartupError(
-                "only vision_aspect_ratio anyres_max_… and vision_feature_select_strategy full are supported"
-            )
+        if not aspect.startswith(_ANYRES):
+            raise StartupError(f"vision_aspect_ratio {aspect!r} is not supported, only {_ANYRES}…")
+        if (selects := config.get("vision_feature_select_strategy", "full")) != "full":
+            raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'full'")
         return cls(
             placeholders=placeholders_of(checkpoint),
-            patch_px=int(vision["patch_size"]),
+            patch_px=int(field_of(config, "vision_config", "patch_size")),
             anyres=AnyRes.of(config, int(aspect.removeprefix(_ANYRES))),
-            newline=int(text["vocab_size"]),
-            background=tuple(int(255 * value) for value in image.get("image_mean", _MEAN)),  # type: ignore[arg-type]
+            newline=int(field_of(config, "text_config", "vocab_size")),
+            background=background_of(image),
         )
 
     @property

@@ -15,6 +15,8 @@ from services.preprocessing.prompt.positions import LinearSpan
 from services.preprocessing.video.resize import MAX_ASPECT_RATIO, View
 from services.preprocessing.video.sampling import FrameBounds, FrameSampling
 
+# The mean of transformers' classes.
+_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _ONLY = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}
 
 
@@ -63,6 +65,12 @@ def check_processors(checkpoint: Checkpoint) -> None:
         for key, value in _ONLY.items():
             if settings.get(key, value) != value:
                 raise StartupError(f"the {name} processor's {key} is {settings[key]}, only {value} is supported")
+
+
+def background_of(image: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The colour, RGB, around pictures that an image processor of these settings pads to squares."""
+    red, green, blue = (int(255 * value) for value in image.get("image_mean", _MEAN))
+    return red, green, blue
 
 
 def placeholders_of(checkpoint: Checkpoint) -> Mapping[Modality, str]:
