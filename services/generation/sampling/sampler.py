@@ -215,36 +215,40 @@ def truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     coldest = torch.finfo(torch.float32).tiny
     scores = (scores - best) / _column([max(each.temperature, coldest) for each in params], scores)
     floors = torch.full_like(best, -torch.inf)  # tokens below the floor of their row are dropped
-    for top_k in {each.top_k for each in params if 0 < each.top_k < scores.shape[-1]}:
-        at = _indices([row for row, each in enumerate(params) if each.top_k == top_k], scores)
-        floors[at] = scores[at].topk(top_k, dim=-1).values[:, -1:]
-    rows = [row for row, each in enumerate(params) if each.top_p < 1]
+    rows = [row for row, each in enumerate(params) if each.top_p < 1 or 0 < each.top_k < scores.shape[-1]]
     if rows:
-        at, shares = _indices(rows, scores), _column([params[row].top_p for row in rows], scores, np.float64)
+        at = _indices(rows, scores)
         # Searching again costs a wait for the device: CUDA ranks all tokens at once.
-        among = scores.shape[-1] if scores.is_cuda else _NUCLEUS
-        floors[at] = _nucleus_floors(scores[at], floors[at], shares, among)
+        among = scores.shape[-1] if scores.is_cuda else max(_NUCLEUS, *(params[row].top_k for row in rows))
+        floors[at] = _floors(scores[at], [params[row] for row in rows], among)
     min_ps = _column([math.log(each.min_p) if each.min_p else -math.inf for each in params], scores)
     return scores.masked_fill(scores < floors.maximum(min_ps), -torch.inf)
 
 
-def _nucleus_floors(scores: Tensor, floors: Tensor, shares: Tensor, among: int) -> Tensor:
-    """The lowest score within the nucleus: the most likely tokens that hold a share of the probability. [B, 1].
+def _floors(scores: Tensor, params: Sequence[SamplingParams], among: int) -> Tensor:
+    """The lowest score that top-k and then top-p keep, float32 [B, 1], from one ranking of each row.
 
-    scores: [B, V], maximum 0; those below floors [B, 1] do not count. shares: float64 [B, 1].
-    among: how many of the most likely tokens are searched; rows with a larger nucleus are searched again among more.
+    scores: [B, V], maximum 0. among: how many of the most likely tokens are ranked, at least every top-k; rows with a
+    larger nucleus are ranked again among more. Sums are float64, so that a draw does not depend on the batch.
     """
-    among = min(among, scores.shape[-1])
-    kept = scores.masked_fill(scores < floors, -torch.inf)
-    wanted = shares * kept.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)  # [B, 1]
-    ranked = kept.topk(among, dim=-1).values  # [B, among]
-    held = ranked.exp().cumsum(dim=-1, dtype=torch.float64)
+    size = scores.shape[-1]
+    among = min(among, size)
+    ranked = scores.topk(among, dim=-1).values  # [B, among]
+    places = to_device(np.array([(each.top_k or size) - 1 for each in params], np.int64), scores.device)[:, None]
+    least = ranked.gather(-1, places.clamp(max=among - 1)).masked_fill(places >= size - 1, -torch.inf)
+    kept = scores.masked_fill(scores < least, -torch.inf)
+    wanted = _column([each.top_p for each in params], scores, np.float64) * kept.exp().sum(
+        -1, True, dtype=torch.float64
+    )
+    held = ranked.masked_fill(ranked < least, -torch.inf).exp().cumsum(dim=-1, dtype=torch.float64)
     last = (held < wanted).sum(dim=-1, keepdim=True)
-    least = ranked.gather(-1, last.clamp(max=among - 1))
-    beyond = last[:, 0] == among
-    if among < scores.shape[-1] and beyond.any():
-        least[beyond] = _nucleus_floors(scores[beyond], floors[beyond], shares[beyond], 8 * among)
-    return least.maximum(floors)
+    nucleus = ranked.gather(-1, last.clamp(max=among - 1))
+    whole = _column([each.top_p >= 1 for each in params], scores, np.bool_)
+    beyond = ((last == among) & ~whole)[:, 0]
+    if among < size and beyond.any():
+        again = [each for each, wider in zip(params, beyond.tolist(), strict=True) if wider]
+        nucleus[beyond] = _floors(scores[beyond], again, 8 * among)
+    return least.maximum(nucleus.masked_fill(whole, -torch.inf))
 
 
 def _choose(scores: Tensor, states: Sequence[SamplingState], unread: Mapping[int, Tensor]) -> Tensor:
@@ -293,7 +297,7 @@ def _most_likely(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return ids, logprobs.gather(-1, ids)
 
 
-def _column(values: Sequence[float], like: Tensor, dtype: type[np.floating[Any]] = np.float32) -> Tensor:
+def _column(values: Sequence[float], like: Tensor, dtype: type[np.generic] = np.float32) -> Tensor:
     return to_device(np.array(values, dtype), like.device)[:, None]
 
 
