@@ -261,6 +261,8 @@ class Planner:
         slice_frames = group or bounds.temporal_patch
         base = TimeBase.of_frames(slice_frames * frame_s, sampled.timestamps_s, slice_frames)
         places = struct.pack(f"<{frames}q", *sampled.places)
+        # Of a group each frame's own time becomes part of its tokens.
+        in_groups = struct.pack(f"<q{frames}d", group, *sampled.timestamps_s) if group else b""
         _check_side(height, width)
         with _too_large():
             grid = self._family.grid(-(-frames // (group or 1)), height, width, Modality.VIDEO)
@@ -273,7 +275,7 @@ class Planner:
             base=base,
             timestamps_s=sampled.timestamps_s,
             group_frames=group,
-            content=(b"video", source.digest, _packed_sent(height, width, view), places, _packed(base)),
+            content=(b"video", source.digest, _packed_sent(height, width, view), places, _packed(base), in_groups),
         )
 
     def _check_max_pixels(self, request: MediaRequest) -> None:

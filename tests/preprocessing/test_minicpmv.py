@@ -21,6 +21,7 @@ from common.contract.errors import InvalidRequest, StartupError
 from common.contract.plan import Modality
 from services.preprocessing.families import load_family
 from services.preprocessing.planner import MediaRequest, Planner
+from services.preprocessing.video.pictures import PictureFrames
 from services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
 from tests import minicpm
 from tests.media import clip, picture
@@ -211,6 +212,22 @@ def test_a_long_video_is_sent_in_groups(grouping: Path, wish: dict[str, Any], gr
     shown = "\n".join([one] * groups)
     text = f"<|im_start|>user\n{shown}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
     assert planned.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(grouping)(text)["input_ids"]
+
+
+def test_the_time_of_each_frame_of_a_group_is_part_of_its_content(grouping: Path) -> None:
+    one = picture(14, 14)
+    times = [number / 4 for number in range(372)]  # more than 2 · 180: groups of three
+
+    def content_hash(times_s: list[float]) -> bytes:
+        frames = PictureFrames(tuple(len(one) * (number + 1) for number in range(len(times_s))), tuple(times_s))
+        request = MediaRequest("video", Modality.VIDEO, one * len(times_s), FrameSampling(), frames)
+        planned = Planner(Checkpoint(grouping), None).plan(conversation(request, "What?"))
+        planned.files.close()
+        assert planned.plan.media[0].group_frames == 3
+        return planned.plan.media[0].content_hash
+
+    assert content_hash(times) == content_hash(list(times))
+    assert content_hash(times) != content_hash([*times[:4], times[4] + 0.2, *times[5:]])
 
 
 def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
