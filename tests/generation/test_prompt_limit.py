@@ -14,17 +14,20 @@ from hypothesis import strategies as st
 
 from common.contract.errors import PromptTooLong
 from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.contract.retention import BY_SLICE, EVS, VCAST, VIDCOM2, Pruning
+from common.contract.retention import BY_SLICE, EVS, EVS_CAUSAL, VCAST, VIDCOM2, Pruning
 from services.generation.rpc.prompt_limit import PromptLimit
 
 TEXT = 10
 TOKEN_SIDE_PX = 28
 
 
-def plan_of(*media: tuple[Modality, Grid], brought: Sequence[tuple[Modality, Grid]] = (), gap: int = 0) -> PromptPlan:
+def plan_of(
+    *media: tuple[Modality, Grid], brought: Sequence[tuple[Modality, Grid]] = (), gap: int = 0, fixed: bool = False
+) -> PromptPlan:
     """`TEXT` tokens of text, then media of two frames per slice and 28 × 28 pixels per token, a slice per second.
 
-    brought: further media whose embeddings are in the prompt. gap: tokens of text between slices.
+    brought: further media whose embeddings are in the prompt. gap: tokens of text between slices. fixed: tokens do not
+    follow max_pixels.
     """
     items, offset = [], TEXT
     for number, (modality, grid) in enumerate((*media, *brought)):
@@ -44,6 +47,7 @@ def plan_of(*media: tuple[Modality, Grid], brought: Sequence[tuple[Modality, Gri
                 seconds_per_grid=Fraction(1) if video else None,
                 timestamps_s=(0.0,) * frames if video else (),
                 content_hash=bytes(32),
+                fixed_tokens=fixed,
             )
         )
     ids = np.zeros(offset, np.int32)
@@ -53,6 +57,8 @@ def plan_of(*media: tuple[Modality, Grid], brought: Sequence[tuple[Modality, Gri
 def kept(grid: Grid, rate: float, modality: Modality, method: str = EVS) -> int:
     if modality is Modality.IMAGE:
         return grid.tokens
+    if method == EVS_CAUSAL:
+        return grid.h * grid.w + (grid.t - 1) * max(1, math.floor(grid.h * grid.w * (1 - Fraction(str(rate)))))
     floor = grid.t if method in BY_SLICE else grid.h * grid.w
     return max(floor, math.floor(grid.tokens * (1 - Fraction(str(rate)))))
 
@@ -91,6 +97,16 @@ def test_the_answer_gets_the_tokens_that_the_pruned_prompt_leaves() -> None:
         room(TEXT, plan, half)
 
 
+def test_no_max_pixels_is_advised_where_tokens_do_not_follow_it() -> None:
+    plan = plan_of((Modality.VIDEO, Grid(20, 1, 8)), (Modality.IMAGE, Grid(1, 9, 8)), fixed=True)
+    with pytest.raises(PromptTooLong) as info:
+        room(TEXT + 72 + 5 * 8 + 1, plan, Pruning(), 1)
+    # Five slices of two frames, one slice a second: at 0.51 frames a second the video has 11.
+    assert str(info.value).endswith("; a frame_sampling of fps=0.5, would fit")
+    with pytest.raises(PromptTooLong, match=r"tokens$"):  # without advice: the image can have no fewer
+        room(TEXT + 72, plan, Pruning())
+
+
 grids = st.builds(Grid, st.integers(1, 40), st.integers(1, 12), st.integers(1, 12))
 videos = st.lists(st.tuples(st.just(Modality.VIDEO), grids), min_size=1, max_size=2)
 images = st.lists(st.tuples(st.just(Modality.IMAGE), grids.map(lambda g: Grid(1, g.h, g.w))), max_size=2)
@@ -103,7 +119,7 @@ brought = st.lists(st.tuples(st.just(Modality.VIDEO), grids), max_size=1)
     images=images,
     brought=brought,
     rate=st.sampled_from([0.0, 0.3, 0.75, 0.9]),
-    method=st.sampled_from([EVS, VIDCOM2, VCAST]),
+    method=st.sampled_from([EVS, EVS_CAUSAL, VIDCOM2, VCAST]),
     between=st.integers(0, 20),
     limit=st.integers(1, 3000),
 )

@@ -64,14 +64,15 @@ class PromptLimit:
 def advice(media: Sequence[MediaPlan], prunings: Sequence[Pruning], limit_tokens: int) -> str:
     """A suffix for error messages: a frame_sampling that makes the media fit into `limit_tokens`; empty if none does.
 
-    Only decoded media can shrink. The text between their slices counts as theirs.
+    Only decoded media can shrink. The text between their slices counts as theirs. Frames whose tokens do not follow
+    their pixels can only become fewer.
     """
-    ways = []
+    ways, sized = [], [item for item in media if not item.fixed_tokens]
     if pixels := _max_pixels(media, prunings, limit_tokens):
         ways.append(f"max_pixels={pixels}")
     if fps := _fps(media, prunings, limit_tokens):
-        present = max(item.frame_height_px * item.frame_width_px for item in media)
-        ways.append(f"fps={fps} and max_pixels={present}")
+        present = max((item.frame_height_px * item.frame_width_px for item in sized), default=0)
+        ways.append(f"fps={fps} and max_pixels={present}" if present else f"fps={fps}")
     return f"; a frame_sampling of {', or '.join(ways)}, would fit" if ways else ""
 
 
@@ -99,13 +100,14 @@ def _max_pixels(media: Sequence[MediaPlan], prunings: Sequence[Pruning], limit_t
         )
 
     # A frame never has less than one token.
-    least = max((_token_px(item) for item in media), default=1)
-    most = max((item.frame_height_px * item.frame_width_px for item in media), default=0)
+    sized = [item for item in media if not item.fixed_tokens]
+    least = max((_token_px(item) for item in sized), default=1)
+    most = max((item.frame_height_px * item.frame_width_px for item in sized), default=0)
     return _largest(least, most, lambda pixels: tokens(pixels) <= limit_tokens)
 
 
 def _slice_tokens(item: MediaPlan, pixels: int) -> int:
-    if item.brings_embeds:
+    if item.brings_embeds or item.fixed_tokens:
         return item.grid.slice_tokens
     return max(1, min(item.grid.slice_tokens, pixels // _token_px(item)))
 
