@@ -100,6 +100,9 @@ class MediaPlan:
     source_height_px, source_width_px: of an image as it is shown, before it is resized; 0 if not known.
     group_frames: frames of each temporal slice of a video whose slices are groups, the last of which may have fewer; 0
         if all slices have equally many.
+    tile_columns: of an image whose frames are the whole picture and then its tiles, row by row: the tiles' columns,
+        else 0.
+    fixed_tokens: whether max_pixels does not set its tokens; else a frame has tokens in proportion to its pixels.
     """
 
     modality: Modality
@@ -118,6 +121,8 @@ class MediaPlan:
     tile_height_px: int = 0
     tile_width_px: int = 0
     group_frames: int = 0
+    tile_columns: int = 0
+    fixed_tokens: bool = False
 
     def __post_init__(self) -> None:
         for name in ("missing_frames", "dropped_frames", "source_height_px", "source_width_px"):
@@ -162,6 +167,9 @@ class MediaPlan:
             raise ValueError(f"only an image of several frames has tiles of another size, got {tile}")
         if (min(tile) < 1 and tile != (0, 0)) or max(tile) > MAX_FRAME_SIDE_PX:
             raise ValueError(f"a tile's side must be between 1 and {MAX_FRAME_SIDE_PX} pixels, got {tile}")
+        columns, tiles = self.tile_columns, self.frames - 1 if self.modality is Modality.IMAGE else 0
+        if columns and (columns < 0 or tiles < columns or tiles % columns):
+            raise ValueError(f"{tiles} tiles of an image do not fill rows of {columns}")
 
     def _check_groups(self) -> None:
         if self.group_frames and (self.modality is not Modality.VIDEO or self.group_frames < 0):

@@ -228,6 +228,8 @@ def _media_message(item: MediaPlan) -> prompt_pb2.MediaPlan:
         tile_height_px=item.tile_height_px,
         tile_width_px=item.tile_width_px,
         group_frames=item.group_frames,
+        tile_columns=item.tile_columns,
+        fixed_tokens=item.fixed_tokens,
     )
 
 
@@ -261,6 +263,8 @@ def _media_plan(message: prompt_pb2.MediaPlan) -> MediaPlan:
         tile_height_px=message.tile_height_px,
         tile_width_px=message.tile_width_px,
         group_frames=message.group_frames,
+        tile_columns=message.tile_columns,
+        fixed_tokens=message.fixed_tokens,
     )
 
 

@@ -6,6 +6,13 @@
      0.0 s  0.5 s   1.0 s  1.5 s   2.0 s  2.5 s      they share their tokens
     ━━━━━━━━━━━━━  ━━━───────────  ━────────────      the bar is the fraction of the slice that is kept
 
+Slices that are groups of frames have a border around their frames and times instead of a bar. An image that is sent as
+a whole and its tiles has a sheet of its own:
+
+    source        3 by 2 slices
+    [       ]     [     ][     ][     ]
+    [       ]     [     ][     ][     ]              all at one scale; the slices below where that is the better shape
+
 It knows nothing of gRPC, files or pruning methods.
 """
 
@@ -37,9 +44,13 @@ SHEET_ASPECT = 1.5
 MIN_FRAME_WIDTH_PX = 96
 MAX_FRAME_WIDTH_PX = 300
 
+# Of an image and its tiles: the longest side of both together.
+MAX_PICTURES_PX = 900
+
 MARGIN_PX = 28
 HEADER_PX = 76
 FRAME_GAP_PX = 2
+BORDER_PX = 5
 SLICE_GAP_PX = 18
 ROW_GAP_PX = 20
 FOOT_PX = 30
@@ -88,6 +99,7 @@ def contact_sheet(
     title: str,
     caption: str,
     slice_frames: int | None = None,
+    in_groups: bool = False,
 ) -> Image.Image:
     """All frames, with pruned tokens dimmed and kept tokens outlined.
 
@@ -95,6 +107,7 @@ def contact_sheet(
     kept: int32 [K], indices of the kept tokens in the grid.
     timestamps_s: one per frame, or empty.
     slice_frames: of each temporal slice, the last of which may have fewer; None: all have equally many.
+    in_groups: all tokens are kept and belong to the slice, not to its frames: it has a border, and its frames none.
     Raises ValueError if the shapes of frames, grid, kept and timestamps_s disagree.
     """
     slice_frames = slice_frames or -(-len(frames) // grid.t)
@@ -111,13 +124,70 @@ def contact_sheet(
     for index in range(grid.t):
         left, top = layout.corner(index)
         first = index * layout.frames_per_slice
-        for offset in range(min(layout.frames_per_slice, len(frames) - first)):
-            x = left + offset * (layout.frame_size[0] + FRAME_GAP_PX)
-            sheet.paste(_frame(frames[first + offset], mask[index], layout), (x, top))
+        shown = min(layout.frames_per_slice, len(frames) - first)
+        for offset in range(shown):
+            x, pixels = left + offset * (layout.frame_size[0] + FRAME_GAP_PX), frames[first + offset]
+            drawn = _resized(pixels, layout.frame_size) if in_groups else _frame(pixels, mask[index], layout)
+            sheet.paste(drawn, (x, top))
             if timestamps_s:
                 _draw_stamp(draw, x, top + layout.frame_size[1], timestamps_s[first + offset])
-        _draw_bar(draw, left, top + layout.frame_size[1], layout.slice_width, float(mask[index].mean()))
+        if in_groups:
+            width = shown * (layout.frame_size[0] + FRAME_GAP_PX) - FRAME_GAP_PX
+            _draw_border(draw, left, top, width, layout.frame_size[1] + FOOT_PX - BORDER_PX)
+        else:
+            _draw_bar(draw, left, top + layout.frame_size[1], layout.slice_width, float(mask[index].mean()))
     return sheet
+
+
+def sliced_sheet(
+    source: NDArray[np.uint8], tiles: NDArray[np.uint8], columns: int, title: str, caption: str
+) -> Image.Image:
+    """The whole picture, then its tiles in rows and columns, all at one scale and each with a border.
+
+    source: uint8 [height, width, 3], RGB. tiles: uint8 [rows · columns, height, width, 3], row by row.
+    """
+    height, width = tiles.shape[1:3]
+    rows = len(tiles) // columns
+    block = columns * width, rows * height
+    beside = source.shape[1] + block[0], max(source.shape[0], block[1])
+    below = max(source.shape[1], block[0]), source.shape[0] + block[1]
+    shape = min((beside, below), key=lambda size: abs(math.log(size[0] / size[1] / SHEET_ASPECT)))
+    scale = MAX_PICTURES_PX / max(shape)
+    whole = _resized(source, _scaled(source.shape[1], source.shape[0], scale))
+    tile = _scaled(width, height, scale)
+
+    left, top = MARGIN_PX, HEADER_PX + MARGIN_PX
+    labels = (left, top), (left + whole.width + SLICE_GAP_PX, top)
+    if shape == below:
+        labels = labels[0], (left, top + FOOT_PX + whole.height + SLICE_GAP_PX)
+    corners = [
+        (
+            labels[1][0] + index % columns * (tile[0] + FRAME_GAP_PX),
+            labels[1][1] + FOOT_PX + index // columns * (tile[1] + FRAME_GAP_PX),
+        )
+        for index in range(len(tiles))
+    ]
+    right = max(left + whole.width, corners[-1][0] + tile[0], MARGIN_PX + _header_width(title, caption))
+    bottom = max(top + FOOT_PX + whole.height, corners[-1][1] + tile[1])
+    sheet = Image.new("RGB", (right + MARGIN_PX, bottom + MARGIN_PX), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    _draw_header(draw, sheet.width, title, caption)
+    for corner, label in zip(labels, ("source", f"{columns} by {rows} slices"), strict=True):
+        draw.text(corner, label, FAINT_INK, _font(TEXT_SIZE))
+    _paste(sheet, whole, (left, top + FOOT_PX))
+    for corner, pixels in zip(corners, tiles, strict=True):
+        _paste(sheet, _resized(pixels, tile), corner)
+    return sheet
+
+
+def _scaled(width: int, height: int, scale: float) -> tuple[int, int]:
+    return max(3, round(width * scale)), max(3, round(height * scale))
+
+
+def _paste(sheet: Image.Image, picture: Image.Image, corner: tuple[int, int]) -> None:
+    """With the border of what is kept."""
+    ImageDraw.Draw(picture).rectangle((0, 0, picture.width - 1, picture.height - 1), outline=ACCENT)
+    sheet.paste(picture, corner)
 
 
 def side_by_side(sheets: Sequence[Image.Image]) -> Image.Image:
@@ -166,13 +236,17 @@ def _with_columns(frames: NDArray[np.uint8], slice_frames: int, grid: Grid, colu
 
 
 def _frame(pixels: NDArray[np.uint8], mask: NDArray[np.bool_], layout: _Layout) -> Image.Image:
-    resized = np.asarray(Image.fromarray(pixels).resize(layout.frame_size, Image.Resampling.LANCZOS), dtype=np.float32)
+    resized = np.asarray(_resized(pixels, layout.frame_size), dtype=np.float32)
     kept = mask.repeat(layout.cell_height, axis=0).repeat(layout.cell_width, axis=1)
     grey = resized.mean(axis=2, keepdims=True)
     dimmed = grey * DIMMED_SHARE + np.array(PAPER, dtype=np.float32) * (1 - DIMMED_SHARE)
     drawn = np.where(kept[..., None], resized, dimmed)
     drawn[_outline(kept)] = ACCENT
     return Image.fromarray(drawn.round().astype(np.uint8))
+
+
+def _resized(pixels: NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
+    return Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS)
 
 
 def _outline(kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -196,6 +270,12 @@ def _draw_header(draw: ImageDraw.ImageDraw, width: int, title: str, caption: str
 
 def _draw_stamp(draw: ImageDraw.ImageDraw, x: int, y: int, time_s: float) -> None:
     draw.text((x, y + 6), f"{time_s:.2f} s", FAINT_INK, _font(STAMP_SIZE))
+
+
+def _draw_border(draw: ImageDraw.ImageDraw, x: int, y: int, width: int, height: int) -> None:
+    """Around this rectangle."""
+    box = (x - BORDER_PX, y - BORDER_PX, x + width + BORDER_PX - 1, y + height + BORDER_PX - 1)
+    draw.rectangle(box, outline=ACCENT, width=2)
 
 
 def _draw_bar(draw: ImageDraw.ImageDraw, x: int, y: int, width: int, share: float) -> None:

@@ -24,7 +24,7 @@ from common.contract.retention import EVS, EVS_CAUSAL, NONE, RANDOM, VCAST, VIDC
 from common.contract.tensors import DType, TensorBuffer
 from common.contract.wire import PlanReceiver, add_chunk, buffer_for
 from common.security.credentials import Credentials
-from framesieve.cli.contact_sheet import contact_sheet, side_by_side
+from framesieve.cli.contact_sheet import contact_sheet, side_by_side, sliced_sheet
 from framesieve.cli.launcher import LocalStack
 from framesieve.cli.options import (
     OUTPUT,
@@ -128,13 +128,14 @@ def inspect(
 class Inspection:
     """The frames that the model is shown of a media item, and the tokens that pruning keeps.
 
-    frames: uint8 [plan.frames, height, width, 3], RGB.
+    frames: plan.frames of them, each uint8 [height, width, 3], RGB; the tiles of an image may have another size than
+        the first.
     kept: int32 [K], strictly increasing indices into the plan's grid.
     """
 
     pruning: Pruning
     plan: MediaPlan
-    frames: NDArray[np.uint8]
+    frames: Sequence[NDArray[np.uint8]]
     kept: Int32Array
     repaired_frames: int
 
@@ -164,14 +165,14 @@ async def inspect_media(
 
 async def _frames(
     address: str, media: Image | Video, credentials: Credentials
-) -> tuple[PromptPlan, NDArray[np.uint8], int]:
+) -> tuple[PromptPlan, list[NDArray[np.uint8]], int]:
     """The plan, the frames of its one item, and how many of them were repaired."""
     first = preprocessing_pb2.PreprocessRequest()
     await asyncio.to_thread(add_messages, first.prompt, [Message("user", (media,))])
     select_all = preprocessing_pb2.PreprocessRequest(select=SELECT_ALL)
     plans, plan, repaired = PlanReceiver(), None, 0
     buffer: TensorBuffer | None = None
-    slices: list[NDArray[np.uint8]] = []
+    frames: list[NDArray[np.uint8]] = []
     async with open_channel(address, credentials) as channel:
         stub = preprocessing_pb2_grpc.PreprocessingServiceStub(channel)
         with upstream_errors("preprocessing"):
@@ -181,21 +182,15 @@ async def _frames(
                     continue
                 piece, item = response.frames, plan.media[0]
                 repaired += piece.repaired_frames
-                shape = (*piece.chunk.shape[:1], *item.frame_px(sum(map(len, slices))), 3)
+                shape = (*piece.chunk.shape[:1], *item.frame_px(len(frames)), 3)
                 buffer = buffer or buffer_for(piece.chunk, [DType.UINT8], shape)
                 add_chunk(buffer, piece.chunk)
                 if buffer.complete:
-                    slices.append(np.frombuffer(buffer.data, np.uint8).reshape(buffer.shape))
+                    frames.extend(np.frombuffer(buffer.data, np.uint8).reshape(buffer.shape))
                     buffer = None
-    if plan is None or sum(map(len, slices)) != plan.media[0].frames:
+    if plan is None or len(frames) != plan.media[0].frames:
         raise PeerContract("preprocessing's stream ended before all frames were sent")
-    return plan, np.concatenate(_of_one_size(slices)), repaired
-
-
-def _of_one_size(slices: Sequence[NDArray[np.uint8]]) -> list[NDArray[np.uint8]]:
-    """Smaller frames are filled up with black, below and to the right."""
-    height, width = (max(each.shape[axis] for each in slices) for axis in (1, 2))
-    return [np.pad(each, ((0, 0), (0, height - each.shape[1]), (0, width - each.shape[2]), (0, 0))) for each in slices]
+    return plan, frames, repaired
 
 
 def _with_one_item(plan: PromptPlan | None) -> PromptPlan | None:
@@ -208,24 +203,21 @@ def _with_one_item(plan: PromptPlan | None) -> PromptPlan | None:
 
 
 def _draw(inspected: Inspection, name: str) -> Any:
-    grid, kept, pruning = inspected.plan.grid, inspected.kept.size, inspected.pruning
+    plan, frames = inspected.plan, inspected.frames
+    grid, kept, pruning = plan.grid, inspected.kept.size, inspected.pruning
+    shown = _shown(plan).replace("×", "by")  # which the font of the drawing has not
     caption = (
         f"{_METHOD_NAMES[pruning.method]} at rate {pruning.rate:g} keeps {kept} of {grid.tokens} tokens "
-        f"({kept / grid.tokens:.1%})  ·  {_slices(inspected)} of {grid.h} by {grid.w} tokens"
+        f"({kept / grid.tokens:.1%})  ·  {shown}"
     )
+    if plan.tile_columns:
+        return sliced_sheet(frames[0], np.stack(frames[1:]), plan.tile_columns, name, caption)
     kept_tokens = inspected.kept
-    if not _has_places(inspected.plan):
+    if not _has_places(plan):
         # Tokens of tiles and of a resampler are in no frame's grid, and all are kept.
-        grid, kept_tokens = Grid(inspected.plan.slices, 1, 1), np.arange(inspected.plan.slices, dtype=np.int32)
-    return contact_sheet(
-        inspected.frames,
-        grid,
-        kept_tokens,
-        inspected.plan.timestamps_s,
-        name,
-        caption,
-        inspected.plan.slice_frames,
-    )
+        grid, kept_tokens = Grid(plan.slices, 1, 1), np.arange(plan.slices, dtype=np.int32)
+    stacked, in_groups = np.stack(frames), bool(plan.group_frames)
+    return contact_sheet(stacked, grid, kept_tokens, plan.timestamps_s, name, caption, plan.slice_frames, in_groups)
 
 
 def _has_places(plan: MediaPlan) -> bool:
@@ -243,7 +235,7 @@ def _print_counts(inspected: Sequence[Inspection], output: Path, as_json: bool) 
     for each in inspected:
         grid, kept = each.plan.grid, int(each.kept.size)
         place = f"{output}, {_METHOD_NAMES[each.pruning.method]}" if len(inspected) > 1 else output
-        typer.echo(f"{place}: {kept} of {grid.tokens} tokens kept, {_slices(each)} of {grid.h} × {grid.w}")
+        typer.echo(f"{place}: {kept} of {grid.tokens} tokens kept, {_shown(each.plan)}")
 
 
 def _counts(inspected: Inspection, output: Path) -> dict[str, Any]:
@@ -260,8 +252,15 @@ def _counts(inspected: Inspection, output: Path) -> dict[str, Any]:
     }
 
 
-def _slices(inspected: Inspection) -> str:
-    if inspected.plan.modality is Modality.IMAGE:
-        return "1 picture"
-    slices, group = inspected.plan.grid.t, inspected.plan.group_frames
-    return f"{slices} slice{'' if slices == 1 else 's'}{f' of up to {group} frames' if group > 1 else ''}"
+def _shown(plan: MediaPlan) -> str:
+    """What the tokens are of."""
+    grid, slices, group = plan.grid, plan.grid.t, plan.group_frames
+    if plan.tile_columns:
+        rows = (plan.frames - 1) // plan.tile_columns
+        each = f", {grid.w} tokens each" if grid.h == plan.frames else ""
+        return f"source and {plan.tile_columns} × {rows} slices{each}"
+    if group:
+        frames = f"up to {group} frames" if group > 1 else "1 frame"
+        return f"{slices} group{'' if slices == 1 else 's'} of {frames}, {grid.slice_tokens} tokens each"
+    what = "1 picture" if plan.modality is Modality.IMAGE else f"{slices} slice{'' if slices == 1 else 's'}"
+    return f"{what} of {grid.h} × {grid.w} tokens"

@@ -68,14 +68,15 @@ class Encoded:
         """The embeddings in the form that a prompt takes in place of pixels, with the same time base.
 
         Raises InvalidRequest if tokens were pruned (a prompt needs all tokens of the grid), if this item was sent as
-        embeddings in the first place, or if it is an image of several tiles, whose rows a prompt could not know.
+        embeddings in the first place, or if it is an image of several tiles whose tokens are put together.
         """
         tokens = self.plan.grid.tokens
         if self.kept.size != tokens:
             raise InvalidRequest(
                 f"a prompt needs the embeddings of all {tokens} tokens, got {self.kept.size}: encode without pruning"
             )
-        if self.plan.modality is Modality.IMAGE and self.plan.frames > 1:
+        # Where each frame is a row of the grid, its tokens stay its own.
+        if self.plan.modality is Modality.IMAGE and self.plan.frames > 1 and self.plan.frames != self.plan.grid.h:
             raise InvalidRequest(
                 f"an image of {self.plan.frames} tiles cannot be sent as embeddings: send the image again"
             )
@@ -89,6 +90,7 @@ class Encoded:
             shape=self.tensor.shape,
             seconds_per_slice=seconds_per_slice,
             timestamps_s=timestamps_s,
+            tile_columns=self.plan.tile_columns,
         )
 
 

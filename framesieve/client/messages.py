@@ -269,6 +269,7 @@ def _set_embeds(message: prompt_pb2.MediaEmbeds, embeds: Embeds, budget: _Inline
             grid=grid_message(embeds.grid),
             seconds_per_grid=None if step is None else _rational(step),
             timestamps_s=embeds.timestamps_s,
+            tile_columns=embeds.tile_columns,
         )
     )
     message.tensor.data = values

@@ -67,6 +67,8 @@ class Embeds:
     dtype, shape: required for bytes, not allowed for arrays: "float16", "bfloat16" (which numpy lacks) or "float32".
     seconds_per_slice, timestamps_s: exactly one of them for a video, neither for an image: the time between temporal
         slices (a float is read as its shortest decimal), or the time of each slice.
+    tile_columns: of an image of MiniCPM-V with slices: how many are in a row. Its grid has a row for the source picture
+        and for each slice.
     Raises InvalidRequest for another type, dtype or number of axes.
     """
 
@@ -77,6 +79,7 @@ class Embeds:
     shape: tuple[int, ...] | None = None
     seconds_per_slice: Fraction | float | None = None
     timestamps_s: tuple[float, ...] = ()
+    tile_columns: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, (bytes, np.ndarray)):

@@ -118,6 +118,7 @@ class _Item:
     dropped_frames: int = 0
     source_px: tuple[int, int] = (0, 0)
     tile_px: tuple[int, int] = (0, 0)
+    tile_columns: int = 0
     group_frames: int = 0
 
 
@@ -179,7 +180,7 @@ class Planner:
             known = " and ".join(f"{modality.value}s" for modality in self._family.placeholders)
             raise InvalidRequest(f"{request.name} is not supported: this model takes {known} only")
         if isinstance(request.location, Embeds):
-            return self._embeds(request.location)
+            return _named(request, partial(self._embeds, request.location, image_index))
         self._check_max_pixels(request)
         source = self._source(request, files, readers.check_cancelled)
         if request.modality is Modality.IMAGE:
@@ -189,10 +190,7 @@ class Planner:
             make = partial(self._pictures, source, readers.pictures(source, request.frames.ends), request)
         else:
             make = partial(self._file, source, readers.packets(source), request.sampling)
-        try:
-            return make()
-        except InvalidRequest as error:  # names a field, or continues the item's name, which only this function knows
-            raise type(error)(f"{request.name}{'.' if type(error) is InvalidRequest else ' '}{error}") from error
+        return _named(request, make)
 
     def _source(self, request: MediaRequest, files: ExitStack, check_cancelled: Callable[[], None]) -> Source:
         match request.location:
@@ -209,10 +207,13 @@ class Planner:
         files.callback(source.close)
         return source
 
-    def _embeds(self, embeds: Embeds) -> _Item:
+    def _embeds(self, embeds: Embeds, image_index: int) -> _Item:
         base = embeds.time_base(self._family.frame_bounds.temporal_patch)
         content = (b"embeds", embeds.digest, str(embeds.grid).encode(), _packed(base))
-        expansion = self._family.expansion(embeds.grid, base)
+        if embeds.modality is Modality.IMAGE:
+            expansion = self._family.embedded_image(embeds.grid, embeds.tile_columns, image_index)
+        else:
+            expansion = self._family.expansion(embeds.grid, base)
         return _Item(embeds.modality, PlannedEmbeds(), 0, embeds.grid, expansion, base, (), content)
 
     def _image(self, source: Source, picture: Picture, request: MediaRequest, index: int, images: int) -> _Item:
@@ -234,6 +235,7 @@ class Planner:
             content=(b"image", source.digest, *sent),
             source_px=(picture.height_px, picture.width_px),
             tile_px=laid.tile_px or (0, 0),
+            tile_columns=laid.tile_columns,
         )
 
     def _file(self, source: Source, index: PacketIndex, sampling: FrameSampling) -> _Item:
@@ -261,6 +263,8 @@ class Planner:
         slice_frames = group or bounds.temporal_patch
         base = TimeBase.of_frames(slice_frames * frame_s, sampled.timestamps_s, slice_frames)
         places = struct.pack(f"<{frames}q", *sampled.places)
+        # Of a group each frame's own time becomes part of its tokens.
+        in_groups = struct.pack(f"<q{frames}d", group, *sampled.timestamps_s) if group else b""
         _check_side(height, width)
         with _too_large():
             grid = self._family.grid(-(-frames // (group or 1)), height, width, Modality.VIDEO)
@@ -273,7 +277,7 @@ class Planner:
             base=base,
             timestamps_s=sampled.timestamps_s,
             group_frames=group,
-            content=(b"video", source.digest, _packed_sent(height, width, view), places, _packed(base)),
+            content=(b"video", source.digest, _packed_sent(height, width, view), places, _packed(base), in_groups),
         )
 
     def _check_max_pixels(self, request: MediaRequest) -> None:
@@ -311,6 +315,8 @@ class Planner:
                 tile_height_px=item.tile_px[0],
                 tile_width_px=item.tile_px[1],
                 group_frames=item.group_frames,
+                tile_columns=item.tile_columns,
+                fixed_tokens=self._family.fixed_tokens,
             )
             for item, runs in zip(items, layout.runs, strict=True)
         )
@@ -322,6 +328,14 @@ class Planner:
         for part in (*item.content, self._fingerprint):
             digest.update(struct.pack("<q", len(part)) + part)
         return digest.digest()
+
+
+def _named(request: MediaRequest, make: Callable[[], _Item]) -> _Item:
+    """The item. Names the request's item in errors, which name a field of it or continue its name."""
+    try:
+        return make()
+    except InvalidRequest as error:
+        raise type(error)(f"{request.name}{'.' if type(error) is InvalidRequest else ' '}{error}") from error
 
 
 def _check_side(height_px: int, width_px: int) -> None:

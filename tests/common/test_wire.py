@@ -36,6 +36,25 @@ def video(offset: int, grid: Grid) -> MediaPlan:
     )
 
 
+def sliced_image(offset: int) -> MediaPlan:
+    """A source picture and two rows of three slices, a token each."""
+    return MediaPlan(
+        modality=Modality.IMAGE,
+        grid=Grid(1, 7, 1),
+        runs=(Run(offset, 7),),
+        frames=7,
+        frame_height_px=28,
+        frame_width_px=42,
+        seconds_per_grid=None,
+        timestamps_s=(),
+        content_hash=bytes(range(32)),
+        tile_height_px=14,
+        tile_width_px=56,
+        tile_columns=3,
+        fixed_tokens=True,
+    )
+
+
 def plan_of(tokens: int, *media: MediaPlan) -> PromptPlan:
     rng = np.random.default_rng(tokens)
     ids = rng.integers(0, 2**31 - 1, tokens, dtype=np.int32)
@@ -52,8 +71,8 @@ def receive(*messages: Message) -> PromptPlan:
 
 @given(before=st.integers(0, 5), t=st.integers(1, 4), h=st.integers(1, 4), w=st.integers(1, 4), after=st.integers(0, 5))
 def test_a_plan_survives_the_wire(before: int, t: int, h: int, w: int, after: int) -> None:
-    item = video(before, Grid(t, h, w))
-    sent = plan_of(before + item.grid.tokens + after, item)
+    item, image = video(before, Grid(t, h, w)), sliced_image(before + t * h * w)
+    sent = plan_of(before + item.grid.tokens + 7 + after, item, image)
     received = receive(*wire.plan_messages(sent))
     assert np.array_equal(received.input_ids, sent.input_ids)
     assert np.array_equal(received.positions, sent.positions)
@@ -127,6 +146,7 @@ FAULTS: dict[str, Callable[[Message], Any]] = {
     "frames without size": lambda m: setattr(m.media[0], "frame_width_px", 0),
     "fewer pixels than tokens": lambda m: m.media[0].MergeFrom(type(m.media[0])(frame_width_px=1, frame_height_px=1)),
     "frames of 2^31 pixels": lambda m: setattr(m.media[0], "frame_height_px", 2**31 - 1),
+    "columns of a video": lambda m: setattr(m.media[0], "tile_columns", 1),
     "short content hash": lambda m: setattr(m.media[0], "content_hash", bytes(31)),
     "short fingerprint": lambda m: setattr(m, "fingerprint", b"short"),
     "too many levels": lambda m: setattr(m, "embed_levels", 17),

@@ -46,6 +46,29 @@ def plan_of(grid: Grid, runs: tuple[Run, ...], tokens: int, token_px: int, embed
 PLAN = plan_of(Grid(t=2, h=2, w=2), (Run(1, 8),), tokens=10, token_px=28, embed_levels=0)
 # As a family with 32-pixel tokens, text between the slices and deepstack would be planned.
 SLICES_APART = plan_of(Grid(t=2, h=2, w=3), (Run(6, 6), Run(17, 6)), tokens=24, token_px=32, embed_levels=3)
+# An image of which a source picture and two rows of three slices are sent, which have another size.
+SLICED = PromptPlan(
+    np.arange(9, dtype=np.int32),
+    np.zeros((3, 9), dtype=np.int32),
+    (
+        MediaPlan(
+            modality=Modality.IMAGE,
+            grid=Grid(1, 7, 1),
+            runs=(Run(1, 7),),
+            frames=7,
+            frame_height_px=28,
+            frame_width_px=42,
+            seconds_per_grid=None,
+            timestamps_s=(),
+            content_hash=bytes(32),
+            tile_height_px=42,
+            tile_width_px=28,
+            tile_columns=3,
+        ),
+    ),
+    embed_levels=0,
+    fingerprint=bytes(32),
+)
 REFUSAL = MediaDamaged("12 of 40 frames [0.30] cannot be decoded")
 COMPLETIONS = (("A red ", "ball ⚽"), ("Some", "thing"), ("", ""))
 
@@ -131,9 +154,10 @@ class FakeServices(
         for plan in plan_messages(self.plan):
             yield preprocessing_pb2.PreprocessResponse(plan=plan)
         assert next(requests).select.all
-        for first in (0, 2):
-            shape = (2, self.plan.media[0].frame_height_px, self.plan.media[0].frame_width_px, 3)
-            frames = np.full(shape, 40 + 50 * first, dtype=np.uint8)
+        item = self.plan.media[0]
+        for first in range(0, item.frames, item.slice_frames):
+            shape = (item.slice_frames, *item.frame_px(first), 3)
+            frames = np.full(shape, 40 + 30 * first, dtype=np.uint8)
             for chunk in tensor_chunks(DType.UINT8, shape, frames.data):
                 yield preprocessing_pb2.PreprocessResponse(
                     frames=preprocessing_pb2.FramesChunk(first_frame=first, chunk=chunk, repaired_frames=first)

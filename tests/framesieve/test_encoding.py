@@ -164,6 +164,17 @@ def test_pruned_and_resent_embeddings_cannot_be_used_in_a_prompt() -> None:
         encoded(resent).as_embeds()
 
 
+def test_an_image_is_sent_again_as_embeddings_only_where_each_of_its_frames_has_a_row_of_its_own() -> None:
+    sliced = dataclasses.replace(PHOTO, grid=Grid(1, 7, 2), runs=(Run(1, 14),), frames=7, tile_columns=3)
+    embeds = encoded(sliced, kept=14).as_embeds()
+    assert (embeds.grid, embeds.tile_columns) == (Grid(1, 7, 2), 3)
+    (part,) = generate_request([Message("user", (Image(embeds=embeds),))], {}).prompt.messages[0].parts
+    assert part.image.embeds.tile_columns == 3
+    joined = dataclasses.replace(sliced, grid=Grid(1, 1, 14))
+    with pytest.raises(errors.InvalidRequest, match="an image of 7 tiles cannot be sent as embeddings"):
+        encoded(joined, kept=14).as_embeds()
+
+
 PHOTO_CHUNKS = chunks(0, values(4, 0), None)
 CLIP_CHUNKS = chunks(1, values(18, 1), None)
 

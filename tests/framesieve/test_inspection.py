@@ -13,7 +13,7 @@ from typer.testing import Result
 
 from framesieve.cli.contact_sheet import contact_sheet
 from framesieve.v1 import encoder_pb2
-from tests.framesieve.fake_services import SLICES_APART, FakeServices
+from tests.framesieve.fake_services import SLICED, SLICES_APART, FakeServices
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_inspect_writes_a_picture_and_prints_the_counts(
     name = tmp_path / "kept\udcff.png"  # not Unicode, so printed escaped
     result = inspect(clip, "--pruning-rate", "0.5", "-o", str(name))
     assert result.exit_code == 0, result.stderr
-    assert result.stdout.endswith(r"kept\udcff.png: 4 of 8 tokens kept, 2 slices of 2 × 2" + "\n")
+    assert result.stdout.endswith(r"kept\udcff.png: 4 of 8 tokens kept, 2 slices of 2 × 2 tokens" + "\n")
     with Image.open(name) as picture:
         assert picture.format == "PNG"
     encode = next(each for each in services.asked if isinstance(each, encoder_pb2.EncodePrompt))
@@ -84,6 +84,19 @@ def test_json_counts_tokens_by_slice(
     assert printed["kept_tokens_by_slice"] == by_slice
     assert (printed["tokens"], printed["kept_tokens"], printed["repaired_frames"]) == (12, sum(by_slice), 2)
     assert printed["pruning"] == {"rate": 0.75, "method": method, "seed": None}
+
+
+def test_an_image_in_slices_is_drawn_as_its_source_and_slices(
+    inspect: Callable[..., Result], services: FakeServices, tmp_path: Path
+) -> None:
+    services.plan, services.kept = SLICED, None
+    photo = tmp_path / "photo.png"
+    photo.write_bytes(b"photo")
+    assert inspect(str(photo)).stdout.endswith("7 of 7 tokens kept, source and 3 × 2 slices, 1 tokens each\n")
+    with Image.open(tmp_path / "kept.png") as picture:
+        colours = {colour for _, colour in picture.getcolors(2**16) or []}
+    assert colours >= {(level,) * 3 for level in range(40, 40 + 7 * 30, 30)}  # of the seven pictures
+    assert (0, 0, 0) not in colours  # none is padded to the size of another
 
 
 def test_several_methods_are_drawn_side_by_side_and_counted_each(

@@ -14,17 +14,20 @@ from hypothesis import strategies as st
 
 from common.contract.errors import PromptTooLong
 from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.contract.retention import BY_SLICE, EVS, VCAST, VIDCOM2, Pruning
+from common.contract.retention import BY_SLICE, EVS, EVS_CAUSAL, VCAST, VIDCOM2, Pruning
 from services.generation.rpc.prompt_limit import PromptLimit
 
 TEXT = 10
 TOKEN_SIDE_PX = 28
 
 
-def plan_of(*media: tuple[Modality, Grid], brought: Sequence[tuple[Modality, Grid]] = (), gap: int = 0) -> PromptPlan:
+def plan_of(
+    *media: tuple[Modality, Grid], brought: Sequence[tuple[Modality, Grid]] = (), gap: int = 0, fixed: bool = False
+) -> PromptPlan:
     """`TEXT` tokens of text, then media of two frames per slice and 28 × 28 pixels per token, a slice per second.
 
-    brought: further media whose embeddings are in the prompt. gap: tokens of text between slices.
+    brought: further media whose embeddings are in the prompt. gap: tokens of text between slices. fixed: tokens do not
+    follow max_pixels.
     """
     items, offset = [], TEXT
     for number, (modality, grid) in enumerate((*media, *brought)):
@@ -44,6 +47,7 @@ def plan_of(*media: tuple[Modality, Grid], brought: Sequence[tuple[Modality, Gri
                 seconds_per_grid=Fraction(1) if video else None,
                 timestamps_s=(0.0,) * frames if video else (),
                 content_hash=bytes(32),
+                fixed_tokens=fixed,
             )
         )
     ids = np.zeros(offset, np.int32)
@@ -53,14 +57,18 @@ def plan_of(*media: tuple[Modality, Grid], brought: Sequence[tuple[Modality, Gri
 def kept(grid: Grid, rate: float, modality: Modality, method: str = EVS) -> int:
     if modality is Modality.IMAGE:
         return grid.tokens
+    if method == EVS_CAUSAL:
+        return grid.h * grid.w + (grid.t - 1) * max(1, math.floor(grid.h * grid.w * (1 - Fraction(str(rate)))))
     floor = grid.t if method in BY_SLICE else grid.h * grid.w
     return max(floor, math.floor(grid.tokens * (1 - Fraction(str(rate)))))
 
 
-def room(limit: int, plan: PromptPlan, pruning: Pruning, max_new_tokens: int | None = None) -> int:
-    """Tokens left under a limit if all media are pruned alike."""
+def room(
+    limit: int, plan: PromptPlan, pruning: Pruning, max_new_tokens: int | None = None, context: int | None = None
+) -> int:
+    """Tokens left under a limit, and before pruning under the context, if all media are pruned alike."""
     counts = [kept(item.grid, pruning.rate, item.modality, pruning.method) for item in plan.media]
-    return PromptLimit(limit).answer_tokens(plan, [pruning] * len(plan.media), counts, max_new_tokens)
+    return PromptLimit(limit, context).answer_tokens(plan, [pruning] * len(plan.media), counts, max_new_tokens)
 
 
 def test_linear_positions_must_fit_into_the_context_before_pruning() -> None:
@@ -91,6 +99,16 @@ def test_the_answer_gets_the_tokens_that_the_pruned_prompt_leaves() -> None:
         room(TEXT, plan, half)
 
 
+def test_no_max_pixels_is_advised_where_tokens_do_not_follow_it() -> None:
+    plan = plan_of((Modality.VIDEO, Grid(20, 1, 8)), (Modality.IMAGE, Grid(1, 9, 8)), fixed=True)
+    with pytest.raises(PromptTooLong) as info:
+        room(TEXT + 72 + 5 * 8 + 1, plan, Pruning(), 1)
+    # Five slices of two frames, one slice a second: at 0.51 frames a second the video has 11.
+    assert str(info.value).endswith("; a frame_sampling of fps=0.5, would fit")
+    with pytest.raises(PromptTooLong, match=r"tokens$"):  # without advice: the image can have no fewer
+        room(TEXT + 72, plan, Pruning())
+
+
 grids = st.builds(Grid, st.integers(1, 40), st.integers(1, 12), st.integers(1, 12))
 videos = st.lists(st.tuples(st.just(Modality.VIDEO), grids), min_size=1, max_size=2)
 images = st.lists(st.tuples(st.just(Modality.IMAGE), grids.map(lambda g: Grid(1, g.h, g.w))), max_size=2)
@@ -103,9 +121,10 @@ brought = st.lists(st.tuples(st.just(Modality.VIDEO), grids), max_size=1)
     images=images,
     brought=brought,
     rate=st.sampled_from([0.0, 0.3, 0.75, 0.9]),
-    method=st.sampled_from([EVS, VIDCOM2, VCAST]),
+    method=st.sampled_from([EVS, EVS_CAUSAL, VIDCOM2, VCAST]),
     between=st.integers(0, 20),
     limit=st.integers(1, 3000),
+    context=st.none() | st.integers(1, 6000),
 )
 def test_the_advice_would_fit_and_a_little_more_would_not(
     videos: list[tuple[Modality, Grid]],
@@ -115,11 +134,12 @@ def test_the_advice_would_fit_and_a_little_more_would_not(
     method: str,
     between: int,
     limit: int,
+    context: int | None,
 ) -> None:
     media = [*videos, *images]
     plan, pruning = plan_of(*media, brought=brought, gap=between), Pruning(rate, method)
 
-    def tokens(max_pixels: int, fps: float) -> int:
+    def tokens(max_pixels: int, fps: float, rate: float = rate) -> int:
         # Embeddings in the prompt cannot shrink.
         total = TEXT + sum(kept(grid, rate, modality, method) + between * (grid.t - 1) for modality, grid in brought)
         for modality, grid in media:
@@ -131,23 +151,27 @@ def test_the_advice_would_fit_and_a_little_more_would_not(
             total += kept(Grid(t, 1, area), rate, modality, method) + between * min(t, grid.t - 1)
         return total
 
+    def fit(max_pixels: int, fps: float) -> bool:
+        return tokens(max_pixels, fps) < limit and (context is None or tokens(max_pixels, fps, 0.0) < context)
+
     present = max(grid.h * grid.w for _, grid in media) * TOKEN_SIDE_PX**2
-    needed = tokens(present, 1000) + 1
-    if needed <= limit:
-        assert room(limit, plan, pruning) == limit - needed + 1
+    if fit(present, 1000):
+        spare = limit - tokens(present, 1000)
+        whole = math.inf if context is None else context - tokens(present, 1000, 0.0)
+        assert room(limit, plan, pruning, context=context) == min(spare, whole)
         return
     with pytest.raises(PromptTooLong) as info:
-        room(limit, plan, pruning)
+        room(limit, plan, pruning, context=context)
     pixels = re.search(r"of max_pixels=(\d+)", str(info.value))
     if pixels:
-        assert tokens(int(pixels[1]), 1000) < limit
-        assert tokens(int(pixels[1]) + 1, 1000) >= limit
+        assert fit(int(pixels[1]), 1000)
+        assert not fit(int(pixels[1]) + 1, 1000)
     else:
-        assert tokens(TOKEN_SIDE_PX**2, 1000) >= limit
+        assert not fit(TOKEN_SIDE_PX**2, 1000)
     fps = re.search(r"fps=([\d.]+) and max_pixels=(\d+)", str(info.value))
     if fps:
         assert int(fps[2]) == present
-        assert tokens(present, float(fps[1])) < limit
-        assert tokens(present, round(float(fps[1]) + 0.01, 2)) >= limit
+        assert fit(present, float(fps[1]))
+        assert not fit(present, round(float(fps[1]) + 0.01, 2))
     else:
-        assert tokens(present, 0.01) >= limit
+        assert not fit(present, 0.01)

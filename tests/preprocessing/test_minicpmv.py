@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from fractions import Fraction
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from transformers import AutoTokenizer
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest, StartupError
-from common.contract.plan import Modality
+from common.contract.plan import Grid, Modality
 from services.preprocessing.families import load_family
 from services.preprocessing.planner import MediaRequest, Planner
+from services.preprocessing.prompt.embeds import Embeds
+from services.preprocessing.video.pictures import PictureFrames
 from services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
 from tests import minicpm
+from tests.generation.checkpoints import changed
 from tests.media import clip, picture
 from tests.preprocessing.test_llava import ROUNDING, conversation, image
 
@@ -67,9 +71,9 @@ def sides_of(width: float, height: float, *, grow: bool) -> tuple[int, int]:
     return whole_patches(Fraction(width)), whole_patches(Fraction(height))
 
 
-def expected(width: int, height: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+def expected(width: int, height: int, most: int = 9) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
     """The source picture's width and height, a slice's, and the grid; (0, 0) without slices."""
-    grid = grid_of(width, height)
+    grid = grid_of(width, height, most)
     source = sides_of(width, height, grow=grid is None)
     if grid is None:
         return source, (0, 0), (0, 0)
@@ -78,14 +82,15 @@ def expected(width: int, height: int) -> tuple[tuple[int, int], tuple[int, int],
     return source, sides_of(refined[0] / columns, refined[1] / rows, grow=True), grid
 
 
-def markers(grid: tuple[int, int], number: int, version: str) -> str:
+def markers(grid: tuple[int, int], number: int | None, version: str) -> str:
+    """Of the image of this number; None: images have none."""
     unknown = "<unk>" * minicpm.QUERIES[version]
     whole = f"<image>{unknown}</image>"
     if version == "2.5":
         rows = "\n".join([whole * grid[0]] * grid[1])
         return whole + (f"<slice>{rows}</slice>" if grid[1] else "")
     rows = "\n".join([f"<slice>{unknown}</slice>" * grid[0]] * grid[1])
-    return f"<image_id>{number}</image_id>{whole}{rows}"
+    return ("" if number is None else f"<image_id>{number}</image_id>") + whole + rows
 
 
 @pytest.fixture(scope="module", params=["2.5", "2.6"])
@@ -121,6 +126,84 @@ def test_an_image_is_sliced_by_the_published_formulas(
     first = markers(grid_of(40, 30) or (0, 0), 0, version)
     text = f"<|im_start|>user\n{first}\n{markers(grid, 1, version)}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
     assert planned.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+
+
+@cache
+def planner_with(folder: Path, most: int, sliced: bool, numbered: bool) -> Planner:
+    slices = {"max_slice_nums": most, "patch_size": PATCH, "scale_resolution": SCALE}
+    name = f"{folder.name} {most} {sliced} {numbered}"
+    changes = {"slice_config": slices, "slice_mode": sliced, "use_image_id": numbered}
+    return Planner(Checkpoint(changed(folder, folder.parent / name, **changes)), None)
+
+
+@given(
+    width=st.integers(4, 700),
+    height=st.integers(4, 700),
+    most=st.sampled_from([1, 2, 4, 9, 12]),
+    sliced=st.sampled_from([True, True, True, False]),
+    numbered=st.booleans(),
+)
+def test_an_image_of_any_size_expands_as_published_with_any_settings(
+    folder: Path, version: str, width: int, height: int, most: int, sliced: bool, numbered: bool
+) -> None:
+    planned = planner_with(folder, most, sliced, numbered).plan(conversation(image(picture(width, height)), "What?"))
+    planned.files.close()
+    source, tile, grid = expected(width, height, most if sliced else 1)
+    (item,) = planned.plan.media
+    assert (item.frame_width_px, item.frame_height_px) == source
+    assert item.frame_px(1)[::-1] == (tile if grid[0] else source)
+    assert (item.frames, item.tile_columns) == (1 + grid[0] * grid[1], grid[0])
+    shown = markers(grid, 0 if numbered else None, version)
+    text = f"<|im_start|>user\n{shown}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+    assert planned.plan.input_ids.tolist() == tokenizer_of(folder)(text)["input_ids"]
+
+
+@cache
+def tokenizer_of(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def embedded(modality: Modality, grid: Grid, columns: int = 0) -> MediaRequest:
+    step = Fraction(1) if modality is Modality.VIDEO else None
+    embeds = Embeds(modality, grid, 0, bytes(32), step, (), columns)
+    return MediaRequest(f"the {modality.value}", modality, embeds, FrameSampling())
+
+
+@pytest.mark.parametrize("size", [(50, 40), (200, 70), (64, 190), (150, 150)])
+def test_embeddings_of_an_image_are_laid_out_as_its_pixels(planner: Planner, size: tuple[int, int]) -> None:
+    first = image(picture(40, 30, seed=1))
+    of_pixels = planner.plan(conversation(first, "and", image(picture(*size)), "What?"))
+    item = of_pixels.plan.media[1]
+    of_embeds = planner.plan(conversation(first, "and", embedded(item.modality, item.grid, item.tile_columns), "What?"))
+    for planned in (of_pixels, of_embeds):
+        planned.files.close()
+    assert of_embeds.plan.input_ids.tolist() == of_pixels.plan.input_ids.tolist()
+    assert of_embeds.plan.media[1].runs == item.runs
+
+
+@pytest.mark.parametrize(
+    ("modality", "rows", "more", "columns", "named"),
+    [
+        ("image", 1, 1, 0, r"grid\.w must be {queries}, .* got {more}"),
+        ("image", 4, 0, 0, r"tile_columns must divide the image's slices, 3 by embeds\.grid\.h, got 0"),
+        ("image", 7, 0, 4, r"tile_columns must divide the image's slices, 6 by embeds\.grid\.h, got 4"),
+        ("image", 7, 0, -1, r"tile_columns must divide the image's slices, 6 by embeds\.grid\.h, got -1"),
+        ("image", 1, 0, 1, r"tile_columns of an image without slices must be 0, got 1"),
+        ("image", 11, 0, 5, r"grid\.h must be at most 10, the source picture and its slices, got 11"),
+        ("video", 1, 1, 0, r"grid\.w must be {queries}, .* got {more}"),
+        ("video", 2, 0, 0, r"grid\.h of a video must be 1 for this model, got 2"),
+        ("video", 1, 0, 2, r"tile_columns is for images, got 2 for a video"),
+    ],
+)
+def test_embeddings_of_another_layout_are_refused_with_their_field(
+    planner: Planner, version: str, modality: str, rows: int, more: int, columns: int, named: str
+) -> None:
+    queries = minicpm.QUERIES[version]
+    if (modality, version) == ("video", "2.5"):
+        return  # takes images only
+    wished = named.format(queries=queries, more=queries + more)
+    with pytest.raises(InvalidRequest, match=rf"embeds\.{wished}"):
+        planner.plan(conversation(embedded(Modality(modality), Grid(1, rows, queries + more), columns), "What?"))
 
 
 def test_slices_are_cut_from_the_picture_resized_to_all_of_them(planner: Planner) -> None:
@@ -160,6 +243,22 @@ def test_a_video_is_a_picture_a_second(planner: Planner, folder: Path, version: 
     frame = f"<image>{'<unk>' * minicpm.QUERIES[version]}</image>"
     text = f"<|im_start|>user\n{frame}\n{frame}\n{frame}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
     assert planned.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+
+
+@pytest.mark.parametrize(("seconds", "rate"), [(60, Fraction(25)), (65, Fraction(30)), (600, Fraction(30000, 1001))])
+def test_of_a_long_video_64_frames_are_chosen_uniformly(
+    tmp_path_factory: pytest.TempPathFactory, seconds: int, rate: Fraction
+) -> None:
+    folder = tmp_path_factory.mktemp("minicpm2.6")
+    minicpm.write(folder, 1, "2.6")
+    family, total = load_family(Checkpoint(folder)), round(seconds * rate)
+    times = FrameTimes([number * 1000 for number in range(total)], 1000, 1 / (1000 * rate), (rate,))
+    sampled = sample(times, family.frame_bounds, FrameSampling(), family.sample_indices)
+    chosen = list(range(0, total, round(rate)))
+    if len(chosen) > 64:
+        share = len(chosen) / 64
+        chosen = [chosen[int(number * share + share / 2)] for number in range(64)]
+    assert list(sampled.places) == chosen
 
 
 def published(length_s: Fraction, total: int) -> tuple[list[int], int]:
@@ -211,6 +310,22 @@ def test_a_long_video_is_sent_in_groups(grouping: Path, wish: dict[str, Any], gr
     shown = "\n".join([one] * groups)
     text = f"<|im_start|>user\n{shown}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
     assert planned.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(grouping)(text)["input_ids"]
+
+
+def test_the_time_of_each_frame_of_a_group_is_part_of_its_content(grouping: Path) -> None:
+    one = picture(14, 14)
+    times = [number / 4 for number in range(372)]  # more than 2 · 180: groups of three
+
+    def content_hash(times_s: list[float]) -> bytes:
+        frames = PictureFrames(tuple(len(one) * (number + 1) for number in range(len(times_s))), tuple(times_s))
+        request = MediaRequest("video", Modality.VIDEO, one * len(times_s), FrameSampling(), frames)
+        planned = Planner(Checkpoint(grouping), None).plan(conversation(request, "What?"))
+        planned.files.close()
+        assert planned.plan.media[0].group_frames == 3
+        return planned.plan.media[0].content_hash
+
+    assert content_hash(times) == content_hash(list(times))
+    assert content_hash(times) != content_hash([*times[:4], times[4] + 0.2, *times[5:]])
 
 
 def test_an_unknown_version_is_refused(tmp_path: Path) -> None:

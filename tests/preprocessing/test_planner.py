@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -61,6 +62,21 @@ def test_no_frame_has_more_than_max_pixels(family: str, tiny: Planner, look: Med
         (item,) = planned(tiny, replace(look, sampling=FrameSampling(max_pixels=max_pixels))).plan.media
         assert item.frame_height_px * item.frame_width_px <= max_pixels
         assert (item.frame_height_px % token_px, item.frame_width_px % token_px) == (0, 0)
+
+
+# Of MiniCPM-V an image without slices: fewer pixels make others fewer slices.
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_tokens_are_fixed_where_fewer_pixels_are_refused_or_make_no_fewer(
+    name: str, checkpoints: Callable[[str], Path]
+) -> None:
+    tiny, data = Planner(Checkpoint(checkpoints(name)), None), picture(50, 50)
+    whole = planned(tiny, image(data)).plan.media[0]
+    try:
+        half = planned(tiny, image(data, max_pixels=whole.frame_height_px * whole.frame_width_px // 2)).plan.media[0]
+    except InvalidRequest:
+        assert whole.fixed_tokens
+    else:
+        assert (whole.fixed_tokens, half.fixed_tokens) == (half.grid == whole.grid,) * 2
 
 
 def test_the_sent_frames_are_the_planned_ones(family: str, tiny: Planner) -> None:

@@ -31,7 +31,7 @@ from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
 from services.generation.kv_cache.encoded_media import encoded_media_key
 from services.generation.request.encoded_media import MediaItem
 from services.generation.rpc.arriving_item import ArrivingItem, ModelInput, Progress
-from services.generation.rpc.prompt_limit import advice
+from services.generation.rpc.prompt_limit import Limit, advice
 from services.generation.rpc.retried_call import RetriedCall, Selected
 from services.generation.rpc.timing import Stage, StageClock
 
@@ -134,7 +134,7 @@ class MediaSession:
         self._row_bytes = (1 + model.embed_levels) * model.hidden_size * model.dtype.itemsize
         size_bytes = sum(self.kept_counts) * self._row_bytes
         if size_bytes > media_buffer.size_bytes:
-            fits = advice(plan.media, prunings, media_buffer.size_bytes // self._row_bytes)
+            fits = advice(plan.media, [Limit(prunings, media_buffer.size_bytes // self._row_bytes)])
             raise PromptTooLong(
                 f"the prompt's {len(plan.media)} media keep {sum(self.kept_counts)} tokens, whose embeddings take "
                 f"{size_bytes} bytes; --media-buffer-bytes holds {media_buffer.size_bytes}{fits}"

@@ -48,30 +48,45 @@ class PromptLimit:
         if answer <= spare:
             return spare
         wanted = f"sampling.max_new_tokens {answer}" if max_new_tokens else "an answer"
+        limits = [Limit(prunings, self.tokens - text - answer)]
+        if self.context_tokens is not None:
+            limits.append(Limit([Pruning()] * len(plan.media), self.context_tokens - text - answer))
         if self.context_tokens is not None and prompt + answer <= self.tokens:
-            unpruned = [Pruning()] * len(plan.media)
             raise PromptTooLong(
                 f"the prompt has {plan.tokens} tokens before pruning, which keep their positions; with {wanted} it "
-                f"exceeds the model's context of {self.context_tokens} tokens"
-                f"{advice(plan.media, unpruned, self.context_tokens - text - answer)}"
+                f"exceeds the model's context of {self.context_tokens} tokens{advice(plan.media, limits)}"
             )
         raise PromptTooLong(
             f"the prompt has {prompt} tokens after pruning, {text} of them text; with {wanted} it exceeds the limit of "
-            f"{self.tokens} tokens{advice(plan.media, prunings, self.tokens - text - answer)}"
+            f"{self.tokens} tokens{advice(plan.media, limits)}"
         )
 
 
-def advice(media: Sequence[MediaPlan], prunings: Sequence[Pruning], limit_tokens: int) -> str:
-    """A suffix for error messages: a frame_sampling that makes the media fit into `limit_tokens`; empty if none does.
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How many tokens all media of a prompt may have, each pruned so."""
 
-    Only decoded media can shrink. The text between their slices counts as theirs.
+    prunings: Sequence[Pruning]
+    tokens: int
+
+    def holds(self, media: Sequence[MediaPlan], size: Callable[[MediaPlan], tuple[int, int]]) -> bool:
+        """size: an item's slices and tokens of a slice."""
+        tokens = sum(_tokens(item, how, *size(item)) for item, how in zip(media, self.prunings, strict=True))
+        return tokens <= self.tokens
+
+
+def advice(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> str:
+    """A suffix for error messages: a frame_sampling that makes the media fit into all limits; empty if none does.
+
+    Only decoded media can shrink. The text between their slices counts as theirs. Frames whose tokens do not follow
+    their pixels can only become fewer.
     """
-    ways = []
-    if pixels := _max_pixels(media, prunings, limit_tokens):
+    ways, sized = [], [item for item in media if not item.fixed_tokens]
+    if pixels := _max_pixels(media, limits):
         ways.append(f"max_pixels={pixels}")
-    if fps := _fps(media, prunings, limit_tokens):
-        present = max(item.frame_height_px * item.frame_width_px for item in media)
-        ways.append(f"fps={fps} and max_pixels={present}")
+    if fps := _fps(media, limits):
+        present = max((item.frame_height_px * item.frame_width_px for item in sized), default=0)
+        ways.append(f"fps={fps} and max_pixels={present}" if present else f"fps={fps}")
     return f"; a frame_sampling of {', or '.join(ways)}, would fit" if ways else ""
 
 
@@ -89,23 +104,21 @@ def _between(item: MediaPlan, slices: int) -> int:
     return sum(gaps[:slices])
 
 
-def _max_pixels(media: Sequence[MediaPlan], prunings: Sequence[Pruning], limit_tokens: int) -> int | None:
+def _max_pixels(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> int | None:
     """The largest number of pixels per frame at which all items fit. Frames are rounded down to whole tokens."""
 
-    def tokens(pixels: int) -> int:
-        return sum(
-            _tokens(item, how, item.grid.t, _slice_tokens(item, pixels))
-            for item, how in zip(media, prunings, strict=True)
-        )
+    def fit(pixels: int) -> bool:
+        return all(limit.holds(media, lambda item: (item.grid.t, _slice_tokens(item, pixels))) for limit in limits)
 
     # A frame never has less than one token.
-    least = max((_token_px(item) for item in media), default=1)
-    most = max((item.frame_height_px * item.frame_width_px for item in media), default=0)
-    return _largest(least, most, lambda pixels: tokens(pixels) <= limit_tokens)
+    sized = [item for item in media if not item.fixed_tokens]
+    least = max((_token_px(item) for item in sized), default=1)
+    most = max((item.frame_height_px * item.frame_width_px for item in sized), default=0)
+    return _largest(least, most, fit)
 
 
 def _slice_tokens(item: MediaPlan, pixels: int) -> int:
-    if item.brings_embeds:
+    if item.brings_embeds or item.fixed_tokens:
         return item.grid.slice_tokens
     return max(1, min(item.grid.slice_tokens, pixels // _token_px(item)))
 
@@ -115,17 +128,16 @@ def _token_px(item: MediaPlan) -> int:
     return item.frame_height_px * item.frame_width_px // item.grid.slice_tokens
 
 
-def _fps(media: Sequence[MediaPlan], prunings: Sequence[Pruning], limit_tokens: int) -> float | None:
+def _fps(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> float | None:
     """The largest frame rate, in steps of 0.01, at which all items fit at their present frame size."""
 
-    def tokens(hundredths: int) -> int:
-        return sum(
-            _tokens(item, how, _slices(item, hundredths), item.grid.slice_tokens)
-            for item, how in zip(media, prunings, strict=True)
+    def fit(hundredths: int) -> bool:
+        return all(
+            limit.holds(media, lambda item: (_slices(item, hundredths), item.grid.slice_tokens)) for limit in limits
         )
 
     rates = [_frames_per_slice(item) / item.seconds_per_grid for item in media if item.seconds_per_grid]
-    found = _largest(1, math.floor(100 * max(rates, default=0)), lambda hundredths: tokens(hundredths) <= limit_tokens)
+    found = _largest(1, math.floor(100 * max(rates, default=0)), fit)
     return found and found / 100
 
 

@@ -14,7 +14,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -237,9 +236,8 @@ def _floors(scores: Tensor, params: Sequence[SamplingParams], among: int) -> Ten
     places = to_device(np.array([(each.top_k or size) - 1 for each in params], np.int64), scores.device)[:, None]
     least = ranked.gather(-1, places.clamp(max=among - 1)).masked_fill(places >= size - 1, -torch.inf)
     kept = scores.masked_fill(scores < least, -torch.inf)
-    wanted = _column([each.top_p for each in params], scores, np.float64) * kept.exp().sum(
-        -1, True, dtype=torch.float64
-    )
+    shares = _column([each.top_p for each in params], scores, np.float64)
+    wanted = shares * kept.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
     held = ranked.masked_fill(ranked < least, -torch.inf).exp().cumsum(dim=-1, dtype=torch.float64)
     last = (held < wanted).sum(dim=-1, keepdim=True)
     nucleus = ranked.gather(-1, last.clamp(max=among - 1))

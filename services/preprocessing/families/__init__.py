@@ -38,6 +38,10 @@ class Family(Protocol):
         """Tensors that each media token has besides its embedding."""
 
     @property
+    def fixed_tokens(self) -> bool:
+        """Whether max_pixels does not set the tokens of a frame; else they are in proportion to its pixels."""
+
+    @property
     def frame_bounds(self) -> FrameBounds:
         """The checkpoint's defaults for sampling frames."""
 
@@ -65,7 +69,16 @@ class Family(Protocol):
         """The grid of merged tokens of an item whose `frames`, or groups of frames, are sent at this size."""
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
-        """The expansion of the placeholder of a video, or of embeddings. base: of a video; None for an image."""
+        """The expansion of the placeholder of a video, or of its embeddings. base: of a video; None for an image.
+
+        Raises InvalidRequest for a grid that no video has.
+        """
+
+    def embedded_image(self, grid: Grid, tile_columns: int, index: int) -> Expansion:
+        """The expansion of the embeddings of an image, the image `index` of the prompt.
+
+        tile_columns: of its tiles; 0 without. Raises InvalidRequest for a grid or tiles that no image has.
+        """
 
 
 FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from common.contract.plan import Grid, Modality
-from services.preprocessing.families.tiles import check_aspect, check_fixed, check_processors
+from services.preprocessing.families.tiles import check_aspect, check_fixed, check_processors, check_untiled
 from services.preprocessing.prompt.layout import Expansion, ImageLayout
 from services.preprocessing.prompt.positions import LinearSpan
 from services.preprocessing.video.resize import View
@@ -47,6 +47,7 @@ class InternVL:
 
     embed_levels: ClassVar[int] = 0
     joins_parts: ClassVar[str | None] = None
+    fixed_tokens: ClassVar[bool] = True
     frame_bounds: ClassVar[FrameBounds] = FrameBounds(fps=1.0, min_frames=1, max_frames=32, temporal_patch=1)
 
     @classmethod
@@ -118,6 +119,11 @@ class InternVL:
             for number in range(1, grid.t + 1)
             for part in (f"{chr(10) if number > 1 else ''}Frame{number}: {self.start}", one, self.end)
         )
+
+    def embedded_image(self, grid: Grid, tile_columns: int, index: int) -> Expansion:
+        """Its tokens. Raises InvalidRequest for tiles."""
+        check_untiled(tile_columns)
+        return self.expansion(grid, None)
 
     def _tiles(self, height_px: int, width_px: int) -> tuple[int, int]:
         """Columns and rows nearest to the picture's shape; of several as near, the most of which it fills half."""

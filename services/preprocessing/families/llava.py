@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest, StartupError
 from common.contract.plan import Grid, Modality
-from services.preprocessing.families.tiles import background_of, check_aspect, check_processors
+from services.preprocessing.families.tiles import background_of, check_aspect, check_processors, check_untiled
 from services.preprocessing.prompt.layout import Expansion, ImageLayout
 from services.preprocessing.prompt.positions import LinearSpan
 from services.preprocessing.video.resize import View, centre_view, shrink_to
@@ -112,6 +112,10 @@ class Llava:
             )
 
     @property
+    def fixed_tokens(self) -> bool:
+        return self.sent_px is not None
+
+    @property
     def placeholders(self) -> Mapping[Modality, str]:
         return {Modality.IMAGE: self.image_token}
 
@@ -176,6 +180,11 @@ class Llava:
             return (LinearSpan(grid.tokens),)
         row = (LinearSpan(grid.w), _BREAK)
         return (*row * (grid.h - 1), LinearSpan(grid.w), _END)
+
+    def embedded_image(self, grid: Grid, tile_columns: int, index: int) -> Expansion:
+        """One span, or Pixtral's rows. Raises InvalidRequest for tiles."""
+        check_untiled(tile_columns)
+        return self.expansion(grid, None)
 
 
 def _size(image: Mapping[str, Any], tower: str) -> Mapping[str, int]:

@@ -24,6 +24,7 @@ from services.preprocessing.families.tiles import (
     check_aspect,
     check_fixed,
     check_processors,
+    check_untiled,
     evenly,
     placeholders_of,
     tiled,
@@ -47,6 +48,7 @@ class LlavaNextVideo:
 
     embed_levels: ClassVar[int] = 0
     joins_parts: ClassVar[str | None] = None
+    fixed_tokens: ClassVar[bool] = True
     frame_bounds: ClassVar[FrameBounds] = FrameBounds(fps=1.0, min_frames=1, max_frames=16, temporal_patch=1)
 
     @classmethod
@@ -107,3 +109,8 @@ class LlavaNextVideo:
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
         """One span; behind embeddings of an image a newline."""
         return (LinearSpan(grid.tokens), *(() if base else (self.newline,)))
+
+    def embedded_image(self, grid: Grid, tile_columns: int, index: int) -> Expansion:
+        """One span and a newline. Raises InvalidRequest for tiles."""
+        check_untiled(tile_columns)
+        return self.expansion(grid, None)

@@ -27,6 +27,7 @@ from services.preprocessing.families.tiles import (
     check_aspect,
     check_fixed,
     check_processors,
+    check_untiled,
     evenly,
     placeholders_of,
     tiled,
@@ -56,6 +57,7 @@ class LlavaOnevision:
 
     embed_levels: ClassVar[int] = 0
     joins_parts: ClassVar[str | None] = None
+    fixed_tokens: ClassVar[bool] = True
     frame_bounds: ClassVar[FrameBounds] = FrameBounds(fps=1.0, min_frames=1, max_frames=32, temporal_patch=1)
 
     @classmethod
@@ -121,3 +123,8 @@ class LlavaOnevision:
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
         """One span and a newline."""
         return (LinearSpan(grid.tokens), self.newline)
+
+    def embedded_image(self, grid: Grid, tile_columns: int, index: int) -> Expansion:
+        """One span and a newline. Raises InvalidRequest for tiles."""
+        check_untiled(tile_columns)
+        return self.expansion(grid, None)

@@ -22,7 +22,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
+from common.contract.errors import InvalidRequest, StartupError
 from common.contract.plan import Grid, Modality
 from services.preprocessing.families.tiles import check_aspect
 from services.preprocessing.prompt.layout import Expansion, ImageLayout
@@ -75,6 +75,8 @@ class MiniCPMV:
 
     embed_levels: ClassVar[int] = 0
     joins_parts: ClassVar[str | None] = "\n"
+    # A picture of any size becomes as many tokens; fewer pixels make an image fewer slices.
+    fixed_tokens: ClassVar[bool] = True
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> MiniCPMV:
@@ -149,7 +151,8 @@ class MiniCPMV:
         )
         expansion = (*self._picture(index), *self._rows(columns, rows))
         grid = Grid(1, 1 + columns * rows, self.queries)
-        return ImageLayout(*source, (None, *views), grid, expansion, tile_px=tile if tile != source else None)
+        tile_px = tile if tile != source else None
+        return ImageLayout(*source, (None, *views), grid, expansion, tile_px, tile_columns=columns)
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
         """As of an image without slices."""
@@ -165,9 +168,35 @@ class MiniCPMV:
         return Grid(frames, 1, self.queries)
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
-        """Each frame or group between its markers; of embeddings of an image one picture."""
+        """Each frame or group between its markers. Raises InvalidRequest for a grid of anything else."""
+        self._check_queries(grid)
+        if grid.h != 1:
+            raise InvalidRequest(f"embeds.grid.h of a video must be 1 for this model, got {grid.h}")
         one = (self.names["im_start_token"], LinearSpan(self.queries), self.names["im_end_token"])
         return (*one, *("\n", *one) * (grid.t - 1))
+
+    def embedded_image(self, grid: Grid, tile_columns: int, index: int) -> Expansion:
+        """As of pixels: a row of queries for each picture. Raises InvalidRequest for other grids and slices."""
+        self._check_queries(grid)
+        slices = grid.h - 1
+        if slices > self.most_slices:
+            raise InvalidRequest(
+                f"embeds.grid.h must be at most {1 + self.most_slices}, the source picture and its slices, got {grid.h}"
+            )
+        if not slices and tile_columns:
+            raise InvalidRequest(f"embeds.tile_columns of an image without slices must be 0, got {tile_columns}")
+        if slices and (tile_columns < 1 or slices % tile_columns):
+            raise InvalidRequest(
+                f"embeds.tile_columns must divide the image's slices, {slices} by embeds.grid.h, got {tile_columns}"
+            )
+        rows = self._rows(tile_columns, slices // tile_columns) if slices else ()
+        return (*self._picture(index), *rows)
+
+    def _check_queries(self, grid: Grid) -> None:
+        if grid.w != self.queries:
+            raise InvalidRequest(
+                f"embeds.grid.w must be {self.queries}, the tokens of each picture or group, got {grid.w}"
+            )
 
     def _picture(self, index: int) -> Iterator[str | LinearSpan]:
         names = self.names

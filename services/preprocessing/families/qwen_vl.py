@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from common.contract.plan import Grid, Modality
+from services.preprocessing.families.tiles import check_untiled
 from services.preprocessing.prompt.layout import Expansion, ImageLayout
 from services.preprocessing.video.resize import PixelBudget, View, shrink_to, smart_resize
 from services.preprocessing.video.sampling import FrameBounds, FrameSampling
@@ -53,6 +54,7 @@ class QwenVL:
     frame_bounds: FrameBounds
 
     joins_parts: ClassVar[str | None] = None
+    fixed_tokens: ClassVar[bool] = False
     placeholders: ClassVar[Mapping[Modality, str]] = {
         Modality.IMAGE: "<|image_pad|>",
         Modality.VIDEO: "<|video_pad|>",
@@ -116,6 +118,11 @@ class QwenVL:
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
         """The expansion of an item's placeholder."""
         raise NotImplementedError
+
+    def embedded_image(self, grid: Grid, tile_columns: int, index: int) -> Expansion:
+        """As of pixels. Raises InvalidRequest for tiles."""
+        check_untiled(tile_columns)
+        return self.expansion(grid, None)
 
     def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
         """The grid of merged tokens of an item whose `frames` are sent at this size."""

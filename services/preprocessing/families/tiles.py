@@ -31,7 +31,8 @@ def tiled(anyres: AnyRes, newline: int, height_px: int, width_px: int) -> ImageL
     whole, (rows, columns) = anyres.tile_tokens**2, tiles.shrunk
     row_of_tokens = (LinearSpan(columns), newline)
     grid = Grid(1, 1, whole + rows * columns)
-    return ImageLayout(side, side, (None, *views), grid, (LinearSpan(whole), *row_of_tokens * rows))
+    expansion = (LinearSpan(whole), *row_of_tokens * rows)
+    return ImageLayout(side, side, (None, *views), grid, expansion, tile_columns=tiles.columns)
 
 
 def evenly(total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
@@ -56,6 +57,12 @@ def check_fixed(side_px: int, wish: FrameSampling) -> None:
             f"frame_sampling.max_pixels must be at least {side_px**2}, which this model's frames always have, got "
             f"{wish.max_pixels}"
         )
+
+
+def check_untiled(tile_columns: int) -> None:
+    """Raises InvalidRequest for embeddings of an image whose tokens are not those of one picture after the other."""
+    if tile_columns:
+        raise InvalidRequest(f"embeds.tile_columns must be 0 for this model, got {tile_columns}")
 
 
 def check_processors(checkpoint: Checkpoint) -> None:

@@ -19,8 +19,10 @@ class Embeds:
     """Embeddings of one media item. A video has exactly one of the two time bases, an image has none.
 
     size_bytes: of the tensor, 0 if it was left out. digest: sha256 of the tensor.
-    seconds_per_grid: from each temporal slice to the next. timestamps_s: start of each slice.
-    Raises InvalidRequest for a time base that is missing, out of range or of the other modality.
+    seconds_per_grid: from each temporal slice to the next. timestamps_s: start of each slice. tile_columns: of the
+        slices of an image; 0 without.
+    Raises InvalidRequest for a time base that is missing, out of range or of the other modality, and for tile_columns
+    of a video.
     """
 
     modality: Modality
@@ -29,6 +31,7 @@ class Embeds:
     digest: bytes
     seconds_per_grid: Fraction | None
     timestamps_s: tuple[float, ...]
+    tile_columns: int = 0
 
     def __post_init__(self) -> None:
         if len(self.digest) != DIGEST_BYTES:
@@ -42,6 +45,8 @@ class Embeds:
                     "embeds.seconds_per_grid and timestamps_s are for videos, an image has no time base"
                 )
             return
+        if self.tile_columns:
+            raise InvalidRequest(f"embeds.tile_columns is for images, got {self.tile_columns} for a video")
         if not given:
             raise InvalidRequest("embeds.seconds_per_grid or timestamps_s must be set: a video needs a time base")
         if given == 2:

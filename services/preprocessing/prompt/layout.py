@@ -27,7 +27,8 @@ Expansion: TypeAlias = tuple[str | int | MediaSpan, ...]
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
     """How an image is sent and laid out: the size of its frames, what each of them shows (None: all), its grid and its
-    expansion. tile_px: height and width of the frames behind the first; None: as the first."""
+    expansion. tile_px: height and width of the frames behind the first; None: as the first. tile_columns: of the frames
+    behind the first, where these are its tiles, row by row."""
 
     height_px: int
     width_px: int
@@ -35,6 +36,7 @@ class ImageLayout:
     grid: Grid
     expansion: Expansion
     tile_px: tuple[int, int] | None = None
+    tile_columns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,7 @@ def _embeds(message: prompt_pb2.MediaEmbeds, modality: Modality, name: str) -> E
             digest=message.digest or tensor_digest(message.tensor),
             seconds_per_grid=Fraction(step.numerator, step.denominator) if step.denominator else None,
             timestamps_s=tuple(message.timestamps_s),
+            tile_columns=message.tile_columns,
         )
     except InvalidRequest as error:
         raise InvalidRequest(f"{name}.{error}") from error
