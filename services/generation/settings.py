@@ -106,6 +106,11 @@ class GenerationSettings(UpstreamSettings):
         description="dtype of weights and KV cache; auto: the checkpoint's, but float32 instead of bfloat16 on a CPU "
         "that cannot multiply it",
     )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="dtype of the KV cache; auto: that of --dtype; fp8: float8_e4m3fn with a scale of 1, one byte a "
+        "value, rounded, and saturated beyond 448. On CUDA it needs FlashInfer to be read in place",
+    )
     device: str = Field("auto", description="cpu, cuda or cuda:N; auto: cuda if available, else cpu")
     tensor_parallel: int = Field(
         1,

@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+FP8_MOST = 448.0
 
 
 def changed(
@@ -51,3 +54,13 @@ def with_swapped_experts(folder: Path, to: Path) -> Path:
             weights[name] = weights[name].mT.contiguous()
 
     return changed(folder, to, swap)
+
+
+def in_fp8(name: str, weight: Tensor, block: int) -> tuple[dict[str, Tensor], Tensor]:
+    """A scale for each block of a side of `block`. Returns the tensors to store and the dequantised weight."""
+    rows, columns = weight.shape
+    blocks = weight.view(rows // block, block, columns // block, block)
+    scale = blocks.abs().amax((1, 3), keepdim=True) / FP8_MOST
+    rounded = (blocks / scale).to(torch.float8_e4m3fn)
+    stored = {name: rounded.view(rows, columns), f"{name}_scale_inv": scale.view(rows // block, -1)}
+    return stored, (rounded.float() * scale).view(rows, columns)

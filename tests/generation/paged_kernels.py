@@ -62,6 +62,7 @@ class PlainKernel(Kernel):
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         plan, block_tokens = self._pages, key.shape[1]
+        key, value = key.to(query.dtype), value.to(query.dtype)
         tables, places = [], []
         most = int(np.diff(plan.page_ends).max())
         for index, last in enumerate(plan.last_page_tokens):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -10,14 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from torch import Tensor, nn
 
 from services.generation.model.attention import PagedCache, make_cache, paged_attention, sdpa
 from services.generation.model.attention.cache import CacheSizes
-from services.generation.model.attention.flash_infer import FlashInferCache, check_kernels
+from services.generation.model.attention.flash_infer import FlashInferCache, FlashInferKernels, check_kernels
 from services.generation.model.attention.pages import plan_pages
 from services.generation.model.attention.sdpa import SdpaCache
-from services.generation.model.attention.varlen import VarlenCache, check_kernel
+from services.generation.model.attention.varlen import VarlenCache, check_kernel, find_kernel
 from services.generation.request.batch import Context, Packed, slots_of
 from tests.generation.paged_kernels import PlainKernel, PlainKernels
 
@@ -25,6 +28,7 @@ BLOCK_TOKENS, BLOCKS = 4, 24
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 SCALE = HEAD_DIM**-0.5
 SIZES = CacheSizes(2, BLOCKS, BLOCK_TOKENS, HEADS, KV_HEADS, HEAD_DIM)
+IN_FP8 = replace(SIZES, fp8=True)
 
 
 @st.composite
@@ -144,6 +148,7 @@ def test_plans_of_pages_are_those_of_the_formula(batch: list[tuple[list[int], in
 def test_a_kernel_with_wrong_results_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     check_kernel(checked_varlen_attn, SIZES, torch.zeros(()))
     check_kernels(PlainKernels(), SIZES, torch.zeros(()))
+    check_kernels(PlainKernels(), IN_FP8, torch.zeros(()))
     with pytest.raises(AssertionError, match=r"differs by 0\.1"):
         check_kernel(lambda *arrays, **named: checked_varlen_attn(*arrays, **named) + 0.1, SIZES, torch.zeros(()))
     right = PlainKernel.run
@@ -154,20 +159,33 @@ def test_a_kernel_with_wrong_results_is_not_used(monkeypatch: pytest.MonkeyPatch
 
 def check(cache: PagedCache, batch: list[tuple[list[int], int, int]], seed: int, width: int | None = None) -> None:
     """Compares a cache with the formula. width: of the block table of a decode batch; None for a packed batch."""
+    found, expected = attended(cache, batch, seed, width)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def attended(
+    cache: PagedCache,
+    batch: list[tuple[list[int], int, int]],
+    seed: int,
+    width: int | None = None,
+    change: Callable[[Tensor], Tensor] = lambda rows: rows,
+) -> tuple[Tensor, Tensor]:
+    """What a cache attends to, and the formula, of random rows, whose keys and values `change` changes."""
     assert isinstance(cache, SdpaCache | VarlenCache | FlashInferCache)
     generator = torch.Generator().manual_seed(seed)
     for layer in (*cache.keys, *cache.values):
         layer.fill_(torch.nan)  # slots of other sequences must not be read
     contexts, slots, queries, keys, values, expected = [], [], [], [], [], []
     for blocks, start, end in batch:
-        key, value = torch.randn(2, end, KV_HEADS, HEAD_DIM, generator=generator)
+        key, value = change(torch.randn(2, end, KV_HEADS, HEAD_DIM, generator=generator))
         query = torch.randn(end - start, HEADS, HEAD_DIM, generator=generator)
         before = torch.from_numpy(slots_of(blocks, 0, start, BLOCK_TOKENS))
         for layer, rows in ((cache.keys[1], key), (cache.values[1], value)):
+            stored = (in_e4m3(rows[:start]) if cache.sizes.fp8 else rows[:start]).to(layer.dtype)
             if isinstance(cache, SdpaCache):
-                layer[:, before] = rows[:start].transpose(0, 1)
+                layer[:, before] = stored.transpose(0, 1)
             else:
-                layer.flatten(0, 1)[before] = rows[:start]
+                layer.flatten(0, 1)[before] = stored
         contexts.append(Context(start, end, blocks))
         slots.append(torch.from_numpy(slots_of(blocks, start, end, BLOCK_TOKENS)))
         queries.append(query)
@@ -188,7 +206,81 @@ def check(cache: PagedCache, batch: list[tuple[list[int], int, int]], seed: int,
     query, key, value = (torch.cat(each).transpose(0, 1)[None] for each in (queries, keys, values))
     module = cast(nn.Module, SimpleNamespace(layer_idx=1))
     found, _ = paged_attention(module, query, key, value, None, batch=made, scaling=SCALE)
-    torch.testing.assert_close(found[0], torch.cat(expected), atol=1e-5, rtol=1e-5)
+    return found[0], torch.cat(expected)
+
+
+def e4m3_numbers() -> Tensor:
+    """The numbers of e4m3 that are not negative, by their codes: 4 bits of exponent, of bias 7, and 3 of mantissa."""
+    codes = [divmod(code, 8) for code in range(127)]  # the last is NaN
+    return torch.tensor(
+        [(1 + bits / 8) * 2.0 ** (exponent - 7) if exponent else bits / 8 * 2.0**-6 for exponent, bits in codes]
+    )
+
+
+def in_e4m3(rows: Tensor) -> Tensor:
+    """Each number's nearest in e4m3, of two the one with an even code; beyond the largest, the largest."""
+    numbers, sizes = e4m3_numbers(), rows.abs().clamp(max=448)
+    above = torch.searchsorted(numbers, sizes.contiguous())
+    below = (above - 1).clamp(min=0)
+    up, down = numbers[above] - sizes, sizes - numbers[below]
+    nearest = torch.where((up < down) | ((up == down) & (above % 2 == 0)), numbers[above], numbers[below])
+    return nearest.copysign(rows)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flash_infer"])
+@settings(max_examples=30)
+@given(
+    batch=batches(),
+    seed=st.integers(0, 2**16),
+    spread=st.sampled_from([0.01, 1, 300]),
+    in_place_tokens=st.sampled_from([1, 100]),
+)
+def test_a_cache_in_fp8_attends_to_rounded_keys_and_values_to_the_bit(
+    name: str, batch: list[tuple[list[int], int, int]], seed: int, spread: float, in_place_tokens: int
+) -> None:
+    def cache(sizes: CacheSizes) -> PagedCache:
+        like = torch.zeros(())
+        return SdpaCache(sizes, like) if name == "sdpa" else FlashInferCache(sizes, like, PlainKernels())
+
+    with patch.object(sdpa, "IN_PLACE_TOKENS", in_place_tokens):
+        found, _ = attended(cache(IN_FP8), batch, seed, change=lambda rows: spread * rows)
+        expected, _ = attended(cache(SIZES), batch, seed, change=lambda rows: in_e4m3(spread * rows))
+    assert torch.equal(found, expected)
+
+
+class Wrapper:
+    """A wrapper of FlashInfer, which keeps what it is planned with."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.planned: dict[str, Any] = {}
+
+    def plan(self, *arguments: Any, **named: Any) -> None:
+        self.planned = named
+
+
+@pytest.mark.parametrize(("sizes", "stored"), [(SIZES, torch.bfloat16), (IN_FP8, torch.float8_e4m3fn)])
+def test_flash_infer_is_planned_with_the_dtype_of_the_cache(sizes: CacheSizes, stored: torch.dtype) -> None:
+    made: list[Wrapper] = []
+
+    def make(*arguments: Any, **named: Any) -> Wrapper:
+        made.append(Wrapper())
+        return made[-1]
+
+    library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=make, BatchDecodeWithPagedKVCacheWrapper=make)
+    like = torch.zeros((), dtype=torch.bfloat16)
+    with patch.object(torch.cuda, "Event"):
+        kernels = FlashInferKernels(library, sizes, like)
+        for kernel in (kernels.prefill(), kernels.decode(1, 4)):
+            kernel.plan(plan_pages([Context(4, 5, (0, 1))], BLOCK_TOKENS))
+    assert [(each.planned["q_data_type"], each.planned["kv_data_type"]) for each in made] == [(like.dtype, stored)] * 2
+    assert FlashInferCache(sizes, like, PlainKernels()).keys[0].dtype == stored
+
+
+def test_torchs_kernels_are_not_tried_with_a_cache_in_fp8() -> None:
+    on_cuda = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    with capture_logs() as logs:
+        assert find_kernel(IN_FP8, cast(Tensor, on_cuda)) is None
+    assert [each["error"] for each in logs] == ["no keys in fp8 with queries in torch.bfloat16"]
 
 
 def test_cudnn_attention_is_turned_off_on_cuda() -> None:

@@ -6,7 +6,7 @@ Runs without CUDA: the step really runs, its memory use is reported by a fake de
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -105,15 +105,28 @@ def test_the_measured_decode_step_gathers_the_maximum(memory: FakeMemory, monkey
     gathered: list[int] = []
     read = sdpa._read
 
-    def count(layer: Tensor, slots: slice | Tensor) -> Tensor:
+    def count(layer: Tensor, slots: slice | Tensor, dtype: torch.dtype) -> Tensor:
         gathered.append(slots.numel() if isinstance(slots, Tensor) else 0)
-        return read(layer, slots)
+        return read(layer, slots, dtype)
 
     monkeypatch.setattr(sdpa, "_read", count)
     monkeypatch.setattr(sdpa, "IN_PLACE_TOKENS", 10**9)
     flags = limits("--max-num-batched-tokens", "100", "--max-num-seqs", "9")
     fitting_tokens(flags, memory.model, None, memory, memory.capture)
     assert max(gathered) == sdpa.MOST_GATHERED_TOKENS // 9 * 9 > 32768
+
+
+def test_a_cache_in_fp8_holds_as_many_tokens_as_one_byte_a_value_allows(memory: FakeMemory) -> None:
+    memory.model = replace(memory.model, fp8_cache=True)
+    left = int(Fraction(9, 10) * memory.total) - (300 + 2048 + 700 + 50) * MIB
+    assert fitting(memory) == (left // (3 * 2 * 16 * 2 * BLOCK_TOKENS) - 1) * BLOCK_TOKENS
+
+
+def test_the_setting_decides_how_the_cache_stores(tiny_checkpoint: Path) -> None:
+    for flags, dtype in (((), torch.float32), (("--kv-cache-dtype", "fp8"), torch.float8_e4m3fn)):
+        runner = build(limits("--device", "cpu", "--kv-cache-tokens", "64", *flags), Checkpoint(tiny_checkpoint)).runner
+        assert isinstance(runner._cache, sdpa.SdpaCache)
+        assert {each.dtype for each in (*runner._cache.keys, *runner._cache.values)} == {dtype}
 
 
 def test_the_rank_with_the_least_memory_decides(memory: FakeMemory) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
@@ -22,14 +21,13 @@ from services.generation.settings import AdapterFolder
 from services.generation.startup.adapter_files import load_adapters
 from tests.adapters import write_adapter
 from tests.families import FAMILIES, load_reference
-from tests.generation.checkpoints import changed
+from tests.generation.checkpoints import changed, in_fp8
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, random_item
 
 CPU = torch.device("cpu")
 BLOCK = 32
-FP8_MOST = 448.0
 FP8 = {
     "quant_method": "fp8",
     "weight_block_size": [BLOCK, BLOCK],
@@ -48,16 +46,6 @@ class Checkpoints:
     models: Models
 
 
-def in_fp8(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """A scale for each block. Returns the tensors to store and the dequantised weight."""
-    rows, columns = weight.shape
-    blocks = weight.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
-    scale = blocks.abs().amax((1, 3), keepdim=True) / FP8_MOST
-    rounded = (blocks / scale).to(torch.float8_e4m3fn)
-    stored = {name: rounded.view(rows, columns), f"{name}_scale_inv": scale.view(rows // BLOCK, -1)}
-    return stored, (rounded.float() * scale).view(rows, columns)
-
-
 @pytest.fixture(
     scope="module",
     params=["qwen2_5_vl", "qwen3_vl_moe", pytest.param("qwen3_vl", marks=pytest.mark.deep)],
@@ -71,7 +59,7 @@ def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     plain, quantised = dict(weights), dict(weights)
     for name, weight in weights.items():
         if name.startswith(FAMILIES[family].text_prefix) and name.endswith("_proj.weight"):
-            stored, plain[name] = in_fp8(name, weight)
+            stored, plain[name] = in_fp8(name, weight, BLOCK)
             del quantised[name]
             quantised |= stored
     assert len(quantised) > len(plain)

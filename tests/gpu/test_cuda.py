@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from services.generation.model.attention.cache import CacheSizes
 from services.generation.model.attention.flash_infer import check_kernels, find_kernels
 from services.generation.model.attention.pages import plan_pages
 from services.generation.model.attention.varlen import check_kernel, find_kernel
+from services.generation.model.fp8_linear import FP8, GROUP, find_product, product_by_formula
 from services.generation.model.graphs import CudaCapture
 from services.generation.request.batch import Context
 from services.generation.sampling.sampler import SamplingParams
@@ -89,15 +91,16 @@ def alike(eager: list[Tensor], replayed: list[Tensor]) -> Iterator[tuple[Tensor,
 SIZES = CacheSizes(layers=1, blocks=8, block_tokens=16, heads=28, kv_heads=4, head_dim=128)
 
 
-def test_flash_infer_is_correct_also_as_a_replayed_graph() -> None:
+@pytest.mark.parametrize("sizes", [SIZES, replace(SIZES, fp8=True)])
+def test_flash_infer_is_correct_also_as_a_replayed_graph(sizes: CacheSizes) -> None:
     like = torch.zeros((), dtype=torch.bfloat16, device=DEVICES[1])
-    kernels = find_kernels(SIZES, like)
+    kernels = find_kernels(sizes, like)
     if kernels is None:
         pytest.skip("FlashInfer is not installed, or has no kernel for this card")
-    check_kernels(kernels, SIZES, like)
+    check_kernels(kernels, sizes, like)
     random = torch.Generator(like.device).manual_seed(0)
     shape = (2, SIZES.blocks, SIZES.block_tokens, SIZES.kv_heads, SIZES.head_dim)
-    key, value = torch.randn(shape, generator=random, device=like.device).to(like.dtype)
+    key, value = torch.randn(shape, generator=random, device=like.device).to(sizes.dtype(like))
     query = torch.randn(2, SIZES.heads, SIZES.head_dim, generator=random, device=like.device).to(like.dtype)
     decode, prefill = kernels.decode(2, 16), kernels.prefill()
     decode.plan(plan_pages([Context(0, 1, (0,)), Context(0, 1, (0,))], SIZES.block_tokens))
@@ -111,6 +114,40 @@ def test_flash_infer_is_correct_also_as_a_replayed_graph() -> None:
         graph.replay()
         prefill.plan(plan_pages(contexts, SIZES.block_tokens))
         assert torch.allclose(found, prefill.run(query, key, value), atol=2e-2)
+
+
+@pytest.mark.parametrize("count", [1, 16, 100])
+def test_products_in_fp8_are_those_of_the_formula_also_as_a_replayed_graph(count: int) -> None:
+    like = torch.zeros((), dtype=torch.bfloat16, device=DEVICES[1])
+    outputs, inputs = 512, 3584
+    product = find_product([(outputs, inputs)], like)
+    if product is None:
+        pytest.skip("this card has no products in fp8 by blocks")
+    random = torch.Generator(like.device).manual_seed(0)
+    weight = torch.randn(outputs, inputs, generator=random, device=like.device).to(FP8)
+    scales = torch.rand(outputs // GROUP, inputs // GROUP, generator=random, device=like.device)
+    rows = torch.zeros(count, inputs, dtype=like.dtype, device=like.device)
+    product(rows, weight, scales)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = product(rows, weight, scales)
+    for _ in range(2):
+        rows.copy_(torch.randn(count, inputs, generator=random, device=like.device))
+        graph.replay()
+        expected = product_by_formula(rows, weight, scales)
+        assert (found - expected).abs().max() < 1e-2 * expected.abs().max()
+
+
+def test_the_engine_with_a_cache_in_fp8_computes_nearly_the_logits_of_the_cpu(family_checkpoint: Path) -> None:
+    """Nearly: the last bit of a key decides now and then between its neighbours in fp8."""
+    found = []
+    for device in DEVICES:
+        model = load_language_model(Checkpoint(family_checkpoint), torch.float32, device)
+        tiny = TinyEngine(replace(model, fp8_cache=True), max_num_batched_tokens=5)
+        tiny.ask("text", [Text(tuple(range(10, 30)))], SamplingParams(max_new_tokens=1))
+        tiny.drain()
+        found.append(torch.stack([row.cpu() for row in tiny.runner.logits["text"]]))
+    assert torch.allclose(found[0], found[1], atol=0.1)
 
 
 def test_a_kernel_that_reads_a_block_table_is_correct() -> None:

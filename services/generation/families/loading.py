@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
+from services.generation.families.fp8 import keep_fp8
 from services.generation.families.quantised import is_quantised, load_quantised
 from services.generation.families.text_model import (
     fill,
@@ -51,12 +52,15 @@ def load_text(
     config: of the whole model. prefixes: of the text model's weights, the first that the checkpoint has is used.
     plan: transformers' tensor-parallel plan, if the text config has none. change: of the weights that were read.
     """
-    if is_quantised(checkpoint):
-        return load_quantised(checkpoint, config, classes.whole, classes.text, embed_levels, dtype, device, group)
     text = make_text(classes.text, classes.rotary, config.text_config, device)
     prefix = next((each for each in prefixes if has_weights(checkpoint, each)), prefixes[-1])
+    in_fp8: dict[str, torch.dtype] = {}
+    if is_quantised(checkpoint):
+        in_fp8 = {} if group else keep_fp8(checkpoint, text, prefix, dtype, device)
+        if not in_fp8:
+            return load_quantised(checkpoint, config, classes.whole, classes.text, embed_levels, dtype, device, group)
     shards = shard_text(text, text.config.base_model_tp_plan or plan, group)
-    weights = read_weights(checkpoint, prefix, dtype, device, shards)
+    weights = read_weights(checkpoint, prefix, dtype, device, shards, in_fp8)
     change(text, weights)
     fill(text, weights, prefix)
     return with_output_layer(checkpoint, config, text, embed_levels, classes.whole._tp_plan["lm_head"], group)

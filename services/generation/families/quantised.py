@@ -1,5 +1,7 @@
 """Quantised checkpoints, loaded by transformers, whose quantizers know the formats and the packages they need.
 
+Where the card has products in fp8, `fp8` loads that format instead.
+
     config.json: quantization_config ─▶ transformers' quantizer ─▶ the whole model ─▶ its text model, its output layer
 
 The whole model is loaded because a config names unquantised modules by their path in it. The vision tower is dropped.
@@ -22,13 +24,13 @@ from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import Group
 
 _TOWER = "visual."
-# Dequantised while loading: fp8 would download its kernels at the first request, and compressed-tensors prepares its
-# layers in the forward of the whole model, which is never called here.
+# Dequantised while loading: transformers would download its kernels of fp8 at the first request, and compressed-tensors
+# prepares its layers in the forward of the whole model, which is never called here.
 _DEQUANTISED = ("fp8", "compressed-tensors")
 
 
 def is_quantised(checkpoint: Checkpoint) -> bool:
-    return bool(_settings(checkpoint))
+    return bool(quantization_settings(checkpoint))
 
 
 def load_quantised(
@@ -50,7 +52,7 @@ def load_quantised(
     if group is not None:
         raise StartupError(f"--tensor-parallel {group.ranks}: quantised checkpoints support one rank only")
     check_text(config.text_config)
-    quantization = _settings(checkpoint)
+    quantization = quantization_settings(checkpoint)
     in_bits = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")  # bitsandbytes' old format
     method = quantization.get("quant_method") or ("bitsandbytes" if in_bits else None)
     # Imported here because it imports the packages of every quantizer that is installed.
@@ -97,6 +99,7 @@ def load_quantised(
     return assemble(config, text, whole.lm_head, embed_levels)
 
 
-def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
+def quantization_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The checkpoint's `quantization_config`; {} if it has none."""
     config = checkpoint.config
     return dict(config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {})

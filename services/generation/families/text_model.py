@@ -6,6 +6,7 @@ Independent of model families, whose files name transformers' classes and the pr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -122,9 +123,16 @@ def has_weights(checkpoint: Checkpoint, prefix: str) -> bool:
 
 
 def read_weights(
-    checkpoint: Checkpoint, prefix: str, dtype: torch.dtype, device: torch.device, shards: Mapping[str, Shard]
+    checkpoint: Checkpoint,
+    prefix: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    shards: Mapping[str, Shard],
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """The tensors whose names start with `prefix`, by the rest of their names. Of those in `shards`, this rank's part.
+
+    dtypes: of those that are not read in `dtype`.
 
     Raises StartupError if one of these has another shape than the config says.
     """
@@ -139,7 +147,7 @@ def read_weights(
                     own = shards[name].of(file.get_slice(full)) if name in shards else file.get_tensor(full)
                 except ValueError as error:
                     raise StartupError(f"config.json expects {full} {error}") from error
-                weights[name] = own.to(dtype)
+                weights[name] = own.to(dtypes.get(name, dtype))
     return weights
 
 

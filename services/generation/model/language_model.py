@@ -24,6 +24,7 @@ class LanguageModel:
     context_tokens: the longest sequence that the checkpoint supports.
     compact: its checkpoint was trained with positions that count the kept tokens alone.
     stored: vectors behind the vocabulary in `embed_tokens`.
+    fp8_cache: keys and values are stored in fp8, else in the model's dtype.
     position_axes: of the positions that `text` takes: 3, or 1 of a model whose axes are all equal.
     """
 
@@ -39,6 +40,7 @@ class LanguageModel:
     position_axes: int = 3
     compact: bool = False
     stored: int = 0
+    fp8_cache: bool = False
     adapters: Adapters = field(default_factory=Adapters)
 
     def position_ids(self, positions: Tensor) -> Tensor:
@@ -71,4 +73,4 @@ class LanguageModel:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers, for the KV heads of this process."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.layers * self.kv_heads * self.head_dim * (1 if self.fp8_cache else self.dtype.itemsize)

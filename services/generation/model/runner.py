@@ -102,7 +102,9 @@ class Runner:
     def __init__(self, model: LanguageModel, blocks: int, block_tokens: int, workers: Workers | None = None) -> None:
         self.model = model
         self._workers = workers
-        sizes = CacheSizes(model.layers, blocks, block_tokens, model.heads, model.kv_heads, model.head_dim)
+        sizes = CacheSizes(
+            model.layers, blocks, block_tokens, model.heads, model.kv_heads, model.head_dim, model.fp8_cache
+        )
         self._cache = make_cache(sizes, model.embed_tokens.weight)
         self._graphs: DecodeGraphs | None = None
         self.num_replayed = 0  # sequences whose row of the last step was a graph's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import structlog
 import torch
@@ -62,6 +62,7 @@ def build(
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # some kernels and quantizers use the current device
     model = load_language_model(checkpoint, _dtype(settings, checkpoint, device), device, group)
+    model = replace(model, fp8_cache=settings.kv_cache_dtype == "fp8")
     load_adapters(settings.adapters, model, group)
     blocks = -(-_cache_tokens(settings, model, group) // BLOCK_TOKENS)
     limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)

@@ -1,6 +1,6 @@
 """The interface of a paged KV cache. `sdpa`, `varlen` and `flash_infer` implement it, each with a layout of its own.
 
-Source: PagedAttention, arXiv 2309.06180.
+Source: PagedAttention, arXiv 2309.06180; e4m3, arXiv 2209.05433.
 """
 
 from __future__ import annotations
@@ -9,14 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from services.generation.request.batch import Context, Packed
 
+FP8 = torch.float8_e4m3fn
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """blocks: those that requests may hold. Every cache has one more, for rows that pad a batch."""
+    """blocks: those that requests may hold. Every cache has one more, for rows that pad a batch.
+
+    fp8: keys and values are stored in e4m3 with a scale of 1, else in the model's dtype.
+    """
 
     layers: int
     blocks: int
@@ -24,10 +30,27 @@ class CacheSizes:
     heads: int
     kv_heads: int
     head_dim: int
+    fp8: bool = False
+
+    def dtype(self, like: Tensor) -> torch.dtype:
+        """Of stored keys and values; like: of the model's dtype."""
+        return FP8 if self.fp8 else like.dtype
 
     @property
     def padding_block(self) -> int:
         return self.blocks
+
+
+def write(layer: Tensor, dim: int, slots: Tensor, rows: Tensor) -> None:
+    """Writes rows to their slots of a layer's keys or values, along `dim`. In e4m3, values beyond ±448 saturate.
+
+    slots: int64 [T].
+    """
+    if layer.dtype == FP8:
+        most = torch.finfo(FP8).max
+        # torch copies e4m3 by index on few devices, and bytes on all.
+        layer, rows = layer.view(torch.uint8), rows.clamp(-most, most).to(FP8).view(torch.uint8)
+    layer.index_copy_(dim, slots, rows)
 
 
 class Batch(Protocol):

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.generation.model.attention.cache import CacheSizes
+from services.generation.model.attention.cache import CacheSizes, write
 from services.generation.model.attention.pages import PagePlan, last_slots, plan_pages
 from services.generation.request.batch import Context, Packed
 from services.generation.to_device import to_device
@@ -48,7 +48,10 @@ class Kernel(Protocol):
         """Prepares `run` for these sequences. May wait for the copies of the plan before."""
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query and result: [T, heads, head_dim]; key, value: [blocks, block_tokens, kv_heads, head_dim]."""
+        """query and result: [T, heads, head_dim]; key, value: [blocks, block_tokens, kv_heads, head_dim].
+
+        key and value may be of another dtype, e4m3.
+        """
 
 
 class Kernels(Protocol):
@@ -67,8 +70,8 @@ class FlashInferCache:
     def __init__(self, sizes: CacheSizes, like: Tensor, kernels: Kernels) -> None:
         self.sizes = sizes
         shape = (sizes.layers, sizes.blocks + 1, sizes.block_tokens, sizes.kv_heads, sizes.head_dim)
-        self.keys = list(like.new_zeros(shape).unbind())
-        self.values = list(like.new_zeros(shape).unbind())
+        self.keys = list(like.new_zeros(shape, dtype=sizes.dtype(like)).unbind())
+        self.values = list(like.new_zeros(shape, dtype=sizes.dtype(like)).unbind())
         self._kernels = kernels
         self._turns = cycle([kernels.prefill() for _ in range(TURNS)])
         self._decoders: dict[int, Kernel] = {}
@@ -103,8 +106,8 @@ class FlashInferBatch:
         """Implements `Batch.attend`."""
         assert math.isclose(scaling, query.shape[2] ** -0.5), "kernels are planned with the usual scale"
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys.flatten(0, 1).index_copy_(0, self.new_slots, key.transpose(0, 1))
-        values.flatten(0, 1).index_copy_(0, self.new_slots, value.transpose(0, 1))
+        write(keys.flatten(0, 1), 0, self.new_slots, key.transpose(0, 1))
+        write(values.flatten(0, 1), 0, self.new_slots, value.transpose(0, 1))
         return self.kernel.run(query.transpose(0, 1).contiguous(), keys, values)
 
 
@@ -113,7 +116,7 @@ class _Prefill:
 
     def __init__(self, library: Any, sizes: CacheSizes, like: Tensor, workspace: Tensor) -> None:
         self._wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-        self._sizes, self._dtype = sizes, like.dtype
+        self._sizes, self._dtype, self._kv_dtype = sizes, like.dtype, sizes.dtype(like)
         self._copied = torch.cuda.Event()
 
     def plan(self, pages: PagePlan) -> None:
@@ -130,7 +133,7 @@ class _Prefill:
             sizes.block_tokens,
             causal=True,
             q_data_type=self._dtype,
-            kv_data_type=self._dtype,
+            kv_data_type=self._kv_dtype,
         )
         self._copied.record()
 
@@ -145,7 +148,7 @@ class _Decode:
     def __init__(
         self, library: Any, sizes: CacheSizes, like: Tensor, workspace: Tensor, rows: int, pages: Tensor
     ) -> None:
-        self._sizes, self._dtype = sizes, like.dtype
+        self._sizes, self._dtype, self._kv_dtype = sizes, like.dtype, sizes.dtype(like)
         self._wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
             workspace,
             "NHD",
@@ -167,7 +170,7 @@ class _Decode:
             sizes.head_dim,
             sizes.block_tokens,
             q_data_type=self._dtype,
-            kv_data_type=self._dtype,
+            kv_data_type=self._kv_dtype,
         )
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -216,10 +219,11 @@ def check_kernels(kernels: Kernels, sizes: CacheSizes, like: Tensor) -> None:
     block_tokens, device = sizes.block_tokens, like.device
     draw = torch.Generator(device).manual_seed(0)
     shape = (2, 4, block_tokens, sizes.kv_heads, sizes.head_dim)
-    blocks = torch.randn(shape, generator=draw, device=device).to(like.dtype)
+    blocks = torch.randn(shape, generator=draw, device=device)
     table, tokens = (2, 0, 3), 3 * block_tokens - 1
     blocks[:, 1] = blocks[:, table[-1], -1] = torch.nan
-    key, value = (each[list(table)].flatten(0, 1)[:tokens].transpose(0, 1)[None].float() for each in blocks)
+    blocks = blocks.to(sizes.dtype(like))
+    key, value = (each.float()[list(table)].flatten(0, 1)[:tokens].transpose(0, 1)[None] for each in blocks)
     for kernel, rows in ((kernels.prefill(), 2), (kernels.decode(1, 3), 1)):
         query = torch.randn(rows, sizes.heads, sizes.head_dim, generator=draw, device=device).to(like.dtype)
         kernel.plan(plan_pages([Context(tokens - rows, tokens, table)], block_tokens))

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.generation.model.attention.cache import CacheSizes
+from services.generation.model.attention.cache import FP8, CacheSizes, write
 from services.generation.request.batch import Context, Int64Array, Packed, slots_of
 from services.generation.to_device import to_device
 
@@ -54,24 +54,24 @@ class SdpaCache:
     captures = False
 
     def __init__(self, sizes: CacheSizes, like: Tensor) -> None:
-        self.sizes = sizes
+        self.sizes, self.dtype = sizes, like.dtype
         shape = (sizes.layers, sizes.kv_heads, (sizes.blocks + 1) * sizes.block_tokens, sizes.head_dim)
-        self.keys = list(like.new_zeros(shape).unbind())
-        self.values = list(like.new_zeros(shape).unbind())
+        self.keys = list(like.new_zeros(shape, dtype=sizes.dtype(like)).unbind())
+        self.values = list(like.new_zeros(shape, dtype=sizes.dtype(like)).unbind())
 
     def batch(self, packed: Packed) -> SdpaBatch:
         """Implements `PagedCache.batch`."""
-        like = self.keys[0]
+        device = self.keys[0].device
         views: list[WindowView] = []
         at = packed.num_decodes
         for each in packed.contexts[packed.num_decodes :]:
             mask = None
             if each.start:
-                seen = torch.ones(each.tokens, each.end, dtype=torch.bool, device=like.device).tril(each.start)
-                mask = _additive(seen, like)[None, None]
+                seen = torch.ones(each.tokens, each.end, dtype=torch.bool, device=device).tril(each.start)
+                mask = _additive(seen, self.dtype)[None, None]
             views.append(WindowView(at, at + each.tokens, _slots(self, each), mask))
             at += each.tokens
-        new_slots = to_device(packed.slots, like.device)
+        new_slots = to_device(packed.slots, device)
         return SdpaBatch(self, new_slots, tuple(_decodes(self, packed.contexts[: packed.num_decodes])), tuple(views))
 
 
@@ -116,8 +116,8 @@ class SdpaBatch:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Implements `Batch.attend`."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys.index_copy_(1, self.new_slots, key)
-        values.index_copy_(1, self.new_slots, value)
+        write(keys, 1, self.new_slots, key)
+        write(values, 1, self.new_slots, value)
         (heads, rows, head_dim), kv_heads = query.shape, key.shape[0]
         out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
         for decodes in self.decodes:
@@ -125,7 +125,8 @@ class SdpaBatch:
             grouped = query[:, decodes.rows].transpose(0, 1).unflatten(1, (kv_heads, -1))
             out[decodes.rows] = _attend_decodes(decodes, grouped, keys, values, scaling).flatten(1, 2)
         for view in self.windows:
-            own_keys, own_values, shared = _read(keys, view.slots), _read(values, view.slots), heads // kv_heads
+            own_keys, own_values = (_read(each, view.slots, query.dtype) for each in (keys, values))
+            shared = heads // kv_heads
             if view.mask is not None and query.device.type in REPEATING_DEVICES:
                 own_keys, own_values = own_keys.repeat_interleave(shared, 1), own_values.repeat_interleave(shared, 1)
                 shared = 1
@@ -147,12 +148,12 @@ def _attend_decodes(decodes: Decodes, rows: Tensor, keys: Tensor, values: Tensor
     parts: list[tuple[Tensor, Tensor]] = []
     if decodes.runs:
         found = [
-            _attend(row[None], _read(keys, run), _read(values, run), None, scaling)
+            _attend(row[None], _read(keys, run, rows.dtype), _read(values, run, rows.dtype), None, scaling)
             for row, run in zip(rows, decodes.runs, strict=True)
         ]
         parts.append((torch.cat([attended for attended, _ in found]), torch.cat([log_sum for _, log_sum in found])))
     if decodes.slots is not None:
-        read = _read(keys, decodes.slots), _read(values, decodes.slots)
+        read = _read(keys, decodes.slots, rows.dtype), _read(values, decodes.slots, rows.dtype)
         if not parts:
             return F.scaled_dot_product_attention(rows, *read, attn_mask=decodes.mask, scale=scaling)
         parts.append(_attend(rows, *read, decodes.mask, scaling))
@@ -171,21 +172,22 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     return attended, log_sum
 
 
-def _read(layer: Tensor, slots: Slots) -> Tensor:
-    """Reads slots of a layer's keys or values: [sequences, kv_heads, context, head_dim]."""
+def _read(layer: Tensor, slots: Slots, dtype: torch.dtype) -> Tensor:
+    """Reads slots of a layer's keys or values in the model's dtype: [sequences, kv_heads, context, head_dim]."""
     if isinstance(slots, slice):
-        return layer[None, :, slots]
+        return layer[None, :, slots].to(dtype)
+    stored = layer.view(torch.uint8) if layer.dtype == FP8 else layer
     # index_select is five times as fast as indexing by a tensor.
-    rows: Tensor = layer.index_select(1, slots.view(-1))
+    rows = stored.index_select(1, slots.view(-1)).view(layer.dtype).to(dtype)
     return rows.view(-1, *slots.shape, layer.shape[2]).transpose(0, 1)
 
 
 def _decodes(cache: SdpaCache, contexts: Sequence[Context]) -> Iterator[Decodes]:
     if not contexts:
         return
-    like = cache.keys[0]
+    device = cache.keys[0].device
     block_tokens, runs, in_place = cache.sizes.block_tokens, [slice(0, 0)] * len(contexts), False
-    if like.device.type == "cpu":
+    if device.type == "cpu":
         found = [_longest_run(each, block_tokens) for each in contexts]
         in_place = sum(run.stop - run.start for run in found) >= IN_PLACE_TOKENS * len(found)
         runs = found if in_place else runs
@@ -199,10 +201,10 @@ def _decodes(cache: SdpaCache, contexts: Sequence[Context]) -> Iterator[Decodes]
             seen = np.arange(longest) < sizes[rows, None]
             table = np.repeat(firsts[rows, None], longest, axis=1)
             table[seen] = np.concatenate([rests[row] for row in rows])
-            slots = to_device(table, like.device)
-            mask = _additive(to_device(seen, like.device), like)[:, None, None]
+            slots = to_device(table, device)
+            mask = _additive(to_device(seen, device), cache.dtype)[:, None, None]
         yield Decodes(
-            slice(0, len(rows)) if len(rows) == len(contexts) else to_device(rows, like.device),
+            slice(0, len(rows)) if len(rows) == len(contexts) else to_device(rows, device),
             tuple(read[row] for row in rows) if in_place else (),
             slots,
             mask,
@@ -251,11 +253,9 @@ def _slots(cache: SdpaCache, context: Context) -> Slots:
     return to_device(slots, cache.keys[0].device)[None]
 
 
-def _additive(seen: Tensor, like: Tensor) -> Tensor:
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """An additive mask: 0 where `seen`, else the dtype's minimum. SDPA would convert a boolean mask in every layer.
 
     The minimum and not −inf: the log-sum-exp of a fully masked row stays finite, so its weight in the merge is 0.
     """
-    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(
-        ~seen, torch.finfo(like.dtype).min
-    )
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

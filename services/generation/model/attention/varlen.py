@@ -142,6 +142,9 @@ def find_kernel(sizes: CacheSizes, like: Tensor) -> Kernel | None:
     """A kernel that reads paged blocks and passes `check_kernel` on this device for this model; None if none does."""
     if like.device.type != "cuda" or like.dtype not in (torch.bfloat16, torch.float16):
         return None
+    if sizes.fp8:
+        log.info("no paged attention", implementation="varlen", error=f"no keys in fp8 with queries in {like.dtype}")
+        return None
     attention: Any = importlib.import_module("torch.nn.attention")
     try:
         varlen: Any = importlib.import_module("torch.nn.attention.varlen")
