@@ -316,7 +316,7 @@ def write_llava(folder: Path, seed: int, name: str = "llava") -> Path:
 
 
 NEWLINE_ID = 330
-ONEVISION_PX, ONEVISION_PATCH = 60, 14
+ONEVISION_PX, ONEVISION_PATCH = 46, 14  # as the published ones: no whole number of patches, and an odd one, 3
 ONEVISION = {
     "vision_config": {
         **TOWER,
