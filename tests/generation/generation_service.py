@@ -98,7 +98,10 @@ async def service_of(
     compact: bool = False,
     **encoder: Any,
 ) -> AsyncIterator[Service]:
-    """encoder: arguments of the fake encoder. *_channel: to another peer instead of a fake one. compact: see `RopeState`."""
+    """encoder: arguments of the fake encoder. *_channel: to another peer instead of a fake one.
+
+    compact: see `RopeState`.
+    """
     checkpoint = Checkpoint(checkpoint_folder)
     model, tokenizer = model_of(checkpoint_folder)
     engine = Engine(
