@@ -48,6 +48,8 @@ class FamilyUnderTest:
     slices_stand_alone: each temporal slice is a grid of its own, with text before and after it.
     text_prefix, lm_head: prefix of the names of the text model's weights in that checkpoint, and its output layer's.
     linear: positions are one-dimensional.
+    rows_stand_alone: an image's rows, or its tiles, have text between them.
+    newline_id: of the stored vector behind rows of an image and behind a video: the id behind the vocabulary.
     model_type: of its config.json, where that is not its name in FAMILIES.
     """
 
@@ -61,6 +63,8 @@ class FamilyUnderTest:
     slices_stand_alone: bool
     text_prefix: str
     linear: bool = False
+    rows_stand_alone: bool = False
+    newline_id: int | None = None
     model_type: str = ""
     lm_head: str = "lm_head.weight"
 
@@ -311,7 +315,8 @@ def write_llava(folder: Path, seed: int, name: str = "llava") -> Path:
     return folder
 
 
-ONEVISION_PX, ONEVISION_PATCH = 60, 14
+NEWLINE_ID = 330
+ONEVISION_PX, ONEVISION_PATCH = 46, 14  # as the published ones: no whole number of patches, and an odd one, 3
 ONEVISION = {
     "vision_config": {
         **TOWER,
@@ -373,6 +378,7 @@ def _write_tiled(
     for kind in ("image", "video"):
         marked = f"<|vision_start|><|{kind}_pad|><|vision_end|>"
         tokenizer.chat_template = tokenizer.chat_template.replace(marked, f"<{kind}>")
+    assert len(tokenizer) == NEWLINE_ID
     ids = tokenizer.get_vocab()
     text = {**LLAVA_TEXT, **text, "vocab_size": len(tokenizer)}
     tokens = {f"{kind}_token_index": ids[f"<{kind}>"] for kind in ("image", "video")}
@@ -461,6 +467,7 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
             text_prefix="llm.model.",
             lm_head="llm.lm_head.weight",
             linear=True,
+            rows_stand_alone=True,
             model_type="minicpmv",
         )
         for version in ("2.5", "2.6", "4.5")
@@ -478,6 +485,7 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
             text_prefix="language_model.model.",
             lm_head="language_model.lm_head.weight",
             linear=True,
+            rows_stand_alone=settings["vision_config"]["model_type"] == "pixtral",
             model_type=name if name == "mistral3" else "llava",
         )
         for name, settings in LLAVA.items()
@@ -507,6 +515,8 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
         text_prefix="language_model.model.",
         lm_head="language_model.lm_head.weight",
         linear=True,
+        rows_stand_alone=True,
+        newline_id=NEWLINE_ID,
     ),
     "llava_onevision": FamilyUnderTest(
         write=_write_onevision,
@@ -520,6 +530,8 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
         text_prefix="language_model.model.",
         lm_head="language_model.lm_head.weight",
         linear=True,
+        rows_stand_alone=True,
+        newline_id=NEWLINE_ID,
     ),
     "qwen2_vl": FamilyUnderTest(
         write=_write_qwen2_vl,

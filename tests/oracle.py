@@ -26,7 +26,8 @@ class Item:
     """An image (time_step None) or a video: its grid, merged embeddings [t·h·w, D] and pruning.
 
     deepstack: further levels of each token, [t·h·w, D] each.
-    texts: for families with text between slices, the text before each slice and after the last one: t + 1.
+    texts: of an item of several runs, or with text of its own: what is before each run and behind the last one, some of
+        it empty. Runs are of equal size, and of positions on three axes whole slices.
     linear: its positions count up as those of text. compact: the positions of its prompt count the kept tokens alone.
     """
 
@@ -45,6 +46,10 @@ class Item:
     @property
     def tokens(self) -> int:
         return self.t * self.h * self.w
+
+    @property
+    def runs(self) -> int:
+        return max(1, len(self.texts) - 1)
 
     @property
     def kept_count(self) -> int:
@@ -128,13 +133,10 @@ def _full_prompt(parts: Sequence[Text | Item], pad_id: int) -> list[_Token]:
         if isinstance(part, Text):
             tokens += _text(part, _start(tokens))
             continue
-        if part.texts:
-            for i in range(part.t):
-                tokens += _text(part.texts[i], _start(tokens))
-                tokens += _slices(part, range(i, i + 1), items, _start(tokens), pad_id)
-            tokens += _text(part.texts[-1], _start(tokens))
-        else:
-            tokens += _slices(part, range(part.t), items, _start(tokens), pad_id)
+        for i in range(part.runs):
+            tokens += _text(part.texts[i], _start(tokens)) if part.texts else []
+            tokens += _run(part, i, items, _start(tokens), pad_id)
+        tokens += _text(part.texts[-1], _start(tokens)) if part.texts else []
         items += 1
     return tokens
 
@@ -147,20 +149,21 @@ def _text(text: Text, start: int) -> list[_Token]:
     return [_Token(token_id, None, (start + number,) * 3) for number, token_id in enumerate(text.ids)]
 
 
-def _slices(item: Item, slices: range, number: int, start: int, pad_id: int) -> list[_Token]:
-    """The grid of some slices of an item, from position `start`."""
+def _run(item: Item, run: int, number: int, start: int, pad_id: int) -> list[_Token]:
+    """One run of the tokens of an item, from position `start`."""
+    size = item.tokens // item.runs
+    own = range(run * size, (run + 1) * size)
     if item.linear:
-        own = range(slices.start * item.h * item.w, slices.stop * item.h * item.w)
         return [_Token(pad_id, (number, token), (start + place,) * 3) for place, token in enumerate(own)]
+    slice_tokens = item.h * item.w
+    places = [(token // slice_tokens, token % slice_tokens // item.w, token % item.w) for token in own]
     return [
         _Token(
             pad_id,
-            (number, (i * item.h + j) * item.w + k),
-            (start + math.floor((i - slices[0]) * (item.time_step or 0)), start + j, start + k),
+            (number, token),
+            (start + math.floor((i - places[0][0]) * (item.time_step or 0)), start + j, start + k),
         )
-        for i in slices
-        for j in range(item.h)
-        for k in range(item.w)
+        for token, (i, j, k) in zip(own, places, strict=True)
     ]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
 from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
@@ -26,6 +26,7 @@ from services.generation.model.runner import Launched, Runner, Workers
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Adapter, Event, Failed, Finished, Request, Tokens
+from services.generation.request.rope import MAX_VOCABULARY
 from services.generation.sampling.sampler import SamplingParams
 from services.preprocessing.prompt.positions import GridSpan, LinearSpan, MediaSpan, TextSpan, positions_of
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
@@ -37,7 +38,10 @@ BLOCK_TOKENS = 4
 
 @dataclass(frozen=True)
 class Models:
-    """The same weights twice: as the engine runs them, and as transformers does."""
+    """The same weights twice: as the engine runs them, and as transformers does.
+
+    reference: its embeddings have a row for the stored vector, if there is one.
+    """
 
     folder: Path
     family: FamilyUnderTest
@@ -48,7 +52,12 @@ class Models:
 def load_models(family: str, folder: Path) -> Models:
     FAMILIES[family].write(folder, 7)
     engine = load_language_model(Checkpoint(folder), torch.float32, torch.device("cpu"))
-    return Models(folder, FAMILIES[family], engine, load_reference(family, folder))
+    reference = load_reference(family, folder)
+    if FAMILIES[family].newline_id is not None:
+        text = reference.model.language_model
+        vectors = torch.cat([text.get_input_embeddings().weight, reference.model.image_newline[None]])
+        text.set_input_embeddings(nn.Embedding.from_pretrained(vectors))
+    return Models(folder, FAMILIES[family], engine, reference)
 
 
 class WholeWords:
@@ -151,7 +160,8 @@ class TinyEngine:
         others: Sequence[SamplingParams] = (),
         adapter: str | None = None,
     ) -> Asked:
-        asked = make_request(name, parts, params, self.model.adapters.find(adapter) if adapter else None)
+        own = self.model.adapters.find(adapter) if adapter else None
+        asked = make_request(name, parts, params, own, self.model.vocab_size)
         for number, each in enumerate(others, 1):
             events: list[Event] = []
             sibling = asked.request.add_sibling(f"{name}#{number}", each, WholeWords(), events.append)
@@ -172,7 +182,11 @@ class TinyEngine:
 
 
 def make_request(
-    name: str, parts: Sequence[Text | Item], params: SamplingParams, adapter: Adapter | None = None
+    name: str,
+    parts: Sequence[Text | Item],
+    params: SamplingParams,
+    adapter: Adapter | None = None,
+    vocab_size: int = MAX_VOCABULARY,
 ) -> Asked:
     items = [part for part in parts if isinstance(part, Item)]
     events: list[Event] = []
@@ -186,6 +200,7 @@ def make_request(
         WholeWords(),
         events.append,
         adapter=adapter,
+        vocab_size=vocab_size,
         compact=any(item.compact for item in items),
     )
     return Asked(request, events)
@@ -221,8 +236,7 @@ def make_plan(parts: Sequence[Text | Item]) -> PromptPlan:
                 spans.append(TextSpan(len(piece.ids)))
                 ids += piece.ids
             else:
-                grid = GridSpan(piece, part.time_step or Fraction(0))
-                spans.append(LinearSpan(piece.tokens) if part.linear else grid)
+                spans.append(piece)
                 runs.append(Run(len(ids), piece.tokens))
                 ids += [PAD_ID] * piece.tokens
         media.append(_media_plan(part, runs))
@@ -230,15 +244,15 @@ def make_plan(parts: Sequence[Text | Item]) -> PromptPlan:
     return PromptPlan(np.array(ids, np.int32), positions_of(spans), tuple(media), levels, bytes(32))
 
 
-def _pieces(item: Item) -> Iterator[Text | Grid]:
-    """The layout of an item: one grid, or one grid for each slice with text around it."""
-    if not item.texts:
-        yield Grid(item.t, item.h, item.w)
-        return
-    for text in item.texts[:-1]:
-        yield text
-        yield Grid(1, item.h, item.w)
-    yield item.texts[-1]
+def _pieces(item: Item) -> Iterator[Text | MediaSpan]:
+    """The layout of an item: its runs, and its text around them."""
+    grid = Grid(1 if item.linear else item.t // item.runs, item.h, item.w)
+    run = LinearSpan(item.tokens // item.runs) if item.linear else GridSpan(grid, item.time_step or Fraction(0))
+    for text in item.texts[:-1] or (Text(()),):
+        if text.ids:
+            yield text
+        yield run
+    yield from (text for text in item.texts[-1:] if text.ids)
 
 
 def _media_plan(item: Item, runs: Sequence[Run]) -> MediaPlan:
@@ -263,11 +277,25 @@ def random_item(
     rate: float = 0.0,
     method: str = "evs",
 ) -> Item:
-    """An item of random embeddings, with the deepstack levels and texts that this family's items have."""
+    """An item of random embeddings, with the deepstack levels, runs and texts that this family's items have."""
     random = np.random.default_rng(seed)
     shape = (math.prod(sides), family.hidden)
     levels = [random.normal(0, 0.3, shape).astype(np.float32) for _ in range(1 + family.levels)]
-    texts: list[Text] = []
-    if time_step and family.slices_stand_alone:
-        texts = [Text(tuple(random.integers(10, 300, random.integers(1, 5)).tolist())) for _ in range(sides[0] + 1)]
-    return Item(*sides, time_step, levels[0], rate, method, tuple(levels[1:]), tuple(texts), family.linear)
+    texts = _texts(family, sides, time_step is not None, random)
+    return Item(*sides, time_step, levels[0], rate, method, tuple(levels[1:]), texts, family.linear)
+
+
+def _texts(
+    family: FamilyUnderTest, sides: tuple[int, int, int], is_video: bool, random: np.random.Generator
+) -> tuple[Text, ...]:
+    runs = 1
+    if is_video and family.slices_stand_alone:
+        runs = sides[0]
+    if not is_video and family.rows_stand_alone:
+        runs = sides[1]
+    if family.newline_id is not None:  # the first run is the whole of an image, which its first row follows at once
+        bare = min(2, runs)
+        return (Text(()),) * bare + (Text((family.newline_id,)),) * (1 + runs - bare)
+    if not (family.slices_stand_alone if is_video else family.rows_stand_alone):
+        return ()
+    return tuple(Text(tuple(random.integers(10, 300, random.integers(1, 5)).tolist())) for _ in range(runs + 1))

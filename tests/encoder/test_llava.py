@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -23,10 +24,15 @@ from transformers import (
 )
 
 from common.anyres import AnyRes
+from common.byte_semaphore import ByteSemaphore
 from common.checkpoint import Checkpoint
 from common.contract.errors import PeerContract, StartupError
 from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from common.contract.tensors import DType, TensorBuffer
 from services.encoder.families import load_tower
+from services.encoder.items.batcher import Batcher
+from services.encoder.items.cache import EmbedsCache
+from services.encoder.items.cache_entry import FrameSlice
 from services.encoder.items.preprocess_stream import PlanCheck
 from services.encoder.tower.graphs import with_graphs
 from services.encoder.tower.tower import Tower
@@ -38,13 +44,18 @@ CPU = torch.device("cpu")
 # Outputs of a tower of three layers: 0 is its embedding.
 LAYERS: list[Any] = [-1, -2, 1, 3, [0, 3], [-1, 2, -4]]
 PIXTRAL = ("llava_pixtral", "mistral3")
+SIDES_PX = {
+    **{kind: settings["vision_config"]["image_size"] for kind, settings in LLAVA.items()},
+    "internvl": INTERNVL_PX,
+    "llava_next_video": NEXT_VIDEO_PX,
+}
+TIMEOUT_S = 20
 SELECTIONS = [(kind, layers) for kind in LLAVA for layers in LAYERS if kind != "mistral3" or isinstance(layers, int)]
 
 
 def frames_of(kind: str) -> list[Tensor]:
     """Two frames of the sizes that the tower takes: all of one size, but of any in patches of Pixtral's."""
-    side = LLAVA[kind]["vision_config"]["image_size"]
-    sizes = [(32, 48), (96, 16), (32, 48)] if kind in PIXTRAL else [(side, side)] * 3
+    sizes = [(32, 48), (96, 16), (32, 48)] if kind in PIXTRAL else [(SIDES_PX[kind],) * 2] * 3
     random = torch.Generator().manual_seed(0)
     return [torch.randint(0, 255, (1, *size, 3), dtype=torch.uint8, generator=random) for size in sizes]
 
@@ -121,10 +132,10 @@ def test_each_selection_of_layers_equals_transformers(
             torch.testing.assert_close(ours[0], theirs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", [*LLAVA, "internvl"])
+@pytest.mark.parametrize("kind", SIDES_PX)
 def test_graphs_replay_what_the_tower_computes(checkpoints: Callable[[str], Path], kind: str) -> None:
     tower, recorder = load_packed(checkpoints(kind)), Recorder()
-    frames = frames_of("llava" if kind == "internvl" else kind)
+    frames = frames_of(kind)
     graphed = with_graphs(tower, 160, recorder)
     recorder.replayed.clear()
     for ours, theirs in zip(graphed.encode(frames), tower.encode(frames), strict=True):
@@ -134,7 +145,7 @@ def test_graphs_replay_what_the_tower_computes(checkpoints: Callable[[str], Path
 
 # Of each family with tiles: side of a frame in pixels and tokens, of a pooled one, and how many tiles of tokens remain.
 TILED = {
-    "llava_onevision": (LlavaOnevisionForConditionalGeneration, ONEVISION_PX, 4, 2, 2),
+    "llava_onevision": (LlavaOnevisionForConditionalGeneration, ONEVISION_PX, 3, 2, 2),
     "llava_next_video": (LlavaNextVideoForConditionalGeneration, NEXT_VIDEO_PX, 4, 2, None),
 }
 
@@ -159,6 +170,40 @@ def test_tiles_of_an_image_become_one_picture_as_in_transformers(
     newline = (theirs == model.image_newline).all(dim=1)
     assert newline.sum() == tiles.shrunk[0]
     torch.testing.assert_close(ours, theirs[~newline], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", TILED)
+async def test_a_cached_picture_of_tiles_is_put_together_once(checkpoints: Callable[[str], Path], name: str) -> None:
+    (_, side_px, side, _, most_tiles), folder = TILED[name], checkpoints(name)
+    tower, forwards = load_tower(Checkpoint(folder), "float32", CPU), list[int]()
+    tiles = AnyRes.of(Checkpoint(folder).config, most_tiles).tiles(380, 400)
+    count, tokens = 1 + tiles.rows * tiles.columns, side**2 + math.prod(tiles.shrunk)
+    frames = torch.randint(0, 255, (count, side_px, side_px, 3), dtype=torch.uint8)
+    plan = plan_of_image(frames, 380, 400, tokens)
+
+    def encode(slices: Sequence[Tensor]) -> list[Tensor]:
+        forwards.append(len(slices))
+        return tower.encode(slices)
+
+    batcher = Batcher(encode, budget_tokens=2 * side**2)
+    cache = EmbedsCache(tower, batcher, ByteSemaphore(2**20), 2**20)
+    entry = cache.join(plan)
+    await entry.reserve()
+    assert cache.encoding_bytes.held_bytes == 4 * tower.embed_dim * (tokens + count * side**2)
+    for index, frame in enumerate(frames.split(1)):
+        buffer = TensorBuffer(DType.UINT8, frame.shape)
+        buffer.add(DType.UINT8, frame.shape, 0, frame.numpy().tobytes())
+        await entry.add_slice(FrameSlice(0, index, buffer, repaired_frames=0, decoded_ns=0, resized_ns=0))
+    while not entry.complete:
+        await asyncio.wait_for(entry.changed(), TIMEOUT_S)
+    cache.leave(entry)
+    assert cache.encoding_bytes.held_bytes == 0
+    assert cache.held_bytes == tokens * (4 * tower.embed_dim + 20)  # five scores a token at most
+    again = cache.join(replace(plan, runs=(Run(9, tokens),)))
+    assert again.complete
+    torch.testing.assert_close(again.embeds, encoded(tower, plan, frames), atol=2e-6, rtol=0)
+    assert sum(forwards) == count
+    batcher.close()
 
 
 @torch.no_grad()
@@ -207,10 +252,10 @@ def encoded(tower: Tower, plan: MediaPlan, frames: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "plan",
     [
-        plan_of_image(torch.empty(2, ONEVISION_PX, ONEVISION_PX, 3), 30, 31, 16 + 15),
-        plan_of_image(torch.empty(3, ONEVISION_PX, ONEVISION_PX, 3), 30, 31, 32),
-        plan_of_image(torch.empty(1, 56, 56, 3), 30, 31, 16),
-        plan_of_video(torch.empty(3, ONEVISION_PX, ONEVISION_PX, 3), Grid(3, 4, 4)),
+        plan_of_image(torch.empty(2, ONEVISION_PX, ONEVISION_PX, 3), 30, 31, 9 + 8),
+        plan_of_image(torch.empty(3, ONEVISION_PX, ONEVISION_PX, 3), 30, 31, 18),
+        plan_of_image(torch.empty(1, 56, 56, 3), 30, 31, 9),
+        plan_of_video(torch.empty(3, ONEVISION_PX, ONEVISION_PX, 3), Grid(3, 3, 3)),
         plan_of_video(torch.empty(3, ONEVISION_PX, ONEVISION_PX, 3), Grid(2, 2, 2)),
     ],
 )

@@ -126,7 +126,7 @@ def test_a_compiled_tower_computes_the_same_and_compiles_nothing_after_the_start
 @pytest.mark.parametrize("name", ["llava", "internvl", "llava_pixtral"])
 def test_towers_of_frames_of_one_size_are_compiled(name: str, checkpoints: Callable[[str], Path]) -> None:
     tower = load_tower(Checkpoint(checkpoints(name)), "float32", CPU)
-    frames = sized_frames("llava" if name == "internvl" else name)
+    frames = sized_frames(name)
     plain = [embeds.clone() for embeds in tower.encode(frames)]
     assert compile_tower(tower)
     torch.compiler.set_stance("fail_on_recompile")

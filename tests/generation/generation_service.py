@@ -95,9 +95,13 @@ async def service_of(
     eos_ids: tuple[int, ...] = (),
     encoder_channel: grpc.aio.Channel | None = None,
     preprocessing_channel: grpc.aio.Channel | None = None,
+    compact: bool = False,
     **encoder: Any,
 ) -> AsyncIterator[Service]:
-    """encoder: arguments of the fake encoder. *_channel: to another peer instead of a fake one."""
+    """encoder: arguments of the fake encoder. *_channel: to another peer instead of a fake one.
+
+    compact: see `RopeState`.
+    """
     checkpoint = Checkpoint(checkpoint_folder)
     model, tokenizer = model_of(checkpoint_folder)
     engine = Engine(
@@ -117,7 +121,7 @@ async def service_of(
         async with serving(f"unix:{folder}/peers", *peers) as upstream:
             media = MediaClient(preprocessing_channel or upstream, encoder_channel or upstream, shape, room)
             defaults = SamplingDefaults(shape.vocab_size, eos_ids=eos_ids)
-            servicer = GenerationServicer(engine, media, tokenizer, defaults, PromptLimit(LIMIT))
+            servicer = GenerationServicer(engine, media, tokenizer, defaults, PromptLimit(LIMIT), compact=compact)
             async with serving(f"unix:{folder}/generation", servicer) as channel:
                 yield Service(GenerationServiceStub(channel), servicer, engine, room, *peers)
     finally:

@@ -59,7 +59,8 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-DEEP = ("minicpmv_2_6", "minicpmv_4_5", "qwen3_vl_moe")
+DEEP = ("llava", "llava_pixtral", "minicpmv_2_6", "minicpmv_4_5", "qwen3_vl_moe")
+FAMILY_PARAMS = ["llava_onevision", "qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP)]
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Adapted:
     text: Mapping[str, nn.Module]
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP)])
+@pytest.fixture(scope="module", params=FAMILY_PARAMS)
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     folder = tmp_path_factory.mktemp("adapted")
     models = load_models(request.param, folder / "model")

@@ -88,7 +88,14 @@ def use_paged(tiny: TinyEngine, name: str) -> TinyEngine:
     return tiny
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl_moe", "qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.deep)])
+DEEP = ("llava", "llava_pixtral", "qwen3_vl")
+FAMILY_PARAMS = [
+    *("llava_onevision", "qwen2_5_vl", "qwen3_vl_moe"),
+    *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP),
+]
+
+
+@pytest.fixture(scope="module", params=FAMILY_PARAMS)
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

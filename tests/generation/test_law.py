@@ -16,6 +16,9 @@ from tests.law import Question, answer, assert_law, item, question, text
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine, load_models, random_item
 
+# Deep in the tests of all mixes: one-dimensional positions with text between slices, stored vectors between rows, and
+# the grids of Qwen2-VL.
+OTHERS = ("internvl", "llava_onevision", "qwen2_vl")
 LAW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
@@ -28,6 +31,13 @@ def models(family: str, tmp_path_factory: pytest.TempPathFactory) -> Models:
 @LAW
 @given(st.data())
 def test_the_law_holds_for_any_mix(models: Models, data: st.DataObject) -> None:
+    assert_law_of_any_mix(models, data)
+
+
+@settings(LAW, max_examples=10)
+@given(st.data())
+@pytest.mark.parametrize("family", OTHERS, scope="module")
+def test_the_law_holds_for_some_mixes_of_other_families(models: Models, data: st.DataObject) -> None:
     assert_law_of_any_mix(models, data)
 
 
@@ -79,6 +89,15 @@ def begins_like(data: st.DataObject, models: Models, other: Question) -> Questio
 
 
 def test_a_prompt_cut_anywhere_obeys_the_law(models: Models) -> None:
+    assert_law_at_every_cut(models)
+
+
+@pytest.mark.parametrize("family", ["llava_onevision"], scope="module")
+def test_a_prompt_cut_at_stored_vectors_and_between_runs_of_an_image_obeys_the_law(models: Models) -> None:
+    assert_law_at_every_cut(models)
+
+
+def assert_law_at_every_cut(models: Models) -> None:
     """Text, a video of which whole slices are dropped, text, an image, text: the first cut is at each place in turn."""
     video = random_item(models.family, (4, 2, 3), Fraction(1), rate=0.75, method="random")
     picture = random_item(models.family, (1, 2, 2), None, seed=6)

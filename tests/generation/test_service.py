@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from fractions import Fraction
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from services.generation.model.runner import Launched
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Request
+from tests.families import load_reference
 from tests.generation.generation_peers import embeds_messages, eventually, prompt_message
 from tests.generation.generation_service import (
     HALF,
@@ -42,6 +44,7 @@ from tests.generation.generation_service import (
     service_of,
     token_ids,
 )
+from tests.oracle import Item, Text, expected_logprobs, expected_sequence
 
 
 async def test_responses_are_accepted_then_progress_then_tokens_then_finished(
@@ -70,6 +73,26 @@ async def test_responses_are_accepted_then_progress_then_tokens_then_finished(
         for token, logprob, top in zip(delta.token_ids, delta.logprobs, delta.top_logprobs, strict=True):
             assert (token, logprob) == (top.token_ids[0], top.logprobs[0])
             assert 0 > top.logprobs[0] > top.logprobs[1]
+
+
+@pytest.mark.parametrize("compact", [True, False])
+async def test_kept_tokens_are_counted_for_compact_positions_and_keep_gaps_for_others(
+    tmp_path: Path, tiny_checkpoint: Path, compact: bool
+) -> None:
+    async with service_of(tmp_path, tiny_checkpoint, compact=compact) as service:
+        responses = await answers(service.ask(sampling=Sampling(max_new_tokens=5, logprobs=True)))
+        ids = service.encoder.plan.input_ids.tolist()
+    embeds = np.zeros((VIDEO[1].tokens, HIDDEN), np.float32)
+    embeds[KEPT] = np.random.default_rng(5).standard_normal((len(KEPT), HIDDEN), np.float32)
+    video = Item(4, 2, 3, Fraction(1), embeds, rate=0.5, linear=True, compact=compact)
+    parts = [Text(tuple(ids[:TEXT_BEFORE])), video, Text(tuple(ids[-TEXT_AFTER:]))]
+    model = load_reference("qwen2_5_vl", tiny_checkpoint)
+    said = token_ids(responses)
+    expected = expected_sequence(parts, [KEPT], pad_id=0)
+    reference = expected_logprobs(model.model.language_model, model.lm_head, expected, [video], said)
+    logprobs = [each for response in responses for each in response.delta.logprobs]
+    assert said == reference.argmax(dim=-1).tolist()
+    assert logprobs == pytest.approx(reference.max(dim=-1).values.tolist(), abs=1e-4)
 
 
 async def test_text_before_a_video_is_prefilled_while_the_video_is_encoded(

@@ -17,6 +17,7 @@ from common.channels import open_channel
 from common.contract.plan import Modality, PromptPlan
 from common.contract.wire import PlanReceiver
 from framesieve.client.answer import Answer
+from framesieve.client.encoding import Encoded
 from framesieve.client.messages import generate_request
 from framesieve.client.prompt import Part, user_turn
 from framesieve.v1 import prompt_pb2
@@ -150,3 +151,40 @@ def check_answer(answer: Answer, model: Any, inputs: dict[str, Tensor]) -> Tenso
     logprobs = logits.log_softmax(dim=-1).gather(1, expected[:, None])[:, 0]
     assert answer.logprobs == pytest.approx(logprobs.tolist(), abs=1e-4)
     return logits[0]
+
+
+@torch.no_grad()
+def check_pruned_answer(answer: Answer, model: Any, inputs: dict[str, Tensor], pad_id: int, video: Encoded) -> None:
+    """Compares a greedy answer about one pruned video with the model's forward over the kept tokens, with their gaps.
+
+    model: of one-dimensional positions. inputs: of the unpruned prompt. pad_id: of the video's tokens.
+    """
+    ids, said, text = inputs["input_ids"][0], torch.tensor(answer.token_ids), model.model.language_model
+    given: list[Tensor] = []
+    hook = text.register_forward_pre_hook(lambda *call: given.append(call[2]["inputs_embeds"][0]), with_kwargs=True)
+    model(**inputs)
+    hook.remove()
+    (full,) = given
+    media = torch.nonzero(ids == pad_id)[: video.plan.grid.tokens, 0]  # without a newline behind them
+    kept = media[torch.tensor(video.kept)]
+    torch.testing.assert_close(torch.from_numpy(video.values[0].copy()), full[kept], atol=1e-5, rtol=0)
+    taken = torch.ones(len(ids), dtype=torch.bool)
+    taken[media] = False
+    taken[kept] = True
+    embeds = torch.cat([full[taken], text.get_input_embeddings()(said[:-1])])
+    gapped = torch.cat([torch.nonzero(taken)[:, 0], len(ids) + torch.arange(len(said) - 1)])
+    logprobs, others = (
+        model(
+            inputs_embeds=embeds[None],
+            position_ids=positions[None],
+            attention_mask=torch.ones(1, len(embeds), dtype=torch.long),  # without it, gaps separate sequences
+        )
+        .logits[0, -len(said) :]
+        .log_softmax(dim=-1)
+        for positions in (gapped, torch.arange(len(embeds)))
+    )
+    best, second = logprobs.topk(2, dim=-1).values.T
+    assert (best - second > CLEAR_MARGIN).all(), "choose another clip: a tie proves nothing"
+    assert said.tolist() == logprobs.argmax(dim=-1).tolist()
+    assert answer.logprobs == pytest.approx(best.tolist(), abs=1e-4)
+    assert float((logprobs - others).abs().max()) > 0.001, "gaps that change nothing prove nothing"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tests import media
 from tests.encoder.kept import FLOAT32_ERROR, check_kept, exact_scores
 from tests.families import FAMILIES, load_reference
 from tests.integration.conftest import running
-from tests.integration.reference import NEW_TOKENS, check_answer, model_inputs
+from tests.integration.reference import NEW_TOKENS, check_answer, check_pruned_answer, model_inputs
 
 QUESTION = "What moves?"
 GREEDY: Any = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "logprobs": True, "timeout_s": 60}
@@ -129,12 +129,19 @@ async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_genera
                     addresses["preprocessing"], parts, QUESTION, FAMILIES[name], folder, reference.config
                 )
                 check_answer(await client.ask(list(parts), QUESTION, **GREEDY), reference, inputs)
+            video = Video(data=BRIEF, fps=8)
+            inputs = await model_inputs(
+                addresses["preprocessing"], [video], QUESTION, FAMILIES[name], folder, reference.config
+            )
+            pad_id = reference.config.image_token_id if name == "internvl" else reference.config.video_token_id
             for method in ("evs", "evs_causal", "vidcom2", "vcast", "random"):
-                video = Video(data=BRIEF, fps=8, pruning=Pruning(0.5, method))
-                pruned = await client.ask(video, QUESTION, **GREEDY)
+                pruning = Pruning(0.5, method)
+                pruned = await client.ask(replace(video, pruning=pruning), QUESTION, **GREEDY)
                 (item,) = pruned.usage.media
                 expected = 4 + 2 * (item.grid.t - 1) if method == "evs_causal" else item.grid.tokens // 2
                 assert (item.grid.slice_tokens, item.kept_tokens) == (4, expected)
+                (encoded,) = await encode(addresses["encoder"], video, pruning)
+                check_pruned_answer(pruned, reference, inputs, pad_id, encoded)
         whole, kept = [
             (await encode(addresses["encoder"], Video(data=BRIEF, fps=8), Pruning(rate)))[0] for rate in (0, 0.5)
         ]
