@@ -6,12 +6,14 @@ They read no number back from a device, so that capturing them is watched as a c
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from services.generation.model.attention.flash_infer import Kernel
+from services.generation.model.attention.cache import CacheSizes
+from services.generation.model.attention.flash_infer import FlashInferKernels, Kernel, check_kernels
 from services.generation.model.attention.pages import PagePlan
 from services.generation.model.attention.varlen import VarlenCache
 from services.generation.model.runner import Runner
@@ -51,13 +53,8 @@ def read_in_place(runner: Runner) -> None:
 class PlainKernel(Kernel):
     """Reads the arrays of its plan as FlashInfer documents them."""
 
-    def __init__(self, rows: int | None = None, most_pages: int | None = None) -> None:
-        self._rows, self._most_pages = rows, most_pages
-
     def plan(self, pages: PagePlan) -> None:
         assert {array.dtype for array in (pages.row_ends, pages.page_ends, pages.pages)} == {np.dtype(np.int32)}
-        assert self._rows is None or list(pages.row_ends) == list(range(self._rows + 1))
-        assert self._most_pages is None or len(pages.pages) <= self._most_pages
         self._pages = pages
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -75,16 +72,103 @@ class PlainKernel(Kernel):
         return attend(query, key, value, torch.tensor(np.array(tables)), torch.tensor(np.array(places)), scale)
 
 
-class PlainKernels:
-    """Implements `Kernels`."""
+class _Wrapper:
+    """A wrapper of `flashinfer` with the documented arguments; computes plainly what it was planned for."""
+
+    def __init__(self, workspace: Tensor, layout: str) -> None:
+        assert (workspace.dtype, layout) == (torch.uint8, "NHD")
+        self._kernel = PlainKernel()
+        self.dtypes: tuple[torch.dtype, ...] = ()
+
+    def _plan(self, row_ends: Tensor, page_ends: Tensor, pages: Tensor, last: Tensor, *dtypes: torch.dtype) -> None:
+        self._kernel.plan(PagePlan(row_ends.numpy(), page_ends.numpy(), pages.numpy(), last.numpy()))
+        self.dtypes = dtypes
+
+    def run(self, query: Tensor, key_and_value: tuple[Tensor, Tensor]) -> Tensor:
+        return self._kernel.run(query, *key_and_value)
+
+
+class FakeFlashInfer:
+    """Stands in for the module `flashinfer`. made: the wrappers, in order."""
 
     def __init__(self) -> None:
-        self.most_pages = 0
+        self.made: list[_Wrapper] = []
+
+    def BatchPrefillWithPagedKVCacheWrapper(self, workspace: Tensor, layout: str, *, backend: str) -> _Wrapper:
+        assert backend in ("auto", "fa2")
+
+        class Prefill(_Wrapper):
+            def plan(
+                self,
+                qo_indptr: Tensor,
+                paged_kv_indptr: Tensor,
+                paged_kv_indices: Tensor,
+                paged_kv_last_page_len: Tensor,
+                num_qo_heads: int,
+                num_kv_heads: int,
+                head_dim_qk: int,
+                page_size: int,
+                *,
+                causal: bool,
+                q_data_type: torch.dtype,
+                kv_data_type: torch.dtype,
+            ) -> None:
+                assert causal
+                places = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+                self._plan(*places, q_data_type, kv_data_type)
+
+        self.made.append(Prefill(workspace, layout))
+        return self.made[-1]
+
+    def BatchDecodeWithPagedKVCacheWrapper(
+        self,
+        workspace: Tensor,
+        layout: str,
+        *,
+        use_cuda_graph: bool,
+        use_tensor_cores: bool,
+        paged_kv_indptr_buffer: Tensor,
+        paged_kv_indices_buffer: Tensor,
+        paged_kv_last_page_len_buffer: Tensor,
+    ) -> _Wrapper:
+        assert use_cuda_graph
+        rows = paged_kv_last_page_len_buffer.numel()
+        assert paged_kv_indptr_buffer.numel() == rows + 1
+
+        class Decode(_Wrapper):
+            def plan(
+                self,
+                indptr: Tensor,
+                indices: Tensor,
+                last_page_len: Tensor,
+                num_qo_heads: int,
+                num_kv_heads: int,
+                head_dim: int,
+                page_size: int,
+                *,
+                q_data_type: torch.dtype,
+                kv_data_type: torch.dtype,
+            ) -> None:
+                assert last_page_len.numel() == rows, "a wrapper for graphs has a fixed number of sequences"
+                assert indices.numel() <= paged_kv_indices_buffer.numel()
+                row_ends = torch.arange(rows + 1, dtype=torch.int32)
+                self._plan(row_ends, indptr, indices, last_page_len, q_data_type, kv_data_type)
+
+        self.made.append(Decode(workspace, layout))
+        return self.made[-1]
+
+
+class Kernels(FlashInferKernels):
+    """Those that generation uses, over the module that stands in, checked at the start as there."""
+
+    def __init__(self, sizes: CacheSizes, like: Tensor, library: FakeFlashInfer | None = None) -> None:
+        super().__init__(library or FakeFlashInfer(), sizes, like, num_multiprocessors=132)
+        check_kernels(self, sizes, like)
 
     def prefill(self) -> Kernel:
-        return PlainKernel()
+        with patch.object(torch.cuda, "Event"):
+            return super().prefill()
 
     def decode(self, rows: int, most_pages: int) -> Kernel:
-        assert not self.most_pages or most_pages <= self.most_pages, "the largest must be made first"
-        self.most_pages = self.most_pages or most_pages
-        return PlainKernel(rows, most_pages)
+        with patch.object(torch.cuda, "Event"):
+            return super().decode(rows, most_pages)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from services.generation.model.attention import PagedCache, make_cache, paged_attention, sdpa
 from services.generation.model.attention.cache import CacheSizes
-from services.generation.model.attention.flash_infer import FlashInferCache, FlashInferKernels, check_kernels
+from services.generation.model.attention.flash_infer import FlashInferCache, workspace_bytes
 from services.generation.model.attention.pages import plan_pages
 from services.generation.model.attention.sdpa import SdpaCache
 from services.generation.model.attention.varlen import VarlenCache, check_kernel, find_kernel
 from services.generation.request.batch import Context, Packed, slots_of
-from tests.generation.paged_kernels import PlainKernel, PlainKernels
+from tests.generation.paged_kernels import FakeFlashInfer, Kernels, PlainKernel
 
 BLOCK_TOKENS, BLOCKS = 4, 24
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -111,7 +111,7 @@ def paged(name: str) -> VarlenCache | FlashInferCache:
     like = torch.zeros(())
     if name == "varlen":
         return VarlenCache(SIZES, like, checked_varlen_attn)
-    return FlashInferCache(SIZES, like, PlainKernels())
+    return FlashInferCache(SIZES, like, Kernels(SIZES, like))
 
 
 @pytest.mark.parametrize("name", ["varlen", "flash_infer"])
@@ -147,14 +147,14 @@ def test_plans_of_pages_are_those_of_the_formula(batch: list[tuple[list[int], in
 
 def test_a_kernel_with_wrong_results_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     check_kernel(checked_varlen_attn, SIZES, torch.zeros(()))
-    check_kernels(PlainKernels(), SIZES, torch.zeros(()))
-    check_kernels(PlainKernels(), IN_FP8, torch.zeros(()))
+    Kernels(SIZES, torch.zeros(()))
+    Kernels(IN_FP8, torch.zeros(()))
     with pytest.raises(AssertionError, match=r"differs by 0\.1"):
         check_kernel(lambda *arrays, **named: checked_varlen_attn(*arrays, **named) + 0.1, SIZES, torch.zeros(()))
     right = PlainKernel.run
     monkeypatch.setattr(PlainKernel, "run", lambda *arrays: right(*arrays) + 0.1)
     with pytest.raises(AssertionError, match=r"differs by 0\.1"):
-        check_kernels(PlainKernels(), SIZES, torch.zeros(()))
+        Kernels(SIZES, torch.zeros(()))
 
 
 def check(cache: PagedCache, batch: list[tuple[list[int], int, int]], seed: int, width: int | None = None) -> None:
@@ -240,7 +240,7 @@ def test_a_cache_in_fp8_attends_to_rounded_keys_and_values_to_the_bit(
 ) -> None:
     def cache(sizes: CacheSizes) -> PagedCache:
         like = torch.zeros(())
-        return SdpaCache(sizes, like) if name == "sdpa" else FlashInferCache(sizes, like, PlainKernels())
+        return SdpaCache(sizes, like) if name == "sdpa" else FlashInferCache(sizes, like, Kernels(sizes, like))
 
     with patch.object(sdpa, "IN_PLACE_TOKENS", in_place_tokens):
         found, _ = attended(cache(IN_FP8), batch, seed, change=lambda rows: spread * rows)
@@ -248,32 +248,22 @@ def test_a_cache_in_fp8_attends_to_rounded_keys_and_values_to_the_bit(
     assert torch.equal(found, expected)
 
 
-class Wrapper:
-    """A wrapper of FlashInfer, which keeps what it is planned with."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        self.planned: dict[str, Any] = {}
-
-    def plan(self, *arguments: Any, **named: Any) -> None:
-        self.planned = named
-
-
 @pytest.mark.parametrize(("sizes", "stored"), [(SIZES, torch.bfloat16), (IN_FP8, torch.float8_e4m3fn)])
 def test_flash_infer_is_planned_with_the_dtype_of_the_cache(sizes: CacheSizes, stored: torch.dtype) -> None:
-    made: list[Wrapper] = []
+    library, like = FakeFlashInfer(), torch.zeros((), dtype=torch.bfloat16)
+    cache = FlashInferCache(sizes, like, Kernels(sizes, like, library))
+    assert [each.dtypes for each in library.made[:2]] == [(like.dtype, stored)] * 2
+    assert cache.keys[0].dtype == stored
 
-    def make(*arguments: Any, **named: Any) -> Wrapper:
-        made.append(Wrapper())
-        return made[-1]
 
-    library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=make, BatchDecodeWithPagedKVCacheWrapper=make)
-    like = torch.zeros((), dtype=torch.bfloat16)
-    with patch.object(torch.cuda, "Event"):
-        kernels = FlashInferKernels(library, sizes, like)
-        for kernel in (kernels.prefill(), kernels.decode(1, 4)):
-            kernel.plan(plan_pages([Context(4, 5, (0, 1))], BLOCK_TOKENS))
-    assert [(each.planned["q_data_type"], each.planned["kv_data_type"]) for each in made] == [(like.dtype, stored)] * 2
-    assert FlashInferCache(sizes, like, PlainKernels()).keys[0].dtype == stored
+@given(st.integers(1, 16), st.integers(1, 16), st.sampled_from([64, 128, 256]), st.integers(1, 300))
+def test_the_workspace_holds_the_results_of_split_contexts(
+    kv_heads: int, shared: int, head_dim: int, num_multiprocessors: int
+) -> None:
+    sizes = CacheSizes(1, 1, 16, kv_heads * shared, kv_heads, head_dim)
+    tiles = 2 * num_multiprocessors / kv_heads  # of 128 rows; float32 values and one float32 sum for each row
+    needed = kv_heads * shared * tiles * 128 * (head_dim + 1) * 4
+    assert workspace_bytes(sizes, num_multiprocessors) >= max(needed, 128 * 2**20)
 
 
 def test_torchs_kernels_are_not_tried_with_a_cache_in_fp8() -> None:
@@ -286,6 +276,8 @@ def test_torchs_kernels_are_not_tried_with_a_cache_in_fp8() -> None:
 def test_cudnn_attention_is_turned_off_on_cuda() -> None:
     """It would plan for up to half a second for every new context length."""
     on_cuda = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, new_zeros=torch.zeros(()).new_zeros)
-    with patch.object(torch.backends.cuda, "enable_cudnn_sdp") as enable:
+    with patch.object(torch.backends.cuda, "enable_cudnn_sdp") as enable, capture_logs() as logs:
         make_cache(SIZES, cast(Tensor, on_cuda))
     enable.assert_called_once_with(False)
+    (warning,) = [each["event"] for each in logs if each["log_level"] == "warning"]
+    assert warning.endswith("no kernel computes in float32, set --dtype bfloat16")

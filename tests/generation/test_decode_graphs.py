@@ -25,7 +25,7 @@ from services.generation.model.attention.varlen import VarlenCache
 from services.generation.model.graphs import Captured
 from services.generation.request.batch import Packed
 from services.generation.sampling.sampler import SamplingParams
-from tests.generation.paged_kernels import PlainKernels, varlen_attn
+from tests.generation.paged_kernels import Kernels, varlen_attn
 from tests.law import LOGPROB_TOLERANCE, Question, answer
 from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, load_models, random_item
@@ -83,7 +83,7 @@ def use_paged(tiny: TinyEngine, name: str) -> TinyEngine:
     sizes, like = tiny.runner._cache.sizes, tiny.model.embed_tokens.weight
     varlen = name == "varlen"
     tiny.runner._cache = (
-        VarlenCache(sizes, like, varlen_attn) if varlen else FlashInferCache(sizes, like, PlainKernels())
+        VarlenCache(sizes, like, varlen_attn) if varlen else FlashInferCache(sizes, like, Kernels(sizes, like))
     )
     return tiny
 

@@ -236,7 +236,9 @@ class CacheEntry:
         target.copy_(arrangement.of_slice(rows) if arrangement.of_slice else rows)
         self._stored_slices += 1
         if self._stored_slices == self.plan.slices and arrangement.of_item and buffer is not None:
-            self._buffer = arrangement.of_item(buffer)
+            arranged = arrangement.of_item(buffer)
+            if self._buffer is not None:  # closed meanwhile
+                self._buffer = arranged
 
     def _slice_done(self, encoded: asyncio.Future[ForwardTimes]) -> None:
         self._ahead.release()

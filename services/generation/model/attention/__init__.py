@@ -7,6 +7,7 @@ Source: `transformers.AttentionInterface`.
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,14 +41,22 @@ def make_cache(sizes: CacheSizes, like: Tensor) -> PagedCache:
         return VarlenCache(sizes, like, kernel.attend)
     if like.device.type == "cuda":
         log.warning(
-            "attention copies whole contexts in every step, and decode steps run without graphs: install FlashInfer, "
-            "pip install framesieve[cuda]",
+            f"attention copies whole contexts in every step, and decode steps run without graphs: {_remedy(like)}",
             device=str(like.device),
             dtype=str(like.dtype),
         )
     else:
         log.info("attention", cache="sdpa", device=str(like.device))
     return SdpaCache(sizes, like)
+
+
+def _remedy(like: Tensor) -> str:
+    """How to get a kernel that reads blocks in place."""
+    if like.dtype == torch.float32:
+        return "no kernel computes in float32, set --dtype bfloat16"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "install FlashInfer, pip install framesieve[cuda]"
+    return "see why FlashInfer does not work above"
 
 
 class _Attended(threading.local):

@@ -4,8 +4,9 @@
     decode graph    a kernel of its own for each number of rows, whose buffers stay where they are: the host plans it
                     before each replay
 
-A plan is computed on the host, once a step, from `plan_pages`, and copied without a wait. Kernels that plan eager steps
-take turns, and each waits for its own last copy, which reads host memory that the next plan writes.
+A plan is computed on the host, once a step, from `plan_pages`, and copied without a wait: lists of pages by way of
+pinned memory, the rest from memory that the wrapper has pinned. So each kernel waits for its own last copy before it
+plans again; those of eager steps take turns.
 No card has run this yet; what it passes to FlashInfer is tested on the CPU.
 Source: FlashInfer, arXiv 2501.01005; flashinfer-python 0.7.
 """
@@ -13,6 +14,7 @@ Source: FlashInfer, arXiv 2501.01005; flashinfer-python 0.7.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,12 +31,16 @@ from services.generation.model.attention.pages import PagePlan, last_slots, plan
 from services.generation.request.batch import Context, Packed
 from services.generation.to_device import to_device
 
-# As FlashInfer recommends.
-WORKSPACE_BYTES = 128 * 2**20
+# As FlashInfer recommends; more where its plans of split contexts need more.
+LEAST_WORKSPACE_BYTES = 128 * 2**20
+_TILE_ROWS = 128
+_TILES_A_MULTIPROCESSOR = 2
 # From so many query heads for each KV head on, decoding is faster on tensor cores.
 TENSOR_CORES_FROM = 4
 # Kernels that plan eager steps.
 TURNS = 2
+# Of prefill: FlashInfer's own choice, and what runs on every card.
+BACKENDS = ("auto", "fa2")
 # Maximum difference between two correct kernels on values of magnitude 1 in bfloat16.
 TOLERANCE = 2e-2
 
@@ -114,8 +120,9 @@ class FlashInferBatch:
 class _Prefill:
     """`Kernel` by FlashInfer's wrapper for prefill."""
 
-    def __init__(self, library: Any, sizes: CacheSizes, like: Tensor, workspace: Tensor) -> None:
-        self._wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    def __init__(self, library: Any, sizes: CacheSizes, like: Tensor, workspace: Tensor, backend: str) -> None:
+        self._wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+        self._device = like.device
         self._sizes, self._dtype, self._kv_dtype = sizes, like.dtype, sizes.dtype(like)
         self._copied = torch.cuda.Event()
 
@@ -125,7 +132,7 @@ class _Prefill:
         self._wrapper.plan(
             torch.from_numpy(pages.row_ends),
             torch.from_numpy(pages.page_ends),
-            torch.from_numpy(pages.pages),
+            to_device(pages.pages, self._device),
             torch.from_numpy(pages.last_page_tokens),
             sizes.heads,
             sizes.kv_heads,
@@ -149,6 +156,7 @@ class _Decode:
         self, library: Any, sizes: CacheSizes, like: Tensor, workspace: Tensor, rows: int, pages: Tensor
     ) -> None:
         self._sizes, self._dtype, self._kv_dtype = sizes, like.dtype, sizes.dtype(like)
+        self._device, self._copied = like.device, torch.cuda.Event()
         self._wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
             workspace,
             "NHD",
@@ -160,10 +168,11 @@ class _Decode:
         )
 
     def plan(self, pages: PagePlan) -> None:
+        self._copied.synchronize()
         sizes = self._sizes
         self._wrapper.plan(
             torch.from_numpy(pages.page_ends),
-            torch.from_numpy(pages.pages),
+            to_device(pages.pages, self._device),
             torch.from_numpy(pages.last_page_tokens),
             sizes.heads,
             sizes.kv_heads,
@@ -172,6 +181,7 @@ class _Decode:
             q_data_type=self._dtype,
             kv_data_type=self._kv_dtype,
         )
+        self._copied.record()
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         found: Tensor = self._wrapper.run(query, (key, value))
@@ -179,36 +189,55 @@ class _Decode:
 
 
 class FlashInferKernels:
-    """Implements `Kernels`. library: the module `flashinfer`."""
+    """Implements `Kernels`.
 
-    def __init__(self, library: Any, sizes: CacheSizes, like: Tensor) -> None:
-        self._library, self._sizes, self._like = library, sizes, like
-        self._workspace = like.new_zeros(WORKSPACE_BYTES, dtype=torch.uint8)
+    library: the module `flashinfer`. num_multiprocessors: of the device. backend: of prefill, as FlashInfer names it.
+    """
+
+    def __init__(
+        self, library: Any, sizes: CacheSizes, like: Tensor, num_multiprocessors: int, backend: str = "auto"
+    ) -> None:
+        self._library, self._sizes, self._like, self._backend = library, sizes, like, backend
+        self._workspace = like.new_zeros(workspace_bytes(sizes, num_multiprocessors), dtype=torch.uint8)
         self._pages = like.new_zeros(0, dtype=torch.int32)
 
     def prefill(self) -> Kernel:
         """Implements `Kernels.prefill`."""
-        return _Prefill(self._library, self._sizes, self._like, self._workspace)
+        return _Prefill(self._library, self._sizes, self._like, self._workspace, self._backend)
 
     def decode(self, rows: int, most_pages: int) -> Kernel:
-        """Implements `Kernels.decode`. The largest must be made first: all share its list of pages."""
-        if not self._pages.numel():
+        """Implements `Kernels.decode`. Kernels share the list of pages of the one before, if it is long enough."""
+        if self._pages.numel() < most_pages:
             self._pages = self._like.new_zeros(most_pages, dtype=torch.int32)
-        assert most_pages <= self._pages.numel()
         return _Decode(self._library, self._sizes, self._like, self._workspace, rows, self._pages)
+
+
+def workspace_bytes(sizes: CacheSizes, num_multiprocessors: int) -> int:
+    """Of a wrapper: where a plan splits long contexts, a float32 result and a log-sum-exp of every query head, row and
+    tile, of at most two tiles a multiprocessor for all KV heads; and room for the plan itself, and for alignment.
+    """
+    tiles = -(-_TILES_A_MULTIPROCESSOR * num_multiprocessors // sizes.kv_heads)
+    split = sizes.heads * tiles * _TILE_ROWS * (sizes.head_dim + 1) * torch.float32.itemsize
+    return max(LEAST_WORKSPACE_BYTES, split + 2**24)
 
 
 def find_kernels(sizes: CacheSizes, like: Tensor) -> Kernels | None:
     """FlashInfer's kernels, if they pass `check_kernels` on this device for this model."""
     if like.device.type != "cuda" or like.dtype not in (torch.bfloat16, torch.float16):
         return None
-    try:
-        kernels = FlashInferKernels(importlib.import_module("flashinfer"), sizes, like)
-        check_kernels(kernels, sizes, like)
-    except Exception as error:  # it compiles kernels for the card, which may fail in any way
-        log.info("no paged attention", implementation="flashinfer", error=str(error))
+    if importlib.util.find_spec("flashinfer") is None:
         return None
-    return kernels
+    num_multiprocessors = torch.cuda.get_device_properties(like.device).multi_processor_count
+    for backend in BACKENDS:
+        try:
+            library = importlib.import_module("flashinfer")
+            kernels = FlashInferKernels(library, sizes, like, num_multiprocessors, backend)
+            check_kernels(kernels, sizes, like)
+        except Exception as error:  # it compiles kernels for the card, which may fail in any way
+            log.warning("FlashInfer does not work here", backend=backend, error=str(error))
+        else:
+            return kernels
+    return None
 
 
 def check_kernels(kernels: Kernels, sizes: CacheSizes, like: Tensor) -> None:
