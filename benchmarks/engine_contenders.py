@@ -21,6 +21,7 @@ from benchmarks.timing import Timed
 from common.checkpoint import Checkpoint
 from common.process import keep_freed_memory
 from services.generation.engine.engine import Engine
+from services.generation.engine.stats import Step
 from services.generation.families import load_language_model
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.model.graphs import CudaCapture
@@ -40,13 +41,29 @@ CPU = torch.device("cpu")
 class EngineContender:
     """The engine with one checkpoint, built as in the service. A context manager; greedy, end tokens ignored."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU, blocks: int = BLOCKS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+        blocks: int = BLOCKS,
+        max_running: int = MAX_RUNNING,
+        on_step: Callable[[Step], None] = lambda _: None,
+    ) -> None:
         keep_freed_memory()
         model = load_language_model(Checkpoint(folder), dtype, device)
         self.runner = Runner(model, blocks, BLOCK_TOKENS)
         if device.type == "cuda":
-            self.runner.capture_decoding(MAX_RUNNING, blocks * BLOCK_TOKENS, CudaCapture(device))
-        self.engine = Engine(self.runner, BlockAllocator(blocks, BLOCK_TOKENS), CHUNK_TOKENS, MAX_RUNNING, 64)
+            self.runner.capture_decoding(max_running, blocks * BLOCK_TOKENS, CudaCapture(device))
+        self.engine = Engine(
+            self.runner,
+            BlockAllocator(blocks, BLOCK_TOKENS),
+            CHUNK_TOKENS,
+            max_running,
+            64,
+            on_step=on_step,
+            overlap=device.type != "cpu",
+        )
         self._dtype = dtype
         self._tokenizer = load_tokenizer(folder)
 
@@ -59,7 +76,9 @@ class EngineContender:
     ) -> None:
         self.engine.stop()
 
-    def answer(self, questions: Sequence[Question], clients: int) -> tuple[list[Timed], list[tuple[int, ...]]]:
+    def answer(
+        self, questions: Sequence[Question], clients: int, new_tokens: int = NEW_TOKENS
+    ) -> tuple[list[Timed], list[tuple[int, ...]]]:
         """Answers all questions in a closed loop of `clients`. Returns times and tokens in order of completion."""
         events: SimpleQueue[tuple[int, Event]] = SimpleQueue()
         left = iter(enumerate(questions))
@@ -73,7 +92,7 @@ class EngineContender:
             if (found := next(left, None)) is not None:
                 index, question = found
                 started[index], tokens[index] = time.perf_counter(), []
-                self.submit(question, lambda event: events.put((index, event)))
+                self.submit(question, lambda event: events.put((index, event)), new_tokens)
 
         for _ in range(clients):
             ask_next()
@@ -96,14 +115,15 @@ class EngineContender:
         self.answer(questions, clients)
         return len(questions) / (time.perf_counter() - start)
 
-    def submit(self, question: Question, on_event: Callable[[Event], None]) -> None:
-        """Submits one question with its media already encoded."""
-        count = question.embeds.shape[1]
+    def submit(self, question: Question, on_event: Callable[[Event], None], new_tokens: int = NEW_TOKENS) -> None:
+        """Submits one question with its media, if any, already encoded."""
+        counts = [question.embeds.shape[1] for _ in question.plan.media]
+        keys = [os.urandom(32) for _ in counts]  # unique, so that no question hits the prefix cache
         detokenizer = Detokenizer(self._tokenizer)
-        key = os.urandom(32)  # unique, so that no question hits the prefix cache
-        request = Request("bench", question.plan, [count], [key], SamplingParams(NEW_TOKENS), detokenizer, on_event)
+        request = Request("bench", question.plan, counts, keys, SamplingParams(new_tokens), detokenizer, on_event)
         self.engine.submit(request)
-        self.engine.deliver(request, MediaItem(0, question.kept, question.embeds.to(self._dtype), 0, key))
+        for key in keys:
+            self.engine.deliver(request, MediaItem(0, question.kept, question.embeds.to(self._dtype), 0, key))
 
 
 class Generate:
@@ -118,7 +138,7 @@ class Generate:
         ids = torch.from_numpy(question.plan.input_ids).long()[None]
         encoded: Any = BaseModelOutputWithPooling()
         encoded.pooler_output = (question.embeds[0],)  # one tensor per video
-        streamer = _Clock()
+        streamer = Clock()
         start = time.perf_counter()
         with torch.inference_mode():
             generated: Tensor = self._model.generate(
@@ -139,7 +159,7 @@ class Generate:
         return Timed(streamer.times[1] - start, total, len(answer)), answer
 
 
-class _Clock(BaseStreamer):
+class Clock(BaseStreamer):
     """Records the time of each token; `generate` first passes the prompt, which is skipped."""
 
     def __init__(self) -> None:

@@ -65,7 +65,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One prompt. embeds: float32 [1, K, D]; kept: int32 [K], None if unpruned."""
+    """One prompt. embeds: float32 [1, K, D], of its video if it has one; kept: int32 [K], None if unpruned."""
 
     plan: PromptPlan
     kept: Int32Array | None
@@ -74,7 +74,7 @@ class Question:
     @property
     def tokens(self) -> int:
         """The prompt's tokens after pruning."""
-        return self.plan.tokens - self.plan.media[0].grid.tokens + self.embeds.shape[1]
+        return self.plan.tokens - sum(item.grid.tokens for item in self.plan.media) + self.embeds.shape[1]
 
 
 @contextmanager
@@ -102,7 +102,14 @@ def _count(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.model.language_model.parameters())
 
 
-def question(checkpoint: Checkpoint, rate: float, seed: int, grid: Grid = GRID) -> Question:
+def text_question(tokens: int, random: np.random.Generator) -> Question:
+    """A prompt of `tokens` random text tokens. Of one generator, no two share a block of the prefix cache."""
+    ids = random.integers(10, 300, tokens).astype(np.int32)
+    plan = PromptPlan(ids, positions_of((TextSpan(tokens),)), (), 0, bytes(32))
+    return Question(plan, None, torch.empty(1, 0, 0))
+
+
+def question(checkpoint: Checkpoint, rate: float, seed: int) -> Question:
     """A prompt of 30 text tokens and a video. The kept tokens are random, which makes no difference to the engine."""
     random = np.random.default_rng(seed)
     config = checkpoint.config
@@ -110,23 +117,23 @@ def question(checkpoint: Checkpoint, rate: float, seed: int, grid: Grid = GRID) 
     ids = np.concatenate(
         [
             random.integers(10, 300, BEFORE_TOKENS),
-            np.full(grid.tokens, config["video_token_id"]),
+            np.full(GRID.tokens, config["video_token_id"]),
             random.integers(10, 300, AFTER_TOKENS),
         ]
     )
-    spans = (TextSpan(BEFORE_TOKENS), GridSpan(grid, TIME_STEP), TextSpan(AFTER_TOKENS))
+    spans = (TextSpan(BEFORE_TOKENS), GridSpan(GRID, TIME_STEP), TextSpan(AFTER_TOKENS))
     media = MediaPlan(
         modality=Modality.VIDEO,
-        grid=grid,
-        runs=(Run(BEFORE_TOKENS, grid.tokens),),
-        frames=2 * grid.t,
-        frame_height_px=MERGED_PX * grid.h,
-        frame_width_px=MERGED_PX * grid.w,
+        grid=GRID,
+        runs=(Run(BEFORE_TOKENS, GRID.tokens),),
+        frames=2 * GRID.t,
+        frame_height_px=MERGED_PX * GRID.h,
+        frame_width_px=MERGED_PX * GRID.w,
         seconds_per_grid=TIME_STEP,
         timestamps_s=(),
         content_hash=random.bytes(32),
     )
     plan = PromptPlan(ids.astype(np.int32), positions_of(spans), (media,), 0, bytes(32))
-    count = retained_count(grid, Pruning(rate))
-    kept = np.sort(random.choice(grid.tokens, count, replace=False)).astype(np.int32) if rate else None
+    count = retained_count(GRID, Pruning(rate))
+    kept = np.sort(random.choice(GRID.tokens, count, replace=False)).astype(np.int32) if rate else None
     return Question(plan, kept, torch.from_numpy(random.normal(0, 0.05, (1, count, hidden)).astype(np.float32)))

@@ -1,7 +1,8 @@
-"""The tower on a device: with and without CUDA graphs, pruning against the tower, and the tower against peak rates."""
+"""The tower on a device: against the roofline, with and without CUDA graphs, and each pruning method against it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu_device
-from benchmarks.gpu_run import Run
+from benchmarks.gpu_run import ROOFLINE, Run
 from benchmarks.table import Row
 from common.checkpoint import Checkpoint
 from common.contract.plan import Grid
-from common.contract.retention import Pruning
+from common.contract.retention import EVS, METHODS, NONE, Pruning
 from services.encoder.families import load_tower
 from services.encoder.pruning.methods import keep_tokens
 from services.encoder.settings import EncoderSettings
@@ -28,19 +29,19 @@ def graphs(run: Run) -> list[Row]:
     """A video encoded and pruned at rate 0.75, with and without CUDA graphs."""
     plain, rows = _tower(run), []
     replaying = with_graphs(plain, BATCH_TOKENS)
-    for grid in _grids(run):
+    for grid in run.target.grids:
         slices = _slices(plain, grid, run.device)
         replayed_s, plain_s = (
             _median(run, partial(_encode_and_prune, tower, slices, grid)) for tower in (replaying, plain)
         )
         rows.append(
             Row(
-                f"{grid.t}×{grid.h}×{grid.w} encoded and pruned, with graphs",
+                f"tower and pruning of {_name(grid)}, with graphs",
                 "without",
                 replayed_s,
                 plain_s,
                 "s",
-                at_most=0.85 if grid is run.target.short else None,
+                at_most=0.85 if grid is run.target.grids[0] else None,
                 note=f"forwards of {_at_once(grid) * grid.slice_tokens} tokens"
                 if replaying.packing
                 else "Nothing was captured here: both are the same.",
@@ -50,32 +51,40 @@ def graphs(run: Run) -> list[Row]:
 
 
 def pruning(run: Run) -> list[Row]:
-    """Scoring, selecting and gathering at rate 0.75 against the tower's forwards of the same video."""
+    """Scoring, selecting and gathering at rate 0.75 by each method against the tower's forwards, per token."""
     tower, rows = with_graphs(_tower(run), BATCH_TOKENS), []
-    for grid in _grids(run):
+    for grid in run.target.grids:
         slices = _slices(tower, grid, run.device)
         embeds = _encode(tower, slices, grid)
-        pruned_s = _median(run, partial(_prune, embeds, grid))
-        tower_s = _median(run, partial(_encode, tower, slices, grid))
-        rows.append(Row(f"EVS of {grid.t}×{grid.h}×{grid.w}", "the tower", pruned_s, tower_s, "s", at_most=0.01))
+        tower_s = _median(run, partial(_encode, tower, slices, grid)) / grid.tokens
+        for method in METHODS:
+            if method != NONE:  # which neither scores nor gathers
+                pruned_s = _median(run, partial(_prune, embeds, grid, method)) / grid.tokens
+                rows.append(Row(f"{method} of {_name(grid)}", "the tower", pruned_s, tower_s, "s/token", at_most=0.02))
     return rows
 
 
 def tower(run: Run) -> list[Row]:
-    """Operations/s of the tower's forwards, as in the service."""
+    """Tokens/s of the tower's forwards, as in the service, against the roofline."""
     tower, rows = with_graphs(_tower(run), BATCH_TOKENS), []
-    best = gpu_device.operations_per_s(run.device, run.dtype, run.target.side)
-    for grid in _grids(run):
+    weights = (tower.sizes.patch_weights + tower.sizes.token_weights) * run.dtype.itemsize
+    for grid in run.target.grids:
         slices = _slices(tower, grid, run.device)
+        forwards = math.ceil(grid.t / _at_once(grid))
         operations = 2 * tower.cost(grid.slice_tokens) * grid.t  # multiplications and additions
+        least_s = run.peaks.least_s(operations, forwards * weights)
         taken_s = _median(run, partial(_encode, tower, slices, grid))
-        what = f"the tower on {grid.t}×{grid.h}×{grid.w}: operations"
-        rows.append(Row(what, f"one product of {run.target.side}² matrices", operations / taken_s, best, "1/s"))
+        note = f"{taken_s * 1e3:.2f} ms"
+        rows.append(
+            Row(
+                f"tower on {_name(grid)}", ROOFLINE, grid.tokens / taken_s, grid.tokens / least_s, "tokens/s", note=note
+            )
+        )
     return rows
 
 
-def _grids(run: Run) -> tuple[Grid, ...]:
-    return run.target.short, run.target.uneven, run.target.shared
+def _name(grid: Grid) -> str:
+    return f"{grid.t}×{grid.h}×{grid.w}"
 
 
 def _tower(run: Run) -> Tower:
@@ -102,8 +111,8 @@ def _encode_and_prune(tower: Tower, slices: list[Tensor], grid: Grid) -> Tensor:
 
 
 @torch.inference_mode()
-def _prune(embeds: Tensor, grid: Grid) -> Tensor:
-    return embeds[:, keep_tokens(embeds[0], grid, Pruning(RATE)).long()]
+def _prune(embeds: Tensor, grid: Grid, method: str = EVS) -> Tensor:
+    return embeds[:, keep_tokens(embeds[0], grid, Pruning(RATE, method)).long()]
 
 
 def _slices(tower: Tower, grid: Grid, device: torch.device) -> list[Tensor]:

@@ -1,144 +1,114 @@
-"""The engine on a device: prefill against peak arithmetic, decode against peak bandwidth, pruned against unpruned."""
+"""The engine on a device: prefill and decode against the roofline and transformers' `generate`.
+
+Prompts are text, so that both compute the same. The engine is measured first and then freed: weights and contexts of
+both do not fit beside each other on every card.
+"""
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterable
+from statistics import median
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks import gpu_device
-from benchmarks.engine_contenders import EngineContender
-from benchmarks.engine_models import Question, question
-from benchmarks.gpu_run import Run
-from benchmarks.operations import prefill_operations
-from benchmarks.table import Row, Timings
-from common.checkpoint import Checkpoint
-from common.contract.plan import Grid
+from benchmarks.engine_contenders import CHUNK_TOKENS, EngineContender
+from benchmarks.engine_models import text_question
+from benchmarks.gpu_generate import Generate
+from benchmarks.gpu_run import GENERATE, ROOFLINE, Run
+from benchmarks.operations import decode_operations, prefill_operations, weights
+from benchmarks.table import Row
+from services.generation.engine.stats import Step
+from services.generation.model.language_model import LanguageModel
 
-RATES = (0.0, 0.75)
-CLIENTS = (1, 2, 4, 8, 16, 32)
-ASKED = 4  # sequential questions per round
+SHARED_STEPS = 64  # decode steps in which all sequences run
 
 
 def prefill(run: Run) -> list[Row]:
-    """Operations/s of an unpruned prefill, and the speed-up of the first token at rate 0.75."""
-    rows = []
-    best = gpu_device.operations_per_s(run.device, run.dtype, run.target.side)
-    with _engine(run) as engine:
-        for grid in run.target.grids:
-            taken = Timings()
-            kept = {rate: _questions(run, grid, rate, ASKED) for rate in RATES}
-            for index in range(run.rounds + 1):
-                for number in range(ASKED):
-                    for rate, questions in kept.items():
-                        first_token_s = engine.answer([questions[number]], 1)[0][0].first_token_s
-                        if index:
-                            taken.add(str(rate), first_token_s)
-                _progress("prefill", index, run)
-            tokens = {rate: questions[0].tokens for rate, questions in kept.items()}
-            full, less = (prefill_operations(engine.runner.model, tokens[rate]) for rate in RATES)
-            unpruned_s, pruned_s = (taken.median(str(rate)) for rate in RATES)
-            note = f"{tokens[0.0]} and {tokens[0.75]} tokens, {unpruned_s * 1e3:.1f} and {pruned_s * 1e3:.1f} ms"
-            rows += [
-                Row(
-                    f"prefill of {tokens[0.0]} tokens: operations",
-                    f"one product of {run.target.side}² matrices",
-                    full / unpruned_s,
-                    best,
-                    "1/s",
-                ),
-                Row(
-                    f"prefill of {tokens[0.0]} tokens: speed-up at rate 0.75",
-                    "operations less",
-                    unpruned_s / pruned_s,
-                    full / less,
-                    "×",
-                    at_least=0.85,
-                    note=note,
-                ),
-            ]
+    """Tokens/s of one prompt up to its first token."""
+    ours = _prefill_by_engine(run)
+    gpu_device.give_back(run.device)
+    generate, rows = Generate(run.folder, run.device, run.dtype), []
+    for tokens, (taken_s, least_s) in ours.items():
+        theirs = [generate.answer(_prompts(1, tokens), 1)[0] for _ in range(run.rounds + 1)]
+        _progress(f"prefill, `generate`, {tokens} tokens")
+        rows += _rows(f"prefill of {tokens} tokens", tokens, taken_s, least_s, median(theirs[1:]))
     return rows
+
+
+def _prefill_by_engine(run: Run) -> dict[int, tuple[float, float]]:
+    """By number of tokens the seconds to the first token, and those of the roofline."""
+    found, random = {}, np.random.default_rng(0)
+    with EngineContender(run.folder, run.dtype, run.device, run.target.blocks) as engine:
+        for tokens in run.target.prompts:
+            questions = [text_question(tokens, random) for _ in range(run.rounds + 1)]
+            taken = [engine.answer([each], 1, new_tokens=1)[0][0].first_token_s for each in questions]
+            found[tokens] = median(taken[1:]), _least_prefill_s(run, engine.runner.model, tokens)
+            _progress(f"prefill, engine, {tokens} tokens")
+    return found
 
 
 def decode(run: Run) -> list[Row]:
-    """Bytes/s that decode steps must read (weights once, and the KV cache of each sequence) against those of a copy."""
-    copied = gpu_device.copied_bytes_per_s(run.device, run.target.copied_bytes)
-    engine = _engine(run)  # the benchmark calls step() itself
-    model = engine.runner.model
-    weights = sum(each.numel() * each.element_size() for part in (model.text, model.lm_head) for each in _unique(part))
-    weights -= model.embed_tokens.weight.numel() * model.dtype.itemsize  # a step reads one row per sequence
-    row_bytes = 2 * model.layers * model.kv_heads * model.head_dim * model.dtype.itemsize
-    rows = []
-    for running in (1, 8, 32):
-        taken = Timings()
-        for index in range(run.rounds + 1):
-            for each in _questions(run, run.target.shared, 0.0, running):
-                engine.submit(each, lambda event: None)
-            going = True
-            while going:
-                gpu_device.wait(run.device)
-                start, before = time.perf_counter(), engine.engine.stats()
-                going = engine.engine.step()
-                gpu_device.wait(run.device)
-                if engine.engine.stats().totals.tokens - before.totals.tokens == running and index:
-                    taken.add("step", time.perf_counter() - start)
-            _progress(f"decode, {running} running", index, run)
-        contexts = running * (_questions(run, run.target.shared, 0.0, 1)[0].tokens + 32) * row_bytes
-        step_s = taken.median("step")
-        rows.append(
-            Row(
-                f"decode steps of {running}: bytes read",
-                "a copy on the device, read and written",
-                (weights + contexts) / step_s,
-                copied,
-                "bytes/s",
-                at_least=0.6 if running == 1 else None,
-                note=f"{step_s * 1e3:.2f} ms a step, {weights / 1e9:.2f} GB of weights, {contexts / 1e9:.2f} of keys "
-                "and values",
-            )
-        )
+    """Tokens/s of decode steps, each of one token of every sequence."""
+    ours = _decode_by_engine(run)
+    gpu_device.give_back(run.device)
+    generate, rows = Generate(run.folder, run.device, run.dtype), []
+    for sequences, (steps, least_s) in ours.items():
+        theirs_s = generate.answer(_prompts(sequences, run.target.context_tokens), SHARED_STEPS)[1]
+        _progress(f"decode, `generate`, {sequences} sequences")
+        taken_s = median(each.seconds for each in steps)
+        replayed = sum(each.replayed > 0 for each in steps) / len(steps)
+        what = f"decode of {sequences} × {run.target.context_tokens} tokens"
+        rows += _rows(what, sequences, taken_s, least_s, theirs_s, f", {replayed:.0%} of steps replayed")
     return rows
 
 
-def throughput(run: Run) -> list[Row]:
-    """Requests/s at rate 0.75 against rate 0."""
-    taken = Timings()
-    kept = {rate: _questions(run, run.target.shared, rate, 2 * max(CLIENTS)) for rate in RATES}
-    with _engine(run) as engine:
-        for index in range(run.rounds + 1):
-            for clients in CLIENTS:
-                for rate, questions in kept.items():
-                    found = engine.requests_per_s(questions[: max(8, 2 * clients)], clients)
-                    if index:
-                        taken.add(f"{clients} {rate}", found)
-            _progress("throughput", index, run)
+def _decode_by_engine(run: Run) -> dict[int, tuple[list[Step], float]]:
+    """By number of sequences the steps that only decode all of them, and the seconds of the roofline for one."""
+    found, steps, random = {}, list[Step](), np.random.default_rng(0)
+    most, context_tokens = max(run.target.sequences), run.target.context_tokens
+    with EngineContender(run.folder, run.dtype, run.device, run.target.blocks, most, steps.append) as engine:
+        for sequences in run.target.sequences:
+            # The first sequence decodes while the prompts of the others are computed.
+            new_tokens = SHARED_STEPS + -(-sequences * context_tokens // CHUNK_TOKENS)
+            for _ in ("warm-up", "measured"):
+                steps.clear()
+                questions = [text_question(context_tokens, random) for _ in range(sequences)]
+                engine.answer(questions, sequences, new_tokens)
+            decoding = [each for each in steps if each.sequences == sequences and not each.prompt_tokens]
+            least_s = _least_decode_s(run, engine.runner.model, sequences, context_tokens + new_tokens / 2)
+            found[sequences] = decoding, least_s
+            _progress(f"decode, engine, {sequences} sequences")
+    return found
+
+
+def _rows(what: str, tokens: int, taken_s: float, least_s: float, theirs_s: float, note: str = "") -> list[Row]:
+    note = f"{taken_s * 1e3:.2f} ms, {least_s * 1e3:.2f} at least, {theirs_s * 1e3:.2f} by `generate`{note}"
+    ours = tokens / taken_s
     return [
-        Row(
-            f"requests at rate 0.75, {clients} clients",
-            "rate 0",
-            taken.median(f"{clients} 0.75"),
-            taken.median(f"{clients} 0.0"),
-            "1/s",
-            at_least=1.0,
-        )
-        for clients in CLIENTS
+        Row(what, ROOFLINE, ours, tokens / least_s, "tokens/s", note=note),
+        Row(what, GENERATE, ours, tokens / theirs_s, "tokens/s"),
     ]
 
 
-def _engine(run: Run) -> EngineContender:
-    return EngineContender(run.folder, run.dtype, run.device, run.target.blocks)
+def _least_prefill_s(run: Run, model: LanguageModel, tokens: int) -> float:
+    """All weights are read and all keys and values written once."""
+    size_bytes = weights(model) * run.dtype.itemsize + tokens * model.token_bytes
+    return run.peaks.least_s(prefill_operations(model, tokens), size_bytes)
 
 
-def _questions(run: Run, grid: Grid, rate: float, count: int) -> list[Question]:
-    checkpoint = Checkpoint(run.folder)
-    return [question(checkpoint, rate, seed, grid) for seed in range(count)]
+def _least_decode_s(run: Run, model: LanguageModel, sequences: int, context: float) -> float:
+    """All weights, and the keys and values of all sequences, are read once."""
+    size_bytes = weights(model) * run.dtype.itemsize + sequences * context * model.token_bytes
+    return run.peaks.least_s(decode_operations(model, sequences, context), size_bytes)
 
 
-def _unique(module: torch.nn.Module) -> Iterable[torch.Tensor]:
-    return {each.data_ptr(): each for each in module.parameters()}.values()
+def _prompts(sequences: int, tokens: int) -> NDArray[np.int32]:
+    """int32 [sequences, tokens]."""
+    random = np.random.default_rng(0)
+    return np.stack([text_question(tokens, random).plan.input_ids for _ in range(sequences)])
 
 
-def _progress(what: str, index: int, run: Run) -> None:
-    print(f"{what}: round {index} of {run.rounds}{' (warm-up)' * (index == 0)}", file=sys.stderr)
+def _progress(what: str) -> None:
+    print(what, file=sys.stderr)

@@ -10,79 +10,165 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from common.contract.plan import Grid
 from demo.checkpoint import TINY, Shape, make_config, make_tokenizer, randomise, save_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
+class DeepStack:
+    """What Qwen3-VL's layout has beside a `Shape`. place_count: rows of the tower's table of places."""
+
+    indexes: tuple[int, ...]
+    place_count: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """A checkpoint and the sizes to measure it with.
 
-    grids: videos whose prefill is compared with and without pruning. shared: each video of concurrent requests.
-    short: a single short video for the tower; uneven: a video whose forwards match no token budget exactly.
+    vocabulary: None: the tokenizer's. deepstack: None: the layout is Qwen2.5-VL's, otherwise Qwen3-VL's.
+    grids: videos for the tower; the first is short, the forwards of the second match no token budget exactly.
+    prompts: numbers of tokens to prefill. sequences: of decode steps, each with a prompt of context_tokens.
+    clients: of the whole stack, which ask about clips of clip_s seconds.
     side: of the square matrices whose product measures peak arithmetic.
+    blocks: of the engine's KV cache.
     """
 
     shape: Shape
     vocabulary: int | None
+    deepstack: DeepStack | None
     grids: tuple[Grid, ...]
-    shared: Grid
-    short: Grid
-    uneven: Grid
+    prompts: tuple[int, ...]
+    sequences: tuple[int, ...]
+    context_tokens: int
+    clients: tuple[int, ...]
+    clip_s: int
     side: int
     copied_bytes: int
     blocks: int
 
 
-# Qwen/Qwen2.5-VL-7B-Instruct's sizes.
-SEVEN_BILLION = Shape(
-    merges=320,
-    hidden=3584,
-    layers=28,
-    heads=28,
-    kv_heads=4,
-    intermediate=18944,
-    mrope_section=(16, 24, 24),
-    rope_theta=1e6,
-    tie_word_embeddings=False,
-    tower_hidden=1280,
-    tower_depth=32,
-    tower_heads=16,
-    tower_intermediate=3420,
-    window_px=112,
-    full_attention_blocks=(7, 15, 23, 31),
-    min_pixels=56 * 56,
-    max_pixels=448 * 448,
-    init_range=0.02,
-    context_tokens=128_000,
-)
-TARGETS: Mapping[str, Target] = {
-    "7b": Target(
-        SEVEN_BILLION,
-        152_064,
-        grids=(Grid(32, 16, 16), Grid(64, 16, 16)),
-        shared=Grid(8, 16, 16),
-        short=Grid(8, 8, 8),
-        uneven=Grid(6, 9, 11),
-        side=8192,
-        copied_bytes=2**32,
-        blocks=8192,
+# Sizes of Qwen/Qwen2.5-VL-7B-Instruct, from its config.json.
+_QWEN2_5_VL_7B = Target(
+    Shape(
+        merges=320,
+        hidden=3584,
+        layers=28,
+        heads=28,
+        kv_heads=4,
+        intermediate=18944,
+        mrope_section=(16, 24, 24),
+        rope_theta=1e6,
+        tie_word_embeddings=False,
+        tower_hidden=1280,
+        tower_depth=32,
+        tower_heads=16,
+        tower_intermediate=3420,
+        window_px=112,
+        full_attention_blocks=(7, 15, 23, 31),
+        min_pixels=56 * 56,
+        max_pixels=448 * 448,
+        init_range=0.02,
+        context_tokens=128_000,
     ),
-    # To try the benchmark itself, on any processor.
-    "tiny": Target(
-        replace(TINY, context_tokens=4096),
-        None,
-        grids=(Grid(8, 4, 4),),
-        shared=Grid(2, 4, 4),
-        short=Grid(2, 4, 4),
-        uneven=Grid(2, 3, 5),
-        side=256,
-        copied_bytes=2**20,
-        blocks=512,
+    vocabulary=152_064,
+    deepstack=None,
+    grids=(Grid(8, 8, 8), Grid(6, 9, 11), Grid(8, 16, 16)),
+    prompts=(2048, 4096, 8192, 16384, 32768),
+    sequences=(1, 2, 4, 8, 16, 32, 64, 128),
+    context_tokens=1024,
+    clients=(1, 8, 64),
+    clip_s=16,
+    side=8192,
+    copied_bytes=2**32,
+    blocks=10240,
+)
+# Sizes of Qwen/Qwen3-VL-8B-Instruct, from its config.json; its tower has no windows.
+_QWEN3_VL_8B = replace(
+    _QWEN2_5_VL_7B,
+    shape=replace(
+        _QWEN2_5_VL_7B.shape,
+        hidden=4096,
+        layers=36,
+        heads=32,
+        kv_heads=8,
+        intermediate=12288,
+        mrope_section=(24, 20, 20),
+        rope_theta=5e6,
+        tower_hidden=1152,
+        tower_depth=27,
+        tower_heads=16,
+        tower_intermediate=4304,
+        min_pixels=4096,
+        max_pixels=25_165_824,  # of all frames together
+        context_tokens=262_144,
+        patch_px=16,
+    ),
+    vocabulary=151_936,
+    deepstack=DeepStack((8, 16, 24), place_count=2304, head_dim=128),
+)
+# To try the benchmark itself, on any processor.
+_TINY = Target(
+    replace(TINY, context_tokens=4096),
+    vocabulary=None,
+    deepstack=None,
+    grids=(Grid(2, 4, 4), Grid(2, 3, 5)),
+    prompts=(64, 256),
+    sequences=(1, 4),
+    context_tokens=32,
+    clients=(1, 4),
+    clip_s=2,
+    side=256,
+    copied_bytes=2**20,
+    blocks=512,
+)
+PUBLISHED = ("qwen2.5-vl-7b", "qwen3-vl-8b")
+TARGETS: Mapping[str, Target] = {
+    "qwen2.5-vl-7b": _QWEN2_5_VL_7B,
+    "qwen3-vl-8b": _QWEN3_VL_8B,
+    "tiny": _TINY,
+    "tiny-qwen3-vl": replace(
+        _TINY,
+        shape=replace(
+            _TINY.shape, mrope_section=(4, 2, 2), min_pixels=4 * 64 * 64, max_pixels=8 * 128 * 128, patch_px=16
+        ),
+        deepstack=DeepStack((0, 1), place_count=36, head_dim=16),
     ),
 }
+
+
+# What both layouts' configs have.
+_TEXT_NAMES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "bos_token_id",
+    "eos_token_id",
+)
+_VISION_NAMES = (
+    "depth",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "patch_size",
+    "spatial_merge_size",
+    "temporal_patch_size",
+    "out_hidden_size",
+)
+_TOKEN_NAMES = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 @contextmanager
@@ -90,12 +176,33 @@ def written(target: Target, device: torch.device, dtype: torch.dtype) -> Iterato
     """A temporary folder with the target's checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tokenizer(target.shape)
-        config: Any = make_config(target.shape, tokenizer)
-        config.text_config.vocab_size = target.vocabulary or config.text_config.vocab_size
+        config, model_class = layout(target, tokenizer)
         config.dtype = dtype
         with torch.device(device):
-            model = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=dtype)
+            model = model_class._from_config(config, dtype=dtype)
             randomise(model, target.shape.init_range, seed=0)
         save_checkpoint(Path(folder), model, tokenizer, target.shape)
         del model
         yield Path(folder)
+
+
+def layout(target: Target, tokenizer: PreTrainedTokenizerFast) -> tuple[Any, Any]:
+    """Config of the target's checkpoint, and transformers' class of its model."""
+    config: Any = make_config(target.shape, tokenizer)
+    config.text_config.vocab_size = target.vocabulary or config.text_config.vocab_size
+    if (deepstack := target.deepstack) is None:
+        return config, Qwen2_5_VLForConditionalGeneration
+    text = {name: getattr(config.text_config, name) for name in _TEXT_NAMES}
+    rope = {**config.text_config.rope_parameters, "mrope_interleaved": True}
+    vision = {name: getattr(config.vision_config, name) for name in _VISION_NAMES}
+    qwen3_vl = Qwen3VLConfig(
+        text_config={**text, "head_dim": deepstack.head_dim, "rope_parameters": rope},
+        vision_config={
+            **vision,
+            "deepstack_visual_indexes": list(deepstack.indexes),
+            "num_position_embeddings": deepstack.place_count,
+        },
+        **{name: getattr(config, name) for name in _TOKEN_NAMES},
+        tie_word_embeddings=target.shape.tie_word_embeddings,
+    )
+    return qwen3_vl, Qwen3VLForConditionalGeneration

@@ -51,5 +51,10 @@ def report(beginning: Beginning, rows: Sequence[Row], as_json: bool, **about: st
         measured = [asdict(row) | {"ratio": row.ratio, "met": row.met} for row in rows]
         print(json.dumps(asdict(beginning) | about | {"rows": measured}, ensure_ascii=False, indent=2))
     else:
-        print(f"`{beginning.command}`\n{beginning.date}, {'; '.join([beginning.machine, *about.values()])}\n")
-        print(*table(rows), sep="\n")
+        print(markdown(beginning, rows, **about))
+
+
+def markdown(beginning: Beginning, rows: Sequence[Row], **about: str) -> str:
+    """The rows as a table below the heading, as `report` prints them."""
+    heading = f"`{beginning.command}`\n{beginning.date}, {'; '.join([beginning.machine, *about.values()])}\n"
+    return "\n".join([heading, *table(rows)])

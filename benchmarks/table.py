@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_SCALES = {"s": (1e3, "ms"), "bytes": (2**-20, "MiB"), "bytes/s": (2**-20, "MiB/s")}
+_SCALES = {"s": (1e3, "ms"), "s/token": (1e6, "µs/token"), "bytes": (2**-20, "MiB"), "bytes/s": (2**-20, "MiB/s")}
 
 
 class Timings:
@@ -25,7 +25,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians of one run, in `unit`: "s", "bytes", "1/s" or "bytes/s".
+    """Medians of one run, in `unit`: one of `_SCALES`, which are printed in others, or any, which is printed as it is.
 
     at_least, at_most: the goal for ours / theirs, if any. note: further observations, printed below the table.
     """

@@ -12,14 +12,18 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from benchmarks import gpu
+from benchmarks.gpu_device import Peaks
+from benchmarks.gpu_models import TARGETS, layout
 from benchmarks.media_clips import another_file, another_path, clip
 from benchmarks.media_memory import early_and_late
 from benchmarks.media_processes import cpu_s, resident_bytes, tree
-from benchmarks.operations import prefill_operations
+from benchmarks.operations import decode_operations, prefill_operations
 from benchmarks.table import Row, table
 from common.checkpoint import Checkpoint
 from demo.checkpoint import TINY, make_config, make_tokenizer, write_checkpoint
 from services.generation.families import load_language_model
+from services.generation.model.language_model import LanguageModel
 from services.preprocessing.sources.source import bytes_source
 from services.preprocessing.video.packets import read_packets
 
@@ -87,6 +91,50 @@ def test_operations_of_a_prefill_agree_with_torchs_count(tmp_path: Path) -> None
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         model(input_ids=torch.ones(1, tokens, dtype=torch.int64), logits_to_keep=1)
     unseen = 2 * tokens**2 * text.hidden_size * text.num_hidden_layers  # masked positions, which torch counts
-    folder = write_checkpoint(tmp_path, TINY)
-    ours = prefill_operations(load_language_model(Checkpoint(folder), torch.float32, torch.device("cpu")), tokens)
+    ours = prefill_operations(tiny_model(tmp_path), tokens)
     assert ours == pytest.approx(counter.get_total_flops() - unseen, rel=1e-2)
+
+
+def test_operations_of_a_decode_step_agree_with_torchs_count(tmp_path: Path) -> None:
+    config = make_config(TINY, make_tokenizer(TINY))
+    model = Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="eager")
+    sequences, context = 3, 48
+    ids = torch.ones(sequences, context, dtype=torch.int64)
+    with torch.inference_mode():
+        before = model(input_ids=ids[:, 1:], use_cache=True).past_key_values
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=ids[:, :1], past_key_values=before)
+    ours = decode_operations(tiny_model(tmp_path), sequences, context)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=1e-2)
+
+
+def tiny_model(folder: Path) -> LanguageModel:
+    return load_language_model(Checkpoint(write_checkpoint(folder, TINY)), torch.float32, torch.device("cpu"))
+
+
+# total_size of the published model.safetensors.index.json, over two bytes.
+@pytest.mark.parametrize(("target", "parameters"), [("qwen2.5-vl-7b", 8_292_166_656), ("qwen3-vl-8b", 8_767_123_696)])
+def test_targets_of_the_gpu_benchmark_have_as_many_weights_as_the_published_ones(target: str, parameters: int) -> None:
+    config, model_class = layout(TARGETS[target], make_tokenizer(TARGETS[target].shape))
+    with torch.device("meta"):
+        model = model_class._from_config(config)
+    assert sum(each.numel() for each in model.parameters()) == parameters
+
+
+def test_a_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
+    peaks = Peaks(operations_per_s=100.0, bytes_per_s=10.0, side=1)
+    assert (peaks.least_s(300, 20), peaks.least_s(100, 20)) == (3, 2)
+
+
+def test_the_gpu_benchmark_writes_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "configure_logging", lambda *_: None)
+    where = ["--target", "tiny-qwen3-vl", "--device", "cpu", "--write", str(tmp_path / "card.md")]
+    monkeypatch.setattr(sys, "argv", ["gpu", *where, "--rounds", "1", "--only", "tower", "--only", "decode"])
+    gpu.main()
+    written = (tmp_path / "card.md").read_text()
+    assert capsys.readouterr().out.endswith(written)  # behind what the services log
+    rows = [line.split(" | ") for line in written.splitlines() if line.startswith("| tiny-qwen3-vl: ")]
+    tower, *decode = TARGETS["tiny-qwen3-vl"].grids, *TARGETS["tiny-qwen3-vl"].sequences
+    assert [row[2] for row in rows] == ["the roofline"] * len(tower) + ["the roofline", "`generate`"] * len(decode)
