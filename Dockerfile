@@ -16,7 +16,8 @@ FROM base AS preprocessing-dependencies
 RUN pip install '.[preprocessing,otel]'
 
 # torch is installed first and pinned. PyPI's build may include gigabytes of CUDA libraries; to use another build, set
-# --build-arg TORCH=… to the URL of a wheel. For GPUs, --build-arg CUDA=,cuda adds FlashInfer.
+# --build-arg TORCH=… to the URL of a wheel. For GPUs, --build-arg CUDA=,cuda adds FlashInfer and the compiler that it
+# needs at the first start.
 FROM base AS torch-dependencies
 ARG TORCH=torch==2.13.0
 ARG CUDA=
@@ -26,7 +27,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends libtcmalloc-
 ENV LD_PRELOAD=libtcmalloc_minimal.so.4
 # Models are compiled at startup, unless they are very small.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
-ENV XDG_CACHE_HOME=/var/cache
+ENV XDG_CACHE_HOME=/var/cache FLASHINFER_WORKSPACE_BASE=/var/cache/framesieve
 
 FROM preprocessing-dependencies AS preprocessing
 COPY common common
