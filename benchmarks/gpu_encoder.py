@@ -67,7 +67,7 @@ def tower(run: Run) -> list[Row]:
     best = gpu_device.operations_per_s(run.device, run.dtype, run.target.side)
     for grid in _grids(run):
         slices = _slices(tower, grid, run.device)
-        operations = 2 * tower.cost(grid.slice_tokens) * grid.t  # multiplications and additions
+        operations = 2 * sum(tower.cost(each.shape) for each in slices)  # multiplications and additions
         taken_s = _median(run, partial(_encode, tower, slices, grid))
         what = f"the tower on {grid.t}×{grid.h}×{grid.w}: operations"
         rows.append(Row(what, f"one product of {run.target.side}² matrices", operations / taken_s, best, "1/s"))

@@ -42,6 +42,12 @@ def test_pictures_of_any_size_become_the_tokens_of_the_plain_resampler(version: 
         torch.testing.assert_close(ours[0], theirs, atol=1e-5, rtol=0)
 
 
+def test_a_group_costs_as_much_as_its_frames(tmp_path: Path) -> None:
+    minicpm.write(tmp_path, 1, "4.5")
+    tower = load_tower(Checkpoint(tmp_path), "float32", CPU)
+    assert tower.cost((6, 56, 70, 3)) == 6 * tower.cost((1, 56, 70, 3)) < tower.cost((1, 6 * 56, 70, 3))
+
+
 @pytest.mark.parametrize("side", [5, 70])
 def test_patches_are_placed_in_cells_as_in_transformers(side: int) -> None:
     borders = torch.arange(1 / side, 1.0, 1 / side)
