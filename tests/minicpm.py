@@ -139,7 +139,10 @@ def read_text(folder: Path) -> WholeText:
 
 
 def write(folder: Path, seed: int, version: str = "2.6", changes: Mapping[str, Any] = {}) -> MiniCPM:
-    """Writes a checkpoint in the published layout, with random weights, and returns its oracle."""
+    """Writes a checkpoint in the published layout, with random weights, and returns its oracle.
+
+    changes: of config.json; None leaves a field out.
+    """
     tokenizer = make_tokenizer(TINY)
     tokenizer.add_tokens(list(MARKS), special_tokens=True)
     tokenizer.chat_template = TEMPLATE
@@ -165,6 +168,7 @@ def write(folder: Path, seed: int, version: str = "2.6", changes: Mapping[str, A
         "vision_config": {**VISION, "model_type": "siglip_vision_model"},
         **changes,
     }
+    config = {name: value for name, value in config.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(
         json.dumps({"do_sample": False, "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]]})
@@ -179,11 +183,11 @@ def write(folder: Path, seed: int, version: str = "2.6", changes: Mapping[str, A
                 "image_feature_size": QUERIES[version],
                 "norm_mean": [0.5, 0.5, 0.5],
                 "norm_std": [0.5, 0.5, 0.5],
-                "im_start_token": "<image>",
-                "im_end_token": "</image>",
-                "slice_start_token": "<slice>",
-                "slice_end_token": "</slice>",
-                "unk_token": "<unk>",
+                "im_start": "<image>",
+                "im_end": "</image>",
+                "slice_start": "<slice>",
+                "slice_end": "</slice>",
+                "unk": "<unk>",
                 "im_id_start": "<image_id>",
                 "im_id_end": "</image_id>",
                 "slice_mode": True,

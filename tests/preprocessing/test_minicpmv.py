@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from common.checkpoint import Checkpoint
-from common.contract.errors import InvalidRequest, StartupError
+from common.contract.errors import InvalidRequest
 from common.contract.plan import Modality
 from services.preprocessing.families import load_family
 from services.preprocessing.planner import MediaRequest, Planner
@@ -211,9 +211,3 @@ def test_a_long_video_is_sent_in_groups(grouping: Path, wish: dict[str, Any], gr
     shown = "\n".join([one] * groups)
     text = f"<|im_start|>user\n{shown}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
     assert planned.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(grouping)(text)["input_ids"]
-
-
-def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
-    minicpm.write(tmp_path, 1, changes={"version": 2.0})
-    with pytest.raises(StartupError, match=r"MiniCPM-V version '2.0' is not supported, only 2.5, 2.6, 4.0, 4.5"):
-        load_family(Checkpoint(tmp_path))

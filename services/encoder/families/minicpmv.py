@@ -19,6 +19,7 @@ from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from common.contract.plan import MediaPlan, Modality
 from common.contract.retention import NONE
+from common.minicpmv import queries_of, version_of
 from services.cpu.packed_linear import pack_linears
 from services.encoder.families.llava import pass_ends_on, side_of
 from services.encoder.families.resampler import Resampler
@@ -39,11 +40,11 @@ _PATCH_EMBED = f"{_TOWER}embeddings.patch_embedding."
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
-    config = checkpoint.config
+    config, version = checkpoint.config, version_of(checkpoint.config)
     vision = SiglipVisionConfig(**(config.get("vision_config") or {}))
     if config.get("drop_vision_last_layer", False):
         vision.num_hidden_layers -= 1
-    queries, width = int(config.get("query_num", 64)), int(config["hidden_size"])
+    queries, width = queries_of(config), int(config["hidden_size"])
     vision._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = _MiniCPMV(vision, queries, width)

@@ -53,6 +53,7 @@ class QwenVL:
     frame_bounds: FrameBounds
 
     joins_parts: ClassVar[str | None] = None
+    template_options: ClassVar[Mapping[str, object]] = {}
     placeholders: ClassVar[Mapping[Modality, str]] = {
         Modality.IMAGE: "<|image_pad|>",
         Modality.VIDEO: "<|video_pad|>",
