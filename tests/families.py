@@ -463,7 +463,7 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
             linear=True,
             model_type="minicpmv",
         )
-        for version in ("2.5", "2.6", "4.5")
+        for version in ("2.5", "2.6", "4.0", "4.5")
     },
     **{
         name: FamilyUnderTest(

@@ -42,6 +42,13 @@ TEXT = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+# As published: the limit of the short frequencies is above the longest context.
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1 + number / 8 for number in range(16)],
+    "long_factor": [4 + number / 2 for number in range(16)],
+    "original_max_position_embeddings": 32786,
+}
 TEXT_CLASSES: Mapping[str, tuple[Any, Any]] = {
     "2.5": (LlamaConfig, LlamaForCausalLM),
     "2.6": (Qwen2Config, Qwen2ForCausalLM),
@@ -98,7 +105,8 @@ class MiniCPM(nn.Module):
     def __init__(self, version: str, vocabulary: int) -> None:
         super().__init__()
         config, model = TEXT_CLASSES[version]
-        self.llm = model(config(**TEXT, vocab_size=vocabulary))
+        self.llm = model(config(**text_of(version), vocab_size=vocabulary))
+        self.in_a_row = version == "2.5"
         self.vpm = Idefics2VisionTransformer(Idefics2VisionConfig(**VISION))
         self.resampler = PlainResampler(QUERIES[version])
 
@@ -127,11 +135,17 @@ class WholeText(nn.Module):
         self.generate = llm.generate
 
 
+def text_of(version: str) -> dict[str, Any]:
+    """The language model's part of a config, without the vocabulary."""
+    return {**TEXT, "rope_scaling": dict(LONGROPE)} if version == "4.0" else TEXT
+
+
 def read_text(folder: Path) -> WholeText:
     """The language model of a checkpoint that `write` wrote."""
     config = json.loads((folder / "config.json").read_text())
-    make, model = TEXT_CLASSES[str(config["version"])]
-    llm = model(make(**{name: config[name] for name in (*TEXT, "vocab_size")}))
+    version = str(config["version"])
+    make, model = TEXT_CLASSES[version]
+    llm = model(make(**{name: config[name] for name in (*text_of(version), "vocab_size")}))
     weights = load_file(folder / "model.safetensors")
     own = {name[4:]: value for name, value in weights.items() if name.startswith("llm.")}
     llm.load_state_dict(own, strict=not config["tie_word_embeddings"])
@@ -155,7 +169,7 @@ def write(folder: Path, seed: int, version: str = "2.6", changes: Mapping[str, A
         "model_type": "minicpmv",
         "architectures": ["MiniCPMV"],
         "version": float(version),
-        **TEXT,
+        **text_of(version),
         "vocab_size": len(tokenizer),
         "eos_token_id": ids["<|im_end|>"],
         "query_num": QUERIES[version],
