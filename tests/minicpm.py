@@ -119,6 +119,9 @@ class MiniCPM(nn.Module):
         rows, columns = frames.shape[1] // PATCH_PX, frames.shape[2] // PATCH_PX
         normalised = (frames.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
         mask = torch.ones(1, rows, columns, dtype=torch.bool)
+        if self.in_a_row:
+            cut = normalised.unflatten(2, (rows, PATCH_PX)).unflatten(4, (columns, PATCH_PX))
+            normalised, mask = cut.permute(0, 1, 3, 2, 4, 5).flatten(3), mask.view(1, 1, -1)
         features = [self.vpm(each[None], mask).last_hidden_state[0] for each in normalised]
         found: Tensor = self.resampler(torch.cat(features), rows, columns, times)
         return found

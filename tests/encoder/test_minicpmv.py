@@ -57,6 +57,9 @@ def test_patches_are_placed_in_cells_as_in_transformers(side: int) -> None:
         expected = torch.bucketize(begins, borders, right=True).tolist()
         assert layout.cells is not None
         assert (layout.cells.reshape(length, 3)[:, 0] // side).tolist() == expected
+        in_a_row = lay_out([Side(length, 1)], TowerShape(1, cell_side=side, cells_in_a_row=True))
+        assert in_a_row.cells is not None
+        assert in_a_row.cells.tolist() == expected
 
 
 def test_graphs_replay_what_the_tower_computes(tmp_path: Path) -> None:

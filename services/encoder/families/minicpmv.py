@@ -1,8 +1,10 @@
 """MiniCPM-V's towers, 2.5 to 4.5: SigLIP over pictures of any size, and a resampler that makes tokens of each.
 
-A patch takes the stored position that is nearest to its place in a square grid. Pictures are packed; none is padded.
+A patch takes the stored position that is nearest to its place in a square grid. In 2.5 all patches of a picture are one
+row, and take positions of the grid's first row. Pictures are packed; none is padded.
 4.5 makes as many tokens of a group of frames as of a picture; each frame's time is the nearest tenth of a second.
-Source: the published `modeling_navit_siglip.py`, `resampler.py` and README of openbmb/MiniCPM-V-2_6 and MiniCPM-V-4_5;
+Source: the published `modeling_navit_siglip.py`, `resampler.py` and README of openbmb/MiniCPM-V-2_6 and MiniCPM-V-4_5,
+`modeling_minicpmv.py` of openbmb/MiniCPM-Llama3-V-2_5;
 `Idefics2VisionTransformer` of transformers 5.23, which places patches alike.
 """
 
@@ -32,6 +34,8 @@ from services.encoder.tower.weights import choose_dtype, fill, find_weights, rea
 
 # The version whose slices are groups of frames.
 _GROUPING = "4.5"
+# The version whose code tells its tower only how many patches a picture has.
+_IN_A_ROW = "2.5"
 _TENTH_S = 0.1
 
 _TOWER, _RESAMPLER = "vpm.", "resampler."
@@ -71,8 +75,9 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         tokens: Tensor = model(patches, layout, attend)
         return tokens[None]
 
-    patch_px, timed = side_of(vision.patch_size), str(config.get("version")) == _GROUPING
-    shape = TowerShape(1, queries=queries, cell_side=side_of(vision.image_size) // patch_px, timed=timed)
+    patch_px, timed = side_of(vision.patch_size), version == _GROUPING
+    cell_side, in_a_row = side_of(vision.image_size) // patch_px, version == _IN_A_ROW
+    shape = TowerShape(1, queries=queries, cell_side=cell_side, cells_in_a_row=in_a_row, timed=timed)
 
     def arrange(plan: MediaPlan) -> Arrangement:
         if plan.modality is Modality.IMAGE:
