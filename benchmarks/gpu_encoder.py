@@ -71,7 +71,7 @@ def tower(run: Run) -> list[Row]:
     for grid in run.target.grids:
         slices = _slices(tower, grid, run.device)
         forwards = math.ceil(grid.t / _at_once(grid))
-        operations = 2 * tower.cost(grid.slice_tokens) * grid.t  # multiplications and additions
+        operations = 2 * sum(tower.cost(each.shape) for each in slices)  # multiplications and additions
         least_s = run.peaks.least_s(operations, forwards * weights)
         taken_s = _median(run, partial(_encode, tower, slices, grid))
         note = f"{taken_s * 1e3:.2f} ms"

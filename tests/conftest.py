@@ -51,6 +51,7 @@ DEEP_FAMILIES = (
     "llava_siglip",
     "minicpmv_2_5",
     "minicpmv_2_6",
+    "minicpmv_4_0",
     "minicpmv_4_5",
     "mistral3",
     "qwen2_vl",

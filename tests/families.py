@@ -470,7 +470,7 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
             rows_stand_alone=True,
             model_type="minicpmv",
         )
-        for version in ("2.5", "2.6", "4.5")
+        for version in ("2.5", "2.6", "4.0", "4.5")
     },
     **{
         name: FamilyUnderTest(

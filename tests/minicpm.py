@@ -42,6 +42,13 @@ TEXT = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+# As published: the limit of the short frequencies is above the longest context.
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1 + number / 8 for number in range(16)],
+    "long_factor": [4 + number / 2 for number in range(16)],
+    "original_max_position_embeddings": 32786,
+}
 TEXT_CLASSES: Mapping[str, tuple[Any, Any]] = {
     "2.5": (LlamaConfig, LlamaForCausalLM),
     "2.6": (Qwen2Config, Qwen2ForCausalLM),
@@ -98,7 +105,8 @@ class MiniCPM(nn.Module):
     def __init__(self, version: str, vocabulary: int) -> None:
         super().__init__()
         config, model = TEXT_CLASSES[version]
-        self.llm = model(config(**TEXT, vocab_size=vocabulary))
+        self.llm = model(config(**text_of(version), vocab_size=vocabulary))
+        self.in_a_row = version == "2.5"
         self.vpm = Idefics2VisionTransformer(Idefics2VisionConfig(**VISION))
         self.resampler = PlainResampler(QUERIES[version])
 
@@ -111,6 +119,9 @@ class MiniCPM(nn.Module):
         rows, columns = frames.shape[1] // PATCH_PX, frames.shape[2] // PATCH_PX
         normalised = (frames.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
         mask = torch.ones(1, rows, columns, dtype=torch.bool)
+        if self.in_a_row:
+            cut = normalised.unflatten(2, (rows, PATCH_PX)).unflatten(4, (columns, PATCH_PX))
+            normalised, mask = cut.permute(0, 1, 3, 2, 4, 5).flatten(3), mask.view(1, 1, -1)
         features = [self.vpm(each[None], mask).last_hidden_state[0] for each in normalised]
         found: Tensor = self.resampler(torch.cat(features), rows, columns, times)
         return found
@@ -127,11 +138,17 @@ class WholeText(nn.Module):
         self.generate = llm.generate
 
 
+def text_of(version: str) -> dict[str, Any]:
+    """The language model's part of a config, without the vocabulary."""
+    return {**TEXT, "rope_scaling": dict(LONGROPE)} if version == "4.0" else TEXT
+
+
 def read_text(folder: Path) -> WholeText:
     """The language model of a checkpoint that `write` wrote."""
     config = json.loads((folder / "config.json").read_text())
-    make, model = TEXT_CLASSES[str(config["version"])]
-    llm = model(make(**{name: config[name] for name in (*TEXT, "vocab_size")}))
+    version = str(config["version"])
+    make, model = TEXT_CLASSES[version]
+    llm = model(make(**{name: config[name] for name in (*text_of(version), "vocab_size")}))
     weights = load_file(folder / "model.safetensors")
     own = {name[4:]: value for name, value in weights.items() if name.startswith("llm.")}
     llm.load_state_dict(own, strict=not config["tie_word_embeddings"])
@@ -139,7 +156,10 @@ def read_text(folder: Path) -> WholeText:
 
 
 def write(folder: Path, seed: int, version: str = "2.6", changes: Mapping[str, Any] = {}) -> MiniCPM:
-    """Writes a checkpoint in the published layout, with random weights, and returns its oracle."""
+    """Writes a checkpoint in the published layout, with random weights, and returns its oracle.
+
+    changes: of config.json; None leaves a field out.
+    """
     tokenizer = make_tokenizer(TINY)
     tokenizer.add_tokens(list(MARKS), special_tokens=True)
     tokenizer.chat_template = TEMPLATE
@@ -152,7 +172,7 @@ def write(folder: Path, seed: int, version: str = "2.6", changes: Mapping[str, A
         "model_type": "minicpmv",
         "architectures": ["MiniCPMV"],
         "version": float(version),
-        **TEXT,
+        **text_of(version),
         "vocab_size": len(tokenizer),
         "eos_token_id": ids["<|im_end|>"],
         "query_num": QUERIES[version],
@@ -165,6 +185,7 @@ def write(folder: Path, seed: int, version: str = "2.6", changes: Mapping[str, A
         "vision_config": {**VISION, "model_type": "siglip_vision_model"},
         **changes,
     }
+    config = {name: value for name, value in config.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(
         json.dumps({"do_sample": False, "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]]})
@@ -179,11 +200,11 @@ def write(folder: Path, seed: int, version: str = "2.6", changes: Mapping[str, A
                 "image_feature_size": QUERIES[version],
                 "norm_mean": [0.5, 0.5, 0.5],
                 "norm_std": [0.5, 0.5, 0.5],
-                "im_start_token": "<image>",
-                "im_end_token": "</image>",
-                "slice_start_token": "<slice>",
-                "slice_end_token": "</slice>",
-                "unk_token": "<unk>",
+                "im_start": "<image>",
+                "im_end": "</image>",
+                "slice_start": "<slice>",
+                "slice_end": "</slice>",
+                "unk": "<unk>",
                 "im_id_start": "<image_id>",
                 "im_id_end": "</image_id>",
                 "slice_mode": True,

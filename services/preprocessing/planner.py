@@ -148,7 +148,13 @@ class Planner:
         """media_max_bytes: limit on files below the media root; larger ones are rejected unread. known: their digests,
         kept from one request to the next."""
         self._family: Family = load_family(checkpoint)
-        self._tokens = ChatTokens(checkpoint, self._family.placeholders, self._family.pads, self._family.joins_parts)
+        self._tokens = ChatTokens(
+            checkpoint,
+            self._family.placeholders,
+            self._family.pads,
+            self._family.joins_parts,
+            self._family.template_options,
+        )
         self._fingerprint = checkpoint.fingerprint
         self._media_root = media_root
         self._media_max_bytes = media_max_bytes

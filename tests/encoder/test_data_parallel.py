@@ -33,9 +33,11 @@ from services.encoder.tower.parallel.exchange import Exchange
 from services.encoder.tower.parallel.rank_failure import RankFailure
 from services.encoder.tower.parallel.tower import DataParallelTower
 from services.encoder.tower.tower import Tower
+from tests import minicpm
 from tests.encoder.encoder_service import tower_of
 from tests.encoder.meeting import ended_by_a_signal
 from tests.encoder.test_llava import frames_of
+from tests.encoder.test_minicpmv import groups
 
 TIMEOUT_S = 20
 PAIR = ((2, 3, 3), (2, 3, 3))
@@ -174,6 +176,14 @@ def test_other_towers_are_shared_out_as_well(kind: str, make: MakeRanks, checkpo
     other = tower_of(checkpoints(kind))
     slices = frames_of(kind) * 2
     check_equal(make(2, other)[0].encode(slices), [other.encode([each])[0] for each in slices])
+
+
+def test_groups_of_frames_are_shared_out_with_their_times(make: MakeRanks, tmp_path: Path) -> None:
+    minicpm.write(tmp_path, 1, "4.5")
+    tower = tower_of(tmp_path)
+    towers, others = make(2, tower)
+    check_equal(towers.encode(groups()), [tower.encode([each])[0] for each in groups()])
+    assert all(forwards_of(towers, others))
 
 
 def test_slices_are_shared_by_cost_and_a_rank_without_a_share_is_told_nothing(tower: Tower, make: MakeRanks) -> None:

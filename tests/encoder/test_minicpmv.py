@@ -42,6 +42,12 @@ def test_pictures_of_any_size_become_the_tokens_of_the_plain_resampler(version: 
         torch.testing.assert_close(ours[0], theirs, atol=1e-5, rtol=0)
 
 
+def test_a_group_costs_as_much_as_its_frames(tmp_path: Path) -> None:
+    minicpm.write(tmp_path, 1, "4.5")
+    tower = load_tower(Checkpoint(tmp_path), "float32", CPU)
+    assert tower.cost((6, 56, 70, 3)) == 6 * tower.cost((1, 56, 70, 3)) < tower.cost((1, 6 * 56, 70, 3))
+
+
 @pytest.mark.parametrize("side", [5, 70])
 def test_patches_are_placed_in_cells_as_in_transformers(side: int) -> None:
     borders = torch.arange(1 / side, 1.0, 1 / side)
@@ -51,6 +57,9 @@ def test_patches_are_placed_in_cells_as_in_transformers(side: int) -> None:
         expected = torch.bucketize(begins, borders, right=True).tolist()
         assert layout.cells is not None
         assert (layout.cells.reshape(length, 3)[:, 0] // side).tolist() == expected
+        in_a_row = lay_out([Side(length, 1)], TowerShape(1, cell_side=side, cells_in_a_row=True))
+        assert in_a_row.cells is not None
+        assert in_a_row.cells.tolist() == expected
 
 
 def test_graphs_replay_what_the_tower_computes(tmp_path: Path) -> None:

@@ -155,8 +155,8 @@ def test_a_slice_costs_what_torch_counts(
     monkeypatch.setattr(attention, "attend_by_length", lambda *own: attention._attend_by_length(*own[:4]))
     tower = load_tower(Checkpoint(family_checkpoint), "float32", CPU)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
-        tower.encode([frames_of(1, rows, columns, shape)])
-    assert counted.get_total_flops() == 2 * tower.cost(rows * columns)
+        tower.encode([frames := frames_of(1, rows, columns, shape)])
+    assert counted.get_total_flops() == 2 * tower.cost(frames.shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

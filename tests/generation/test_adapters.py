@@ -135,6 +135,21 @@ def test_an_adapter_computes_what_peft_computes(adapted: Adapted, name: str) -> 
     assert float((own - plain).abs().max()) > 0.01, "the adapter changes nothing, so the test would prove nothing"
 
 
+@pytest.mark.parametrize(
+    "targets", [["q_proj", "down_proj"], r"llm\..*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj|o_proj)"]
+)
+def test_an_adapter_of_the_published_minicpm_is_found_by_its_names(targets: str | list[str], tmp_path: Path) -> None:
+    models = load_models("minicpmv_2_6", tmp_path)
+    published = nn.Module()
+    published.llm = nn.Module()
+    published.llm.model = models.reference.model.language_model
+    text = write_adapter(published, tmp_path / "adapter", r=3, target_modules=targets).llm.model
+    load_adapters([AdapterFolder("mine", tmp_path / "adapter")], models.engine)
+    asking = Question((Text((20, 21, 22, 23)),), 6, adapter="mine")
+    engine = TinyEngine(models.engine)
+    assert_law(models, engine, [asking], answer(engine, [asking]), adapted={"mine": text})
+
+
 @settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_neighbours_with_other_adapters_or_none_change_nothing(adapted: Adapted, data: st.DataObject) -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from common.checkpoint import Checkpoint
-from common.contract.errors import InvalidRequest, StartupError
+from common.contract.errors import InvalidRequest
 from common.contract.plan import Grid, Modality
 from services.preprocessing.families import load_family
 from services.preprocessing.planner import MediaRequest, Planner
@@ -326,9 +326,3 @@ def test_the_time_of_each_frame_of_a_group_is_part_of_its_content(grouping: Path
 
     assert content_hash(times) == content_hash(list(times))
     assert content_hash(times) != content_hash([*times[:4], times[4] + 0.2, *times[5:]])
-
-
-def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
-    minicpm.write(tmp_path, 1, changes={"version": 2.0})
-    with pytest.raises(StartupError, match=r"MiniCPM-V version '2.0' is not supported, only 2.5, 2.6, 4.0, 4.5"):
-        load_family(Checkpoint(tmp_path))

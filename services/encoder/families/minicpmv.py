@@ -1,8 +1,10 @@
 """MiniCPM-V's towers, 2.5 to 4.5: SigLIP over pictures of any size, and a resampler that makes tokens of each.
 
-A patch takes the stored position that is nearest to its place in a square grid. Pictures are packed; none is padded.
+A patch takes the stored position that is nearest to its place in a square grid. In 2.5 all patches of a picture are one
+row, and take positions of the grid's first row. Pictures are packed; none is padded.
 4.5 makes as many tokens of a group of frames as of a picture; each frame's time is the nearest tenth of a second.
-Source: the published `modeling_navit_siglip.py`, `resampler.py` and README of openbmb/MiniCPM-V-2_6 and MiniCPM-V-4_5;
+Source: the published `modeling_navit_siglip.py`, `resampler.py` and README of openbmb/MiniCPM-V-2_6 and MiniCPM-V-4_5,
+`modeling_minicpmv.py` of openbmb/MiniCPM-Llama3-V-2_5;
 `Idefics2VisionTransformer` of transformers 5.23, which places patches alike.
 """
 
@@ -19,6 +21,7 @@ from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from common.contract.plan import MediaPlan, Modality
 from common.contract.retention import NONE
+from common.minicpmv import queries_of, version_of
 from services.cpu.packed_linear import pack_linears
 from services.encoder.families.llava import pass_ends_on, side_of
 from services.encoder.families.resampler import Resampler
@@ -31,6 +34,8 @@ from services.encoder.tower.weights import choose_dtype, fill, find_weights, rea
 
 # The version whose slices are groups of frames.
 _GROUPING = "4.5"
+# The version whose code tells its tower only how many patches a picture has.
+_IN_A_ROW = "2.5"
 _TENTH_S = 0.1
 
 _TOWER, _RESAMPLER = "vpm.", "resampler."
@@ -39,11 +44,11 @@ _PATCH_EMBED = f"{_TOWER}embeddings.patch_embedding."
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
-    config = checkpoint.config
+    config, version = checkpoint.config, version_of(checkpoint.config)
     vision = SiglipVisionConfig(**(config.get("vision_config") or {}))
     if config.get("drop_vision_last_layer", False):
         vision.num_hidden_layers -= 1
-    queries, width = int(config.get("query_num", 64)), int(config["hidden_size"])
+    queries, width = queries_of(config), int(config["hidden_size"])
     vision._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = _MiniCPMV(vision, queries, width)
@@ -70,8 +75,9 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         tokens: Tensor = model(patches, layout, attend)
         return tokens[None]
 
-    patch_px, timed = side_of(vision.patch_size), str(config.get("version")) == _GROUPING
-    shape = TowerShape(1, queries=queries, cell_side=side_of(vision.image_size) // patch_px, timed=timed)
+    patch_px, timed = side_of(vision.patch_size), version == _GROUPING
+    cell_side, in_a_row = side_of(vision.image_size) // patch_px, version == _IN_A_ROW
+    shape = TowerShape(1, queries=queries, cell_side=cell_side, cells_in_a_row=in_a_row, timed=timed)
 
     def arrange(plan: MediaPlan) -> Arrangement:
         if plan.modality is Modality.IMAGE:

@@ -61,7 +61,7 @@ class TowerShape:
         tokens; as many where merge is above 1. fixed: the sides of every slice, of towers that take no others.
     queries: tokens of each slice, whatever its size; 0: its merged patches. Sizes of buckets count merged patches.
     cell_side: side of a square table of cells that is laid over every slice, and a patch takes the entry of the cell
-        that it begins in; 0 without.
+        that it begins in; 0 without. cells_in_a_row: a slice's patches are one row, in the first row of cells.
     timed: whether patches have the time of their frame.
     """
 
@@ -73,6 +73,7 @@ class TowerShape:
     fixed: Side | None = None
     queries: int = 0
     cell_side: int = 0
+    cells_in_a_row: bool = False
     timed: bool = False
 
     def rows(self, bucket: Size) -> int:
@@ -248,7 +249,11 @@ class _Frame:
             self.indices = (row_indices[:, :, None] * shape.table_side + column_indices[:, None]).reshape(-1, 4)
             self.weights = (row_weights[:, :, None] * column_weights[:, None]).reshape(-1, 4)
         if shape.cell_side:
-            row, column = (_cells(self.positions[:, axis], side[axis], shape.cell_side) for axis in (0, 1))
+            places, lengths = self.positions, side
+            if shape.cells_in_a_row:
+                lengths = (1, len(places))
+                places = np.indices(lengths).reshape(2, -1).T
+            row, column = (_cells(places[:, axis], lengths[axis], shape.cell_side) for axis in (0, 1))
             self.cells = row * shape.cell_side + column
 
 

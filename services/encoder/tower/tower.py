@@ -130,15 +130,18 @@ class Tower:
         side = self.patches.side(frames.shape)
         return side._replace(times=frames.times) if isinstance(frames, TimedFrames) else side
 
-    def cost(self, tokens: int) -> int:
-        """Multiplications in the forward of one slice of so many merged tokens.
+    def cost(self, frames: Sequence[int]) -> int:
+        """Multiplications in the forward of one slice. frames: its shape, (F, H, W, 3). Of each of its sequences:
 
             patches · patch_weights + tokens · token_weights
             + 2 · hidden · patches · (full_layers · patches + windowed_layers · min(window_patches, patches))
 
-        Only attention over the whole slice is quadratic. 2: each patch is multiplied with the keys that it sees, and
+        Only attention over a whole sequence is quadratic. 2: each patch is multiplied with the keys that it sees, and
         the weights of these with their values.
         """
+        sequences = len(self.patches.side(frames).times)
+        tokens = self.patches.load(frames) // sequences
         sizes, patches = self.sizes, tokens * self.patches.merge**2
         seen = sizes.full_layers * patches + sizes.windowed_layers * min(sizes.window_patches, patches)
-        return patches * sizes.patch_weights + tokens * sizes.token_weights + 2 * sizes.hidden * patches * seen
+        once = patches * sizes.patch_weights + tokens * sizes.token_weights
+        return sequences * (once + 2 * sizes.hidden * patches * seen)

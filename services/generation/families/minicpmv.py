@@ -20,6 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3RotaryEmbe
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
+from common.minicpmv import version_of
 from services.generation.families.loading import TextClasses, load_text
 from services.generation.families.quantised import is_quantised
 from services.generation.model.language_model import LanguageModel
@@ -57,9 +58,5 @@ def text_config(checkpoint: Checkpoint) -> Any:
 
 def _text(checkpoint: Checkpoint) -> tuple[Any, TextClasses]:
     config = checkpoint.config
-    version = str(config.get("version", "2.5"))
-    version = version if "." in version else f"{version}.0"
-    if version not in _BY_VERSION:
-        raise StartupError(f"MiniCPM-V version {version} is not supported, only {', '.join(_BY_VERSION)}")
-    make, classes = _BY_VERSION[version]
+    make, classes = _BY_VERSION[version_of(config)]
     return make(**{name: value for name, value in config.items() if name not in _NOT_OF_TEXT}), classes

@@ -23,7 +23,8 @@ from services.generation.parallel.sharding import Shard, check_sizes, layers_pla
 
 # Of transformers 5, and of published checkpoints whose language model is a whole model of its own.
 LM_HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.", "llm.lm_head.")
-_ROPE_TYPES = ("default", "llama3")  # frequencies that do not change with the length of the context
+# Frequencies that do not change with the length of the context. Those of longrope change at a length.
+_ROPE_TYPES = ("default", "llama3", "longrope")
 
 
 def check_text(text_config: Any) -> None:
@@ -32,11 +33,19 @@ def check_text(text_config: Any) -> None:
     switch = "use_sliding_window" if hasattr(text_config, "use_sliding_window") else "sliding_window"
     if getattr(text_config, switch, None):
         raise StartupError(f"text_config.{switch}: sliding window attention is not supported")
-    rope_type = dict(text_config.rope_parameters or {}).get("rope_type")
+    rope = dict(text_config.rope_parameters or {})
+    rope_type = rope.get("rope_type")
     if rope_type not in _ROPE_TYPES:
         raise StartupError(
             f"text_config.rope_parameters.rope_type {rope_type!r} is not supported, only {', '.join(_ROPE_TYPES)}"
         )
+    if rope_type == "longrope":
+        longest, trained = text_config.max_position_embeddings, rope["original_max_position_embeddings"]
+        if longest > trained:
+            raise StartupError(
+                f"text_config.max_position_embeddings {longest} must be at most {trained}, its rope_parameters."
+                f"original_max_position_embeddings: longrope's frequencies of longer contexts are not supported"
+            )
 
 
 def make_text(text_class: Any, rotary_class: Any, text_config: Any, device: torch.device) -> Any:
@@ -91,6 +100,10 @@ def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int
     config: of the whole model.
     """
     sizes = config.text_config
+    if text.rotary_emb.rope_type == "longrope":
+        # Its short frequencies, which it has, are right for every position; its forward would choose by the largest
+        # one of the whole batch.
+        text.rotary_emb.rope_type = "default"
     if ranks == 1:  # packing would drop the hooks of transformers' tensor parallelism
         join_linears(text, ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
         pack_linears(text)

@@ -38,7 +38,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 _DOMAIN = b"framesieve adapter v1"
 _KEY = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
-_IN_TEXT = re.compile(r"(?P<before>(?:(?:model|language_model)\.)*)(?P<name>layers\.\d+\..+)")
+_IN_TEXT = re.compile(r"(?P<before>(?:(?:model|language_model|llm)\.)*)(?P<name>layers\.\d+\..+)")
 # Fields that describe an adapter's origin or training. PEFT ignores fan_in_fan_out for linear layers.
 _WITHOUT_EFFECT = {
     *("peft_type", "peft_version", "auto_mapping", "task_type", "base_model_name_or_path", "revision"),

@@ -56,6 +56,10 @@ class Family(Protocol):
     def joins_parts(self) -> str | None:
         """What is between the parts of a message, for chat templates that take text alone; None: others."""
 
+    @property
+    def template_options(self) -> Mapping[str, object]:
+        """Variables of the chat template besides the messages."""
+
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
         """The layout of a picture of this size, the image `index` of so many `images` in the prompt."""
 

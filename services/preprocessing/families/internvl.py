@@ -48,6 +48,7 @@ class InternVL:
     embed_levels: ClassVar[int] = 0
     joins_parts: ClassVar[str | None] = None
     fixed_tokens: ClassVar[bool] = True
+    template_options: ClassVar[Mapping[str, object]] = {}
     frame_bounds: ClassVar[FrameBounds] = FrameBounds(fps=1.0, min_frames=1, max_frames=32, temporal_patch=1)
 
     @classmethod

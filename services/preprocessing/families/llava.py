@@ -69,6 +69,7 @@ class Llava:
 
     embed_levels: ClassVar[int] = 0
     joins_parts: ClassVar[str | None] = None
+    template_options: ClassVar[Mapping[str, object]] = {}
     frame_bounds: ClassVar[FrameBounds] = FrameBounds(fps=1.0, min_frames=1, max_frames=1, temporal_patch=1)
 
     @classmethod

@@ -19,11 +19,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest, StartupError
 from common.contract.plan import Grid, Modality
+from common.minicpmv import queries_of, version_of
 from services.preprocessing.families.tiles import check_aspect
 from services.preprocessing.prompt.layout import Expansion, ImageLayout
 from services.preprocessing.prompt.positions import LinearSpan
@@ -31,11 +32,12 @@ from services.preprocessing.video.resize import View
 from services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from services.preprocessing.video.timing import TimeBase
 
-VERSIONS = ((2, 5), (2, 6), (4, 0), (4, 5))
 # Of media in the rendered conversation: control tokens that no expansion holds.
 _STAND_INS = {Modality.IMAGE: "<ref>", Modality.VIDEO: "</ref>"}
 # 4.5 samples so many frames a second, of a longer video in so many groups of so many frames.
 _FPS, _MOST_GROUPS, _MOST_IN_GROUP = 3, 180, 3
+# What the published `chat` of 4.5 passes to the template by default.
+_WITHOUT_THINKING = {"enable_thinking": False}
 
 
 def group_frames(frames: int, length_s: Fraction) -> int:
@@ -72,6 +74,7 @@ class MiniCPMV:
     frame_bounds: FrameBounds
     names: Mapping[str, str]
     placeholders: Mapping[Modality, str]
+    template_options: Mapping[str, object]
 
     embed_levels: ClassVar[int] = 0
     joins_parts: ClassVar[str | None] = "\n"
@@ -82,9 +85,8 @@ class MiniCPMV:
     def from_checkpoint(cls, checkpoint: Checkpoint) -> MiniCPMV:
         """Raises StartupError for a version or settings that are not supported."""
         config, image = checkpoint.config, checkpoint.processor("image")
-        version = version_of(config)
+        version, queries = version_of(config), queries_of(config)
         slices = {**image, **(config.get("slice_config") or {})}
-        queries = int(config.get("query_num", 96 if version == (2, 5) else 64))
         if int(image.get("image_feature_size", queries)) != queries:
             raise StartupError(
                 f"the image processor counts {image['image_feature_size']} tokens, query_num is {queries}"
@@ -92,31 +94,34 @@ class MiniCPMV:
         names = {
             name: str(image.get(name, default))
             for name, default in (
-                ("im_start_token", "<image>"),
-                ("im_end_token", "</image>"),
-                ("slice_start_token", "<slice>"),
-                ("slice_end_token", "</slice>"),
+                ("im_start", "<image>"),
+                ("im_end", "</image>"),
+                ("slice_start", "<slice>"),
+                ("slice_end", "</slice>"),
                 ("im_id_start", "<image_id>"),
                 ("im_id_end", "</image_id>"),
-                ("unk_token", "<unk>"),
+                ("unk", "<unk>"),
             )
         }
-        takes_videos = version != (2, 5)
+        takes_videos = version != "2.5"
         return cls(
             token_px=int(slices.get("patch_size", 14)),
             queries=queries,
             scale_px=int(slices.get("scale_resolution", 448)),
-            most_slices=int(slices.get("max_slice_nums", 9)) if config.get("slice_mode", True) else 1,
-            numbers_images=takes_videos and bool(config.get("use_image_id", True)),
+            most_slices=int(slices.get("max_slice_nums", 9))
+            if slices.get("slice_mode", config.get("slice_mode", True))
+            else 1,
+            numbers_images=takes_videos and bool(image.get("use_image_id", config.get("use_image_id", True))),
             wraps_slices=not takes_videos,
-            frame_bounds=_IN_GROUPS if version == (4, 5) else _ONE_BY_ONE,
+            frame_bounds=_IN_GROUPS if version == "4.5" else _ONE_BY_ONE,
             names=names,
             placeholders=_STAND_INS if takes_videos else {Modality.IMAGE: _STAND_INS[Modality.IMAGE]},
+            template_options=_WITHOUT_THINKING if version == "4.5" else {},
         )
 
     @property
     def pads(self) -> Mapping[Modality, str]:
-        return dict.fromkeys(self.placeholders, self.names["unk_token"])
+        return dict.fromkeys(self.placeholders, self.names["unk"])
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         """A frame of each so many; the middles of even shares where that would be too many, and in groups always."""
@@ -172,7 +177,7 @@ class MiniCPMV:
         self._check_queries(grid)
         if grid.h != 1:
             raise InvalidRequest(f"embeds.grid.h of a video must be 1 for this model, got {grid.h}")
-        one = (self.names["im_start_token"], LinearSpan(self.queries), self.names["im_end_token"])
+        one = (self.names["im_start"], LinearSpan(self.queries), self.names["im_end"])
         return (*one, *("\n", *one) * (grid.t - 1))
 
     def embedded_image(self, grid: Grid, tile_columns: int, index: int) -> Expansion:
@@ -202,19 +207,19 @@ class MiniCPMV:
         names = self.names
         if self.numbers_images:
             yield f"{names['im_id_start']}{index}{names['im_id_end']}"
-        yield from (names["im_start_token"], LinearSpan(self.queries), names["im_end_token"])
+        yield from (names["im_start"], LinearSpan(self.queries), names["im_end"])
 
     def _rows(self, columns: int, rows: int) -> Iterator[str | LinearSpan]:
         names, kind = self.names, "im" if self.wraps_slices else "slice"
         if self.wraps_slices:
-            yield names["slice_start_token"]
+            yield names["slice_start"]
         for row in range(rows):
             if row:
                 yield "\n"
             for _ in range(columns):
-                yield from (names[f"{kind}_start_token"], LinearSpan(self.queries), names[f"{kind}_end_token"])
+                yield from (names[f"{kind}_start"], LinearSpan(self.queries), names[f"{kind}_end"])
         if self.wraps_slices:
-            yield names["slice_end_token"]
+            yield names["slice_end"]
 
     def _slices(self, height_px: int, width_px: int) -> tuple[int, int]:
         """Columns and rows: of about as many slices as its pixels need, the grid whose shape is nearest to its own."""
@@ -241,17 +246,6 @@ class MiniCPMV:
             height_px = int(self.scale_px / math.sqrt(ratio))
             width_px = int(height_px * ratio)
         return _multiple(height_px, self.token_px), _multiple(width_px, self.token_px)
-
-
-def version_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Raises StartupError for a version that is not supported. Configs of 2.5 name none."""
-    stated = str(config.get("version", "2.0" if config.get("hidden_size") == 2304 else "2.5"))
-    parts = (*stated.split("."), "0")
-    version = tuple(int(part) for part in parts[:2]) if all(part.isdigit() for part in parts) else ()
-    if version not in VERSIONS:
-        known = ", ".join(f"{major}.{minor}" for major, minor in VERSIONS)
-        raise StartupError(f"MiniCPM-V version {stated!r} is not supported, only {known}")
-    return version[0], version[1]
 
 
 def _middles(total: int, wanted: int) -> tuple[int, ...]:

@@ -55,6 +55,7 @@ class QwenVL:
 
     joins_parts: ClassVar[str | None] = None
     fixed_tokens: ClassVar[bool] = False
+    template_options: ClassVar[Mapping[str, object]] = {}
     placeholders: ClassVar[Mapping[Modality, str]] = {
         Modality.IMAGE: "<|image_pad|>",
         Modality.VIDEO: "<|video_pad|>",

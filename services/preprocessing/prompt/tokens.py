@@ -56,6 +56,7 @@ class ChatTokens:
 
     placeholders: the control token of a media item, by modality. pads: that of each of its tokens; None: the same.
     joins_parts: what is between the parts of a message, for a template that takes text alone; None: it takes parts.
+    options: variables of the template besides the messages and the tokenizer's special tokens.
     Raises StartupError if the checkpoint has no usable tokenizer or template.
     """
 
@@ -65,6 +66,7 @@ class ChatTokens:
         placeholders: Mapping[Modality, str],
         pads: Mapping[Modality, str] | None = None,
         joins_parts: str | None = None,
+        options: Mapping[str, object] = {},
     ) -> None:
         path = checkpoint.folder / "tokenizer.json"
         contents = checkpoint.read_json(path.name)
@@ -91,6 +93,7 @@ class ChatTokens:
         self._control_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
         config = checkpoint.read_json("tokenizer_config.json")
         self._names = {name: _text_of(config[name]) for name in _TOKEN_NAMES if config.get(name)}
+        self._options = options
         self._prefix = _prefix(Tokenizer.from_str(json.dumps(contents)), str(path))
         try:
             self._template = _environment().from_string(_template(checkpoint, config))
@@ -202,7 +205,8 @@ class ChatTokens:
             joined = None if self._joins_parts is None else self._joins_parts.join(spelt)
             messages.append({"role": turn.role, "content": content if joined is None else joined})
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._names), texts
+            variables = {**self._names, **self._options}
+            return self._template.render(messages=messages, add_generation_prompt=True, **variables), texts
         except TemplateError as error:
             raise InvalidRequest(f"prompt.messages: the checkpoint's chat template refuses them: {error}") from error
 

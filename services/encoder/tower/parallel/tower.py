@@ -100,7 +100,7 @@ class DataParallelTower:
 
     def _encode(self, slices: Sequence[Frames]) -> list[Tensor]:
         tokens = [self.own.patches.tokens(frames.shape) for frames in slices]
-        costs = [self.own.cost(self.own.patches.load(frames.shape)) for frames in slices]
+        costs = [self.own.cost(frames.shape) for frames in slices]
         # Each share in the order of the slices, where slices of equal size are neighbours.
         mine, *theirs = [sorted(share) for share in assign(costs, self._count).shares]
         shares = [

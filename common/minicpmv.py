@@ -1,0 +1,29 @@
+"""What all services must read alike of MiniCPM-V's config.json: the version, and how many tokens a picture becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from common.contract.errors import StartupError
+
+# Tokens of a picture of each version that is supported, where the config does not say.
+_QUERIES: Mapping[str, int] = {"2.5": 96, "2.6": 64, "4.0": 64, "4.5": 64}
+
+
+def version_of(config: Mapping[str, Any]) -> str:
+    """The version, such as "2.6". Raises StartupError for one that is not supported, or none.
+
+    A missing one is not guessed: it may be 2.0, another architecture.
+    """
+    stated = str(config.get("version"))
+    version = stated if "." in stated else f"{stated}.0"
+    if version not in _QUERIES:
+        named = f"version {stated!r}" if config.get("version") is not None else "without a version in config.json"
+        raise StartupError(f"MiniCPM-V {named} is not supported, only {', '.join(_QUERIES)}")
+    return version
+
+
+def queries_of(config: Mapping[str, Any]) -> int:
+    """Tokens of each picture. Raises StartupError as `version_of`."""
+    return int(config.get("query_num", _QUERIES[version_of(config)]))

@@ -1,0 +1,49 @@
+"""What all services read alike of MiniCPM-V's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.checkpoint import Checkpoint
+from common.contract.errors import StartupError
+from common.minicpmv import queries_of, version_of
+from services.encoder.families import load_tower
+from services.generation.families import check_ranks, load_language_model
+from services.preprocessing.families import load_family
+from tests import minicpm
+
+CPU = torch.device("cpu")
+LOADERS: dict[str, Callable[[Checkpoint], object]] = {
+    "preprocessing": load_family,
+    "encoder": lambda checkpoint: load_tower(checkpoint, "float32", CPU),
+    "generation": lambda checkpoint: load_language_model(checkpoint, torch.float32, CPU),
+    "generation's ranks": lambda checkpoint: check_ranks(checkpoint, 2),
+}
+
+
+@pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+def test_every_service_refuses_an_unknown_version_and_a_missing_one(
+    load: Callable[[Checkpoint], object], tmp_path: Path
+) -> None:
+    known = "is not supported, only 2.5, 2.6, 4.0, 4.5$"
+    for stated, named in ((2, "version '2'"), (4.6, "version '4.6'"), (None, "without a version in config.json")):
+        minicpm.write(tmp_path, 1, changes={"version": stated})
+        with pytest.raises(StartupError, match=f"^MiniCPM-V {named} {known}"):
+            load(Checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("stated", "version"), [(2.5, "2.5"), ("2.6", "2.6"), (4, "4.0"), (4.0, "4.0"), ("4", "4.0"), (4.5, "4.5")]
+)
+def test_a_version_is_a_number_or_its_text(stated: Any, version: str) -> None:
+    assert version_of({"version": stated}) == version
+
+
+def test_a_picture_has_as_many_queries_as_published_where_the_config_names_none() -> None:
+    assert [queries_of({"version": version}) for version in (2.5, 2.6, 4.0, 4.5)] == [96, 64, 64, 64]
+    assert queries_of({"version": 2.5, "query_num": 6}) == 6
