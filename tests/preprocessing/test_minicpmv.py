@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from fractions import Fraction
@@ -132,10 +133,14 @@ def test_an_image_is_sliced_by_the_published_formulas(
 def planner_with(folder: Path, most: int, sliced: bool, numbered: bool) -> Planner:
     slices = {"max_slice_nums": most, "patch_size": PATCH, "scale_resolution": SCALE}
     name = f"{folder.name} {most} {sliced} {numbered}"
-    changes = {"slice_config": slices, "slice_mode": sliced, "use_image_id": numbered}
-    return Planner(Checkpoint(changed(folder, folder.parent / name, **changes)), None)
+    copy = changed(folder, folder.parent / name, slice_config=slices)
+    path = copy / "preprocessor_config.json"
+    processor = json.loads(path.read_text())
+    path.write_text(json.dumps(processor | {"slice_mode": sliced, "use_image_id": numbered}))
+    return Planner(Checkpoint(copy), None)
 
 
+@settings(max_examples=40)
 @given(
     width=st.integers(4, 700),
     height=st.integers(4, 700),
