@@ -16,8 +16,8 @@ FROM base AS preprocessing-dependencies
 RUN pip install '.[preprocessing,otel]'
 
 # torch is installed first and pinned. PyPI's build may include gigabytes of CUDA libraries; to use another build, set
-# --build-arg TORCH=… to the URL of a wheel. For GPUs, --build-arg CUDA=,cuda adds FlashInfer and the compiler that it
-# needs at the first start.
+# --build-arg TORCH=… to the URL of a wheel. For GPUs, --build-arg CUDA=,cuda adds FlashInfer, and the compiler with which it
+# makes kernels for the card at the first start.
 FROM base AS torch-dependencies
 ARG TORCH=torch==2.13.0
 ARG CUDA=
@@ -28,6 +28,13 @@ ENV LD_PRELOAD=libtcmalloc_minimal.so.4
 # Models are compiled at startup, unless they are very small.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 ENV XDG_CACHE_HOME=/var/cache FLASHINFER_WORKSPACE_BASE=/var/cache/framesieve
+# FlashInfer links with libcudart by a name that the package lacks, and with the driver, which only the host has: an empty
+# library of its name stands in for it.
+ENV CUDA_HOME=/venv/lib/python3.11/site-packages/nvidia/cu13
+RUN if [ -n "$CUDA" ]; then \
+    pip install 'cuda-toolkit[nvcc,crt,cccl,cudart]==13.0.*' && mkdir --parents $CUDA_HOME/lib64/stubs && \
+    ln --symbolic ../lib/libcudart.so.13 $CUDA_HOME/lib64/libcudart.so && \
+    echo | gcc -shared -x c - -Wl,-soname,libcuda.so.1 -o $CUDA_HOME/lib64/stubs/libcuda.so; fi
 
 FROM preprocessing-dependencies AS preprocessing
 COPY common common
