@@ -287,7 +287,7 @@ def of_kinds(seeds: Sequence[int], clips: Pixels, wanted: Callable[[Scene], bool
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=Path("/tmp/framesieve-demo"))
-    parser.add_argument("--minutes", type=float, default=45)
+    parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--clips", type=int, default=TRAINING_CLIPS)
     parser.add_argument(
         "--evaluate", type=int, default=600, help="clips of all kinds, of which the still ones are used"

@@ -36,7 +36,8 @@ class EncoderSettings(UpstreamSettings):
     batch_tokens: int = Field(
         2048,
         ge=1,
-        description="maximum merged tokens in one forward, over all requests; with --data-parallel, in each rank",
+        description="maximum tokens in one forward, of four patches each, whatever the tower makes of them, over all "
+        "requests; with --data-parallel, in each rank",
     )
     data_parallel: int = Field(
         1,

@@ -99,10 +99,16 @@ class CacheEntry:
         self._buffer: Tensor | None = None
         self._stored_slices = 0
         self._slices: list[asyncio.Future[ForwardTimes]] = []
-        self._ahead = asyncio.Semaphore(
-            max(1, _FORWARDS_AHEAD * batcher.budget_tokens // self._arrangement.slice_tokens)
-        )
+        self._ahead = asyncio.Semaphore(max(1, _FORWARDS_AHEAD * batcher.budget_tokens // self._slice_load))
         self._changed = asyncio.Event()
+
+    @property
+    def _slice_load(self) -> int:
+        """Merged patches of a slice, of its largest frames."""
+        plan = self.plan
+        if plan.brings_embeds:
+            return self._arrangement.slice_tokens
+        return max(1, self._tower.patches.load((plan.slice_frames, plan.frame_height_px, plan.frame_width_px, 3)))
 
     @property
     def size_bytes(self) -> int:

@@ -22,6 +22,8 @@ from services.encoder.tower.tower import ModelForward, Tower
 
 # Below, compiling takes longer than it saves in many requests.
 COMPILED_FROM_WEIGHTS = 4_000_000
+# What `--batch-tokens` counts: a patch is as much work where a token is made of one, or where a few queries read them.
+PATCHES_A_TOKEN = 4
 
 _RANK = "services.encoder.startup.rank"
 
@@ -42,7 +44,7 @@ def data_parallel(settings: EncoderSettings) -> Iterator[DataParallelTower]:
         # After loading and capturing: joining has a timeout, and NCCL's work must not get into a captured graph.
         group = join(meeting, 0, count, device) if count > 1 else None
         try:
-            yield DataParallelTower(own, others, count, Exchange(group), settings.batch_tokens, rank_failure)
+            yield DataParallelTower(own, others, count, Exchange(group), budget_of(own, settings), rank_failure)
         finally:
             if rank_failure.cause is not None:  # the other ranks may wait for ever for the failed one
                 others.kill()
@@ -60,7 +62,12 @@ def load_rank(settings: EncoderSettings, device: torch.device) -> Tower:
     large = tower.sizes.patch_weights >= COMPILED_FROM_WEIGHTS
     if device.type == "cpu" and (settings.compile == "on" or (settings.compile == "auto" and large)):
         compile_tower(tower)
-    return with_graphs(tower, settings.batch_tokens)
+    return with_graphs(tower, budget_of(tower, settings))
+
+
+def budget_of(tower: Tower, settings: EncoderSettings) -> int:
+    """Merged patches of one forward: those of `--batch-tokens`, each of PATCHES_A_TOKEN patches."""
+    return max(1, settings.batch_tokens * PATCHES_A_TOKEN // tower.patches.merge**2)
 
 
 def compile_tower(tower: Tower) -> bool:

@@ -17,7 +17,7 @@ from common.process import ExitStatus
 from common.ranks import Orders
 from common.telemetry.logs import configure_logging
 from services.encoder.settings import EncoderSettings
-from services.encoder.startup.build import device_of, load_rank
+from services.encoder.startup.build import budget_of, device_of, load_rank
 from services.encoder.tower.parallel.exchange import Exchange, join, leave, unpacked, values_of
 from services.encoder.tower.parallel.tower import DONE, NO_MEMORY, encode_share, packing_of
 from services.encoder.tower.tower import Tower
@@ -41,7 +41,7 @@ def main() -> ExitStatus:
         return ExitStatus.CANNOT_START
     except BrokenPipeError:  # the service could not start, and has ended
         return ExitStatus.FINISHED
-    run_shares(orders, tower, exchange, settings.batch_tokens)
+    run_shares(orders, tower, exchange, budget_of(tower, settings))
     leave(tower.device)
     return ExitStatus.FINISHED
 
