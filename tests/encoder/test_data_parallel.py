@@ -232,7 +232,10 @@ def test_each_rank_has_a_gpu_of_its_own(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    # Of a device without an index, torch makes tensors on the current one.
+    current = {torch.device("cuda"): torch.device("cuda:0")}
+    zeros = lambda _, device: SimpleNamespace(device=current.get(device, device))  # noqa: E731
+    monkeypatch.setattr(torch, "zeros", zeros)
     settings = EncoderSettings.load(["--device", device, "--data-parallel", "3"])
     if isinstance(found, str):
         with pytest.raises(StartupError, match=found):

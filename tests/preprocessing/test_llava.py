@@ -233,7 +233,7 @@ def test_what_the_model_cannot_take_is_named(
         ("internvl", {"vision_feature_select_strategy": "class"}, {}, "vision_feature_select_strategy 'class'"),
         ("llava_onevision", {"image_grid_pinpoints": None}, {}, "config.json lacks image_grid_pinpoints"),
         ("llava_next_video", {"image_grid_pinpoints": None}, {}, "config.json lacks image_grid_pinpoints"),
-        ("llava_onevision", {"vision_config": {"image_size": 60}}, {}, "config.json lacks vision_config.patch_size"),
+        ("llava_onevision", {"vision_config": {"image_size": 46}}, {}, "config.json lacks vision_config.patch_size"),
         ("llava_next_video", {"vision_config": {"image_size": 56}}, {}, "config.json lacks vision_config.patch_size"),
         ("llava_onevision", {"text_config": {"vocab_size": None}}, {}, "config.json lacks text_config.vocab_size"),
         ("llava_next_video", {"text_config": {"vocab_size": None}}, {}, "config.json lacks text_config.vocab_size"),
