@@ -61,10 +61,13 @@ def load_models(family: str, folder: Path) -> Models:
 
 
 class WholeWords:
-    """A detokenizer whose text for a token is its number."""
+    """A detokenizer whose text for a token is its number. stop: numbers that end the answer."""
+
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        self._stop = stop
 
     def add(self, token_id: int) -> tuple[str, bool]:
-        return f"{token_id} ", False
+        return ("", True) if str(token_id) in self._stop else (f"{token_id} ", False)
 
     def flush(self) -> str:
         return ""
@@ -164,7 +167,7 @@ class TinyEngine:
         asked = make_request(name, parts, params, own, self.model.vocab_size)
         for number, each in enumerate(others, 1):
             events: list[Event] = []
-            sibling = asked.request.add_sibling(f"{name}#{number}", each, WholeWords(), events.append)
+            sibling = asked.request.add_sibling(f"{name}#{number}", each, WholeWords(each.stop), events.append)
             asked.others.append(Asked(sibling, events))
         self.engine.submit(asked.request)
         asked.spared = tuple(set(range(len(asked.request.encoded_media))) - set(asked.request.wanted_media))
@@ -197,7 +200,7 @@ def make_request(
         kept_counts,
         keys,
         params,
-        WholeWords(),
+        WholeWords(params.stop),
         events.append,
         adapter=adapter,
         vocab_size=vocab_size,

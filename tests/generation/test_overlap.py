@@ -101,7 +101,7 @@ wishes = st.builds(
 @settings(max_examples=25, deadline=None)
 @given(st.lists(wishes, min_size=4, max_size=4), st.data())
 def test_answers_are_those_without_overlap(models: Models, wishes: list[SamplingParams], data: st.DataObject) -> None:
-    """In a cache that may be too small for all, with answers that end early, and one that is JSON or not."""
+    """In a cache that may be too small for all, with answers that a token or a stop string ends early."""
     sizes = {
         "blocks": data.draw(st.sampled_from([11, 13, 64])),
         "max_num_batched_tokens": data.draw(st.sampled_from([3, 16, 64])),
@@ -109,7 +109,11 @@ def test_answers_are_those_without_overlap(models: Models, wishes: list[Sampling
     }
     plain = asked_of(models, wishes, False, **sizes)
     ends = [data.draw(st.sampled_from([*each.answer, 0])) for each in plain]
-    wishes = [replace(wish, eos_ids=(end,)) for wish, end in zip(wishes, ends, strict=True)]
+    by_text = data.draw(st.lists(st.booleans(), min_size=4, max_size=4))
+    wishes = [
+        replace(wish, stop=(str(end),)) if as_text else replace(wish, eos_ids=(end,))
+        for wish, end, as_text in zip(wishes, ends, by_text, strict=True)
+    ]
     without = asked_of(models, wishes, False, **sizes)
     found = asked_of(models, wishes, True, **sizes)
     assert told(found) == told(without)
