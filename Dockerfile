@@ -16,25 +16,16 @@ FROM base AS preprocessing-dependencies
 RUN pip install '.[preprocessing,otel]'
 
 # torch is installed first and pinned. PyPI's build may include gigabytes of CUDA libraries; to use another build, set
-# --build-arg TORCH=… to the URL of a wheel. For GPUs, --build-arg CUDA=,cuda adds FlashInfer, and the compiler with which it
-# makes kernels for the card at the first start.
+# --build-arg TORCH=… to the URL of a wheel.
 FROM base AS torch-dependencies
 ARG TORCH=torch==2.13.0
-ARG CUDA=
-RUN pip install "$TORCH" && pip install ".[encoder,generation,otel$CUDA]"
+RUN pip install "$TORCH" && pip install ".[encoder,generation,otel]"
 # Forwards on a CPU allocate a tensor in every operator: tcmalloc does so faster than glibc.
 RUN apt-get update && apt-get install --yes --no-install-recommends libtcmalloc-minimal4 && rm -rf /var/lib/apt/lists/*
 ENV LD_PRELOAD=libtcmalloc_minimal.so.4
 # Models are compiled at startup, unless they are very small.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 ENV XDG_CACHE_HOME=/var/cache FLASHINFER_WORKSPACE_BASE=/var/cache/framesieve
-# FlashInfer links with libcudart by a name that the package lacks, and with the driver, which only the host has: an empty
-# library of its name stands in for it.
-ENV CUDA_HOME=/venv/lib/python3.11/site-packages/nvidia/cu13
-RUN if [ -n "$CUDA" ]; then \
-    pip install 'cuda-toolkit[nvcc,crt,cccl,cudart]==13.0.*' && mkdir --parents $CUDA_HOME/lib64/stubs && \
-    ln --symbolic ../lib/libcudart.so.13 $CUDA_HOME/lib64/libcudart.so && \
-    echo | gcc -shared -x c - -Wl,-soname,libcuda.so.1 -o $CUDA_HOME/lib64/stubs/libcuda.so; fi
 
 FROM preprocessing-dependencies AS preprocessing
 COPY common common
@@ -60,7 +51,16 @@ ENTRYPOINT ["python", "-m", "services.encoder"]
 CMD ["--listen", "0.0.0.0:50052"]
 
 FROM torch-dependencies AS generation
-RUN pip install '.[lora]'
+# For GPUs, --build-arg CUDA=,cuda adds FlashInfer, and the compiler with which it makes kernels for the card at the first
+# start. It links with libcudart by a name that the package lacks, and with the driver, which only the host has: an empty
+# library of its name stands in for it.
+ARG CUDA=
+RUN pip install ".[lora$CUDA]"
+ENV CUDA_HOME=${CUDA:+/venv/lib/python3.11/site-packages/nvidia/cu13}
+RUN if [ -n "$CUDA" ]; then \
+    pip install 'cuda-toolkit[nvcc,crt,cccl,cudart]==13.0.*' && mkdir --parents $CUDA_HOME/lib64/stubs && \
+    ln --symbolic ../lib/libcudart.so.13 $CUDA_HOME/lib64/libcudart.so && \
+    echo | gcc -shared -x c - -Wl,-soname,libcuda.so.1 -o $CUDA_HOME/lib64/stubs/libcuda.so; fi
 COPY common common
 COPY services/__init__.py services/
 COPY services/cpu services/cpu

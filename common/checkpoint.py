@@ -157,7 +157,7 @@ def field_of(config: Mapping[str, Any], *path: str) -> Any:
     """The value of a field of config.json. Raises StartupError if it is absent or null."""
     value: Any = config
     for name in path:
-        value = (value or {}).get(name)
+        value = value.get(name) if isinstance(value, Mapping) else None
     if value is None:
         raise StartupError(f"config.json lacks {'.'.join(path)}")
     return value

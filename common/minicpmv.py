@@ -26,4 +26,5 @@ def version_of(config: Mapping[str, Any]) -> str:
 
 def queries_of(config: Mapping[str, Any]) -> int:
     """Tokens of each picture. Raises StartupError as `version_of`."""
-    return int(config.get("query_num", _QUERIES[version_of(config)]))
+    published = _QUERIES[version_of(config)]
+    return int(config.get("query_num") or published)

@@ -102,7 +102,7 @@ class MediaPlan:
         if all slices have equally many.
     tile_columns: of an image whose frames are the whole picture and then its tiles, row by row: the tiles' columns,
         else 0.
-    fixed_tokens: whether max_pixels does not set its tokens; else a frame has tokens in proportion to its pixels.
+    fixed_tokens: whether the tokens of a frame are not in proportion to its pixels.
     """
 
     modality: Modality

@@ -91,7 +91,7 @@ def encoder() -> list[Panel]:
         ),
         lines(
             "Tokens of one forward",
-            "Mean number of merged tokens in a forward of the tower; at most --batch-tokens.",
+            "Mean number of merged tokens in a forward of the tower.",
             "none",
             {"tokens": mean(f"{prefix}_batch_tokens")},
         ),

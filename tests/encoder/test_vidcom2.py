@@ -141,6 +141,18 @@ def test_rounding_noise_of_a_still_picture_does_not_break_ties() -> None:
             assert of_colour == list(range(len(of_colour)))
 
 
+def test_values_that_are_not_finite_or_overflow_are_dropped_first() -> None:
+    embeds = 1 + torch.rand(3 * 6, 8, generator=torch.Generator().manual_seed(4))
+    embeds[1, 3], embeds[4, 0], embeds[8, 7] = torch.nan, torch.inf, -torch.inf
+    embeds[9] = embeds[10] = 3e38  # their sum overflows
+    embeds[14] = 1e20  # its length does
+    slices = kept_by_slice(keep(embeds, Grid(3, 2, 3), 0.5), Grid(3, 2, 3))
+    assert sum(places.size for places in slices) == 9
+    for places, lost in zip(slices, ({1, 4}, {2, 3, 4}, {2}), strict=True):
+        assert places.size >= 1
+        assert not lost & set(places.tolist()) or set(range(6)) - lost <= set(places.tolist())
+
+
 def test_a_long_video_read_in_parts_keeps_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     grid = Grid(7, 4, 4)
     embeds = torch.randn(grid.tokens, 24, generator=torch.Generator().manual_seed(7))

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -174,6 +175,23 @@ def test_a_launch_that_fails_costs_its_own_request_only(models: Models, monkeypa
         return launch(windows, before)
 
     monkeypatch.setattr(tiny.runner, "launch", failing)
+    tiny.drain()
+    assert isinstance(asked[2].events[-1], Failed)
+    others = (0, 1, 3)
+    assert told([asked[number] for number in others]) == told([without[number] for number in others])
+    assert tiny.engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("sizes", [{"overlap": True}, {"max_draft_tokens": 2}])
+def test_a_token_that_a_state_refuses_costs_its_own_request_only(models: Models, sizes: dict[str, Any]) -> None:
+    wishes = [SamplingParams(8, temperature=1.0, repetition_penalty=1.2, seed=seed) for seed in range(4)]
+    without = asked_of(models, wishes, False)
+    tiny = TinyEngine(models.engine, **sizes)
+    asked = [
+        tiny.ask(str(number), [prompt], wish) for number, (prompt, wish) in enumerate(zip(PROMPTS, wishes, strict=True))
+    ]
+    tiny.engine.step()
+    asked[2].request.sampling_state.add = Mock(side_effect=ValueError("refused"))  # type: ignore[method-assign]
     tiny.drain()
     assert isinstance(asked[2].events[-1], Failed)
     others = (0, 1, 3)

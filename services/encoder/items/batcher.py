@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from time import monotonic_ns
 from typing import TypeAlias
 
@@ -139,14 +140,17 @@ class Batcher:
 
     @contextmanager
     def ending_on_device_errors(self) -> Iterator[None]:
-        """An error of the device inside ends the tower's service, too: the process can use the device no more."""
+        """An error of the device inside ends the tower's service, too: the process can use the device no more.
+
+        It is raised as Unavailable.
+        """
         try:
             yield
-        except torch.AcceleratorError:
+        except torch.AcceleratorError as error:
             log.exception("the device failed")
             self.abort(_tower_ended())
             self._on_end()
-            raise
+            raise _tower_ended() from error
 
     def close(self) -> None:
         """Cancels the queued slices and waits for the running forward and the end of the thread."""
@@ -281,8 +285,8 @@ class Batcher:
     @property
     def _full(self) -> bool:
         """Whether one more slice like the last would not fit into the next forward."""
-        sizes = [piece.size for piece in self._queue]
-        return bool(sizes) and fitting([*sizes, sizes[-1]], self._largest) <= len(sizes)
+        sizes = chain((piece.size for piece in self._queue), [self._queue[-1].size] if self._queue else [])
+        return bool(self._queue) and fitting(sizes, self._largest) <= len(self._queue)
 
 
 def _tower_ended() -> Unavailable:

@@ -97,7 +97,9 @@ class CacheEntry:
         self._encoding_bytes = encoding_bytes
         self._reserved_bytes = 0
         self._buffer: Tensor | None = None
-        self._stored_slices = 0
+        self._stored: set[int] = set()
+        self._arranged = False
+        self._closing = threading.Lock()  # held while the buffer is replaced
         self._slices: list[asyncio.Future[ForwardTimes]] = []
         self._ahead = asyncio.Semaphore(max(1, _FORWARDS_AHEAD * batcher.budget_tokens // self._slice_load))
         self._changed = asyncio.Event()
@@ -108,7 +110,8 @@ class CacheEntry:
         plan = self.plan
         if plan.brings_embeds:
             return self._arrangement.slice_tokens
-        return max(1, self._tower.patches.load((plan.slice_frames, plan.frame_height_px, plan.frame_width_px, 3)))
+        sizes = {plan.frame_px(0), plan.frame_px(1)}
+        return max(1, *(self._tower.patches.load((plan.slice_frames, *size, 3)) for size in sizes))
 
     @property
     def size_bytes(self) -> int:
@@ -201,7 +204,7 @@ class CacheEntry:
         frames = TimedFrames(pixels, times) if times else pixels
         try:
             load = self._tower.patches.load(pixels.shape)
-            submitted = self.batcher.submit(frames, target, load, partial(self._store, target))
+            submitted = self.batcher.submit(frames, target, load, partial(self._store, piece.index, target))
         except Unavailable as error:
             self._ahead.release()
             self.fail(error)
@@ -231,20 +234,23 @@ class CacheEntry:
         slices, self._slices = self._slices, []
         for encoded in slices:
             encoded.cancel()
-        self._buffer = None
+        with self._closing:
+            self._buffer = None
         self.scores = {}  # items refer to the entry until their request ends
         self.release_reservation()
 
-    def _store(self, target: Tensor, rows: Tensor) -> None:
+    def _store(self, index: int, target: Tensor, rows: Tensor) -> None:
         """Stores the tower's tokens of a slice, and after the last slice arranges all of them. It runs in the tower's
-        thread, which encodes slices in their order."""
+        thread, and again for a slice whose forward lacked memory together with others."""
         arrangement, buffer = self._arrangement, self._buffer
         target.copy_(arrangement.of_slice(rows) if arrangement.of_slice else rows)
-        self._stored_slices += 1
-        if self._stored_slices == self.plan.slices and arrangement.of_item and buffer is not None:
+        self._stored.add(index)
+        if arrangement.of_item and not self._arranged and len(self._stored) == self.plan.slices and buffer is not None:
             arranged = arrangement.of_item(buffer)
-            if self._buffer is not None:  # closed meanwhile
-                self._buffer = arranged
+            with self._closing:
+                self._arranged = True
+                if self._buffer is not None:  # closed meanwhile
+                    self._buffer = arranged
 
     def _slice_done(self, encoded: asyncio.Future[ForwardTimes]) -> None:
         self._ahead.release()

@@ -214,5 +214,6 @@ def _remedy(plan: MediaPlan) -> str:
         return f"send fewer tokens than the {plan.grid} of embeds.grid"
     pixels = f"max_pixels (now {plan.frame_height_px}×{plan.frame_width_px} a frame)"
     if plan.modality is Modality.IMAGE:
-        return f"lower {pixels}"
-    return f"lower fps or max_frames (now {plan.frames} frames), or {pixels}"
+        return "send a smaller picture" if plan.fixed_tokens else f"lower {pixels}"
+    frames = f"lower fps or max_frames (now {plan.frames} frames)"
+    return frames if plan.fixed_tokens else f"{frames}, or {pixels}"

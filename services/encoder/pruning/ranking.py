@@ -33,9 +33,11 @@ def spans(slices: Tensor, first: int = 0) -> Iterator[slice]:
 
 
 def finite_tokens(slices: Tensor) -> Tensor:
-    """Which tokens have finite values only: bool (t, h·w). slices: (t, h·w, D)."""
-    # 0 · NaN and 0 · ∞ are NaN: two passes over the values, where `isfinite` takes five.
-    return torch.cat([(slices[span] * 0).sum(-1) == 0 for span in spans(slices)])
+    """Which tokens have a length that is finite in float32, and so finite values only: bool (t, h·w).
+
+    slices: (t, h·w, D).
+    """
+    return torch.cat([slices[span].float().square().sum(-1).isfinite() for span in spans(slices)])
 
 
 def finite_spans(slices: Tensor, finite: Tensor) -> Iterator[tuple[slice, Tensor]]:

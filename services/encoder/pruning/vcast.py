@@ -39,12 +39,11 @@ def vcast_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     means = torch.empty(grid.t, slices.shape[2], dtype=torch.float64, device=slices.device)
     finite = finite_tokens(slices)
     for span, values in finite_spans(slices, finite):
+        means[span] = F.normalize(values.sum(1).double(), dim=-1)
         lengths = values.norm(dim=-1)
-        sound = finite[span] & lengths.isfinite()
-        means[span] = F.normalize((sound[:, None].float() @ values)[:, 0].double(), dim=-1)
         along = (values @ means[span, :, None].float())[..., 0]
-        distinct = 1 - along / lengths.clamp(min=_LEAST_LENGTH) + _within_range(lengths, sound)
-        scores[span] = torch.where(sound, distinct, -torch.inf)
+        distinct = 1 - along / lengths.clamp(min=_LEAST_LENGTH) + _within_range(lengths, finite[span])
+        scores[span] = torch.where(finite[span], distinct, -torch.inf)
     return scores, _curvature(means)
 
 
@@ -61,10 +60,10 @@ def vcast_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor
     return keep_best_of_slices(distinct, slice_budgets(quotas, grid.slice_tokens, count), count)
 
 
-def _within_range(lengths: Tensor, sound: Tensor) -> Tensor:
+def _within_range(lengths: Tensor, finite: Tensor) -> Tensor:
     """Lengths of tokens (n, h·w), from 0 at the shortest of each slice to 1 at its longest; 0 where all are equal."""
-    low = lengths.masked_fill(~sound, torch.inf).amin(1, keepdim=True)
-    high = lengths.masked_fill(~sound, -torch.inf).amax(1, keepdim=True)
+    low = lengths.masked_fill(~finite, torch.inf).amin(1, keepdim=True)
+    high = lengths.masked_fill(~finite, -torch.inf).amax(1, keepdim=True)
     return torch.where(high > low, (lengths - low) / (high - low), 0)
 
 

@@ -4,7 +4,8 @@
                  ├─▶ similarity to the video's centre ─▶ mean over each slice ─▶ softmax ─▶ budget of the slice
                  └─▶ similarity to the video's centre + to its slice's centre ─▶ the least similar are kept
 
-A token with a value that is not finite is computed as zeros and dropped first.
+A token with a value that is not finite, or so large that its length overflows float32, is computed as zeros and dropped
+first.
 Source: arXiv 2505.14454; the exact total, the minimum of one token per slice and the order of ties are Framesieve's
 own.
 """
@@ -22,6 +23,8 @@ from services.encoder.pruning.ranking import finite_spans, finite_tokens, keep_b
 
 _WIDTHS = (2**-3, 2**-2, 2**-1, 1.0, 2.0)
 _TEMPERATURE = 0.01
+# Shorter tokens have no direction.
+_LEAST_LENGTH = 1e-12
 
 
 def vidcom2_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -89,9 +92,10 @@ def _unit_tokens(slices: Tensor, finite: Tensor, steady: Tensor) -> tuple[Tensor
     inverses = torch.empty(slices.shape[:2], device=slices.device)
     centres = torch.empty(len(slices), slices.shape[2], device=slices.device)
     for span, values in finite_spans(slices, finite):
-        lengths = (values.square() @ steady).sqrt_()
-        inverses[span] = torch.where(lengths > 0, 1 / lengths, 0)
-        centres[span] = (inverses[span, None] @ values)[:, 0] * steady / slices.shape[1]
+        values = values * steady
+        lengths = values.norm(dim=-1)
+        inverses[span] = torch.where(lengths > _LEAST_LENGTH, 1 / lengths, 0)
+        centres[span] = (inverses[span, None] @ values)[:, 0] / slices.shape[1]
     return inverses, centres
 
 

@@ -205,7 +205,8 @@ class Engine:
         """Launches a step.
 
         If that fails, each window is computed by itself: only a request that fails alone fails. Computing keys and
-        values twice writes the same, and nothing that needs much memory comes after a random number is drawn.
+        values twice writes the same, and nothing that needs much memory comes after a random
+        number is drawn, but where draft tokens are verified one after the other.
         """
         try:
             launched = self._runner.launch(windows, self._unread)

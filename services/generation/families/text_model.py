@@ -40,8 +40,8 @@ def check_text(text_config: Any) -> None:
             f"text_config.rope_parameters.rope_type {rope_type!r} is not supported, only {', '.join(_ROPE_TYPES)}"
         )
     if rope_type == "longrope":
-        longest, trained = text_config.max_position_embeddings, rope["original_max_position_embeddings"]
-        if longest > trained:
+        longest, trained = text_config.max_position_embeddings, rope.get("original_max_position_embeddings")
+        if trained is None or longest > trained:
             raise StartupError(
                 f"text_config.max_position_embeddings {longest} must be at most {trained}, its rope_parameters."
                 f"original_max_position_embeddings: longrope's frequencies of longer contexts are not supported"

@@ -71,7 +71,7 @@ class Launched:
         states = [window.request.sampling_state for window in self._sampling]
         drafts = [window.draft_tokens for window in self._sampling]
         self._choice: Choice | None = None
-        self._sampled: list[list[SampledToken]] = []
+        self._sampled: list[list[SampledToken] | Exception] = []
         if any(drafts):
             self._sampled = sample_and_verify(logits, states, drafts)
         elif states:

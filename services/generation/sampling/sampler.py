@@ -2,9 +2,9 @@
 
 The rules and their order are those of transformers' logits processors: penalties (`penalties.py`); the tokens that a
 grammar allows (`structured.py`); then, unless greedy, temperature, top-k, top-p and min-p. Truncation keeps or drops
-tied tokens together. Each rule is computed only for the rows that use it, so a request does not pay for the options of
-its neighbours. A token is drawn by inverting the cumulative distribution at one number of the request's own generator,
-so an answer depends on its seed and not on the batch. This module knows neither requests nor the model.
+tied tokens together. Each rule is computed only for the rows that use it. A token is drawn by inverting the
+cumulative distribution at one number of the request's own generator, so an answer depends on its seed and not on the
+batch. This module knows neither requests nor the model.
 Sources: nucleus sampling, arXiv 1904.09751 (top-p); arXiv 2407.01082 (min-p).
 """
 
@@ -113,34 +113,40 @@ class SamplingState:
 
 def sample_and_verify(
     logits: Tensor, states: Sequence[SamplingState], drafts: Sequence[Sequence[int]]
-) -> list[list[SampledToken]]:
+) -> list[list[SampledToken] | Exception]:
     """Samples one token for each sequence, and one more after each draft token that equals the token sampled for it.
 
         draft tokens:       [a  b]
         rows of logits:  [0  1  2]      row 0 gives a: accepted, row 1 counts; it gives c: rejected, row 2 is unused
 
     logits: [S, V], for each sequence 1 + len(draft) rows.
-    Returns the sampled tokens of each sequence: those equal to draft tokens, and one more.
+    Returns the sampled tokens of each sequence: those equal to draft tokens, and one more; or why its state could not
+    take one.
 
     Rows are sampled position by position over all sequences: penalties and random numbers of a row depend on the tokens
     accepted before it.
     """
     first_rows = list(accumulate((1 + len(draft) for draft in drafts), initial=0))
     sampled: list[list[SampledToken]] = [[] for _ in states]
+    errors: dict[int, Exception] = {}
     active, position = list(range(len(states))), 0
     while active:
         rows = logits
         if len(active) < len(logits):
             rows = logits[_indices([first_rows[index] + position for index in active], logits)]
-        for index, token in zip(active, sample(rows, [states[index] for index in active]), strict=True):
+        choice = Choice(rows, [states[index] for index in active])
+        for index, token in zip(active, choice.read(), strict=True):
             sampled[index].append(token)
+        errors |= {active[row]: error for row, error in choice.errors.items()}
         active = [
             index
             for index in active
-            if position < len(drafts[index]) and sampled[index][position].token_id == drafts[index][position]
+            if position < len(drafts[index])
+            and sampled[index][position].token_id == drafts[index][position]
+            and index not in errors
         ]
         position += 1
-    return sampled
+    return [errors.get(index, tokens) for index, tokens in enumerate(sampled)]
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
@@ -218,7 +224,10 @@ def truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     if rows:
         at = _indices(rows, scores)
         # Searching again costs a wait for the device: CUDA ranks all tokens at once.
-        among = scores.shape[-1] if scores.is_cuda else max(_NUCLEUS, *(params[row].top_k for row in rows))
+        most = max(params[row].top_k for row in rows)
+        if any(params[row].top_p < 1 and not params[row].top_k for row in rows):
+            most = scores.shape[-1] if scores.is_cuda else max(_NUCLEUS, most)
+        among = most
         floors[at] = _floors(scores[at], [params[row] for row in rows], among)
     min_ps = _column([math.log(each.min_p) if each.min_p else -math.inf for each in params], scores)
     return scores.masked_fill(scores < floors.maximum(min_ps), -torch.inf)
@@ -227,8 +236,9 @@ def truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def _floors(scores: Tensor, params: Sequence[SamplingParams], among: int) -> Tensor:
     """The lowest score that top-k and then top-p keep, float32 [B, 1], from one ranking of each row.
 
-    scores: [B, V], maximum 0. among: how many of the most likely tokens are ranked, at least every top-k; rows with a
-    larger nucleus are ranked again among more. Sums are float64, so that a draw does not depend on the batch.
+    scores: [B, V], maximum 0. among: how many of the most likely tokens are ranked, at least every top-k; rows without
+    top-k and with a larger nucleus are ranked again among more. Sums are float64, so that a draw does not depend on the
+    batch.
     """
     size = scores.shape[-1]
     among = min(among, size)
@@ -242,7 +252,7 @@ def _floors(scores: Tensor, params: Sequence[SamplingParams], among: int) -> Ten
     last = (held < wanted).sum(dim=-1, keepdim=True)
     nucleus = ranked.gather(-1, last.clamp(max=among - 1))
     whole = _column([each.top_p >= 1 for each in params], scores, np.bool_)
-    beyond = ((last == among) & ~whole)[:, 0]
+    beyond = ((last == among) & ~whole & (places == size - 1))[:, 0]  # a top-k is within the ranking
     if among < size and beyond.any():
         again = [each for each, wider in zip(params, beyond.tolist(), strict=True) if wider]
         nucleus[beyond] = _floors(scores[beyond], again, 8 * among)

@@ -112,5 +112,6 @@ class DocumentState:
         return np.unpackbits(bits, count=self._size, bitorder="little").astype(np.bool_)
 
     def add(self, token_id: int) -> None:
-        """Takes a token that is allowed."""
-        self._matcher.consume_token(token_id)
+        """Takes a token that is allowed. Raises ValueError for any other."""
+        if not self._matcher.consume_token(token_id):
+            raise ValueError(f"the grammar does not allow token {token_id}: {self._matcher.get_error()}")

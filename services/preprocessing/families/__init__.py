@@ -39,7 +39,7 @@ class Family(Protocol):
 
     @property
     def fixed_tokens(self) -> bool:
-        """Whether max_pixels does not set the tokens of a frame; else they are in proportion to its pixels."""
+        """Whether the tokens of a frame are not in proportion to its pixels."""
 
     @property
     def frame_bounds(self) -> FrameBounds:

@@ -4,8 +4,8 @@
     decode graph    a kernel of its own for each number of rows, whose buffers stay where they are: the host plans it
                     before each replay
 
-A plan is computed on the host, once a step, from `plan_pages`, and copied without a wait: lists of pages by way of
-pinned memory, the rest from memory that the wrapper has pinned. So each kernel waits for its own last copy before it
+A plan is computed on the host, once a step, from `plan_pages`, and copied without a wait: our arrays from pinned memory
+of their own, the wrapper's from memory that it has pinned once. So each kernel waits for its own last copy before it
 plans again; those of eager steps take turns.
 No card has run this yet; what it passes to FlashInfer is tested on the CPU.
 Source: FlashInfer, arXiv 2501.01005; flashinfer-python 0.7.
@@ -29,7 +29,7 @@ from torch import Tensor
 from services.generation.model.attention.cache import CacheSizes, write
 from services.generation.model.attention.pages import PagePlan, last_slots, plan_pages
 from services.generation.request.batch import Context, Packed
-from services.generation.to_device import to_device
+from services.generation.to_device import pinned_for, to_device
 
 # As FlashInfer recommends; more where its plans of split contexts need more.
 LEAST_WORKSPACE_BYTES = 128 * 2**20
@@ -130,10 +130,10 @@ class _Prefill:
         self._copied.synchronize()
         sizes = self._sizes
         self._wrapper.plan(
-            torch.from_numpy(pages.row_ends),
-            torch.from_numpy(pages.page_ends),
+            pinned_for(torch.from_numpy(pages.row_ends), self._device),
+            pinned_for(torch.from_numpy(pages.page_ends), self._device),
             to_device(pages.pages, self._device),
-            torch.from_numpy(pages.last_page_tokens),
+            pinned_for(torch.from_numpy(pages.last_page_tokens), self._device),
             sizes.heads,
             sizes.kv_heads,
             sizes.head_dim,
@@ -171,9 +171,9 @@ class _Decode:
         self._copied.synchronize()
         sizes = self._sizes
         self._wrapper.plan(
-            torch.from_numpy(pages.page_ends),
+            pinned_for(torch.from_numpy(pages.page_ends), self._device),
             to_device(pages.pages, self._device),
-            torch.from_numpy(pages.last_page_tokens),
+            pinned_for(torch.from_numpy(pages.last_page_tokens), self._device),
             sizes.heads,
             sizes.kv_heads,
             sizes.head_dim,
@@ -213,8 +213,10 @@ class FlashInferKernels:
 
 
 def workspace_bytes(sizes: CacheSizes, num_multiprocessors: int) -> int:
-    """Of a wrapper: where a plan splits long contexts, a float32 result and a log-sum-exp of every query head, row and
-    tile, of at most two tiles a multiprocessor for all KV heads; and room for the plan itself, and for alignment.
+    """An upper bound for a wrapper that splits long contexts of prompts.
+
+    It holds a float32 result and a log-sum-exp of every query head, row and tile, of two tiles a multiprocessor for all
+    KV heads, and room for alignment. The least covers decoding.
     """
     tiles = -(-_TILES_A_MULTIPROCESSOR * num_multiprocessors // sizes.kv_heads)
     split = sizes.heads * tiles * _TILE_ROWS * (sizes.head_dim + 1) * torch.float32.itemsize
