@@ -100,8 +100,9 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         dtype=runs_in,
         device=device,
         sizes=sizes,
-        # A query is not a place: what a method means for one is not known.
+        # Measured: benchmarks/RESULTS.md, "Pruning the tokens of a resampler".
         pruning_methods=(NONE,),
+        why_not_all="a resampler's tokens are not places, and no method keeps answers better than dropping at random",
         arrange=arrange,
     )
 

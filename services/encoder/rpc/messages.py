@@ -37,15 +37,14 @@ class BroughtEmbeds:
     tensor: Tensor
 
 
-def checked_prunings(request: EncodePrompt, methods: Sequence[str]) -> tuple[Pruning, ...]:
+def checked_prunings(request: EncodePrompt, tower: Tower) -> tuple[Pruning, ...]:
     """How each media item is pruned, by media index.
 
-    methods: those that the model's family allows.
-    Raises InvalidRequest for another method, even if it would prune nothing, and for a rate out of range.
+    Raises InvalidRequest for a method that would prune and that the tower does not take, and for a rate out of range.
     """
-    _check_method("pruning", request.pruning, methods)
+    _check_method("pruning", request.pruning, tower)
     for name, _, media in named_media(request.prompt):
-        _check_method(f"{name}.pruning", media.pruning, methods)
+        _check_method(f"{name}.pruning", media.pruning, tower)
     return prunings_of(request.prompt, request.pruning)
 
 
@@ -105,7 +104,10 @@ def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
             raise InvalidRequest(f"{name} must be finite in {wanted}, got {value:g} at {[level, token, channel]}")
 
 
-def _check_method(name: str, message: prompt_pb2.Pruning, methods: Sequence[str]) -> None:
+def _check_method(name: str, message: prompt_pb2.Pruning, tower: Tower) -> None:
     method = message.method or EVS
-    if message.rate and method not in methods:
-        raise InvalidRequest(f"{name}.method must be one of {', '.join(methods)} for this model, got {method!r}")
+    if message.rate and method not in tower.pruning_methods:
+        why = f": {tower.why_not_all}" if tower.why_not_all else ""
+        raise InvalidRequest(
+            f"{name}.method must be one of {', '.join(tower.pruning_methods)} for this model, got {method!r}{why}"
+        )

@@ -89,7 +89,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         if first is None or not first.HasField("prompt"):
             raise InvalidRequest("the first request of a stream must be a prompt")
         check_prompt(first.prompt.prompt, self._max_inline_bytes)
-        prunings = checked_prunings(first.prompt, self._tower.pruning_methods)
+        prunings = checked_prunings(first.prompt, self._tower)
         brought = await asyncio.to_thread(take_embeds, first.prompt.prompt, self._tower)
         stream = PreprocessStream(self._preprocessing, options, self._plan_check)
         try:
