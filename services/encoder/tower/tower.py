@@ -87,7 +87,8 @@ class Tower:
 
     forward: patches uint8 (P, patch_values) and the sides of their slices, to (1 + embed_levels, P / merge²,
         embed_dim); level 0 is the embedding.
-    pruning_methods: those of `common.contract.retention.METHODS` that a request may name; why_not_all: said with a refusal.
+    pruning_methods: those of `common.contract.retention.METHODS` that a request may name.
+    why_not_all: said with a refusal.
     packing: what one forward may hold, if tokens are not the only limit.
     features: width of what `forward` gives, where `arrange` makes embeddings of it; None: embed_dim.
     arrange: how an item's tokens are arranged; raises ValueError for a plan with other frames or another grid than this
