@@ -67,6 +67,8 @@ COPY services/cpu services/cpu
 COPY services/generation services/generation
 COPY demo/model demo/model
 RUN useradd --system --uid 10001 framesieve && install --directory --owner=framesieve /var/cache/framesieve
+# The compiler's files need more room than a /tmp in memory has.
+ENV TMPDIR=${CUDA:+/var/cache/framesieve}
 USER framesieve
 EXPOSE 50053 9103
 ENTRYPOINT ["python", "-m", "services.generation"]
