@@ -194,7 +194,7 @@ class Choice:
         self._results = ToHost(results)
 
     def read(self) -> list[SampledToken]:
-        """The tokens. Waits for the device, and updates the states; `errors` has the rows of those that cannot be."""
+        """The tokens. Waits for the device, and updates the states; failures are in `errors`."""
         token_ids, *logprobs = (each.tolist() for each in self._results.wait())
         sampled = list(map(SampledToken, token_ids))
         for row, (token_id, state) in enumerate(zip(token_ids, self._states, strict=True)):
