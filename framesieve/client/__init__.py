@@ -19,6 +19,7 @@ from framesieve.client.answer import (
 from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import Encoded, encode
 from framesieve.client.prompt import Embeds, Frames, Image, Message, Text, Video
+from framesieve.client.tools import Tool, ToolCall, ToolCallDelta
 
 __all__ = [
     "Accepted",
@@ -41,6 +42,9 @@ __all__ = [
     "Pruning",
     "Text",
     "Timings",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "Video",
     "encode",

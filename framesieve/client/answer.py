@@ -14,13 +14,16 @@ from enum import Enum
 from typing import TypeAlias
 
 from common.contract.plan import Grid, Modality
+from framesieve.client.tools import ToolCall, ToolCallDelta, joined_calls
 
 
 class FinishReason(Enum):
-    """Why a completion ended: STOP at an end token, stop string or stop token, LENGTH after max_new_tokens."""
+    """Why a completion ended: STOP at an end token, stop string or stop token, LENGTH after max_new_tokens, TOOL_CALLS
+    as STOP where it has tool calls."""
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
 
 
 TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]
@@ -142,6 +145,8 @@ class Delta:
 
     logprobs and top_logprobs have one entry a token, or are empty if not requested.
     token_texts: with logprobs, the text of each token id in token_ids and top_logprobs, decoded alone.
+    token_bytes: the bytes of those of them that are only a part of a character.
+    tool_calls: the next parts of tool calls, whose text is not in `text`.
     """
 
     choice_index: int
@@ -150,6 +155,8 @@ class Delta:
     logprobs: tuple[float, ...]
     top_logprobs: tuple[TopLogprobs, ...] = ()
     token_texts: Mapping[int, str] = field(default_factory=dict)
+    token_bytes: Mapping[int, bytes] = field(default_factory=dict)
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +177,7 @@ Event: TypeAlias = Accepted | Progress | Delta | Finished
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One completion. logprobs, top_logprobs and token_texts are those of its deltas."""
+    """One completion. logprobs, top_logprobs, token_texts, token_bytes and tool_calls are those of its deltas."""
 
     index: int
     text: str
@@ -179,13 +186,15 @@ class Choice:
     top_logprobs: tuple[TopLogprobs, ...]
     reason: FinishReason
     token_texts: Mapping[int, str] = field(default_factory=dict)
+    token_bytes: Mapping[int, bytes] = field(default_factory=dict)
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The complete result of a request: its n completions, usage and timings.
 
-    text, token_ids, logprobs, top_logprobs, reason: those of the first completion.
+    text, token_ids, logprobs, top_logprobs, tool_calls, reason: those of the first completion.
     usage: completion_tokens is the sum over all completions.
     timings: generate_s ends with the last completion.
     """
@@ -212,6 +221,10 @@ class Answer:
         return self.choices[0].top_logprobs
 
     @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.choices[0].tool_calls
+
+    @property
     def reason(self) -> FinishReason:
         return self.choices[0].reason
 
@@ -230,6 +243,8 @@ def choice_of(finished: Finished, deltas: Sequence[Delta]) -> Choice:
         top_logprobs=tuple(top for delta in own for top in delta.top_logprobs),
         reason=finished.reason,
         token_texts={token_id: text for delta in own for token_id, text in delta.token_texts.items()},
+        token_bytes={token_id: data for delta in own for token_id, data in delta.token_bytes.items()},
+        tool_calls=joined_calls([part for delta in own for part in delta.tool_calls]),
     )
 
 

@@ -37,12 +37,20 @@ from framesieve.client.answer import (
     Usage,
 )
 from framesieve.client.prompt import Embeds, Frames, Image, Message, Options, Part, StrPath, Text, Video
+from framesieve.client.tools import Tool, ToolCallDelta
 from framesieve.v1 import generation_pb2, prompt_pb2, tensor_pb2
 
 _ROLES = {
     "system": prompt_pb2.ROLE_SYSTEM,
     "user": prompt_pb2.ROLE_USER,
     "assistant": prompt_pb2.ROLE_ASSISTANT,
+    "tool": prompt_pb2.ROLE_TOOL,
+}
+_CHOICES = {
+    None: generation_pb2.TOOL_CHOICE_MODE_UNSPECIFIED,
+    "auto": generation_pb2.TOOL_CHOICE_MODE_UNSPECIFIED,
+    "none": generation_pb2.TOOL_CHOICE_MODE_NONE,
+    "required": generation_pb2.TOOL_CHOICE_MODE_REQUIRED,
 }
 _DTYPES = {
     "float16": tensor_pb2.DTYPE_FLOAT16,
@@ -52,6 +60,7 @@ _DTYPES = {
 _REASONS = {
     generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    generation_pb2.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
 }
 _FIELD_TYPES = {
     FieldDescriptor.CPPTYPE_INT32: "a 32-bit integer",
@@ -106,11 +115,18 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
             logprobs=bool(options.get("logprobs")),
             top_logprobs=options.get("top_logprobs") or 0,
             n=options.get("n"),
+            min_new_tokens=options.get("min_new_tokens"),
+            logit_bias=options.get("logit_bias") or {},
+            bad_words=options.get("bad_words") or (),
             **_structured(options),
         ),
         request_id=options.get("request_id") or "",
         adapter=options.get("adapter"),
+        tool_choice=_tool_choice(options),
     )
+    request.prompt.tools.extend(map(_tool, options.get("tools") or ()))
+    if template_options := options.get("template_options"):
+        request.prompt.template_options = json.dumps(template_options)
     add_messages(request.prompt, messages)
     return request
 
@@ -125,11 +141,42 @@ def _structured(options: Options) -> dict[str, Any]:
     return {"json_schema": schema if isinstance(schema, str) else json.dumps(schema)}
 
 
+def _tool(tool: Tool) -> prompt_pb2.Tool:
+    return _message(
+        prompt_pb2.Tool,
+        name=tool.name,
+        description=tool.description,
+        parameters="" if tool.parameters is None else json.dumps(tool.parameters),
+        strict=tool.strict,
+    )
+
+
+def _tool_choice(options: Options) -> generation_pb2.ToolChoice | None:
+    """None for what the model likes. Raises InvalidRequest for an unknown word."""
+    choice, single = options.get("tool_choice"), options.get("parallel_tool_calls") is False
+    if isinstance(choice, Tool):
+        mode = generation_pb2.TOOL_CHOICE_MODE_REQUIRED
+        return generation_pb2.ToolChoice(mode=mode, name=choice.name, single_call=single)
+    if choice not in _CHOICES:
+        raise InvalidRequest(f"tool_choice must be auto, none, required or one of the tools, got {choice!r}")
+    if choice in (None, "auto") and not single:
+        return None
+    return generation_pb2.ToolChoice(mode=_CHOICES[choice], single_call=single)
+
+
 def add_messages(prompt: prompt_pb2.Prompt, messages: Sequence[Message]) -> None:
     """Adds messages to a prompt, with the contents of local files. Raises the same errors as `generate_request`."""
     budget = _InlineBudget()
     for message in messages:
-        added = prompt.messages.add(role=_ROLES[message.role])
+        added = prompt.messages.add(
+            role=_ROLES[message.role],
+            tool_calls=[
+                _message(prompt_pb2.ToolCall, id=each.id, name=each.name, arguments=each.arguments)
+                for each in message.tool_calls
+            ],
+            tool_call_id=message.tool_call_id,
+            tool_name=message.tool_name,
+        )
         for part in message.parts:
             _set_part(added.parts.add(), part, budget)
 
@@ -334,6 +381,8 @@ def _delta(delta: generation_pb2.Delta) -> Delta:
         tuple(delta.logprobs),
         tuple(tuple(zip(top.token_ids, top.logprobs, strict=True)) for top in delta.top_logprobs),
         dict(delta.token_texts),
+        dict(delta.token_bytes),
+        tuple(ToolCallDelta(each.index, each.id, each.name, each.arguments) for each in delta.tool_calls),
     )
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from common.contract.errors import InvalidRequest
 from common.contract.plan import Grid
 from common.contract.retention import Pruning
+from framesieve.client.tools import Tool, ToolCall
 
 # The suffixes that preprocessing decodes as images, except the animated .apng and .avifs.
 IMAGE_SUFFIXES = frozenset(
@@ -40,7 +41,7 @@ _SAMPLING = (
     *("allow_truncated", "num_frames", "frame_indices"),
 )
 
-Role: TypeAlias = Literal["system", "user", "assistant"]
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 StrPath: TypeAlias = str | os.PathLike[str]
 
 
@@ -189,10 +190,23 @@ PartLike: TypeAlias = Part | StrPath
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation: its role, and its text and media in the order in which the model reads them."""
+    """One turn of a conversation: its role, and its text and media in the order in which the model reads them.
+
+        (
+            Message("user", (Text("Is it raining in Kyoto?"),)),
+            Message("assistant", (), tool_calls=answer.tool_calls),
+            Message("tool", (Text('{"rain": true}'),), tool_call_id=answer.tool_calls[0].id),
+        )
+
+    tool_calls: what the model called in a turn of "assistant". tool_call_id: the call whose result a turn of "tool" is.
+    tool_name: the tool of this call, for templates that show it; "": the name in the call of this id.
+    """
 
     role: Role
     parts: tuple[Part, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    tool_name: str = ""
 
 
 class Options(TypedDict, total=False):
@@ -204,9 +218,15 @@ class Options(TypedDict, total=False):
         frequency_penalty, seed: sampling.
     stop, stop_token_ids: a completion ends before the first of these strings, or with the first of these tokens.
     ignore_eos: continue after the model's end tokens; for benchmarks.
+    min_new_tokens: a completion does not end by itself before it has so many tokens.
+    logit_bias: added to the logits of these token ids, -100 to 100.
+    bad_words: texts that a completion does not contain.
     logprobs: return each token's log-probability. top_logprobs: also return this many of the most likely tokens at each
         position; needs logprobs.
     json_object: whether a completion is a JSON object. json_schema: a JSON schema that it satisfies.
+    tools: functions that the model may call. tool_choice: "auto" (as it likes), "none", "required" (calls and nothing
+        else), or the one of the tools that must be called. parallel_tool_calls: False for one call at most.
+    template_options: variables of the checkpoint's chat template, such as {"enable_thinking": False}.
     adapter: the name of a LoRA adapter that the service has loaded. Default: the checkpoint's weights.
     n: the number of completions; the prompt is computed once, and completion i is sampled with seed + i.
     request_id: identifies the request in logs and errors. timeout_s: seconds until DeadlinePassed is raised.
@@ -227,10 +247,17 @@ class Options(TypedDict, total=False):
     stop: Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
+    min_new_tokens: int | None
+    logit_bias: Mapping[int, float] | None
+    bad_words: Sequence[str] | None
     logprobs: bool | None
     top_logprobs: int | None
     json_object: bool | None
     json_schema: Mapping[str, Any] | str | None
+    tools: Sequence[Tool] | None
+    tool_choice: Literal["auto", "none", "required"] | Tool | None
+    parallel_tool_calls: bool | None
+    template_options: Mapping[str, Any] | None
     adapter: str | None
     n: int | None
     request_id: str | None
