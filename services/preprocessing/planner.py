@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PromptTooLong
@@ -21,7 +22,7 @@ from common.contract.plan import MAX_FRAME_SIDE_PX, MAX_PROMPT_TOKENS, Grid, Med
 from services.preprocessing.families import Family, load_family
 from services.preprocessing.prompt.embeds import Embeds
 from services.preprocessing.prompt.layout import Expansion, lay_out
-from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, ChatTokens, Turn
+from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, ChatTokens, Tool, Turn
 from services.preprocessing.sources.digests import Digests, digests
 from services.preprocessing.sources.source import Source, bytes_source, path_source
 from services.preprocessing.video.packets import PacketIndex, read_packets
@@ -70,10 +71,12 @@ class MediaRequest:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A checked prompt: its turns, and its media in the order of the turns."""
+    """A checked prompt: its turns, its media in the order of the turns, its tools, and variables of the template."""
 
     turns: tuple[Turn, ...]
     media: tuple[MediaRequest, ...]
+    tools: tuple[Tool, ...] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def urls(self) -> dict[str, str]:
@@ -176,7 +179,7 @@ class Planner:
                 self._open(request, files, readers, sum(is_image[:place]), sum(is_image))
                 for place, request in enumerate(conversation.media)
             ]
-            plan = self._lay_out(conversation.turns, items, readers.check_cancelled)
+            plan = self._lay_out(conversation, items, readers.check_cancelled)
             media = tuple(item.planned for item in items)
             return PlannedPrompt(plan, media, files.pop_all(), time.perf_counter() - start)
 
@@ -296,9 +299,15 @@ class Planner:
         return size if max_pixels is None else shrink_to(*size, self._family.token_px, max_pixels)
 
     def _lay_out(
-        self, turns: Sequence[Turn], items: Sequence[_Item], check_cancelled: Callable[[], None]
+        self, conversation: Conversation, items: Sequence[_Item], check_cancelled: Callable[[], None]
     ) -> PromptPlan:
-        pieces = self._tokens.conversation(turns, [item.expansion for item in items], check_cancelled)
+        pieces = self._tokens.conversation(
+            conversation.turns,
+            [item.expansion for item in items],
+            check_cancelled,
+            conversation.tools,
+            conversation.template_options,
+        )
         tokens = sum(piece.size for piece in pieces)
         if tokens > MAX_PROMPT_TOKENS:
             raise PromptTooLong(f"prompt has {tokens} tokens, at most {MAX_PROMPT_TOKENS} are allowed")

@@ -5,7 +5,8 @@ It checks everything that can be checked before media are opened; dataclasses ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any
@@ -20,7 +21,7 @@ from framesieve.v1 import preprocessing_pb2, prompt_pb2
 from services.preprocessing.fetch.urls import decode_data_uri
 from services.preprocessing.planner import Conversation, MediaFile, MediaRequest, MediaUrl
 from services.preprocessing.prompt.embeds import Embeds
-from services.preprocessing.prompt.tokens import Turn
+from services.preprocessing.prompt.tokens import Tool, ToolCall, Turn
 from services.preprocessing.video.pictures import PictureFrames
 from services.preprocessing.video.sampling import FrameSampling
 from services.preprocessing.video.slices import Slice
@@ -29,11 +30,13 @@ from services.preprocessing.video.slices import Slice
 MAX_EMBEDS_SLICES = 2**15
 # Keeps one prompt from flooding another server with requests.
 MAX_URLS = 32
+_SHOWN_CHARACTERS = 80
 
 _ROLES = {
     prompt_pb2.ROLE_SYSTEM: "system",
     prompt_pb2.ROLE_USER: "user",
     prompt_pb2.ROLE_ASSISTANT: "assistant",
+    prompt_pb2.ROLE_TOOL: "tool",
 }
 _MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO}
 _TIME_FIELDS = ("fps", "min_frames", "max_frames", "start_s", "end_s", "allow_truncated", "num_frames", "frame_indices")
@@ -47,13 +50,16 @@ def conversation_of(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLIN
     check_prompt(prompt, max_inline_bytes)
     if not prompt.messages:
         raise InvalidRequest("prompt.messages must hold at least one message, it is empty")
+    tools = tuple(_tool(tool, f"prompt.tools[{index}]") for index, tool in enumerate(prompt.tools))
+    options = _object(prompt.template_options, "prompt.template_options")
     turns: list[Turn] = []
+    called: dict[str, str] = {}  # names of the tools, by the ids of calls
     media: list[MediaRequest] = []
     for index, message in enumerate(prompt.messages):
         name = f"prompt.messages[{index}]"
         if message.role not in _ROLES:
-            raise InvalidRequest(f"{name}.role must be system, user or assistant, got {message.role}")
-        if not message.parts:
+            raise InvalidRequest(f"{name}.role must be system, user, assistant or tool, got {message.role}")
+        if not message.parts and not message.tool_calls:
             raise InvalidRequest(f"{name}.parts must hold at least one part, it is empty")
         parts: list[str | Modality] = []
         for place, part in enumerate(message.parts):
@@ -63,11 +69,50 @@ def conversation_of(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLIN
                 parts.append(content.modality)
             else:
                 parts.append(content)
-        turns.append(Turn(_ROLES[message.role], tuple(parts)))
-    if not any(part for turn in turns for part in turn.parts):
+        calls = _tool_calls(message, name)
+        called |= {call.id: call.name for call in calls}
+        turns.append(Turn(_ROLES[message.role], tuple(parts), calls, *_result_of(message, name, called)))
+    if not any(part for turn in turns for part in (*turn.parts, *turn.tool_calls)):
         raise InvalidRequest("prompt.messages hold no media and only empty text")
     _check_sums(media, max_inline_bytes)
-    return Conversation(tuple(turns), tuple(media))
+    return Conversation(tuple(turns), tuple(media), tools, options)
+
+
+def _tool(tool: prompt_pb2.Tool, name: str) -> Tool:
+    parameters = _object(tool.parameters, f"{name}.parameters") or {"type": "object", "properties": {}}
+    return Tool(tool.name, tool.description if tool.HasField("description") else None, parameters)
+
+
+def _tool_calls(message: prompt_pb2.Message, name: str) -> tuple[ToolCall, ...]:
+    if message.tool_calls and message.role != prompt_pb2.ROLE_ASSISTANT:
+        raise InvalidRequest(f"{name}.tool_calls must be empty for another role than assistant")
+    calls = []
+    for index, call in enumerate(message.tool_calls):
+        if not call.name:
+            raise InvalidRequest(f"{name}.tool_calls[{index}].name must be set")
+        arguments = _object(call.arguments, f"{name}.tool_calls[{index}].arguments")
+        calls.append(ToolCall(call.id, call.name, arguments))
+    return tuple(calls)
+
+
+def _result_of(message: prompt_pb2.Message, name: str, called: Mapping[str, str]) -> tuple[str, str]:
+    """The id and the name of the call whose result a message is. called: names by the ids of earlier calls."""
+    if message.role != prompt_pb2.ROLE_TOOL:
+        for field in ("tool_call_id", "tool_name"):
+            if getattr(message, field):
+                raise InvalidRequest(f"{name}.{field} must be empty for another role than tool")
+    return message.tool_call_id, message.tool_name or called.get(message.tool_call_id, "")
+
+
+def _object(text: str, name: str) -> dict[str, Any]:
+    """A JSON object; an empty one for no text."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be a JSON object, got {text[:_SHOWN_CHARACTERS]}")
+    return value
 
 
 def _part(part: prompt_pb2.Part, name: str) -> str | MediaRequest:
