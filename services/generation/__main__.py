@@ -13,6 +13,7 @@ import torch
 
 from common.byte_semaphore import ByteSemaphore
 from common.channels import open_channel
+from common.chat_templates import chat_templates
 from common.checkpoint import Checkpoint
 from common.process import ExitStatus, leave_cores_to_others
 from common.serving.guards import check_ports, upstream_credentials
@@ -33,6 +34,7 @@ from services.generation.rpc.servicer import SERVICE, GenerationServicer
 from services.generation.sampling.defaults import sampling_defaults
 from services.generation.sampling.detokenizer import load_tokenizer
 from services.generation.sampling.structured import Grammars
+from services.generation.sampling.tool_calls import writes_calls
 from services.generation.settings import GenerationSettings
 from services.generation.startup.build import BLOCK_TOKENS, build, device_of
 
@@ -90,7 +92,17 @@ async def main() -> ExitStatus:
             name = served_name(checkpoint, settings.served_model_name)
             grammars = Grammars(checkpoint.folder, defaults.vocab_size, defaults.eos_ids)
             servicer = GenerationServicer(
-                engine, media, tokenizer, defaults, limit, credentials, model.adapters, name, grammars, model.compact
+                engine,
+                media,
+                tokenizer,
+                defaults,
+                limit,
+                credentials,
+                model.adapters,
+                name,
+                grammars,
+                model.compact,
+                writes_calls(chat_templates(checkpoint)),
             )
             step = StepWatch.of(lambda: engine.step_began_ns, settings.step_timeout_s, model.device.type)
             register = partial(add_GenerationServiceServicer_to_server, servicer)

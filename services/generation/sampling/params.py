@@ -10,6 +10,7 @@ from common.contract.errors import InvalidRequest
 from services.generation.sampling.defaults import SamplingDefaults
 from services.generation.sampling.sampler import SamplingParams
 from services.generation.sampling.structured import MAX_SCHEMA_CHARACTERS, Grammar
+from services.generation.sampling.tool_calls import ToolUse
 
 DEFAULT_MAX_NEW_TOKENS = 1024
 MAX_TEMPERATURE = 100
@@ -46,6 +47,7 @@ class SamplingRequest:
     top_logprobs: int = 0
     n: int = 1
     json_schema: str | None = None
+    tool_use: ToolUse | None = None
 
     def __post_init__(self) -> None:
         self._check("max_new_tokens", "at least 1", lambda value: value >= 1)
@@ -66,17 +68,25 @@ class SamplingRequest:
             size, limit = len(self.json_schema), f"at most {MAX_SCHEMA_CHARACTERS} characters"
             _check("json_schema", f"{size} characters", limit, size <= MAX_SCHEMA_CHARACTERS)
             _check("ignore_eos", "true", "false where a document must end", not self.ignore_eos)
+        if self.tool_use and self.tool_use.required:
+            _check("ignore_eos", "true", "false where tools must be called", not self.ignore_eos)
+            _check("json_schema", "a schema", "unset where tools must be called", self.json_schema is None)
         check_stops(len(self.stop), len(self.stop_token_ids))
         for index, stop in enumerate(self.stop):
             limit = f"1 to {MAX_STOP_CHARACTERS} characters"
             _check(f"stop[{index}]", f"{len(stop)} characters", limit, 1 <= len(stop) <= MAX_STOP_CHARACTERS)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a grammar holds the answer."""
+        return self.json_schema is not None or (self.tool_use is not None and self.tool_use.is_held)
 
     def resolve(
         self, defaults: SamplingDefaults, limit_tokens: int, grammar: Grammar | None = None
     ) -> tuple[SamplingParams, ...]:
         """The parameters of each of the `n` answers; answer i has seed + i.
 
-        limit_tokens: the longest possible answer, at least 1. grammar: of `json_schema`.
+        limit_tokens: the longest possible answer, at least 1. grammar: if `is_held`.
         Raises InvalidRequest for a stop token outside the vocabulary.
         """
         for index, token_id in enumerate(self.stop_token_ids):

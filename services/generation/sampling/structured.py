@@ -1,4 +1,4 @@
-"""Structured output: which tokens may come next, so that an answer is a JSON document of its schema.
+"""Structured output: which tokens may come next, so that an answer is a JSON document of its schema, or calls tools.
 
 llguidance computes the masks: a wheel of three megabytes without dependencies, where xgrammar's needs Triton. This
 module knows neither requests nor the model.
@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from common.contract.errors import InvalidRequest
+from services.generation.sampling.tool_calls import ToolUse, grammar_of
 
 MAX_SCHEMA_CHARACTERS = 65_536
 ANY_OBJECT = '{"type": "object"}'
@@ -27,6 +28,13 @@ ANY_OBJECT = '{"type": "object"}'
 _OPTIONS: Any = {"whitespace_pattern": "[ \\n]?"}
 _KEPT_GRAMMARS = 64
 _REASON_CHARACTERS = 300
+_SCHEMA = "sampling.json_schema"
+_ANY_ARGUMENTS = {"type": "object"}
+# Keywords with which an object may have properties that it does not list itself.
+_OPENING = ("additionalProperties", "patternProperties", "unevaluatedProperties", "anyOf", "oneOf", "$ref", "if")
+# Keywords whose values are schemas by name, and those whose values are no schemas.
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LITERAL = ("const", "enum", "default", "examples", "required")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +64,40 @@ class Grammars:
         text = (self._folder / "tokenizer.json").read_text(encoding="utf-8")
         return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids or None)
 
-    def compile(self, schema: str) -> Grammar:
-        """May take some milliseconds. Raises InvalidRequest, with the place, for a schema that cannot be held."""
-        return self._compiled(schema)
+    def compile(self, schema: str | None, use: ToolUse | None = None) -> Grammar:
+        """The grammar of an answer that is a document of a schema, or calls tools; one of them is given.
 
-    def _compile(self, schema: str) -> Grammar:
+        May take some milliseconds. Raises InvalidRequest, with the place, for a schema that cannot be held.
+        """
+        return self._compiled(schema, use)
+
+    def _compile(self, schema: str | None, use: ToolUse | None) -> Grammar:
+        answer = None if schema is None else self._checked(schema, _SCHEMA)
+        if use is None:
+            assert answer is not None
+            return Grammar(self._tokenizer, LLMatcher.grammar_from_json_schema(answer, overrides=_OPTIONS))
+        arguments = [
+            self._checked(tool.parameters, f"prompt.tools[{place}].parameters") if tool.parameters else _ANY_ARGUMENTS
+            for place, tool in enumerate(use.tools)
+        ]
+        options = {"x-guidance": _OPTIONS}
+        text = grammar_of(use, [each | options for each in arguments], None if answer is None else answer | options)
+        return Grammar(self._tokenizer, LLMatcher.grammar_from_lark(text))
+
+    def _checked(self, schema: str, name: str) -> dict[str, Any]:
+        """A schema that can be held. Raises InvalidRequest for any other."""
         try:
             parsed = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"sampling.json_schema is not JSON: {error}") from None
+            raise InvalidRequest(f"{name} is not JSON: {error}") from None
         if not isinstance(parsed, dict):
-            raise InvalidRequest(f"sampling.json_schema must be an object, got {schema[:80]}")
-        wrong = self._wrong(parsed)
+            raise InvalidRequest(f"{name} must be an object, got {schema[:80]}")
+        closed: dict[str, Any] = _closed(parsed)
+        wrong = self._wrong(closed)
         if wrong:
-            place = self._place(parsed, wrong)
-            raise InvalidRequest(f"sampling.json_schema cannot be held at {place or 'its root'}: {wrong}")
-        return Grammar(self._tokenizer, LLMatcher.grammar_from_json_schema(parsed, overrides=_OPTIONS))
+            place = self._place(closed, wrong)
+            raise InvalidRequest(f"{name} cannot be held at {place or 'its root'}: {wrong}")
+        return closed
 
     def _wrong(self, schema: dict[str, Any]) -> str:
         """Why a schema cannot be held; "" if it can."""
@@ -90,6 +116,40 @@ class Grammars:
             if (below := self._place(part, wrong)) and not isinstance(part, str):
                 return f"/{key}{below}"
         return ""
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, in which objects have only the properties that they list unless it says otherwise.
+
+    JSON Schema says that they may have any others, and a model would invent them until its answer's length is reached.
+    Objects that list none stay as they are, and so does all of a schema that puts objects together from several.
+    """
+    closed: dict[str, Any] = schema if _joins(schema) else _with_closed(schema)
+    return closed
+
+
+def _joins(value: Any) -> bool:
+    if isinstance(value, dict) and isinstance(value.get("allOf"), list) and len(value["allOf"]) > 1:
+        return True
+    return not isinstance(value, str) and any(_joins(part) for _, part in _parts(value))
+
+
+def _with_closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_with_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {
+        key: {name: _with_closed(each) for name, each in value.items()}
+        if key in _NAMED and isinstance(value, dict)
+        else value
+        if key in _LITERAL
+        else _with_closed(value)
+        for key, value in schema.items()
+    }
+    if isinstance(schema.get("properties"), dict) and not any(key in schema for key in _OPENING):
+        closed["additionalProperties"] = False
+    return closed
 
 
 def _parts(value: Any) -> Iterator[tuple[object, Any]]:
