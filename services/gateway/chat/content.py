@@ -19,7 +19,10 @@ from urllib.parse import unquote_to_bytes
 
 from common.contract.errors import InvalidRequest
 from framesieve.client.prompt import Frames, Image, Message, Part, Text, Video, names_image
+from framesieve.client.tools import ToolCall
+from services.gateway.chat.names import FieldNames, MediaNames
 from services.gateway.chat.request import (
+    AssistantCall,
     ChatMessage,
     ChatRequest,
     FilePart,
@@ -49,16 +52,71 @@ class _Source:
     given: Mapping[str, Any]
 
 
-def conversation(request: ChatRequest, uploads: Uploads) -> list[Message]:
-    """The turns. Raises InvalidRequest for a part that cannot be what it says."""
+def conversation(request: ChatRequest, uploads: Uploads, names: FieldNames) -> list[Message]:
+    """The turns. names: gets where the media of each are. Raises InvalidRequest for a part that cannot be what it
+    says, and for one that its role cannot have."""
     messages = []
     for number, message in enumerate(request.messages):
-        role = "system" if message.role == "developer" else message.role
-        messages.append(Message(role, tuple(_parts(message, f"messages[{number}].content", request, uploads))))
+        name = f"messages[{number}]"
+        _check_role(message, name)
+        _note(request, message, number, names)
+        messages.append(
+            Message(
+                "system" if message.role == "developer" else message.role,
+                tuple(_parts(message, f"{name}.content", request, uploads)),
+                tuple(ToolCall(each.id, each.function.name, each.function.arguments) for each in _calls(message)),
+                message.tool_call_id or "",
+                (message.name or "") if message.role == "tool" else "",
+            )
+        )
     return messages
 
 
+def _calls(message: ChatMessage) -> list[AssistantCall]:
+    return message.tool_calls or []
+
+
+def _check_role(message: ChatMessage, name: str) -> None:
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest(f"{name}.tool_calls must not be set: the role is {message.role}")
+    if message.tool_call_id is not None and message.role != "tool":
+        raise InvalidRequest(f"{name}.tool_call_id must not be set: the role is {message.role}")
+    if message.tool_call_id is None and message.role == "tool":
+        raise InvalidRequest(f"{name}.tool_call_id must be set: the role is tool")
+    if message.content is None and not message.tool_calls:
+        raise InvalidRequest(f"{name}.content must be set")
+
+
+def _note(request: ChatRequest, message: ChatMessage, number: int, names: FieldNames) -> None:
+    if message.content is None or isinstance(message.content, str):
+        return
+    for place, part in enumerate(message.content):
+        if isinstance(part, TextPart):
+            continue
+        name = f"messages[{number}].content[{place}]"
+        sampling: dict[str, str] = {}
+        for of, given in (("", request), (f"{name}.", part)):
+            if reading := given.media_io_kwargs and given.media_io_kwargs.video:
+                fields = _read({field: field for field in reading.model_fields_set})
+                sampling |= {ours: f"{of}media_io_kwargs.video.{theirs}" for ours, theirs in fields.items()}
+            if choice := given.mm_processor_kwargs:
+                fields = _chosen_names({field: field for field in choice.model_fields_set})
+                sampling |= {ours: f"{of}mm_processor_kwargs.{theirs}" for ours, theirs in fields.items()}
+        location = f"{name}.{_location_of(part)}"
+        names.media[number, place] = MediaNames(location, f"{name}.pruning" if part.pruning else "pruning", sampling)
+
+
+def _location_of(part: MediaPart) -> str:
+    """The field of a part that says where its media are."""
+    if isinstance(part, FilePart):
+        return "file.file_id" if part.file.file_id is not None else "file.file_data"
+    location = getattr(part, part.type)
+    return part.type if isinstance(location, str) else f"{part.type}.url"
+
+
 def _parts(message: ChatMessage, name: str, request: ChatRequest, uploads: Uploads) -> list[Part]:
+    if message.content is None:
+        return []
     if isinstance(message.content, str):
         return [Text(message.content)]
     return [
@@ -109,10 +167,16 @@ def _reading(request: ChatRequest, part: MediaPart) -> dict[str, Any]:
 def _chosen(request: ChatRequest, part: MediaPart) -> dict[str, Any]:
     """mm_processor_kwargs as fields of Video: the part's own before the request's."""
     given = (each.mm_processor_kwargs for each in (request, part) if each.mm_processor_kwargs)
-    names = {"video_start": "start_s", "video_end": "end_s"}
     return {
-        names.get(name, name): value for choice in given for name, value in choice.model_dump(exclude_none=True).items()
+        name: value
+        for choice in given
+        for name, value in _chosen_names(choice.model_dump(exclude_none=True, exclude={"do_sample_frames"})).items()
     }
+
+
+def _chosen_names(choice: Mapping[str, Any]) -> dict[str, Any]:
+    names = {"video_start": "start_s", "video_end": "end_s"}
+    return {names.get(name, name): value for name, value in choice.items()}
 
 
 def _read(reading: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 
 import structlog
 from sse_starlette import EventSourceResponse
@@ -15,13 +16,14 @@ from starlette.responses import JSONResponse, Response
 
 from common.contract.limits import REQUEST_OVERHEAD_BYTES
 from common.telemetry.logs import add_request_stats
-from framesieve.client.answer import Accepted, Event, Finished, Progress, Usage, cost_of
+from framesieve.client.answer import Accepted, Delta, Event, Finished, Progress, Usage, cost_of
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Message
-from services.gateway.chat.completion import Completion, chunks
+from services.gateway.chat.completion import Completion, chunks, counts
 from services.gateway.chat.content import conversation
+from services.gateway.chat.names import FieldNames
 from services.gateway.chat.options import options_of
-from services.gateway.chat.request import ChatRequest, parse
+from services.gateway.chat.request import ChatRequest, StreamOptions, parse
 from services.gateway.files import Files
 from services.gateway.http.body import read_body, unless_left
 from services.gateway.http.errors import body_of
@@ -43,46 +45,70 @@ class ChatCompletions:
     async def endpoint(self, request: Request) -> Response:
         call = Call.of(request)
         body = await read_body(request, self.max_body_bytes, call.charge)
-        chat, messages = await asyncio.to_thread(self._parsed, body, call.owner)
+        names = FieldNames()
+        chat, messages = await asyncio.to_thread(self._parsed, body, call.owner, names)
         del body
         structlog.contextvars.bind_contextvars(
             **{name: value for name in ("user", "metadata") if (value := getattr(chat, name))}
         )
         model = await unless_left(request, self._models.find(chat.model, call.metadata))
-        options = options_of(chat, call.request_id, model.adapter)
+        options = options_of(chat, call.request_id, model.adapter, names)
         completion = Completion(call.request_id, model.name)
         if not chat.stream:
-            answer = await unless_left(request, self._client.answer(messages, options, metadata=call.metadata))
+            with names.told():
+                answer = await unless_left(request, self._client.answer(messages, options, metadata=call.metadata))
             _count(answer.usage)
             return JSONResponse(completion.whole(answer))
-        include_usage = chat.stream_options is not None and chat.stream_options.include_usage
         events = self._client.events(messages, options, metadata=call.metadata)
         # Errors up to here, among them all of the prompt, have their HTTP status.
-        await unless_left(request, anext(events))
-        return EventSourceResponse(_sent(completion, events, include_usage, call), ping=_PING_S, sep="\n")
+        with names.told():
+            accepted = await unless_left(request, anext(events))
+        assert isinstance(accepted, Accepted)
+        running = RunningUsage(chat.stream_options or StreamOptions(), accepted.usage.prompt_tokens)
+        return EventSourceResponse(_sent(completion, events, running, call, names), ping=_PING_S, sep="\n")
 
-    def _parsed(self, body: bytearray, owner: str) -> tuple[ChatRequest, list[Message]]:
+    def _parsed(self, body: bytearray, owner: str, names: FieldNames) -> tuple[ChatRequest, list[Message]]:
         chat = parse(body)
-        return chat, conversation(chat, partial(self._files.server_path, owner=owner))
+        return chat, conversation(chat, partial(self._files.server_path, owner=owner), names)
+
+
+class RunningUsage:
+    """The `usage` of the chunks of a stream: none, null until the last, or that so far."""
+
+    def __init__(self, options: StreamOptions, prompt_tokens: int) -> None:
+        self.at_the_end = bool(options.include_usage)
+        self._continuous = self.at_the_end and bool(options.continuous_usage_stats)
+        self._prompt_tokens = prompt_tokens
+        self._completion_tokens = 0
+
+    def of(self, event: Delta | Finished) -> dict[str, Any]:
+        """What the chunks of an event have besides."""
+        if isinstance(event, Delta):
+            self._completion_tokens += len(event.token_ids)
+        if not self.at_the_end:
+            return {}
+        return {"usage": counts(self._prompt_tokens, self._completion_tokens) if self._continuous else None}
 
 
 async def _sent(
-    completion: Completion, events: AsyncGenerator[Event], include_usage: bool, call: Call
+    completion: Completion, events: AsyncGenerator[Event], running: RunningUsage, call: Call, names: FieldNames
 ) -> AsyncGenerator[dict[str, str]]:
     """The server-sent events of a stream whose first event was read. An error is the last of them."""
     begun: set[int] = set()
     finished: list[Finished] = []
     try:
-        async with aclosing(events):
-            async for event in events:
-                if isinstance(event, Finished):
-                    finished.append(event)
-                if not isinstance(event, Accepted | Progress):
-                    for chunk in chunks(completion, event, begun):
-                        yield _data(chunk)
+        with names.told():
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, Finished):
+                        finished.append(event)
+                    if not isinstance(event, Accepted | Progress):
+                        usage_so_far = running.of(event)
+                        for chunk in chunks(completion, event, begun):
+                            yield _data(chunk | usage_so_far)
         usage, timings = cost_of(finished)
         _count(usage)
-        if include_usage:
+        if running.at_the_end:
             yield _data(completion.cost(usage, timings))
         yield {"data": "[DONE]"}
     except (asyncio.CancelledError, GeneratorExit):
