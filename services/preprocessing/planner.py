@@ -231,7 +231,7 @@ class Planner:
         planned = PlannedPicture(source, picture, laid.height_px, laid.width_px, laid.views, laid.tile_px)
         sizes = [planned.frame_px(number) for number in range(len(laid.views))]
         for size in sizes:
-            _check_side(*size)
+            _check_side(*size, (picture.height_px, picture.width_px))
         sent = (_packed_sent(*size, view) for size, view in zip(sizes, laid.views, strict=True))
         return _Item(
             modality=Modality.IMAGE,
@@ -274,7 +274,7 @@ class Planner:
         places = struct.pack(f"<{frames}q", *sampled.places)
         # Of a group each frame's own time becomes part of its tokens.
         in_groups = struct.pack(f"<q{frames}d", group, *sampled.timestamps_s) if group else b""
-        _check_side(height, width)
+        _check_side(height, width, (index.height_px, index.width_px))
         with _too_large():
             grid = self._family.grid(-(-frames // (group or 1)), height, width, Modality.VIDEO)
         return _Item(
@@ -353,11 +353,12 @@ def _named(request: MediaRequest, make: Callable[[], _Item]) -> _Item:
         raise type(error)(f"{request.name}{'.' if type(error) is InvalidRequest else ' '}{error}") from error
 
 
-def _check_side(height_px: int, width_px: int) -> None:
+def _check_side(height_px: int, width_px: int, source_px: tuple[int, int]) -> None:
+    """source_px: height and width before resizing."""
     if max(height_px, width_px) > MAX_FRAME_SIDE_PX:
         raise MediaRejected(
-            f"would be sent as frames of {width_px}×{height_px} pixels, at most {MAX_FRAME_SIDE_PX} are allowed on "
-            f"a side: lower max_pixels"
+            f"has {source_px[1]}×{source_px[0]} pixels, and would be resized to {width_px}×{height_px}; at most "
+            f"{MAX_FRAME_SIDE_PX} are allowed on a side: lower max_pixels"
         )
 
 

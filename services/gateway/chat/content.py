@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote_to_bytes
 
 from common.contract.errors import InvalidRequest
+from common.contract.retention import Pruning
 from framesieve.client.prompt import Frames, Image, Message, Part, Text, Video, names_image
 from framesieve.client.tools import ToolCall
 from services.gateway.chat.names import FieldNames, MediaNames
@@ -131,13 +132,20 @@ def _media(part: MediaPart, name: str, request: ChatRequest, uploads: Uploads) -
     if _is_image(source, asks_for_video):
         _check_image(part, name)
         return Image(**source.given, max_pixels=_chosen(request, part).get("max_pixels"))
-    pruning = part.pruning.parsed() if part.pruning else None
+    pruning = _own_pruning(part, name)
     if source.type == _FRAMES:
         reading = _reading(request, part)
         times = _times(len(source.given["pictures"]), reading, name)
         chosen = {"num_frames": reading.get("num_frames")} | _chosen(request, part)
         return Video(frames=Frames(source.given["pictures"], times), **chosen, pruning=pruning)
     return Video(**source.given, **_read(_reading(request, part)), **_chosen(request, part), pruning=pruning)
+
+
+def _own_pruning(part: MediaPart, name: str) -> Pruning | None:
+    try:
+        return part.pruning.parsed() if part.pruning else None
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}.{error}") from None
 
 
 def _check_image(part: MediaPart, name: str) -> None:

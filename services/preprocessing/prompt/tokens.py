@@ -300,8 +300,9 @@ def _shown(tool: Tool) -> dict[str, Any]:
 
 
 def _check_options(template: ChatTemplate, options: Mapping[str, Any]) -> None:
-    for name in options:
-        if name not in template.variables:
+    for name, value in options.items():
+        # Clients turn thinking off for every model; a template without the variable does not think.
+        if name not in template.variables and (name, value) != ("enable_thinking", False):
             known = ", ".join(sorted(template.variables)) or "none"
             raise InvalidRequest(
                 f"prompt.template_options.{name} is not a variable of the checkpoint's chat template; it has {known}"
