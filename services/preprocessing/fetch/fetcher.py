@@ -138,7 +138,9 @@ class Fetcher:
                 url = parse_url(urljoin(str(url), answer))
                 addresses = await self._addresses(url)
             except (_UnknownHost, MediaForbidden) as error:  # the same for both: servers must not explore our names
-                raise MediaForbidden("redirects to an address that may not be reached") from error
+                raise MediaForbidden(
+                    "redirects to an address that may not be reached (--allow-media-domain)"
+                ) from error
             except MediaRejected as error:
                 raise MediaRejected(f"redirects to a host whose name lookup took {self._too_long}") from error
             except (InvalidRequest, ValueError) as error:
@@ -161,7 +163,10 @@ class Fetcher:
                 raise _UnknownHost(f"names a host that cannot be resolved: {url.host.name!r}") from error
         if not self._policy.admits(url.host, addresses):
             log.warning("host refused", host=url.host.name, addresses=[str(address) for address in addresses])
-            raise MediaForbidden(f"has no address that may be reached: {url.host.name!r}")
+            raise MediaForbidden(
+                f"has no address that may be reached: {url.host.name!r}; --allow-media-domain allows hosts of private "
+                f"networks"
+            )
         return addresses
 
     @property
