@@ -138,9 +138,7 @@ class Fetcher:
                 url = parse_url(urljoin(str(url), answer))
                 addresses = await self._addresses(url)
             except (_UnknownHost, MediaForbidden) as error:  # the same for both: servers must not explore our names
-                raise MediaForbidden(
-                    "redirects to an address that may not be reached (--allow-media-domain)"
-                ) from error
+                raise MediaForbidden("redirects to an address that may not be reached") from error
             except MediaRejected as error:
                 raise MediaRejected(f"redirects to a host whose name lookup took {self._too_long}") from error
             except (InvalidRequest, ValueError) as error:
