@@ -113,6 +113,7 @@ OPTIONS: dict[str, Any] = {
     "logprobs": True,
     "min_p": 0.0, "repetition_penalty": 1.5, "presence_penalty": 0.0, "frequency_penalty": -2.0,
     "top_logprobs": 20, "stop_token_ids": (5, 6), "n": 1, "ignore_eos": True, "json_schema": "{}",
+    "min_new_tokens": 9, "logit_bias": {5: -100.0, 0: 0.5}, "bad_words": ["x"],
 }  # fmt: skip
 
 
@@ -130,6 +131,11 @@ def test_every_option_is_sent_and_missing_or_none_leaves_its_field_unset() -> No
     ("options", "message"),
     [
         ({"stop": "word"}, "stop must be a sequence of strings, got the string 'word'"),
+        ({"bad_words": "word"}, "bad_words must be a sequence of strings, got the string 'word'"),
+        (
+            {"logit_bias": {2**40: 1.0}},
+            "Sampling.logit_bias must be a mapping of 32-bit integers to 64-bit floats, got {1099511627776: 1.0}",
+        ),
         ({"top_k": 2**40}, "Sampling.top_k must be a 32-bit integer, got 1099511627776"),
         ({"temperature": 10**400}, "Sampling.temperature must be a 64-bit float, got 1000"),
         ({"stop": ["\udcff"]}, r"Sampling.stop must be text in Unicode, got ['\udcff']"),

@@ -191,6 +191,17 @@ async def test_openai_clients_stream_what_they_get_at_once(door: Gateway) -> Non
     assert not chunks[-1].choices
 
 
+async def test_the_bytes_of_tokens_add_up_to_the_text(door: Gateway) -> None:
+    """The tiny model's tokens are mostly parts of characters."""
+    body = question("Why?", logprobs=True, top_logprobs=3, max_tokens=60) | {"temperature": 1.0, "seed": 4}
+    async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="unused") as client:
+        [choice] = (await client.chat.completions.create(model=SERVED_NAME, **body)).choices
+    tokens = choice.logprobs.content
+    assert any("\ufffd" in token.token for token in tokens)
+    data = b"".join(bytes(token.bytes) for token in tokens if not token.token.startswith("<|"))  # control tokens
+    assert data.decode(errors="replace") == choice.message.content
+
+
 async def test_a_model_is_the_checkpoint_or_an_adapter(stack: LocalStack, http: httpx.Client) -> None:
     async with FramesieveClient(stack.address) as client:
         for name, adapter in ((SERVED_NAME, None), ("large", "large")):

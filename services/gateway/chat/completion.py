@@ -13,8 +13,6 @@ from typing import Any
 from framesieve.client.answer import Answer, Choice, Delta, Finished, Timings, TopLogprobs, Usage
 from framesieve.client.tools import ToolCallDelta
 
-_PARTIAL = "\ufffd"
-
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -135,18 +133,18 @@ def _logprobs(of: Choice | Delta) -> dict[str, Any] | None:
     tops: tuple[TopLogprobs, ...] = of.top_logprobs or ((),) * len(of.logprobs)
     content = [
         {
-            **_token(token_id, logprob, of.token_texts),
-            "top_logprobs": [_token(other, value, of.token_texts) for other, value in top],
+            **_token(token_id, logprob, of),
+            "top_logprobs": [_token(other, value, of) for other, value in top],
         }
         for token_id, logprob, top in zip(of.token_ids, of.logprobs, tops, strict=True)
     ]
     return {"content": content, "refusal": None}
 
 
-def _token(token_id: int, logprob: float, texts: Mapping[int, str]) -> dict[str, Any]:
-    """bytes: None for a token that is a part of a character."""
-    text = texts.get(token_id, "")
-    return {"token": text, "logprob": logprob, "bytes": None if _PARTIAL in text else list(text.encode())}
+def _token(token_id: int, logprob: float, of: Choice | Delta) -> dict[str, Any]:
+    """bytes: those that the token adds to the text, of which `token` shows what is no part of a character."""
+    text = of.token_texts.get(token_id, "")
+    return {"token": text, "logprob": logprob, "bytes": list(of.token_bytes.get(token_id, text.encode()))}
 
 
 def chunks(completion: Completion, event: Delta | Finished, begun: set[int]) -> Iterator[dict[str, Any]]:

@@ -12,9 +12,10 @@ from framesieve.v1 import encoder_pb2, generation_pb2
 from services.generation.request.request import FinishReason, Tokens
 from services.generation.rpc.arriving_item import Progress
 from services.generation.rpc.timing import Stage, StageClock
-from services.generation.sampling.detokenizer import Tokenizer
-from services.generation.sampling.params import SamplingRequest, check_stops
+from services.generation.sampling.detokenizer import REPLACEMENT, Tokenizer
+from services.generation.sampling.params import SamplingRequest, check_counts
 from services.generation.sampling.structured import ANY_OBJECT, MAX_SCHEMA_CHARACTERS
+from services.generation.sampling.token_bytes import token_bytes
 from services.generation.sampling.tool_calls import CallDelta, Tool, ToolUse
 
 _REASONS = {
@@ -28,7 +29,8 @@ _NS = 1e-9
 def sampling_request(request: generation_pb2.GenerateRequest) -> SamplingRequest:
     """Raises InvalidRequest for a value outside its range."""
     message = request.sampling
-    check_stops(len(message.stop), len(message.stop_token_ids))  # before copying what may be millions
+    # Before copying what may be millions.
+    check_counts(len(message.stop), len(message.stop_token_ids), len(message.logit_bias), len(message.bad_words))
     return SamplingRequest(
         max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
         temperature=message.temperature if message.HasField("temperature") else None,
@@ -45,6 +47,9 @@ def sampling_request(request: generation_pb2.GenerateRequest) -> SamplingRequest
         logprobs=message.logprobs,
         top_logprobs=message.top_logprobs,
         n=message.n if message.HasField("n") else 1,
+        min_new_tokens=message.min_new_tokens,
+        logit_bias=dict(message.logit_bias),
+        bad_words=tuple(message.bad_words),
         json_schema=_json_schema(message),
         tool_use=_tool_use(request),
     )
@@ -120,6 +125,7 @@ def delta_response(
     tokens: Tokens, choice_index: int, tokenizer: Tokenizer, calls: Sequence[CallDelta] = ()
 ) -> generation_pb2.GenerateResponse:
     named = {one for top in tokens.top_logprobs for one, _ in top}.union(tokens.token_ids) if tokens.logprobs else ()
+    texts = {one: tokenizer.decode([one], skip_special_tokens=False) for one in named}
     return generation_pb2.GenerateResponse(
         delta=generation_pb2.Delta(
             choice_index=choice_index,
@@ -130,7 +136,8 @@ def delta_response(
                 generation_pb2.TopLogprobs(token_ids=[one for one, _ in top], logprobs=[value for _, value in top])
                 for top in tokens.top_logprobs
             ],
-            token_texts={one: tokenizer.decode([one], skip_special_tokens=False) for one in named},
+            token_texts=texts,
+            token_bytes={one: token_bytes(tokenizer, one, text) for one, text in texts.items() if REPLACEMENT in text},
             tool_calls=[
                 generation_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
                 for call in calls

@@ -45,6 +45,7 @@ from services.generation.rpc.metrics import (
 )
 from services.generation.rpc.prompt_limit import PromptLimit
 from services.generation.rpc.timing import Stage, StageClock, record_stages
+from services.generation.sampling.banned import spellings
 from services.generation.sampling.defaults import SamplingDefaults
 from services.generation.sampling.detokenizer import Detokenizer, Tokenizer
 from services.generation.sampling.params import SamplingRequest
@@ -106,6 +107,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._check_tools(request.prompt, wanted.tool_use)
         adapter = self._adapters.find(request.adapter) if request.HasField("adapter") else None
         grammar = await self._grammar(wanted) if wanted.is_held else None
+        bad_words = await asyncio.to_thread(spellings, self._tokenizer, wanted.bad_words) if wanted.bad_words else ()
         if adapter:
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
         call = passed_on(context, self._credentials)
@@ -115,7 +117,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             plan, prunings, kept_counts = session.plan, session.prunings, session.kept_counts
             answer_tokens = self._limit.answer_tokens(plan, prunings, kept_counts, wanted.max_new_tokens)
             usage = usage_message(plan, prunings, kept_counts)
-            first, *others = wanted.resolve(self._defaults, answer_tokens, grammar)
+            first, *others = wanted.resolve(self._defaults, answer_tokens, grammar, bad_words)
             events = Events(self._inbox, 1 + len(others))
             keys, listener = session.media_keys, events.listener
             question = Request(
@@ -179,7 +181,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return await asyncio.to_thread(self._grammars.compile, wanted.json_schema, wanted.tool_use)
 
     def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:
-        return Detokenizer(self._tokenizer, sampling.stop)
+        return Detokenizer(self._tokenizer, sampling.stop, sampling.min_new_tokens)
 
     async def _fetch(
         self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events

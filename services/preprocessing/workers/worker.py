@@ -19,6 +19,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+import av.subtitles.stream  # noqa: F401  PyAV 18.1 imports it with the first stream, when no more files may be read
 import numpy as np
 from numpy.typing import NDArray
 
