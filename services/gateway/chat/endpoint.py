@@ -79,7 +79,7 @@ async def _sent(
                     finished.append(event)
                 if not isinstance(event, Accepted | Progress):
                     for chunk in chunks(completion, event, begun):
-                        yield _data(chunk)
+                        yield _data(chunk | {"usage": None} if include_usage else chunk)
         usage, timings = cost_of(finished)
         _count(usage)
         if include_usage:
@@ -93,7 +93,8 @@ async def _sent(
 
 
 def _data(value: object) -> dict[str, str]:
-    return {"data": json.dumps(value, ensure_ascii=False, separators=(",", ":"))}
+    # In ASCII: some clients split lines at U+0085, U+2028 and U+2029, too.
+    return {"data": json.dumps(value, separators=(",", ":"))}
 
 
 def _count(usage: Usage) -> None:
