@@ -250,10 +250,8 @@ def _set_part(message: prompt_pb2.Part, part: Part, budget: _InlineBudget) -> No
     match part:
         case Text():
             message.MergeFrom(_message(prompt_pb2.Part, text=part.text))
-        case Image():
-            sampling = _message(prompt_pb2.FrameSampling, max_pixels=part.max_pixels)
-            _set_media(message.image, part, sampling, budget)
-        case Video():
+        case Image() | Video():
+            media = message.image if isinstance(part, Image) else message.video
             sampling = _message(
                 prompt_pb2.FrameSampling,
                 fps=part.fps,
@@ -266,9 +264,9 @@ def _set_part(message: prompt_pb2.Part, part: Part, budget: _InlineBudget) -> No
                 num_frames=part.num_frames,
                 frame_indices=part.frame_indices or (),
             )
-            _set_media(message.video, part, sampling, budget)
+            _set_media(media, part, sampling, budget)
             if part.pruning is not None:
-                message.video.pruning.CopyFrom(pruning_message(part.pruning))
+                media.pruning.CopyFrom(pruning_message(part.pruning))
 
 
 def _set_media(
@@ -283,7 +281,7 @@ def _set_media(
     elif part.server_path is not None:
         message.MergeFrom(_message(prompt_pb2.Media, path=part.server_path))
     elif part.url is not None:
-        budget.take_file(len(part.url), f"{type(part).__name__}.url")  # a data: URI may be long
+        budget.take_file(len(part.url), f"{type(part).__name__}.url")  # a data: URL may be long
         message.MergeFrom(_message(prompt_pb2.Media, url=part.url))
     elif part.path is not None:
         message.data = budget.read(part.path)

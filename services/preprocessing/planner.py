@@ -30,6 +30,7 @@ from services.preprocessing.video.pictures import (
     Picture,
     PictureFrames,
     PictureIndex,
+    is_picture,
     read_picture,
     read_pictures,
 )
@@ -47,6 +48,13 @@ class MediaUrl:
 
 
 @dataclass(frozen=True, slots=True)
+class FileUrl:
+    """A file URL, by the path in it."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class MediaFile:
     """A file that follows the prompt, which the caller receives before planning."""
 
@@ -57,6 +65,7 @@ class MediaFile:
 class MediaRequest:
     """One media item of a prompt.
 
+    modality: what the caller takes it for. What it is, its bytes decide, see `Planner.plan`.
     location: its bytes, its path below the media root, its embeddings, its URL, the file that follows the prompt, or
         the source of a fetched or received file.
     frames: of a video whose file is pictures, one after the other.
@@ -64,7 +73,7 @@ class MediaRequest:
 
     name: str
     modality: Modality
-    location: bytes | str | Embeds | MediaUrl | MediaFile | Source = field(repr=False)
+    location: bytes | str | Embeds | MediaUrl | FileUrl | MediaFile | Source = field(repr=False)
     sampling: FrameSampling
     frames: PictureFrames | None = None
 
@@ -103,6 +112,16 @@ class PlannedPrompt:
     media: tuple[PlannedMedia, ...]
     files: ExitStack
     plan_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A media item whose modality is known. source: None for embeddings. picture: of an image."""
+
+    request: MediaRequest
+    modality: Modality
+    source: Source | None = None
+    picture: Picture | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,6 +185,7 @@ class Planner:
     def plan(self, conversation: Conversation, readers: Readers = Readers()) -> PlannedPrompt:
         """Opens the media and lays the prompt out. The caller closes the result's files.
 
+        The bytes decide whether media are images or videos; animations, which are both, are what the request says.
         Takes ownership of the conversation's sources, and closes them if it raises.
         Raises InvalidRequest, MediaRejected, MediaForbidden, PromptTooLong and Overloaded, and what the readers raise.
         """
@@ -174,26 +194,38 @@ class Planner:
             for request in conversation.media:
                 if isinstance(request.location, Source):
                     files.callback(request.location.close)
-            is_image = [request.modality is Modality.IMAGE for request in conversation.media]
+            opened = [self._open(request, files, readers) for request in conversation.media]
+            is_image = [each.modality is Modality.IMAGE for each in opened]
             items = [
-                self._open(request, files, readers, sum(is_image[:place]), sum(is_image))
-                for place, request in enumerate(conversation.media)
+                self._item(each, readers, sum(is_image[:place]), sum(is_image)) for place, each in enumerate(opened)
             ]
-            plan = self._lay_out(conversation, items, readers.check_cancelled)
+            turns = _with_modalities(conversation.turns, [each.modality for each in opened])
+            plan = self._lay_out(replace(conversation, turns=turns), items, readers.check_cancelled)
             media = tuple(item.planned for item in items)
             return PlannedPrompt(plan, media, files.pop_all(), time.perf_counter() - start)
 
-    def _open(self, request: MediaRequest, files: ExitStack, readers: Readers, image_index: int, images: int) -> _Item:
+    def _open(self, request: MediaRequest, files: ExitStack, readers: Readers) -> _Opened:
         readers.check_cancelled()
-        if request.modality not in self._family.placeholders:
-            known = " and ".join(f"{modality.value}s" for modality in self._family.placeholders)
-            raise InvalidRequest(f"{request.name} is not supported: this model takes {known} only")
         if isinstance(request.location, Embeds):
-            return _named(request, partial(self._embeds, request.location, image_index))
+            return _Opened(request, request.modality)
         self._check_max_pixels(request)
         source = self._source(request, files, readers.check_cancelled)
-        if request.modality is Modality.IMAGE:
-            make = partial(self._image, source, readers.picture(source), request, image_index, images)
+        if request.frames is not None or not is_picture(source.head):
+            return _Opened(request, Modality.VIDEO, source)
+        picture = readers.picture(source)
+        if picture.moves and request.modality is Modality.VIDEO:
+            return _Opened(request, Modality.VIDEO, source)
+        return _Opened(request, Modality.IMAGE, source, picture)
+
+    def _item(self, opened: _Opened, readers: Readers, image_index: int, images: int) -> _Item:
+        request, source = opened.request, opened.source
+        if opened.modality not in self._family.placeholders:
+            known = " and ".join(f"{modality.value}s" for modality in self._family.placeholders)
+            raise InvalidRequest(f"{request.name} is not supported: this model takes {known} only")
+        if source is None:
+            make = partial(self._embeds, request, image_index)
+        elif opened.picture is not None:
+            make = partial(self._image, source, opened.picture, request, image_index, images)
         elif request.frames is not None:
             source = replace(source, digest=_digest_of_pictures(source.digest, request.frames.ends))
             make = partial(self._pictures, source, readers.pictures(source, request.frames.ends), request)
@@ -207,16 +239,20 @@ class Planner:
                 return fetched
             case bytes() as data:
                 source = bytes_source(request.name, data)
-            case str() as path:
-                source = path_source(
-                    request.name, path, self._media_root, check_cancelled, self._media_max_bytes, self._known
-                )
+            case str() | FileUrl():
+                source = self._file_below_root(request.name, request.location, check_cancelled)
             case _:
                 raise AssertionError(f"{request.name} was neither fetched nor received")
         files.callback(source.close)
         return source
 
-    def _embeds(self, embeds: Embeds, image_index: int) -> _Item:
+    def _file_below_root(self, name: str, location: str | FileUrl, check_cancelled: Callable[[], None]) -> Source:
+        path, field = (location.path, "url") if isinstance(location, FileUrl) else (location, "path")
+        return path_source(name, path, self._media_root, check_cancelled, self._media_max_bytes, self._known, field)
+
+    def _embeds(self, request: MediaRequest, image_index: int) -> _Item:
+        embeds = request.location
+        assert isinstance(embeds, Embeds)
         base = embeds.time_base(self._family.frame_bounds.temporal_patch)
         content = (b"embeds", embeds.digest, str(embeds.grid).encode(), _packed(base))
         if embeds.modality is Modality.IMAGE:
@@ -343,6 +379,15 @@ class Planner:
         for part in (*item.content, self._fingerprint):
             digest.update(struct.pack("<q", len(part)) + part)
         return digest.digest()
+
+
+def _with_modalities(turns: Sequence[Turn], modalities: Sequence[Modality]) -> tuple[Turn, ...]:
+    """The turns with these modalities in place of those that the request said."""
+    known = iter(modalities)
+    return tuple(
+        replace(turn, parts=tuple(next(known) if isinstance(part, Modality) else part for part in turn.parts))
+        for turn in turns
+    )
 
 
 def _named(request: MediaRequest, make: Callable[[], _Item]) -> _Item:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import signal
 import subprocess
@@ -13,9 +14,13 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import av
 import httpx
+import numpy as np
 import openai
+import PIL.Image
 import pytest
 
 from common.process import free_port
@@ -202,6 +207,23 @@ async def test_the_bytes_of_tokens_add_up_to_the_text(door: Gateway) -> None:
     assert data.decode(errors="replace") == choice.message.content
 
 
+SPLITTING = "a\u2028b\u2029c\u0085d"
+
+
+def test_chunks_of_a_stream_are_lines_of_ascii_and_have_no_usage_but_the_last(http: httpx.Client) -> None:
+    schema = {"type": "object", "properties": {SPLITTING: {"const": 1}}, "required": [SPLITTING]}
+    body = question("Why?", stream=True, stream_options={"include_usage": True}, max_tokens=100)
+    body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    lines = http.post("/v1/chat/completions", json=body).raise_for_status().text.splitlines()
+    *chunks, done = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert done == "[DONE]"
+    *chunks, last = map(json.loads, chunks)
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["usage"]["completion_tokens"] > 0
+    text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    assert json.loads(text).keys() >= {SPLITTING}
+
+
 async def test_a_model_is_the_checkpoint_or_an_adapter(stack: LocalStack, http: httpx.Client) -> None:
     async with FramesieveClient(stack.address) as client:
         for name, adapter in ((SERVED_NAME, None), ("large", "large")):
@@ -282,7 +304,11 @@ def test_a_wrong_field_is_named(http: httpx.Client, change: Any, status: int, fi
     ("part", "status", "why"),
     [
         (video("ftp://host/a.mp4"), 400, "messages[0].content[1].video_url.url must start with https://"),
-        (video("data:video/mp4;base64,é"), 400, "messages[0].content[1].video_url.url is not base64"),
+        (
+            video("data:video/mp4;base64,é"),
+            400,
+            "messages[0].content[1].video_url.url must be data:[type][;base64],… in ASCII",
+        ),
         (video(data_url("video/mp4", b"no video")), 400, "messages[0].content[1]"),
         (video("http://127.0.0.1/a.mp4"), 403, "messages[0].content[1].video_url.url"),
         (video(CLIP_URL, mm_processor_kwargs={"fps": 0.0}), 400, "messages[0].content[1].mm_processor_kwargs.fps must"),
@@ -291,7 +317,8 @@ def test_a_wrong_field_is_named(http: httpx.Client, change: Any, status: int, fi
             400,
             "messages[0].content[1] holds 4 frames, and frames_indices of media_io_kwargs.video 1",
         ),
-        (image(PICTURE_URL, pruning={"rate": 0.5}), 400, "messages[0].content[1].pruning must not be set"),
+        (video("file:///etc/passwd"), 403, "messages[0].content[1].url '/etc/passwd' lies outside --media-root"),
+        (video("file://elsewhere/a.mp4"), 403, "messages[0].content[1].url must name no host, got 'elsewhere'"),
         ({"type": "file", "file": {"file_id": "file-1"}}, 404, "file_id 'file-1' names no file"),
         ({"type": "file", "file": {}}, 400, "messages[0].content[1].file must have exactly one of"),
     ],
@@ -304,6 +331,75 @@ def test_wrong_media_are_named_before_a_stream_begins(
     answer = http.post("/v1/chat/completions", json=question("What is", part, stream=stream))
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"].startswith(why)
+
+
+def moving(kind: str) -> bytes:
+    """An animation of three pictures."""
+    first, *others = (PIL.Image.open(io.BytesIO(picture)).convert("RGB") for picture in FRAMES[:3])
+    file = io.BytesIO()
+    first.save(file, kind, save_all=True, append_images=others, duration=500)
+    return file.getvalue()
+
+
+def in_container(container: str) -> bytes:
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as output:
+        stream = output.add_stream("mpeg4" if container != "flv" else "flv1", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 112, 112, "yuv420p"
+        for number in range(8):
+            pixels = np.full((112, 112, 3), 20 * number, np.uint8)
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        output.mux(stream.encode())
+    return file.getvalue()
+
+
+SAME_MEDIA = {
+    "moving.gif": (moving("GIF"), "image", "video"),
+    "moving.avif": (moving("AVIF"), "image", "video"),
+    "moving.png": (moving("PNG"), "image", "video"),
+    "still.gif": (media.picture(112, 112), "image", "image"),
+    "clip.mts": (in_container("mpegts"), "video", "video"),
+    "clip.3gp": (in_container("3gp"), "video", "video"),
+    "clip.mkv": (in_container("matroska"), "video", "video"),
+    "clip.flv": (in_container("flv"), "video", "video"),
+}
+
+
+@pytest.mark.parametrize("name", SAME_MEDIA)
+async def test_a_medium_is_the_same_from_every_source(
+    stack: LocalStack, http: httpx.Client, media_root: Path, fetch_port: int, name: str
+) -> None:
+    """Of wrong names and types, too."""
+    data, in_image_url, elsewhere = SAME_MEDIA[name]
+    (media_root / name).write_bytes(data)
+    inline = data_url("application/octet-stream", data)
+    head, body = inline.split(",")
+    urls = [
+        inline,
+        data_url("image/jpeg", data),
+        f"{head},{quote(body, safe='')}",
+        f"http://localhost:{fetch_port}/{name}",
+        f"http://localhost:{fetch_port}/photo.jpg?x={name}",
+        f"file://{media_root}/{name}",
+        f"file://localhost{quote(str(media_root))}/{quote(name, safe='')}",
+    ]
+    kept = http.post("/v1/files", files={"file": ("photo.jpg", data, "image/jpeg")}).raise_for_status().json()
+    files = [{"file_data": inline}, {"file_data": body, "filename": name}, {"file_id": kept["id"]}]
+    async with serving(ok(data), port=fetch_port), FramesieveClient(stack.address) as client:
+
+        def found(*parts: Any) -> set[str]:
+            answer = http.post("/v1/chat/completions", json=question(*parts, "?", max_tokens=1))
+            items = answer.raise_for_status().json()["usage"]["framesieve"]["media"]
+            return {f"{item['modality']} {item['grid']}" for item in items}
+
+        images = await asyncio.to_thread(found, *map(image, urls))
+        others = await asyncio.to_thread(found, *map(video, urls), *({"type": "file", "file": file} for file in files))
+        by_client = await client.ask([media_root / name, *urls[1:], Video(server_path=name)], "?", max_new_tokens=1)
+    assert [len(images), len(others)] == [1, 1]
+    assert images.pop().startswith(in_image_url)
+    assert others.pop().startswith(elsewhere)
+    assert {item.modality.value for item in by_client.usage.media} == {elsewhere}
+    http.delete(f"/v1/files/{kept['id']}")
 
 
 def test_broken_and_large_bodies_and_unknown_paths_have_a_status(http: httpx.Client) -> None:

@@ -1,25 +1,20 @@
-"""Content parts as parts of a prompt. What a part holds follows from its MIME type, not from the part's name.
+"""Content parts as parts of a prompt. The bytes say whether a part is an image or a video, neither its name nor a type.
 
-data:video/mp4;base64,…              a video
-data:image/png;base64,…              an image, also in a video_url
-data:video/jpeg;base64,…,…,…         a video whose frames are pictures; media_io_kwargs say when each is shown
-https://host/clip.mp4?…              by its suffix; without one that is known, by the part's name
-an uploaded file                     by the type that it was uploaded with
+An animation (GIF, APNG, animated AVIF) is both: its first picture in an image_url, a video elsewhere. Preprocessing
+reads the bytes. The one type with a meaning is that of a video whose frames are pictures:
+
+data:video/jpeg;base64,…,…,…         media_io_kwargs say when each is shown
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import mimetypes
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
-from urllib.parse import unquote_to_bytes
 
+from common.contract.data_urls import DataUrl, parse_data_url
 from common.contract.errors import InvalidRequest
 from common.contract.retention import Pruning
-from framesieve.client.prompt import Frames, Image, Message, Part, Text, Video, names_image
+from framesieve.client.prompt import Frames, Image, Message, Part, Text, Video
 from framesieve.client.tools import ToolCall
 from services.gateway.chat.names import FieldNames, MediaNames
 from services.gateway.chat.request import (
@@ -37,20 +32,12 @@ from services.gateway.chat.request import (
 
 _FRAMES = "video/jpeg"
 """Not a video format: vLLM's name for a list of pictures."""
-_ANIMATED = ("image/gif", "image/apng", "image/avif")
-"""Images that are videos where a part asks for one."""
 
 
-Uploads: TypeAlias = Callable[[str], tuple[str, str]]
-"""The path below preprocessing's --media-root and the MIME type of an uploaded file. Raises InvalidRequest."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Where media come from, for Image and Video. type: the MIME type, "" where it is unknown."""
-
-    type: str
-    given: Mapping[str, Any]
+Uploads: TypeAlias = Callable[[str], str]
+"""The path below preprocessing's --media-root of an uploaded file. Raises InvalidRequest."""
+Source: TypeAlias = dict[str, Any]
+"""Where media come from, for Image and Video."""
 
 
 def conversation(request: ChatRequest, uploads: Uploads, names: FieldNames) -> list[Message]:
@@ -128,17 +115,14 @@ def _parts(message: ChatMessage, name: str, request: ChatRequest, uploads: Uploa
 
 def _media(part: MediaPart, name: str, request: ChatRequest, uploads: Uploads) -> Image | Video:
     source = _source(part, name, uploads)
-    asks_for_video = isinstance(part, VideoURLPart | InputVideoPart)
-    if _is_image(source, asks_for_video):
-        _check_image(part, name)
-        return Image(**source.given, max_pixels=_chosen(request, part).get("max_pixels"))
     pruning = _own_pruning(part, name)
-    if source.type == _FRAMES:
+    if "pictures" in source:
         reading = _reading(request, part)
-        times = _times(len(source.given["pictures"]), reading, name)
+        times = _times(len(source["pictures"]), reading, name)
         chosen = {"num_frames": reading.get("num_frames")} | _chosen(request, part)
-        return Video(frames=Frames(source.given["pictures"], times), **chosen, pruning=pruning)
-    return Video(**source.given, **_read(_reading(request, part)), **_chosen(request, part), pruning=pruning)
+        return Video(frames=Frames(source["pictures"], times), **chosen, pruning=pruning)
+    kind = Image if isinstance(part, ImageURLPart) else Video
+    return kind(**source, **_read(_reading(request, part)), **_chosen(request, part), pruning=pruning)
 
 
 def _own_pruning(part: MediaPart, name: str) -> Pruning | None:
@@ -146,22 +130,6 @@ def _own_pruning(part: MediaPart, name: str) -> Pruning | None:
         return part.pruning.parsed() if part.pruning else None
     except InvalidRequest as error:
         raise InvalidRequest(f"{name}.{error}") from None
-
-
-def _check_image(part: MediaPart, name: str) -> None:
-    useless = "pruning" if part.pruning else "media_io_kwargs" if part.media_io_kwargs else ""
-    if part.mm_processor_kwargs and not useless:
-        useless = next(
-            (f"mm_processor_kwargs.{each}" for each in part.mm_processor_kwargs.model_fields_set - {"max_pixels"}), ""
-        )
-    if useless:
-        raise InvalidRequest(f"{name}.{useless} must not be set: the part is an image")
-
-
-def _is_image(source: _Source, asks_for_video: bool) -> bool:
-    if source.type.startswith("image/"):
-        return not (asks_for_video and source.type in _ANIMATED)
-    return False if source.type.startswith("video/") else not asks_for_video
 
 
 def _reading(request: ChatRequest, part: MediaPart) -> dict[str, Any]:
@@ -207,58 +175,45 @@ def _times(frames: int, reading: Mapping[str, Any], name: str) -> tuple[float, .
     return tuple(place * step_s for place in places)
 
 
-def _source(part: MediaPart, name: str, uploads: Uploads) -> _Source:
+def _source(part: MediaPart, name: str, uploads: Uploads) -> Source:
     match part:
         case ImageURLPart():
-            return _located(part.image_url, f"{name}.image_url", "image/")
+            return _located(part.image_url, f"{name}.image_url")
         case VideoURLPart():
-            return _located(part.video_url, f"{name}.video_url", "video/")
+            return _located(part.video_url, f"{name}.video_url")
         case InputVideoPart():
-            return _located(part.input_video, f"{name}.input_video", "video/")
+            return _located(part.input_video, f"{name}.input_video")
         case FilePart():
             return _filed(part, f"{name}.file", uploads)
 
 
-def _located(location: Location | str, name: str, usual: str) -> _Source:
+def _located(location: Location | str, name: str) -> Source:
     name, url = (name, location) if isinstance(location, str) else (f"{name}.url", location.url)
-    scheme = url.partition(":")[0].lower()
-    if scheme == "data":
-        return _inline(url, name)
-    if scheme in ("http", "https"):
-        return _Source("image/" if names_image(url) else mimetypes.guess_type(url)[0] or usual, {"url": url})
-    raise InvalidRequest(f"{name} must start with https://, http:// or data:, got {url[:40]!r}")
+    match url.partition(":")[0].lower():
+        case "data":
+            return _inline(url, name)
+        case "http" | "https" | "file":
+            return {"url": url}
+    raise InvalidRequest(f"{name} must start with https://, http://, file:// or data:, got {url[:40]!r}")
 
 
-def _inline(url: str, name: str) -> _Source:
-    """Source: RFC 2397."""
-    head, comma, body = url.partition(",")
-    if not comma:
-        raise InvalidRequest(f"{name} must be data:<type>;base64,<bytes>, and has no comma")
-    kind, *parameters = head.removeprefix("data:").removeprefix("DATA:").split(";")
-    is_base64 = bool(parameters) and parameters[-1].strip().lower() == "base64"
-    kind = kind.strip().lower()
-    if kind == _FRAMES:
-        if not is_base64:
-            raise InvalidRequest(f"{name} must be base64: frames are separated by commas")
-        return _Source(kind, {"pictures": tuple(_decoded(frame, name) for frame in body.split(","))})
-    return _Source(kind, {"data": _decoded(body, name) if is_base64 else unquote_to_bytes(body)})
-
-
-def _decoded(text: str, name: str) -> bytes:
+def _inline(url: str, name: str) -> Source:
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InvalidRequest(f"{name} is not base64: {error}") from None
+        found = parse_data_url(url)
+        return {"pictures": found.files} if found.type == _FRAMES else {"data": found.data}
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name} {error}") from None
 
 
-def _filed(part: FilePart, name: str, uploads: Uploads) -> _Source:
+def _filed(part: FilePart, name: str, uploads: Uploads) -> Source:
     file = part.file
     if (file.file_data is None) == (file.file_id is None):
         raise InvalidRequest(f"{name} must have exactly one of file_data and file_id")
-    if file.file_data is not None:
-        if file.file_data.startswith("data:"):
-            return _inline(file.file_data, f"{name}.file_data")
-        kind = mimetypes.guess_type(file.filename or "")[0] or "video/"
-        return _Source(kind, {"data": _decoded(file.file_data, f"{name}.file_data")})
-    path, kind = uploads(file.file_id or "")
-    return _Source(kind, {"server_path": path})
+    if file.file_data is None:
+        return {"server_path": uploads(file.file_id or "")}
+    if file.file_data[:5].lower() == "data:":
+        return _inline(file.file_data, f"{name}.file_data")
+    try:
+        return {"data": DataUrl("", is_base64=True, body=file.file_data.encode()).data}
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}.file_data {error}") from None

@@ -119,7 +119,8 @@ async def _sent(
 
 
 def _data(value: object) -> dict[str, str]:
-    return {"data": json.dumps(value, ensure_ascii=False, separators=(",", ":"))}
+    # In ASCII: some clients split lines at U+0085, U+2028 and U+2029, too.
+    return {"data": json.dumps(value, separators=(",", ":"))}
 
 
 def _count(usage: Usage) -> None:

@@ -11,15 +11,16 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
-from common.contract.errors import InvalidRequest, MediaRejected
+from common.contract.data_urls import parse_data_url
+from common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected
 from common.contract.limits import MAX_INLINE_BYTES
 from common.contract.plan import Grid, Modality, PromptPlan
 from common.contract.requests import check_inline_bytes, check_prompt
 from common.contract.tensors import DType, pieces
 from common.contract.wire import ago_s, fill_chunk, plan_messages, tensor_digest
 from framesieve.v1 import preprocessing_pb2, prompt_pb2
-from services.preprocessing.fetch.urls import decode_data_uri
-from services.preprocessing.planner import Conversation, MediaFile, MediaRequest, MediaUrl
+from services.preprocessing.fetch.urls import file_path
+from services.preprocessing.planner import Conversation, FileUrl, MediaFile, MediaRequest, MediaUrl
 from services.preprocessing.prompt.embeds import Embeds
 from services.preprocessing.prompt.tokens import Tool, ToolCall, Turn
 from services.preprocessing.video.pictures import PictureFrames
@@ -39,13 +40,13 @@ _ROLES = {
     prompt_pb2.ROLE_TOOL: "tool",
 }
 _MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO}
-_TIME_FIELDS = ("fps", "min_frames", "max_frames", "start_s", "end_s", "allow_truncated", "num_frames", "frame_indices")
 
 
 def conversation_of(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_BYTES) -> Conversation:
-    """Checks a prompt. Decodes data URIs, so call it outside the event loop's thread.
+    """Checks a prompt. Decodes data URLs, so call it outside the event loop's thread.
 
-    Raises InvalidRequest with the field that is missing, empty or too large; MediaRejected for an empty data URI.
+    Raises InvalidRequest with the field that is missing, empty or too large; MediaRejected for an empty data URL;
+    MediaForbidden for a file URL with a host.
     """
     check_prompt(prompt, max_inline_bytes)
     if not prompt.messages:
@@ -152,7 +153,7 @@ def _media(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaReque
             location = _location(media.url, name)
         elif source == "data_bytes":
             location = MediaFile(media.data_bytes)
-        return MediaRequest(name, modality, location, _sampling(media.frame_sampling, modality, name))
+        return MediaRequest(name, modality, location, _sampling(media.frame_sampling, name))
     if media.HasField("frame_sampling"):
         raise InvalidRequest(f"{name}.frame_sampling must not be set with embeds, which have no frames")
     return MediaRequest(name, modality, _embeds(media.embeds, modality, name), FrameSampling())
@@ -171,17 +172,21 @@ def _frames(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaRequ
     except InvalidRequest as error:
         raise InvalidRequest(f"{name}.{error}") from error
     location = MediaFile(ends[-1]) if sizes else b"".join(pictures)
-    return MediaRequest(name, modality, location, _sampling(media.frame_sampling, modality, name), frames)
+    return MediaRequest(name, modality, location, _sampling(media.frame_sampling, name), frames)
 
 
-def _location(url: str, name: str) -> MediaUrl | bytes:
-    """A URL to fetch, or the bytes of a data URI."""
-    if url[:5].lower() != "data:":
-        return MediaUrl(url)
+def _location(url: str, name: str) -> MediaUrl | FileUrl | bytes:
+    """A URL to fetch, the path of a file URL, or the bytes of a data URL."""
     try:
-        data = decode_data_uri(url)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{name}.url {error}") from error
+        match url.partition(":")[0].lower():
+            case "data":
+                data = parse_data_url(url).data
+            case "file":
+                return FileUrl(file_path(url))
+            case _:
+                return MediaUrl(url)
+    except (InvalidRequest, MediaForbidden) as error:
+        raise type(error)(f"{name}.url {error}") from error
     if not data:
         raise MediaRejected(f"{name}.url is empty")
     return data
@@ -211,13 +216,10 @@ def _embeds(message: prompt_pb2.MediaEmbeds, modality: Modality, name: str) -> E
         raise InvalidRequest(f"{name}.{error}") from error
 
 
-def _sampling(message: prompt_pb2.FrameSampling, modality: Modality, name: str) -> FrameSampling:
+def _sampling(message: prompt_pb2.FrameSampling, name: str) -> FrameSampling:
     given = {field.name: value for field, value in message.ListFields()}
     if message.frame_indices:
         given["frame_indices"] = tuple(message.frame_indices)
-    useless = [field for field in _TIME_FIELDS if field in given]
-    if modality is Modality.IMAGE and useless:
-        raise InvalidRequest(f"{name}.frame_sampling.{useless[0]} is for videos only, an image has no frames to sample")
     try:
         return FrameSampling(**given)
     except InvalidRequest as error:
