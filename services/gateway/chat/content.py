@@ -35,6 +35,9 @@ _FRAMES = "video/jpeg"
 """Not a video format: vLLM's name for a list of pictures."""
 _ANIMATED = ("image/gif", "image/apng", "image/avif")
 """Images that are videos where a part asks for one."""
+_MAX_FRAMES = 768
+"""Of a video, as FrameSampling has them."""
+_COUNTS = {"fps", "num_frames", "min_frames", "max_frames"}
 
 
 Uploads: TypeAlias = Callable[[str], tuple[str, str]]
@@ -77,9 +80,10 @@ def _media(part: MediaPart, name: str, request: ChatRequest, uploads: Uploads) -
     if source.type == _FRAMES:
         reading = _reading(request, part)
         times = _times(len(source.given["pictures"]), reading, name)
-        chosen = {"num_frames": reading.get("num_frames")} | _chosen(request, part)
-        return Video(frames=Frames(source.given["pictures"], times), **chosen, pruning=pruning)
-    return Video(**source.given, **_read(_reading(request, part)), **_chosen(request, part), pruning=pruning)
+        count = {"num_frames": reading["num_frames"]} if "num_frames" in reading else {}
+        sampling = _read(count, _chosen(request, part))
+        return Video(frames=Frames(source.given["pictures"], times), **sampling, pruning=pruning)
+    return Video(**source.given, **_read(_reading(request, part), _chosen(request, part)), pruning=pruning)
 
 
 def _check_image(part: MediaPart, name: str) -> None:
@@ -115,10 +119,23 @@ def _chosen(request: ChatRequest, part: MediaPart) -> dict[str, Any]:
     }
 
 
-def _read(reading: Mapping[str, Any]) -> dict[str, Any]:
-    """media_io_kwargs.video as fields of Video."""
+def _read(reading: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """media_io_kwargs.video as fields of Video, before those of mm_processor_kwargs, which count more.
+
+    Read is the least of num_frames, of what fps asks for, and of what there is; neither is a bound at 0 or below.
+    Source: `compute_frames_index_to_sample` of vLLM's video loader.
+    """
     names = {"frames_indices": "frame_indices", "duration": "end_s"}
-    return {names.get(name, name): value for name, value in reading.items()}
+    read = {names.get(name, name): value for name, value in reading.items() if name not in ("fps", "num_frames")}
+    fps, frames = reading.get("fps") or 0.0, reading.get("num_frames")
+    most = min(frames, _MAX_FRAMES) if frames is not None and frames > 0 else _MAX_FRAMES
+    if fps > 0:
+        read |= {"fps": fps} if frames is None else {"fps": fps, "min_frames": 1, "max_frames": most}
+    elif chosen.keys() & _COUNTS:
+        read |= {"max_frames": most} if frames is not None and frames > 0 and "num_frames" not in chosen else {}
+    elif frames is not None and (frames > 0 or "frame_indices" not in read):
+        read["num_frames"] = most
+    return read | dict(chosen)
 
 
 def _times(frames: int, reading: Mapping[str, Any], name: str) -> tuple[float, ...]:
@@ -129,9 +146,10 @@ def _times(frames: int, reading: Mapping[str, Any], name: str) -> tuple[float, .
     places = reading.get("frames_indices") or range(frames)
     if len(places) != frames:
         raise InvalidRequest(f"{name} holds {frames} frames, and frames_indices of media_io_kwargs.video {len(places)}")
-    if "fps" in reading and "duration" in reading:
+    fps = reading.get("fps") or 0.0
+    if fps > 0 and "duration" in reading:
         raise InvalidRequest("media_io_kwargs.video.duration must not be set with fps: each gives the time of a frame")
-    step_s = reading["duration"] / frames if "duration" in reading else 1 / (reading.get("fps") or 1.0)
+    step_s = reading["duration"] / frames if "duration" in reading else 1 / (fps if fps > 0 else 1.0)
     return tuple(place * step_s for place in places)
 
 
