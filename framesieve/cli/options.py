@@ -64,7 +64,9 @@ MaxFramesOption = Annotated[
 ]
 NumFramesOption = Annotated[
     int | None,
-    typer.Option(help="Number of frames to sample, evenly spaced, in place of --fps.", rich_help_panel=_MEDIA),
+    typer.Option(
+        help="Number of frames, evenly spaced, or all if there are fewer; in place of --fps.", rich_help_panel=_MEDIA
+    ),
 ]
 MaxPixelsOption = Annotated[
     int | None,

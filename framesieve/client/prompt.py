@@ -162,7 +162,7 @@ class Video(_Media):
     frames: pictures, sent with the request; all of them are used unless sampling is set.
     fps, min_frames, max_frames, max_pixels (per frame): None: the checkpoint's default.
     start_s, end_s: the part to sample, in seconds; None: from the start, to the end.
-    num_frames: exactly so many, evenly spaced; not together with fps, min_frames or max_frames.
+    num_frames: so many, evenly spaced, or all if there are fewer; not together with fps, min_frames or max_frames.
     frame_indices: exactly these frames, counted from 0, increasing; not together with the fields above but max_pixels.
     allow_truncated: take a file that was cut off, even if more than a tenth of its frames is missing.
         None of these is allowed with embeds, which have no frames.

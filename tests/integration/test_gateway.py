@@ -94,6 +94,30 @@ SAME = {
         [video(CLIP_URL, media_io_kwargs={"video": {"frames_indices": [0, 5, 6, 15]}}), "?"],
         [user(Video(data=CLIP, frame_indices=(0, 5, 6, 15)), Text("?"))],
     ),
+    "as many frames as there are": (
+        [video(CLIP_URL, media_io_kwargs={"video": {"num_frames": 100}}), "?"],
+        [user(Video(data=CLIP, num_frames=16), Text("?"))],
+    ),
+    "all frames": (
+        [video(CLIP_URL, media_io_kwargs={"video": {"num_frames": -1, "fps": -1}}), "?"],
+        [user(Video(data=CLIP, num_frames=16), Text("?"))],
+    ),
+    "a number of frames below what a rate asks for": (
+        [video(CLIP_URL, media_io_kwargs={"video": {"num_frames": 6, "fps": 2.0}}), "?"],
+        [user(Video(data=CLIP, num_frames=6), Text("?"))],
+    ),
+    "a rate that asks for less than a number of frames": (
+        [video(CLIP_URL, media_io_kwargs={"video": {"num_frames": 32, "fps": 0.5}}), "?"],
+        [user(Video(data=CLIP, num_frames=2), Text("?"))],
+    ),
+    "all frames read, and chosen by a rate": (
+        [video(CLIP_URL, media_io_kwargs={"video": {"num_frames": -1, "fps": 4}}, **FPS_1), "?"],
+        [user(Video(data=CLIP, fps=1, min_frames=2), Text("?"))],
+    ),
+    "all pictures": (
+        [video(data_url("video/jpeg", *FRAMES), media_io_kwargs={"video": {"num_frames": -1}}), "?"],
+        [user(Video(frames=Frames(FRAMES, (0.0, 1.0, 2.0, 3.0))), Text("?"))],
+    ),
     "pictures as frames, one a second": (
         [video(data_url("video/jpeg", *FRAMES)), "?"],
         [user(Video(frames=Frames(FRAMES, (0.0, 1.0, 2.0, 3.0))), Text("?"))],

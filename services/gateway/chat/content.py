@@ -32,6 +32,11 @@ from services.gateway.chat.request import (
 
 _FRAMES = "video/jpeg"
 """Not a video format: vLLM's name for a list of pictures."""
+_MAX_FRAMES = 768
+"""Of a video, as FrameSampling has them."""
+_COUNTS = {"fps", "num_frames", "min_frames", "max_frames"}
+_CHOSEN_NAMES = {"video_start": "start_s", "video_end": "end_s"}
+_READ_NAMES = {"frames_indices": "frame_indices", "duration": "end_s"}
 
 
 Uploads: TypeAlias = Callable[[str], str]
@@ -81,17 +86,19 @@ def _note(request: ChatRequest, message: ChatMessage, number: int, names: FieldN
     for place, part in enumerate(message.content):
         if isinstance(part, TextPart):
             continue
-        name = f"messages[{number}].content[{place}]"
+        here = f"messages[{number}].content[{place}]"
         sampling: dict[str, str] = {}
-        for of, given in (("", request), (f"{name}.", part)):
+        for of, given in (("", request), (f"{here}.", part)):
             if reading := given.media_io_kwargs and given.media_io_kwargs.video:
-                fields = _read({field: field for field in reading.model_fields_set})
-                sampling |= {ours: f"{of}media_io_kwargs.video.{theirs}" for ours, theirs in fields.items()}
+                for name in reading.model_fields_set:
+                    sampling[_READ_NAMES.get(name, name)] = f"{of}media_io_kwargs.video.{name}"
+                    if name == "num_frames":
+                        sampling["max_frames"] = sampling[name]
             if choice := given.mm_processor_kwargs:
-                fields = _chosen_names({field: field for field in choice.model_fields_set})
-                sampling |= {ours: f"{of}mm_processor_kwargs.{theirs}" for ours, theirs in fields.items()}
-        location = f"{name}.{_location_of(part)}"
-        names.media[number, place] = MediaNames(location, f"{name}.pruning" if part.pruning else "pruning", sampling)
+                for name in choice.model_fields_set:
+                    sampling[_CHOSEN_NAMES.get(name, name)] = f"{of}mm_processor_kwargs.{name}"
+        location = f"{here}.{_location_of(part)}"
+        names.media[number, place] = MediaNames(location, f"{here}.pruning" if part.pruning else "pruning", sampling)
 
 
 def _location_of(part: MediaPart) -> str:
@@ -119,10 +126,11 @@ def _media(part: MediaPart, name: str, request: ChatRequest, uploads: Uploads) -
     if "pictures" in source:
         reading = _reading(request, part)
         times = _times(len(source["pictures"]), reading, name)
-        chosen = {"num_frames": reading.get("num_frames")} | _chosen(request, part)
-        return Video(frames=Frames(source["pictures"], times), **chosen, pruning=pruning)
+        count = {"num_frames": reading["num_frames"]} if "num_frames" in reading else {}
+        sampling = _read(count, _chosen(request, part))
+        return Video(frames=Frames(source["pictures"], times), **sampling, pruning=pruning)
     kind = Image if isinstance(part, ImageURLPart) else Video
-    return kind(**source, **_read(_reading(request, part)), **_chosen(request, part), pruning=pruning)
+    return kind(**source, **_read(_reading(request, part), _chosen(request, part)), pruning=pruning)
 
 
 def _own_pruning(part: MediaPart, name: str) -> Pruning | None:
@@ -144,21 +152,28 @@ def _chosen(request: ChatRequest, part: MediaPart) -> dict[str, Any]:
     """mm_processor_kwargs as fields of Video: the part's own before the request's."""
     given = (each.mm_processor_kwargs for each in (request, part) if each.mm_processor_kwargs)
     return {
-        name: value
+        _CHOSEN_NAMES.get(name, name): value
         for choice in given
-        for name, value in _chosen_names(choice.model_dump(exclude_none=True, exclude={"do_sample_frames"})).items()
+        for name, value in choice.model_dump(exclude_none=True, exclude={"do_sample_frames"}).items()
     }
 
 
-def _chosen_names(choice: Mapping[str, Any]) -> dict[str, Any]:
-    names = {"video_start": "start_s", "video_end": "end_s"}
-    return {names.get(name, name): value for name, value in choice.items()}
+def _read(reading: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """media_io_kwargs.video as fields of Video, before those of mm_processor_kwargs, which count more.
 
-
-def _read(reading: Mapping[str, Any]) -> dict[str, Any]:
-    """media_io_kwargs.video as fields of Video."""
-    names = {"frames_indices": "frame_indices", "duration": "end_s"}
-    return {names.get(name, name): value for name, value in reading.items()}
+    Read is the least of num_frames, of what fps asks for, and of what there is; neither is a bound at 0 or below.
+    Source: `compute_frames_index_to_sample` of vLLM's video loader.
+    """
+    read = {_READ_NAMES.get(name, name): value for name, value in reading.items() if name not in ("fps", "num_frames")}
+    fps, frames = reading.get("fps") or 0.0, reading.get("num_frames")
+    most = min(frames, _MAX_FRAMES) if frames is not None and frames > 0 else _MAX_FRAMES
+    if fps > 0:
+        read |= {"fps": fps} if frames is None else {"fps": fps, "min_frames": 1, "max_frames": most}
+    elif chosen.keys() & _COUNTS:
+        read |= {"max_frames": most} if frames is not None and frames > 0 and "num_frames" not in chosen else {}
+    elif frames is not None and (frames > 0 or "frame_indices" not in read):
+        read["num_frames"] = most
+    return read | dict(chosen)
 
 
 def _times(frames: int, reading: Mapping[str, Any], name: str) -> tuple[float, ...]:
@@ -169,9 +184,10 @@ def _times(frames: int, reading: Mapping[str, Any], name: str) -> tuple[float, .
     places = reading.get("frames_indices") or range(frames)
     if len(places) != frames:
         raise InvalidRequest(f"{name} holds {frames} frames, and frames_indices of media_io_kwargs.video {len(places)}")
-    if "fps" in reading and "duration" in reading:
+    fps = reading.get("fps") or 0.0
+    if fps > 0 and "duration" in reading:
         raise InvalidRequest("media_io_kwargs.video.duration must not be set with fps: each gives the time of a frame")
-    step_s = reading["duration"] / frames if "duration" in reading else 1 / (reading.get("fps") or 1.0)
+    step_s = reading["duration"] / frames if "duration" in reading else 1 / (fps if fps > 0 else 1.0)
     return tuple(place * step_s for place in places)
 
 

@@ -63,7 +63,7 @@ class FrameChoice(Strict):
 
 
 class VideoReading(Strict):
-    """`media_io_kwargs.video`: which frames are read, in vLLM's names. duration: seconds from the start."""
+    """`media_io_kwargs.video`: which frames are read, in vLLM's names and meaning. duration: seconds from the start."""
 
     fps: float | None = None
     num_frames: int | None = None
