@@ -12,8 +12,6 @@ from typing import Any
 
 from framesieve.client.answer import Answer, Choice, Delta, Finished, Timings, TopLogprobs, Usage
 
-_PARTIAL = "\ufffd"
-
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -76,45 +74,51 @@ def usage_of(usage: Usage, timings: Timings) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
-        "framesieve": {
-            "prompt_tokens_full": usage.prompt_tokens_full,
-            "media": [
-                {
-                    "modality": item.modality.value,
-                    "grid": {"t": item.grid.t, "h": item.grid.h, "w": item.grid.w},
-                    "kept_tokens": item.kept_tokens,
-                    "repaired_frames": item.repaired_frames,
-                    "missing_frames": item.missing_frames,
-                    "dropped_frames": item.dropped_frames,
-                    "first_slice_only": item.first_slice_only,
-                }
-                for item in usage.media
-            ],
-            "time_to_first_token_s": timings.time_to_first_token_s,
-            "stages_s": timings.stages_s,
-            "generate_s": timings.generate_s,
-        },
+        "framesieve": measured(usage, timings),
+    }
+
+
+def measured(usage: Usage, timings: Timings) -> dict[str, Any]:
+    """What OpenAI's usage has no field for."""
+    return {
+        "prompt_tokens_full": usage.prompt_tokens_full,
+        "media": [
+            {
+                "modality": item.modality.value,
+                "grid": {"t": item.grid.t, "h": item.grid.h, "w": item.grid.w},
+                "kept_tokens": item.kept_tokens,
+                "repaired_frames": item.repaired_frames,
+                "missing_frames": item.missing_frames,
+                "dropped_frames": item.dropped_frames,
+                "first_slice_only": item.first_slice_only,
+            }
+            for item in usage.media
+        ],
+        "time_to_first_token_s": timings.time_to_first_token_s,
+        "stages_s": timings.stages_s,
+        "generate_s": timings.generate_s,
     }
 
 
 def _logprobs(of: Choice | Delta) -> dict[str, Any] | None:
+    return {"content": token_logprobs(of), "refusal": None} if of.logprobs else None
+
+
+def token_logprobs(of: Choice | Delta) -> list[dict[str, Any]]:
+    """Each token with the most likely ones at its position; [] where their log-probabilities were not asked for."""
     if not of.logprobs:
-        return None
+        return []
     tops: tuple[TopLogprobs, ...] = of.top_logprobs or ((),) * len(of.logprobs)
-    content = [
-        {
-            **_token(token_id, logprob, of.token_texts),
-            "top_logprobs": [_token(other, value, of.token_texts) for other, value in top],
-        }
+    return [
+        {**_token(token_id, logprob, of), "top_logprobs": [_token(other, value, of) for other, value in top]}
         for token_id, logprob, top in zip(of.token_ids, of.logprobs, tops, strict=True)
     ]
-    return {"content": content, "refusal": None}
 
 
-def _token(token_id: int, logprob: float, texts: Mapping[int, str]) -> dict[str, Any]:
-    """bytes: None for a token that is a part of a character."""
-    text = texts.get(token_id, "")
-    return {"token": text, "logprob": logprob, "bytes": None if _PARTIAL in text else list(text.encode())}
+def _token(token_id: int, logprob: float, of: Choice | Delta) -> dict[str, Any]:
+    """bytes: those that the token adds to the text, also where it is a part of a character."""
+    text = of.token_texts.get(token_id, "")
+    return {"token": text, "logprob": logprob, "bytes": list(of.token_bytes.get(token_id, text.encode()))}
 
 
 def chunks(completion: Completion, event: Delta | Finished, begun: set[int]) -> Iterator[dict[str, Any]]:

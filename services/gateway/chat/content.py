@@ -12,9 +12,9 @@ from __future__ import annotations
 import base64
 import binascii
 import mimetypes
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from common.contract.errors import InvalidRequest
@@ -26,10 +26,12 @@ from services.gateway.chat.request import (
     ImageURLPart,
     InputVideoPart,
     Location,
+    MediaOptions,
     MediaPart,
     TextPart,
     VideoURLPart,
 )
+from services.gateway.files import Uploads
 
 _FRAMES = "video/jpeg"
 """Not a video format: vLLM's name for a list of pictures."""
@@ -37,12 +39,8 @@ _ANIMATED = ("image/gif", "image/apng", "image/avif")
 """Images that are videos where a part asks for one."""
 
 
-Uploads: TypeAlias = Callable[[str], tuple[str, str]]
-"""The path below preprocessing's --media-root and the MIME type of an uploaded file. Raises InvalidRequest."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Source:
     """Where media come from, for Image and Video. type: the MIME type, "" where it is unknown."""
 
     type: str
@@ -62,14 +60,23 @@ def _parts(message: ChatMessage, name: str, request: ChatRequest, uploads: Uploa
     if isinstance(message.content, str):
         return [Text(message.content)]
     return [
-        Text(part.text) if isinstance(part, TextPart) else _media(part, f"{name}[{place}]", request, uploads)
+        Text(part.text) if isinstance(part, TextPart) else _of_part(part, f"{name}[{place}]", request, uploads)
         for place, part in enumerate(message.content)
     ]
 
 
-def _media(part: MediaPart, name: str, request: ChatRequest, uploads: Uploads) -> Image | Video:
-    source = _source(part, name, uploads)
+def _of_part(part: MediaPart, name: str, request: ChatRequest, uploads: Uploads) -> Image | Video:
     asks_for_video = isinstance(part, VideoURLPart | InputVideoPart)
+    return media(_source(part, name, uploads), name, part, request, asks_for_video=asks_for_video)
+
+
+def media(
+    source: Source, name: str, part: MediaOptions, request: MediaOptions, *, asks_for_video: bool = False
+) -> Image | Video:
+    """An image or a video. part: its own options, before those of the request. name: of the part, for errors.
+
+    asks_for_video: an animated image is a video, and so is what has no type. Raises InvalidRequest.
+    """
     if _is_image(source, asks_for_video):
         _check_image(part, name)
         return Image(**source.given, max_pixels=_chosen(request, part).get("max_pixels"))
@@ -82,7 +89,7 @@ def _media(part: MediaPart, name: str, request: ChatRequest, uploads: Uploads) -
     return Video(**source.given, **_read(_reading(request, part)), **_chosen(request, part), pruning=pruning)
 
 
-def _check_image(part: MediaPart, name: str) -> None:
+def _check_image(part: MediaOptions, name: str) -> None:
     useless = "pruning" if part.pruning else "media_io_kwargs" if part.media_io_kwargs else ""
     if part.mm_processor_kwargs and not useless:
         useless = next(
@@ -92,13 +99,13 @@ def _check_image(part: MediaPart, name: str) -> None:
         raise InvalidRequest(f"{name}.{useless} must not be set: the part is an image")
 
 
-def _is_image(source: _Source, asks_for_video: bool) -> bool:
+def _is_image(source: Source, asks_for_video: bool) -> bool:
     if source.type.startswith("image/"):
         return not (asks_for_video and source.type in _ANIMATED)
     return False if source.type.startswith("video/") else not asks_for_video
 
 
-def _reading(request: ChatRequest, part: MediaPart) -> dict[str, Any]:
+def _reading(request: MediaOptions, part: MediaOptions) -> dict[str, Any]:
     """media_io_kwargs.video: the part's own fields before the request's."""
     given = (each.media_io_kwargs.video for each in (request, part) if each.media_io_kwargs)
     return {
@@ -106,7 +113,7 @@ def _reading(request: ChatRequest, part: MediaPart) -> dict[str, Any]:
     }
 
 
-def _chosen(request: ChatRequest, part: MediaPart) -> dict[str, Any]:
+def _chosen(request: MediaOptions, part: MediaOptions) -> dict[str, Any]:
     """mm_processor_kwargs as fields of Video: the part's own before the request's."""
     given = (each.mm_processor_kwargs for each in (request, part) if each.mm_processor_kwargs)
     names = {"video_start": "start_s", "video_end": "end_s"}
@@ -135,7 +142,7 @@ def _times(frames: int, reading: Mapping[str, Any], name: str) -> tuple[float, .
     return tuple(place * step_s for place in places)
 
 
-def _source(part: MediaPart, name: str, uploads: Uploads) -> _Source:
+def _source(part: MediaPart, name: str, uploads: Uploads) -> Source:
     match part:
         case ImageURLPart():
             return _located(part.image_url, f"{name}.image_url", "image/")
@@ -147,17 +154,23 @@ def _source(part: MediaPart, name: str, uploads: Uploads) -> _Source:
             return _filed(part, f"{name}.file", uploads)
 
 
-def _located(location: Location | str, name: str, usual: str) -> _Source:
-    name, url = (name, location) if isinstance(location, str) else (f"{name}.url", location.url)
+def _located(location: Location | str, name: str, usual: str) -> Source:
+    if isinstance(location, str):
+        return located(location, name, usual)
+    return located(location.url, f"{name}.url", usual)
+
+
+def located(url: str, name: str, usual: str) -> Source:
+    """What a URL locates. usual: its type where the URL tells none. Raises InvalidRequest."""
     scheme = url.partition(":")[0].lower()
     if scheme == "data":
         return _inline(url, name)
     if scheme in ("http", "https"):
-        return _Source("image/" if names_image(url) else mimetypes.guess_type(url)[0] or usual, {"url": url})
+        return Source("image/" if names_image(url) else mimetypes.guess_type(url)[0] or usual, {"url": url})
     raise InvalidRequest(f"{name} must start with https://, http:// or data:, got {url[:40]!r}")
 
 
-def _inline(url: str, name: str) -> _Source:
+def _inline(url: str, name: str) -> Source:
     """Source: RFC 2397."""
     head, comma, body = url.partition(",")
     if not comma:
@@ -168,8 +181,8 @@ def _inline(url: str, name: str) -> _Source:
     if kind == _FRAMES:
         if not is_base64:
             raise InvalidRequest(f"{name} must be base64: frames are separated by commas")
-        return _Source(kind, {"pictures": tuple(_decoded(frame, name) for frame in body.split(","))})
-    return _Source(kind, {"data": _decoded(body, name) if is_base64 else unquote_to_bytes(body)})
+        return Source(kind, {"pictures": tuple(_decoded(frame, name) for frame in body.split(","))})
+    return Source(kind, {"data": _decoded(body, name) if is_base64 else unquote_to_bytes(body)})
 
 
 def _decoded(text: str, name: str) -> bytes:
@@ -179,14 +192,23 @@ def _decoded(text: str, name: str) -> bytes:
         raise InvalidRequest(f"{name} is not base64: {error}") from None
 
 
-def _filed(part: FilePart, name: str, uploads: Uploads) -> _Source:
+def _filed(part: FilePart, name: str, uploads: Uploads) -> Source:
     file = part.file
     if (file.file_data is None) == (file.file_id is None):
         raise InvalidRequest(f"{name} must have exactly one of file_data and file_id")
     if file.file_data is not None:
-        if file.file_data.startswith("data:"):
-            return _inline(file.file_data, f"{name}.file_data")
-        kind = mimetypes.guess_type(file.filename or "")[0] or "video/"
-        return _Source(kind, {"data": _decoded(file.file_data, f"{name}.file_data")})
-    path, kind = uploads(file.file_id or "")
-    return _Source(kind, {"server_path": path})
+        return contained(file.file_data, file.filename, f"{name}.file_data")
+    return uploaded(file.file_id or "", uploads)
+
+
+def contained(data: str, filename: str | None, name: str) -> Source:
+    """A file's bytes, as a data: URL or as base64 of the type that its name tells. Raises InvalidRequest."""
+    if data.startswith("data:"):
+        return _inline(data, name)
+    return Source(mimetypes.guess_type(filename or "")[0] or "video/", {"data": _decoded(data, name)})
+
+
+def uploaded(file_id: str, uploads: Uploads) -> Source:
+    """A file of POST /v1/files. Raises InvalidRequest."""
+    path, kind = uploads(file_id)
+    return Source(kind, {"server_path": path})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from common.contract.errors import InvalidRequest
 from framesieve.client.prompt import Options
-from services.gateway.chat.request import ChatRequest, ObjectFormat, SchemaFormat
+from services.gateway.chat.request import ChatRequest, MediaOptions, ObjectFormat, SchemaFormat
 
 _SAME_NAMES = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n"),
@@ -14,9 +14,9 @@ _SAME_NAMES = (
 )
 
 
-def options_of(request: ChatRequest, request_id: str, adapter: str | None) -> Options:
+def options_of(request: ChatRequest) -> Options:
     """Raises InvalidRequest for fields that contradict one another."""
-    options = Options(request_id=request_id, adapter=adapter)
+    options = Options()
     given: Mapping[str, object] = {name: getattr(request, name) for name in _SAME_NAMES}
     options.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]
     if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
@@ -31,13 +31,19 @@ def options_of(request: ChatRequest, request_id: str, adapter: str | None) -> Op
         options["top_k"] = 0 if request.top_k == -1 else request.top_k  # vLLM's spelling of "all"
     if request.stop is not None:
         options["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
-    if request.pruning is not None:
-        options["pruning_rate"] = request.pruning.rate
-        options["pruning_method"] = request.pruning.method
-        options["pruning_seed"] = request.pruning.seed
+    options.update(pruning_of(request))
     match request.response_format:
         case ObjectFormat():
             options["json_object"] = True
         case SchemaFormat(json_schema=given_schema):
             options["json_schema"] = given_schema.schema_
     return options
+
+
+def pruning_of(request: MediaOptions) -> Options:
+    """The pruning of every video without its own."""
+    if request.pruning is None:
+        return Options()
+    return Options(
+        pruning_rate=request.pruning.rate, pruning_method=request.pruning.method, pruning_seed=request.pruning.seed
+    )

@@ -10,23 +10,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from common.contract.errors import InvalidRequest
 from common.contract.retention import Pruning as Rate
-
-_SHOWN_CHARACTERS = 80
-_PARTS = ("text", "image_url", "video_url", "input_video", "file")
-_FORMATS = ("text", "json_object", "json_schema")
-_OBJECTS = ("Location",)
+from services.gateway.http.fields import Strict, parsed
 
 Nothing: TypeAlias = None
 EmptyList: TypeAlias = Annotated[list[Any], Field(max_length=0)]
 EmptyObject: TypeAlias = Annotated[dict[str, Any], Field(max_length=0)]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class Pruning(Strict):
@@ -80,8 +71,8 @@ class File(Strict):
     filename: str | None = None
 
 
-class Part(Strict):
-    """What every part that holds media has."""
+class MediaOptions(Strict):
+    """How media are pruned and read: of a part that holds them, or of all those of a request."""
 
     pruning: Pruning | None = None
     mm_processor_kwargs: FrameChoice | None = None
@@ -93,22 +84,22 @@ class TextPart(Strict):
     text: str
 
 
-class ImageURLPart(Part):
+class ImageURLPart(MediaOptions):
     type: Literal["image_url"]
     image_url: Location | str
 
 
-class VideoURLPart(Part):
+class VideoURLPart(MediaOptions):
     type: Literal["video_url"]
     video_url: Location | str
 
 
-class InputVideoPart(Part):
+class InputVideoPart(MediaOptions):
     type: Literal["input_video"]
     input_video: Location | str
 
 
-class FilePart(Part):
+class FilePart(MediaOptions):
     type: Literal["file"]
     file: File
 
@@ -159,7 +150,7 @@ class SchemaFormat(Strict):
 ResponseFormat: TypeAlias = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class ChatRequest(Strict):
+class ChatRequest(MediaOptions):
     """The body. Ranges are checked by generation."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -188,10 +179,6 @@ class ChatRequest(Strict):
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
 
-    pruning: Pruning | None = None
-    mm_processor_kwargs: FrameChoice | None = None
-    media_io_kwargs: MediaReading | None = None
-
     # Of OpenAI's, at their neutral value.
     tools: EmptyList | None = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -211,48 +198,4 @@ class ChatRequest(Strict):
 
 def parse(body: bytes | bytearray) -> ChatRequest:
     """Raises InvalidRequest, which names the first wrong field, for a body that is not a ChatRequest."""
-    try:
-        return ChatRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise InvalidRequest(_told(error)) from None
-
-
-def _told(error: ValidationError) -> str:
-    # Where a field may have several forms there is an error for each; the one furthest inside is of the form meant.
-    first = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
-    name = _name(first["loc"])
-    match first["type"]:
-        case "json_invalid":
-            return f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
-        case "extra_forbidden":
-            return f"{name} is not a field that this service knows"
-        case "missing":
-            return f"{name} must be set"
-        case "union_tag_invalid" | "union_tag_not_found":
-            known = _FORMATS if name == "response_format" else _PARTS
-            found = first["input"].get("type") if isinstance(first["input"], dict) else first["input"]
-            return f"{name}.type must be one of {', '.join(known)}, got {_short(found)}"
-    reason = first["msg"][:1].lower() + first["msg"][1:]
-    return f"{name or 'the body'} is wrong: {reason}, got {_short(first['input'])}"
-
-
-def _name(place: tuple[int | str, ...]) -> str:
-    """messages[0].content[1].video_url.url: pydantic's place without the names of types and of a union's members."""
-    name, before = "", None
-    for step in place:
-        if isinstance(step, int):
-            name += f"[{step}]"
-        elif not (
-            not step.isidentifier()
-            or step in ("str", *_OBJECTS)
-            or (isinstance(before, int) and step in _PARTS)
-            or (before == "response_format" and step in _FORMATS)
-        ):
-            name += f".{step}" if name else step
-        before = step
-    return name
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
+    return parsed(ChatRequest, body)
