@@ -25,7 +25,7 @@ _STATEFUL = {
 }
 
 Ignored: TypeAlias = Any
-"""Of an earlier answer's item, echoed."""
+"""Of an earlier answer's item, echoed: also what OpenAI's Python client adds to it."""
 
 
 class InputText(Strict):
@@ -38,6 +38,7 @@ class OutputText(Strict):
     text: str
     annotations: Ignored = None
     logprobs: Ignored = None
+    parsed: Ignored = None
 
 
 class InputImage(MediaOptions):
@@ -79,6 +80,7 @@ class CallItem(Strict):
     call_id: str
     name: str
     arguments: str
+    parsed_arguments: Ignored = None
     id: Ignored = None
     status: Ignored = None
 
@@ -166,7 +168,7 @@ class StreamOptions(Strict):
 class ResponsesRequest(MediaOptions):
     """The body. Ranges are checked by generation."""
 
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: Annotated[list[Item], Field(min_length=1)] | str
     instructions: str | None = None
     model: str | None = None
     stream: bool | None = None

@@ -105,7 +105,7 @@ class Told:
         if isinstance(event, Finished):
             self._is_cut_off = event.reason is FinishReason.LENGTH
             if not self._output and self._item is None:
-                yield from self._begin_item(_Text(self._next_id("msg")))
+                yield from self._begin_item(_Text(self._next_id("msg"), logprobs=self._early_logprobs))
             yield from self._end_item("incomplete" if self._is_cut_off else "completed")
             return
         yield from self._text(event)
