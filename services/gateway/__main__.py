@@ -24,12 +24,12 @@ from common.telemetry.otlp import export_spans
 from framesieve.client.client import FramesieveClient
 from framesieve.client.credentials import Access
 from services.gateway.app import routes, with_cors
-from services.gateway.chat.endpoint import ChatCompletions
 from services.gateway.files import Files, Limits
 from services.gateway.http.request_guard import METHODS, RequestGuard
 from services.gateway.http.server import serve
 from services.gateway.kept import Kept
 from services.gateway.models import Models
+from services.gateway.questions import Questions
 from services.gateway.settings import GatewaySettings
 
 _HEALTH_S = 1.0
@@ -77,9 +77,9 @@ async def main() -> ExitStatus:
         if settings.upload_root is not None:
             tempfile.tempdir = str(settings.upload_root)  # files arrive on the disk that keeps them, not in /tmp
         expiring = asyncio.create_task(files.expire())
-        chat = ChatCompletions(client, models, files, settings.max_inline_bytes)
-        kept = Kept(settings.encoder, access, files, chat.max_body_bytes)
-        app = with_cors(routes(chat, models, files, kept, is_well), settings.cors_origins)
+        questions = Questions(client, models, files, settings.max_inline_bytes)
+        kept = Kept(settings.encoder, access, files, questions.max_body_bytes)
+        app = with_cors(routes(questions, models, files, kept, is_well), settings.cors_origins)
         guard = RequestGuard(app, quotas, tokens, credentials.token is None)
         status = await serve(guard, settings)
         expiring.cancel()

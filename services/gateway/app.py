@@ -17,10 +17,12 @@ from services.gateway.files import Files
 from services.gateway.kept import Kept
 from services.gateway.models import Models
 from services.gateway.page import PAGE_ROUTES
+from services.gateway.questions import Questions
+from services.gateway.responses.endpoint import Responses
 
 
 def routes(
-    chat: ChatCompletions, models: Models, files: Files, kept: Kept, is_well: Callable[[], Awaitable[bool]]
+    questions: Questions, models: Models, files: Files, kept: Kept, is_well: Callable[[], Awaitable[bool]]
 ) -> Router:
     """The application without its guard."""
 
@@ -29,7 +31,8 @@ def routes(
         return JSONResponse({"status": "serving" if well else "not serving"}, 200 if well else 503)
 
     found: list[BaseRoute] = [
-        Route("/v1/chat/completions", chat.endpoint, methods=["POST"]),
+        Route("/v1/chat/completions", ChatCompletions(questions).endpoint, methods=["POST"]),
+        Route("/v1/responses", Responses(questions).endpoint, methods=["POST"]),
         Route("/v1/models", models.endpoint),
         Route("/v1/models/{model:path}", models.endpoint),
         Route("/v1/files", files.endpoint, methods=["GET", "POST"]),

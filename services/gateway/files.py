@@ -16,11 +16,11 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
@@ -36,6 +36,8 @@ _ID = re.compile(r"file-([0-9a-f]{64})")
 _PIECE_BYTES = 2**20
 _FORM_BYTES = 2**16
 """A form's boundaries and its other fields."""
+Uploads: TypeAlias = Callable[[str], str]
+"""The path below preprocessing's --media-root of a caller's file. Raises InvalidRequest."""
 _OFF = "uploads are off: the gateway has no --upload-root"
 
 

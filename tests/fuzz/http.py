@@ -62,7 +62,7 @@ def case(seed: int, number: int) -> Case:
         _change(body, random_)
     sent = json.dumps(body).encode("utf-8", "surrogatepass")
     headers = {"content-type": "application/json"}
-    method, path = "POST", "/v1/chat/completions"
+    method, path = "POST", "/v1/responses" if "input" in body else "/v1/chat/completions"
     match random_.randrange(12):
         case 0:
             sent = mutate_bytes(sent, random_)
@@ -85,12 +85,15 @@ def _bodies() -> list[dict[str, Any]]:
     sampled = {"mm_processor_kwargs": {"fps": 2.0}, "media_io_kwargs": {"video": {"duration": 1.0}}}
     schema = {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]}
     document = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
+    asked = {"role": "user", "content": [{"type": "input_file", "file_data": data_url("video/mp4", _CLIP)}]}
+    items = [asked, {"role": "assistant", "content": [{"type": "output_text", "text": "A square."}]}, asked]
     return [
         question("Why?", response_format=document, max_completion_tokens=8),
         question("Why?", n=2, stop=["x"], logprobs=True, top_logprobs=2),
         question(video, "What?", stream=True, stream_options={"include_usage": True}),
         question(video, image, file, "What?", **sampled),
         {"messages": [{"role": role, "content": "Why?"} for role in ("system", "user")], "max_tokens": 4},
+        {"input": items, "text": {"format": {"type": "json_schema", "name": "it", "schema": schema}}, "stream": True},
     ]
 
 

@@ -106,39 +106,45 @@ def usage_of(usage: Usage, timings: Timings) -> dict[str, Any]:
     return {
         **counts(usage.prompt_tokens, usage.completion_tokens),
         "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
-        "framesieve": {
-            "prompt_tokens_full": usage.prompt_tokens_full,
-            "media": [
-                {
-                    "modality": item.modality.value,
-                    "grid": {"t": item.grid.t, "h": item.grid.h, "w": item.grid.w},
-                    "kept_tokens": item.kept_tokens,
-                    "repaired_frames": item.repaired_frames,
-                    "missing_frames": item.missing_frames,
-                    "dropped_frames": item.dropped_frames,
-                    "first_slice_only": item.first_slice_only,
-                }
-                for item in usage.media
-            ],
-            "time_to_first_token_s": timings.time_to_first_token_s,
-            "stages_s": timings.stages_s,
-            "generate_s": timings.generate_s,
-        },
+        "framesieve": measured(usage, timings),
+    }
+
+
+def measured(usage: Usage, timings: Timings) -> dict[str, Any]:
+    """What OpenAI's usage has no field for."""
+    return {
+        "prompt_tokens_full": usage.prompt_tokens_full,
+        "media": [
+            {
+                "modality": item.modality.value,
+                "grid": {"t": item.grid.t, "h": item.grid.h, "w": item.grid.w},
+                "kept_tokens": item.kept_tokens,
+                "repaired_frames": item.repaired_frames,
+                "missing_frames": item.missing_frames,
+                "dropped_frames": item.dropped_frames,
+                "first_slice_only": item.first_slice_only,
+            }
+            for item in usage.media
+        ],
+        "time_to_first_token_s": timings.time_to_first_token_s,
+        "stages_s": timings.stages_s,
+        "generate_s": timings.generate_s,
     }
 
 
 def _logprobs(of: Choice | Delta) -> dict[str, Any] | None:
+    return {"content": token_logprobs(of), "refusal": None} if of.logprobs else None
+
+
+def token_logprobs(of: Choice | Delta) -> list[dict[str, Any]]:
+    """Each token with the most likely ones at its position; [] where their log-probabilities were not asked for."""
     if not of.logprobs:
-        return None
+        return []
     tops: tuple[TopLogprobs, ...] = of.top_logprobs or ((),) * len(of.logprobs)
-    content = [
-        {
-            **_token(token_id, logprob, of),
-            "top_logprobs": [_token(other, value, of) for other, value in top],
-        }
+    return [
+        {**_token(token_id, logprob, of), "top_logprobs": [_token(other, value, of) for other, value in top]}
         for token_id, logprob, top in zip(of.token_ids, of.logprobs, tops, strict=True)
     ]
-    return {"content": content, "refusal": None}
 
 
 def _token(token_id: int, logprob: float, of: Choice | Delta) -> dict[str, Any]:

@@ -8,7 +8,7 @@ data:video/jpeg;base64,…,…,…         media_io_kwargs say when each is show
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from common.contract.data_urls import DataUrl, parse_data_url
@@ -25,10 +25,12 @@ from services.gateway.chat.request import (
     ImageURLPart,
     InputVideoPart,
     Location,
+    MediaOptions,
     MediaPart,
     TextPart,
     VideoURLPart,
 )
+from services.gateway.files import Uploads
 
 _FRAMES = "video/jpeg"
 """Not a video format: vLLM's name for a list of pictures."""
@@ -38,9 +40,6 @@ _COUNTS = {"fps", "num_frames", "min_frames", "max_frames"}
 _CHOSEN_NAMES = {"video_start": "start_s", "video_end": "end_s"}
 _READ_NAMES = {"frames_indices": "frame_indices", "duration": "end_s"}
 
-
-Uploads: TypeAlias = Callable[[str], str]
-"""The path below preprocessing's --media-root of an uploaded file. Raises InvalidRequest."""
 Source: TypeAlias = dict[str, Any]
 """Where media come from, for Image and Video."""
 
@@ -115,13 +114,22 @@ def _parts(message: ChatMessage, name: str, request: ChatRequest, uploads: Uploa
     if isinstance(message.content, str):
         return [Text(message.content)]
     return [
-        Text(part.text) if isinstance(part, TextPart) else _media(part, f"{name}[{place}]", request, uploads)
+        Text(part.text) if isinstance(part, TextPart) else _of_part(part, f"{name}[{place}]", request, uploads)
         for place, part in enumerate(message.content)
     ]
 
 
-def _media(part: MediaPart, name: str, request: ChatRequest, uploads: Uploads) -> Image | Video:
-    source = _source(part, name, uploads)
+def _of_part(part: MediaPart, name: str, request: ChatRequest, uploads: Uploads) -> Image | Video:
+    return media(_source(part, name, uploads), name, part, request, asks_for_image=isinstance(part, ImageURLPart))
+
+
+def media(
+    source: Source, name: str, part: MediaOptions, request: MediaOptions, *, asks_for_image: bool
+) -> Image | Video:
+    """What a source holds. part: its own options, before those of the request. name: of the part, for errors.
+
+    asks_for_image: of an animation the first picture is meant. Raises InvalidRequest.
+    """
     pruning = _own_pruning(part, name)
     if "pictures" in source:
         reading = _reading(request, part)
@@ -129,18 +137,18 @@ def _media(part: MediaPart, name: str, request: ChatRequest, uploads: Uploads) -
         count = {"num_frames": reading["num_frames"]} if "num_frames" in reading else {}
         sampling = _read(count, _chosen(request, part))
         return Video(frames=Frames(source["pictures"], times), **sampling, pruning=pruning)
-    kind = Image if isinstance(part, ImageURLPart) else Video
+    kind = Image if asks_for_image else Video
     return kind(**source, **_read(_reading(request, part), _chosen(request, part)), pruning=pruning)
 
 
-def _own_pruning(part: MediaPart, name: str) -> Pruning | None:
+def _own_pruning(part: MediaOptions, name: str) -> Pruning | None:
     try:
         return part.pruning.parsed() if part.pruning else None
     except InvalidRequest as error:
         raise InvalidRequest(f"{name}.{error}") from None
 
 
-def _reading(request: ChatRequest, part: MediaPart) -> dict[str, Any]:
+def _reading(request: MediaOptions, part: MediaOptions) -> dict[str, Any]:
     """media_io_kwargs.video: the part's own fields before the request's."""
     given = (each.media_io_kwargs.video for each in (request, part) if each.media_io_kwargs)
     return {
@@ -148,7 +156,7 @@ def _reading(request: ChatRequest, part: MediaPart) -> dict[str, Any]:
     }
 
 
-def _chosen(request: ChatRequest, part: MediaPart) -> dict[str, Any]:
+def _chosen(request: MediaOptions, part: MediaOptions) -> dict[str, Any]:
     """mm_processor_kwargs as fields of Video: the part's own before the request's."""
     given = (each.mm_processor_kwargs for each in (request, part) if each.mm_processor_kwargs)
     return {
@@ -204,7 +212,11 @@ def _source(part: MediaPart, name: str, uploads: Uploads) -> Source:
 
 
 def _located(location: Location | str, name: str) -> Source:
-    name, url = (name, location) if isinstance(location, str) else (f"{name}.url", location.url)
+    return located(location, name) if isinstance(location, str) else located(location.url, f"{name}.url")
+
+
+def located(url: str, name: str) -> Source:
+    """What a URL locates. Raises InvalidRequest for one of another scheme, and for a data: URL that is none."""
     match url.partition(":")[0].lower():
         case "data":
             return _inline(url, name)
@@ -225,11 +237,16 @@ def _filed(part: FilePart, name: str, uploads: Uploads) -> Source:
     file = part.file
     if (file.file_data is None) == (file.file_id is None):
         raise InvalidRequest(f"{name} must have exactly one of file_data and file_id")
-    if file.file_data is None:
-        return {"server_path": uploads(file.file_id or "")}
-    if file.file_data[:5].lower() == "data:":
-        return _inline(file.file_data, f"{name}.file_data")
+    if file.file_data is not None:
+        return contained(file.file_data, f"{name}.file_data")
+    return {"server_path": uploads(file.file_id or "")}
+
+
+def contained(data: str, name: str) -> Source:
+    """A file's bytes, as a data: URL or as base64. Raises InvalidRequest."""
+    if data[:5].lower() == "data:":
+        return _inline(data, name)
     try:
-        return {"data": DataUrl("", is_base64=True, body=file.file_data.encode()).data}
+        return {"data": DataUrl("", is_base64=True, body=data.encode()).data}
     except InvalidRequest as error:
-        raise InvalidRequest(f"{name}.file_data {error}") from None
+        raise InvalidRequest(f"{name} {error}") from None

@@ -8,7 +8,7 @@ from common.contract.errors import InvalidRequest
 from framesieve.client.prompt import Options
 from framesieve.client.tools import Tool
 from services.gateway.chat.names import FieldNames
-from services.gateway.chat.request import ChatRequest, NamedTool, ObjectFormat, SchemaFormat
+from services.gateway.chat.request import ChatRequest, MediaOptions, NamedTool, ObjectFormat, SchemaFormat
 
 _TOKEN_DIGITS = 10
 
@@ -18,9 +18,9 @@ _SAME_NAMES = (
 )
 
 
-def options_of(request: ChatRequest, request_id: str, adapter: str | None, names: FieldNames) -> Options:
+def options_of(request: ChatRequest, names: FieldNames) -> Options:
     """names: gets those that differ. Raises InvalidRequest for fields that contradict one another."""
-    options = Options(request_id=request_id, adapter=adapter)
+    options = Options()
     given: Mapping[str, object] = {name: getattr(request, name) for name in _SAME_NAMES}
     options.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]
     if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
@@ -43,13 +43,19 @@ def options_of(request: ChatRequest, request_id: str, adapter: str | None, names
         options["top_k"] = 0 if request.top_k == -1 else request.top_k  # vLLM's spelling of "all"
     if request.stop is not None:
         options["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
-    if request.pruning is not None:
-        options["pruning_rate"] = request.pruning.rate
-        options["pruning_method"] = request.pruning.method
-        options["pruning_seed"] = request.pruning.seed
+    options.update(pruning_of(request))
     _set_structure(options, request, names)
     _set_tools(options, request)
     return options
+
+
+def pruning_of(request: MediaOptions) -> Options:
+    """The pruning of every video without its own."""
+    if request.pruning is None:
+        return Options()
+    return Options(
+        pruning_rate=request.pruning.rate, pruning_method=request.pruning.method, pruning_seed=request.pruning.seed
+    )
 
 
 def _set_structure(options: Options, request: ChatRequest, names: FieldNames) -> None:

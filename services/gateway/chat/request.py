@@ -11,15 +11,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field
 
-from common.contract.errors import InvalidRequest
 from common.contract.retention import Pruning as Rate
-
-_SHOWN_CHARACTERS = 80
-_PARTS = ("text", "image_url", "video_url", "input_video", "file")
-_FORMATS = ("text", "json_object", "json_schema")
-_OBJECTS = ("Location", "NamedTool")
+from services.gateway.http.fields import Strict, parsed
 
 Nothing: TypeAlias = None
 EmptyList: TypeAlias = Annotated[list[Any], Field(max_length=0)]
@@ -31,10 +26,6 @@ One: TypeAlias = Annotated[float, Field(ge=1, le=1)]
 def _single(value: Any) -> Any:
     """The value of a list with one, as transformers takes one for each video."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class Pruning(Strict):
@@ -90,12 +81,16 @@ class File(Strict):
     filename: str | None = None
 
 
-class Part(Strict):
-    """What every part that holds media has."""
+class MediaOptions(Strict):
+    """How media are pruned and read: of a part that holds them, or of all those of a request."""
 
     pruning: Pruning | None = None
     mm_processor_kwargs: FrameChoice | None = None
     media_io_kwargs: MediaReading | None = None
+
+
+class Part(MediaOptions):
+    """What every part that holds media has."""
 
     uuid: Unused = None
     cache_control: dict[str, Any] | None = None
@@ -232,7 +227,7 @@ class StructuredOutputs(Strict):
 ResponseFormat: TypeAlias = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class ChatRequest(Strict):
+class ChatRequest(MediaOptions):
     """The body. Ranges are checked by generation."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -270,10 +265,6 @@ class ChatRequest(Strict):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    pruning: Pruning | None = None
-    mm_processor_kwargs: FrameChoice | None = None
-    media_io_kwargs: MediaReading | None = None
-
     prompt_cache_key: Unused = None
     reasoning_effort: Unused = None
     verbosity: Unused = None
@@ -295,48 +286,4 @@ class ChatRequest(Strict):
 
 def parse(body: bytes | bytearray) -> ChatRequest:
     """Raises InvalidRequest, which names the first wrong field, for a body that is not a ChatRequest."""
-    try:
-        return ChatRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise InvalidRequest(_told(error)) from None
-
-
-def _told(error: ValidationError) -> str:
-    # Where a field may have several forms there is an error for each; the one furthest inside is of the form meant.
-    first = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
-    name = _name(first["loc"])
-    match first["type"]:
-        case "json_invalid":
-            return f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
-        case "extra_forbidden":
-            return f"{name} is not a field that this service knows"
-        case "missing":
-            return f"{name} must be set"
-        case "union_tag_invalid" | "union_tag_not_found":
-            known = _FORMATS if name == "response_format" else _PARTS
-            found = first["input"].get("type") if isinstance(first["input"], dict) else first["input"]
-            return f"{name}.type must be one of {', '.join(known)}, got {_short(found)}"
-    reason = first["msg"][:1].lower() + first["msg"][1:]
-    return f"{name or 'the body'} is wrong: {reason}, got {_short(first['input'])}"
-
-
-def _name(place: tuple[int | str, ...]) -> str:
-    """messages[0].content[1].video_url.url: pydantic's place without the names of types and of a union's members."""
-    name, before = "", None
-    for step in place:
-        if isinstance(step, int):
-            name += f"[{step}]"
-        elif not (
-            not step.isidentifier()
-            or step in ("str", *_OBJECTS)
-            or (isinstance(before, int) and step in _PARTS)
-            or (before == "response_format" and step in _FORMATS)
-        ):
-            name += f".{step}" if name else step
-        before = step
-    return name
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
+    return parsed(ChatRequest, body)

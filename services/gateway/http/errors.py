@@ -108,7 +108,8 @@ def of_router(error: HTTPException, method: str, path: str) -> InvalidRequest:
     """The error for a path or method that has no endpoint."""
     if error.status_code == 405:
         return WrongMethod(f"{path} has no method {method}, only {(error.headers or {}).get('Allow', '')}")
-    return NotFound(f"there is no {method} {path}")
+    instead = ", only POST /v1/chat/completions" if path == "/v1/completions" else ""
+    return NotFound(f"there is no {method} {path}{instead}")
 
 
 def in_our_words(message: str) -> str:

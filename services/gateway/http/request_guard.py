@@ -30,6 +30,7 @@ from services.gateway.http.errors import body_of, headers_of, of_router, status_
 
 METHODS = {
     "/v1/chat/completions": "ChatCompletions",
+    "/v1/responses": "Responses",
     "/v1/models": "ListModels",
     "/v1/files": "Files",
     "/v1/framesieve/kept": "Kept",

@@ -1,0 +1,151 @@
+"""What every endpoint that asks generation does: a body becomes a question, whose answer is told whole or as it comes.
+
+    body ── translated ──> Question ── generation ──> Answer or Events ── Telling ──> JSON or server-sent events
+
+It knows no fields of an API: each has its translation and its `Telling` in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import structlog
+from sse_starlette import EventSourceResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from common.contract.errors import FramesieveError
+from common.contract.limits import REQUEST_OVERHEAD_BYTES
+from common.telemetry.logs import add_request_stats
+from framesieve.client.answer import Accepted, Answer, Delta, Event, Finished, Progress, Timings, Usage, cost_of
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Message, Options
+from services.gateway.files import Files, Uploads
+from services.gateway.http.body import read_body, unless_left
+from services.gateway.http.request_guard import Call
+from services.gateway.models import Models
+
+_PING_S = 15
+
+ServerSent: TypeAlias = dict[str, str]
+"""A server-sent event: its `data` and, where the API names its events, its `event`."""
+
+
+class Telling(Protocol):
+    """One answer in the shapes of an API: `whole`, or as a stream of `begin`, `next`*, and `end` or `failed`."""
+
+    def whole(self, answer: Answer) -> dict[str, Any]: ...
+
+    def begin(self, accepted: Accepted) -> Iterable[ServerSent]: ...
+
+    def next(self, event: Delta | Finished) -> Iterable[ServerSent]: ...
+
+    def end(self, usage: Usage, timings: Timings) -> Iterable[ServerSent]: ...
+
+    def failed(self, error: FramesieveError) -> ServerSent: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A body, translated. options: without the request's id and adapter, which are added.
+
+    telling: for the request's id and the model's name. logged: for the gateway's log.
+    words: an error's text with the fields of the body in place of those of the gRPC request.
+    """
+
+    model: str | None
+    is_streamed: bool
+    messages: list[Message]
+    options: Options
+    telling: Callable[[str, str], Telling]
+    logged: Mapping[str, object] = field(default_factory=dict)
+    words: Callable[[str], str] = str
+
+
+class Questions:
+    """max_inline_bytes: of media in a request; in the body they are base64."""
+
+    def __init__(self, client: FramesieveClient, models: Models, files: Files, max_inline_bytes: int) -> None:
+        self._client = client
+        self._models = models
+        self._files = files
+        self.max_body_bytes = max_inline_bytes * 4 // 3 + REQUEST_OVERHEAD_BYTES
+
+    async def answer(self, request: Request, translated: Callable[[bytearray, Uploads], Question]) -> Response:
+        """translated: runs in a thread; raises InvalidRequest."""
+        call = Call.of(request)
+        body = await read_body(request, self.max_body_bytes, call.charge)
+        uploads = partial(self._files.server_path, owner=call.owner)
+        question = await asyncio.to_thread(translated, body, uploads)
+        del body
+        structlog.contextvars.bind_contextvars(**{name: value for name, value in question.logged.items() if value})
+        model = await unless_left(request, self._models.find(question.model, call.metadata))
+        telling = question.telling(call.request_id, model.name)
+        options = Options(**question.options, request_id=call.request_id, adapter=model.adapter)
+        with _worded(question.words):
+            if not question.is_streamed:
+                asking = self._client.answer(question.messages, options, metadata=call.metadata)
+                answer = await unless_left(request, asking)
+                _count(answer.usage)
+                return JSONResponse(telling.whole(answer))
+            events = self._client.events(question.messages, options, metadata=call.metadata)
+            # Errors up to here, among them all of the prompt, have their HTTP status.
+            accepted = await unless_left(request, anext(events))
+        assert isinstance(accepted, Accepted)
+        return EventSourceResponse(_sent(telling, accepted, events, question.words, call), ping=_PING_S, sep="\n")
+
+
+async def _sent(
+    telling: Telling, accepted: Accepted, events: AsyncGenerator[Event], words: Callable[[str], str], call: Call
+) -> AsyncGenerator[ServerSent]:
+    """The server-sent events of a stream whose first event was read. An error is the last of them."""
+    finished: list[Finished] = []
+    try:
+        for sent in telling.begin(accepted):
+            yield sent
+        async with aclosing(events):
+            with _worded(words):
+                async for event in events:
+                    if isinstance(event, Finished):
+                        finished.append(event)
+                    if not isinstance(event, Accepted | Progress):
+                        for sent in telling.next(event):
+                            yield sent
+        usage, timings = cost_of(finished)
+        _count(usage)
+        for sent in telling.end(usage, timings):
+            yield sent
+    except (asyncio.CancelledError, GeneratorExit):
+        call.outcome.code = "CANCELLED"
+        raise
+    except Exception as error:
+        yield telling.failed(call.outcome.refuse(error, call.method))
+
+
+@contextmanager
+def _worded(words: Callable[[str], str]) -> Iterator[None]:
+    try:
+        yield
+    except FramesieveError as error:
+        error.args = (words(str(error)),)
+        raise
+
+
+def server_sent(value: object, name: str | None = None) -> ServerSent:
+    """The event of a JSON value, in ASCII: some clients split lines at U+0085, U+2028 and U+2029, too."""
+    data = json.dumps(value, separators=(",", ":"))
+    return {"data": data} if name is None else {"event": name, "data": data}
+
+
+def _count(usage: Usage) -> None:
+    add_request_stats(
+        prompt_tokens_full=usage.prompt_tokens_full,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+    )

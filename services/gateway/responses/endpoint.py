@@ -1,0 +1,37 @@
+"""POST /v1/responses: a question to generation, answered whole or as server-sent events. Nothing is kept."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.gateway.files import Uploads
+from services.gateway.questions import Question, Questions
+from services.gateway.responses.options import options_of
+from services.gateway.responses.request import parse
+from services.gateway.responses.response import Told, repeated
+from services.gateway.responses.turns import in_words_of, turns_of
+
+
+class Responses:
+    def __init__(self, questions: Questions) -> None:
+        self._questions = questions
+
+    async def endpoint(self, request: Request) -> Response:
+        return await self._questions.answer(request, _translated)
+
+
+def _translated(body: bytearray, uploads: Uploads) -> Question:
+    request = parse(body)
+    turns = turns_of(request, uploads)
+    return Question(
+        model=request.model,
+        is_streamed=bool(request.stream),
+        messages=[turn.message for turn in turns],
+        options=options_of(request),
+        telling=partial(Told, repeated(request)),
+        logged={"user": request.user, "metadata": request.metadata},
+        words=partial(in_words_of, [turn.places for turn in turns]),
+    )

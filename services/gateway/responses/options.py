@@ -1,0 +1,46 @@
+"""The options of a request for the client, from the fields of its body."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from common.contract.errors import InvalidRequest
+from framesieve.client.prompt import Options
+from framesieve.client.tools import Tool
+from services.gateway.chat.options import pruning_of
+from services.gateway.chat.request import ObjectFormat
+from services.gateway.responses.request import NamedTool, ResponsesRequest, SchemaFormat
+
+
+def options_of(request: ResponsesRequest) -> Options:
+    """Raises InvalidRequest for a tool_choice that is none of the tools."""
+    tools = [Tool(each.name, each.description, each.parameters, bool(each.strict)) for each in request.tools or ()]
+    options = Options(
+        **pruning_of(request),
+        max_new_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        logprobs="message.output_text.logprobs" in (request.include or ()) or bool(request.top_logprobs),
+        top_logprobs=request.top_logprobs,
+        tools=tools,
+        tool_choice=_choice(request, tools),
+        parallel_tool_calls=request.parallel_tool_calls,
+    )
+    if options["tool_choice"] not in (None, "auto", "none"):
+        return options  # no text, whose format some clients send with it
+    match request.text.format if request.text else None:
+        case ObjectFormat():
+            options["json_object"] = True
+        case SchemaFormat(schema_=schema):
+            options["json_schema"] = schema
+    return options
+
+
+def _choice(request: ResponsesRequest, tools: list[Tool]) -> Literal["auto", "none", "required"] | Tool | None:
+    if not isinstance(request.tool_choice, NamedTool):
+        return request.tool_choice
+    for tool in tools:
+        if tool.name == request.tool_choice.name:
+            return tool
+    names = ", ".join(tool.name for tool in tools) or "none"
+    raise InvalidRequest(f"tool_choice.name must be one of the tools ({names}), got {request.tool_choice.name!r}")

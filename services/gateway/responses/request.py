@@ -1,0 +1,210 @@
+"""The body of POST /v1/responses: OpenAI's fields, and those that say how media are read and pruned.
+
+Each field is used or refused, as in a chat request. The service keeps nothing between requests, so that fields which
+need an earlier answer are refused by name. What clients echo of earlier answers and what they send unasked is accepted.
+
+Source: OpenAI's API reference, "create a model response"; vLLM's names for `mm_processor_kwargs`, `media_io_kwargs`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from common.contract.errors import InvalidRequest
+from services.gateway.chat.request import MediaOptions, ObjectFormat, TextFormat
+from services.gateway.http.fields import Strict, parsed, short
+
+_STATEFUL = {
+    "previous_response_id": "earlier answers are not kept, send their items in input",
+    "conversation": "conversations are not kept, send their items in input",
+    "prompt": "prompts are not kept, send instructions and input",
+    "background": "answers are not kept",
+    "store": "answers are not kept",
+}
+
+Ignored: TypeAlias = Any
+"""Of an earlier answer's item, echoed: also what OpenAI's Python client adds to it."""
+
+
+class InputText(Strict):
+    type: Literal["input_text"]
+    text: str
+
+
+class OutputText(Strict):
+    type: Literal["output_text"]
+    text: str
+    annotations: Ignored = None
+    logprobs: Ignored = None
+    parsed: Ignored = None
+
+
+class InputImage(MediaOptions):
+    """detail: has no effect."""
+
+    type: Literal["input_image"]
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class InputFile(MediaOptions):
+    """A video or an image: its bytes as a data: URL or base64, the id of an uploaded file, or a URL."""
+
+    type: Literal["input_file"]
+    file_data: str | None = None
+    file_id: str | None = None
+    file_url: str | None = None
+    filename: str | None = None
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+AnyPart: TypeAlias = Annotated[InputText | OutputText | InputImage | InputFile, Field(discriminator="type")]
+
+
+class MessageItem(Strict):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[AnyPart]
+    id: Ignored = None
+    status: Ignored = None
+    phase: Ignored = None
+
+
+class CallItem(Strict):
+    """A call of a function, which the model made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    parsed_arguments: Ignored = None
+    id: Ignored = None
+    status: Ignored = None
+
+
+class OutputItem(Strict):
+    """What a function returned. name: of the function; unset: that of the call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[AnyPart]
+    name: str | None = None
+    id: Ignored = None
+    status: Ignored = None
+
+
+class ReasoningItem(Strict):
+    """Ignored: no answer here has one, and another model's is of no use."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["reasoning"]
+
+
+class ItemReference(Strict):
+    type: Literal["item_reference"]
+    id: str
+
+
+def _kind_of(item: Any) -> str | None:
+    return item.get("type", "message") if isinstance(item, dict) else None
+
+
+Item: TypeAlias = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
+    Discriminator(_kind_of),
+]
+
+
+class SchemaFormat(Strict):
+    """strict: accepted whatever it is, because every answer satisfies its schema."""
+
+    type: Literal["json_schema"]
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    """verbosity: has no effect."""
+
+    format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class FunctionTool(Strict):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    name: str
+
+
+class Reasoning(Strict):
+    """Has no effect."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class StreamOptions(Strict):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(MediaOptions):
+    """The body. Ranges are checked by generation."""
+
+    input: Annotated[list[Item], Field(min_length=1)] | str
+    instructions: str | None = None
+    model: str | None = None
+    stream: bool | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: int | None = None
+    text: TextOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    # Those without effect, or at the value that has none.
+    reasoning: Reasoning | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    stream_options: StreamOptions | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    truncation: Literal["disabled"] | None = None
+
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    background: Any = None
+    store: Any = None
+
+
+def parse(body: bytes | bytearray) -> ResponsesRequest:
+    """Raises InvalidRequest, which names the first wrong field, for a body that is not a ResponsesRequest."""
+    request = parsed(ResponsesRequest, body)
+    for name, reason in _STATEFUL.items():
+        value = getattr(request, name)
+        if value is not None and value is not False:
+            raise InvalidRequest(f"{name} must not be set, got {short(value)}: {reason}")
+    return request

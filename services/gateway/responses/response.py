@@ -1,0 +1,246 @@
+"""Answers in OpenAI's shapes: the response object, and the events of a stream that build it.
+
+    created  in_progress  item*  completed | incomplete | failed
+
+    message         output_item.added  content_part.added  output_text.delta*  output_text.done  content_part.done
+                    output_item.done
+    function_call   output_item.added  function_call_arguments.delta*  function_call_arguments.done  output_item.done
+
+One item ends before the next begins. Source: OpenAI's API reference, "the response object" and "streaming events".
+`usage.framesieve` is ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from common.contract.errors import FramesieveError, InvalidRequest, Overloaded
+from framesieve.client.answer import Accepted, Answer, Delta, Finished, FinishReason, Timings, Usage
+from framesieve.client.tools import ToolCallDelta
+from services.gateway.chat.completion import measured, token_logprobs
+from services.gateway.http.errors import in_our_words
+from services.gateway.questions import ServerSent, server_sent
+from services.gateway.responses.request import NamedTool, ResponsesRequest
+
+
+@dataclass(slots=True)
+class _Text:
+    """A message that is being told."""
+
+    id: str
+    text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    def part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
+
+    def item(self, status: str) -> dict[str, Any]:
+        content = [] if status == "in_progress" else [self.part()]
+        return {"type": "message", "id": self.id, "status": status, "role": "assistant", "content": content}
+
+
+@dataclass(slots=True)
+class _Call:
+    """A function call that is being told. index: of the call in the completion."""
+
+    id: str
+    index: int
+    call_id: str
+    name: str
+    arguments: str = ""
+
+    def item(self, status: str) -> dict[str, Any]:
+        return {
+            "type": "function_call",
+            "id": self.id,
+            "status": status,
+            "call_id": self.call_id,
+            "name": self.name,
+            "arguments": self.arguments,
+        }
+
+
+class Told:
+    """One answer: its object, or its events; `questions.Telling`. fields: those of the request that it repeats."""
+
+    def __init__(self, fields: dict[str, Any], request_id: str, model: str) -> None:
+        self._id = request_id
+        self._fields = fields | {"model": model}
+        self._created_s = int(time.time())
+        self._events = 0
+        self._output: list[dict[str, Any]] = []
+        self._item: _Text | _Call | None = None
+        self._early_logprobs: list[dict[str, Any]] = []  # of tokens before the first text
+        self._is_cut_off = False
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The object of a complete answer. Log-probabilities are told of an answer without function calls."""
+        (choice,) = answer.choices
+        text = Delta(
+            choice.index,
+            choice.text,
+            choice.token_ids,
+            () if choice.tool_calls else choice.logprobs,
+            choice.top_logprobs,
+            choice.token_texts,
+            choice.token_bytes,
+            tuple(
+                ToolCallDelta(index, call.id, call.name, call.arguments) for index, call in enumerate(choice.tool_calls)
+            ),
+        )
+        finished = Finished(choice.index, choice.reason, answer.usage, answer.timings)
+        for _ in chain(self.next(text), self.next(finished)):
+            pass
+        return self._object(self._status(), usage=_usage(answer.usage, answer.timings))
+
+    def begin(self, accepted: Accepted) -> Iterator[ServerSent]:
+        for name in ("created", "in_progress"):
+            yield self._event(name, response=self._object("in_progress"))
+
+    def next(self, event: Delta | Finished) -> Iterator[ServerSent]:
+        if isinstance(event, Finished):
+            self._is_cut_off = event.reason is FinishReason.LENGTH
+            if not self._output and self._item is None:
+                yield from self._begin_item(_Text(self._next_id("msg"), logprobs=self._early_logprobs))
+            yield from self._end_item("incomplete" if self._is_cut_off else "completed")
+            return
+        yield from self._text(event)
+        for part in event.tool_calls:
+            yield from self._call(part)
+
+    def end(self, usage: Usage, timings: Timings) -> Iterator[ServerSent]:
+        yield self._event(self._status(), response=self._object(self._status(), usage=_usage(usage, timings)))
+
+    def failed(self, error: FramesieveError) -> ServerSent:
+        code = "server_error"
+        if isinstance(error, Overloaded | InvalidRequest):
+            code = "rate_limit_exceeded" if isinstance(error, Overloaded) else "invalid_prompt"
+        told = {"code": code, "message": in_our_words(str(error))}
+        return self._event("failed", response=self._object("failed", error=told))
+
+    def _text(self, delta: Delta) -> Iterator[ServerSent]:
+        item, logprobs = self._item, token_logprobs(delta)
+        if not isinstance(item, _Text):
+            if not delta.text:
+                self._early_logprobs += [] if delta.tool_calls else logprobs
+                return
+            item = _Text(self._next_id("msg"))
+            yield from self._begin_item(item)
+            logprobs, self._early_logprobs = self._early_logprobs + logprobs, []
+        if delta.text or logprobs:
+            item.text += delta.text
+            item.logprobs += logprobs
+            yield self._event("output_text.delta", **self._place(), delta=delta.text, logprobs=logprobs)
+
+    def _call(self, part: ToolCallDelta) -> Iterator[ServerSent]:
+        item = self._item
+        if not isinstance(item, _Call) or item.index != part.index:
+            item = _Call(self._next_id("fc"), part.index, part.id, part.name)
+            yield from self._begin_item(item)
+        if part.arguments:
+            item.arguments += part.arguments
+            yield self._event("function_call_arguments.delta", **self._place(), delta=part.arguments)
+
+    def _begin_item(self, item: _Text | _Call) -> Iterator[ServerSent]:
+        yield from self._end_item("completed")
+        self._item = item
+        yield self._event("output_item.added", output_index=len(self._output), item=item.item("in_progress"))
+        if isinstance(item, _Text):
+            yield self._event("content_part.added", **self._place(), part=item.part())
+
+    def _end_item(self, status: str) -> Iterator[ServerSent]:
+        if self._item is None:
+            return
+        if isinstance(self._item, _Text):
+            part = self._item.part()
+            yield self._event("output_text.done", **self._place(), text=part["text"], logprobs=part["logprobs"])
+            yield self._event("content_part.done", **self._place(), part=part)
+        else:
+            arguments, name = self._item.arguments, self._item.name
+            yield self._event("function_call_arguments.done", **self._place(), arguments=arguments, name=name)
+        item, index = self._item.item(status), len(self._output)
+        self._item = None
+        self._output.append(item)
+        yield self._event("output_item.done", output_index=index, item=item)
+
+    def _next_id(self, kind: str) -> str:
+        return f"{kind}_{self._id}_{len(self._output) + (self._item is not None)}"
+
+    def _place(self) -> dict[str, Any]:
+        """Where the events of the item that is being told belong."""
+        assert self._item is not None
+        place = {"item_id": self._item.id, "output_index": len(self._output)}
+        return place | {"content_index": 0} if isinstance(self._item, _Text) else place
+
+    def _event(self, kind: str, **fields: Any) -> ServerSent:
+        name = f"response.{kind}"
+        number, self._events = self._events, self._events + 1
+        return server_sent({"type": name, "sequence_number": number, **fields}, name)
+
+    def _status(self) -> str:
+        return "incomplete" if self._is_cut_off else "completed"
+
+    def _object(
+        self, status: str, *, usage: dict[str, Any] | None = None, error: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return {
+            "id": f"resp_{self._id}",
+            "object": "response",
+            "created_at": self._created_s,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": self._output,
+            "usage": usage,
+            **self._fields,
+        }
+
+
+def repeated(request: ResponsesRequest) -> dict[str, Any]:
+    """The request's fields, with OpenAI's defaults where they are those of this service, too."""
+    text, reasoning, choice = request.text, request.reasoning, request.tool_choice
+    return {
+        "background": False,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": {
+            "effort": reasoning.effort if reasoning else None,
+            "summary": reasoning.summary if reasoning else None,
+        },
+        "safety_identifier": request.safety_identifier,
+        "service_tier": "default",
+        "store": False,
+        "temperature": request.temperature,
+        "text": {
+            "format": text.format.model_dump(by_alias=True) if text and text.format else {"type": "text"},
+            "verbosity": text.verbosity if text else None,
+        },
+        "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
+        "tools": [tool.model_dump() for tool in request.tools or ()],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": request.top_p,
+        "truncation": "disabled",
+        "user": request.user,
+    }
+
+
+def _usage(usage: Usage, timings: Timings) -> dict[str, Any]:
+    """Token counts after pruning, which are what is computed, and under `framesieve` those before it and the times."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_prompt_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "framesieve": measured(usage, timings),
+    }

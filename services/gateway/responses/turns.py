@@ -1,0 +1,164 @@
+"""The items of a request as turns of a conversation, and the fields that these came from, for errors.
+
+instructions                        system
+message                             its role; developer is system
+function_call                       joins the assistant's turn before it, or begins one
+function_call_output                tool
+reasoning                           nothing
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from common.contract.errors import InvalidRequest
+from framesieve.client.prompt import Image, Message, Part, Role, Text, Video
+from framesieve.client.tools import ToolCall
+from services.gateway.chat.content import contained, located, media
+from services.gateway.files import Uploads
+from services.gateway.responses.request import (
+    AnyPart,
+    CallItem,
+    InputFile,
+    InputImage,
+    Item,
+    ItemReference,
+    MessageItem,
+    OutputItem,
+    ReasoningItem,
+    ResponsesRequest,
+)
+
+_MESSAGE = re.compile(
+    r"prompt\.messages\[(\d+)\](?:\.(parts|tool_calls)\b(?:\[(\d+)\](?:\.(?:image|video|text)\b)?)?)?"
+)
+_WORDS = (
+    ("prompt.messages", "input"),
+    ("prompt.tools", "tools"),
+    ("tool_call_id", "call_id"),
+    ("sampling.json_schema", "text.format.schema"),
+    ("max_new_tokens", "max_output_tokens"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The fields that a turn came from: its item, its content, each of its parts and of its calls."""
+
+    item: str
+    content: str
+    parts: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    message: Message
+    places: Places
+
+
+def turns_of(request: ResponsesRequest, uploads: Uploads) -> list[Turn]:
+    """Raises InvalidRequest for an item that refers to another answer, and a part that cannot be what it says."""
+    turns = []
+    if request.instructions is not None:
+        turns.append(_plain("system", request.instructions, "instructions"))
+    if isinstance(request.input, str):
+        return [*turns, _plain("user", request.input, "input")]
+    for number, item in enumerate(request.input):
+        if isinstance(item, CallItem) and turns and turns[-1].message.role == "assistant":
+            turns[-1] = _with_call(turns[-1], item, f"input[{number}]")
+        elif (turn := _turn(item, f"input[{number}]", request, uploads)) is not None:
+            turns.append(turn)
+    return turns
+
+
+def _plain(role: Role, text: str, name: str) -> Turn:
+    return Turn(Message(role, (Text(text),)), Places(name, name, (name,)))
+
+
+def _turn(item: Item, name: str, request: ResponsesRequest, uploads: Uploads) -> Turn | None:
+    match item:
+        case MessageItem():
+            parts, places = _parts(item.content, name, f"{name}.content", request, uploads)
+            return Turn(Message("system" if item.role == "developer" else item.role, parts), places)
+        case CallItem():
+            return _with_call(Turn(Message("assistant", ()), Places(name, name)), item, name)
+        case OutputItem():
+            parts, places = _parts(item.output, name, f"{name}.output", request, uploads)
+            message = Message("tool", parts, tool_call_id=item.call_id, tool_name=item.name or "")
+            return Turn(message, places)
+        case ReasoningItem():
+            return None
+        case ItemReference():
+            raise InvalidRequest(
+                f"{name}.type must not be item_reference: items of earlier answers are not kept, send the item itself "
+                "(clients that send references by themselves do so with store false)"
+            )
+
+
+def _with_call(turn: Turn, item: CallItem, name: str) -> Turn:
+    call = ToolCall(item.call_id, item.name, item.arguments)
+    return Turn(
+        replace(turn.message, tool_calls=(*turn.message.tool_calls, call)),
+        replace(turn.places, calls=(*turn.places.calls, name)),
+    )
+
+
+def _parts(
+    content: str | list[AnyPart], item: str, name: str, request: ResponsesRequest, uploads: Uploads
+) -> tuple[tuple[Part, ...], Places]:
+    if isinstance(content, str):
+        return (Text(content),), Places(item, name, (name,))
+    names = tuple(f"{name}[{number}]" for number in range(len(content)))
+    parts = tuple(_part(part, place, request, uploads) for part, place in zip(content, names, strict=True))
+    return parts, Places(item, name, names)
+
+
+def _part(part: AnyPart, name: str, request: ResponsesRequest, uploads: Uploads) -> Part:
+    match part:
+        case InputImage():
+            return _image(part, name, request, uploads)
+        case InputFile():
+            return _file(part, name, request, uploads)
+    return Text(part.text)
+
+
+def _image(part: InputImage, name: str, request: ResponsesRequest, uploads: Uploads) -> Image | Video:
+    if (part.image_url is None) == (part.file_id is None):
+        raise InvalidRequest(f"{name} must have exactly one of image_url and file_id")
+    if part.image_url is not None:
+        return media(located(part.image_url, f"{name}.image_url"), name, part, request, asks_for_image=True)
+    return media({"server_path": uploads(part.file_id or "")}, name, part, request, asks_for_image=True)
+
+
+def _file(part: InputFile, name: str, request: ResponsesRequest, uploads: Uploads) -> Image | Video:
+    if [part.file_data, part.file_id, part.file_url].count(None) != 2:
+        raise InvalidRequest(f"{name} must have exactly one of file_data, file_id and file_url")
+    if part.file_data is not None:
+        source = contained(part.file_data, f"{name}.file_data")
+    elif part.file_url is not None:
+        source = located(part.file_url, f"{name}.file_url")
+    else:
+        source = {"server_path": uploads(part.file_id or "")}
+    return media(source, name, part, request, asks_for_image=False)
+
+
+def in_words_of(places: Sequence[Places], message: str) -> str:
+    """An error's text with the fields of the body in place of those of the gRPC request."""
+
+    def named(found: re.Match[str]) -> str:
+        index, kind, number = int(found[1]), found[2], found[3]
+        if index >= len(places):
+            return found[0]
+        place = places[index]
+        if number is not None:
+            fields = place.parts if kind == "parts" else place.calls
+            return fields[int(number)] if int(number) < len(fields) else found[0]
+        return place.content if kind == "parts" else place.item
+
+    message = _MESSAGE.sub(named, message)
+    for name, word in _WORDS:
+        message = re.sub(rf"\b{re.escape(name)}\b", word, message)
+    return message

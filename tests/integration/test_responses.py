@@ -1,0 +1,424 @@
+"""POST /v1/responses: OpenAI's client gets what gRPC's gets, in objects and events of OpenAI's types."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc
+import httpx
+import openai
+import pytest
+from google.protobuf.json_format import MessageToDict
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from framesieve import FramesieveClient, Image, Message, Pruning, Text, Video
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.prompt import Options
+from framesieve.v1 import generation_pb2, generation_pb2_grpc
+from tests import media
+from tests.integration.conftest import SERVED_NAME
+from tests.integration.fleet import metric_in
+from tests.integration.gateway import Gateway, data_url, gateway
+
+CLIP, PICTURE = media.clip(8, fps=4), media.picture(60, 90)
+CLIP_URL, PICTURE_URL = data_url("video/mp4", CLIP), data_url("image/png", PICTURE)
+ASKED = {"temperature": 0, "max_output_tokens": 8}
+WITH_LOGPROBS = {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]}
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather of a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+
+
+@pytest.fixture(scope="module")
+def door(stack: LocalStack, media_root: Path) -> Iterator[Gateway]:
+    (media_root / "files").mkdir()
+    with gateway(
+        stack.address, media_root, "--upload-root", f"{media_root}/files", "--upload-path", "files"
+    ) as started:
+        yield started
+
+
+@pytest.fixture
+def http(door: Gateway) -> Iterator[httpx.Client]:
+    with door.http() as client:
+        yield client
+
+
+def user(*parts: Any) -> Message:
+    return Message("user", parts)
+
+
+def part(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": f"input_{kind}", **fields}
+
+
+WHY = part("text", text="Why?")
+SAME: dict[str, tuple[dict[str, Any], list[Message]]] = {
+    "instructions": (
+        {"instructions": "Be brief.", "input": "Why?"},
+        [Message("system", (Text("Be brief."),)), user(Text("Why?"))],
+    ),
+    "media": (
+        {
+            "input": [
+                {
+                    "role": "user",
+                    "content": [
+                        part("file", file_data=CLIP_URL, filename="clip.mp4", pruning={"rate": 0.5}),
+                        part("image", image_url=PICTURE_URL, detail="low"),
+                        part("file", file_data=CLIP_URL.partition(",")[2], filename="clip.mp4"),
+                        WHY,
+                    ],
+                }
+            ],
+            "mm_processor_kwargs": {"num_frames": 4},
+        },
+        [
+            user(
+                Video(data=CLIP, num_frames=4, pruning=Pruning(0.5)),
+                Image(data=PICTURE),
+                Video(data=CLIP, num_frames=4),
+                Text("Why?"),
+            )
+        ],
+    ),
+    "earlier turns, as clients echo them": (
+        {
+            "input": [
+                {"type": "message", "role": "developer", "content": [part("text", text="Be brief.")]},
+                {"role": "user", "content": [part("image", image_url=CLIP_URL), WHY]},
+                {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
+                {
+                    "type": "message",
+                    "id": "msg_1",
+                    "status": "completed",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": "A square.", "annotations": [], "logprobs": []}],
+                },
+                {"role": "user", "content": "Which colour?"},
+            ],
+            "pruning": {"rate": 0.5},
+            "store": False,
+            "previous_response_id": None,
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "text": {"format": {"type": "text"}, "verbosity": "low"},
+            "truncation": "disabled",
+        },
+        [
+            Message("system", (Text("Be brief."),)),
+            user(Video(data=CLIP, pruning=Pruning(0.5)), Text("Why?")),
+            Message("assistant", (Text("A square."),)),
+            user(Text("Which colour?")),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+async def test_every_item_is_answered_as_by_grpc(stack: LocalStack, http: httpx.Client, name: str) -> None:
+    body, messages = SAME[name]
+    answer = await asyncio.to_thread(http.post, "/v1/responses", json=ASKED | WITH_LOGPROBS | body)
+    got = answer.raise_for_status().json()
+    async with FramesieveClient(stack.address) as client:
+        wanted = await client.answer(messages, Options(temperature=0, max_new_tokens=8, logprobs=True))
+    Response.model_validate(got)
+    (item,) = got["output"]
+    (content,) = item["content"]
+    assert content["text"] == wanted.text
+    assert [each["token"] for each in content["logprobs"]] == [
+        wanted.choices[0].token_texts[each] for each in wanted.token_ids
+    ]
+    assert [each["logprob"] for each in content["logprobs"]] == pytest.approx(wanted.logprobs, abs=1e-5)
+    assert (got["status"], item["status"]) == {
+        "stop": ("completed", "completed"),
+        "length": ("incomplete", "incomplete"),
+    }[wanted.reason.value]
+    usage, counted = got["usage"], wanted.usage
+    assert (usage["input_tokens"], usage["output_tokens"]) == (counted.prompt_tokens, counted.completion_tokens)
+    assert usage["total_tokens"] == counted.prompt_tokens + counted.completion_tokens
+    assert usage["framesieve"]["prompt_tokens_full"] == counted.prompt_tokens_full
+    assert [each["kept_tokens"] for each in usage["framesieve"]["media"]] == [
+        each.kept_tokens for each in counted.media
+    ]
+
+
+def test_an_uploaded_file_is_asked_about(http: httpx.Client) -> None:
+    kept = http.post("/v1/files", files={"file": ("clip.mp4", CLIP)}).raise_for_status().json()
+    asked = ({"file_id": kept["id"]}, {"file_data": CLIP_URL})
+    bodies = [ASKED | {"input": [{"role": "user", "content": [part("file", **file), WHY]}]} for file in asked]
+    by_id, inline = (http.post("/v1/responses", json=body).raise_for_status().json() for body in bodies)
+    assert by_id["output"][0]["content"] == inline["output"][0]["content"]
+    assert by_id["usage"]["framesieve"]["media"] == inline["usage"]["framesieve"]["media"]
+
+
+def events_in(text: str) -> list[dict[str, Any]]:
+    """The events of a stream, each of which is of OpenAI's type for its name and has its number."""
+    events = []
+    for block in filter(None, text.split("\n\n")):
+        if block.startswith(":"):
+            continue
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+        TypeAdapter(ResponseStreamEvent).validate_python(events[-1])
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+def without_ids(response: dict[str, Any]) -> dict[str, Any]:
+    changing = ("id", "created_at", "completed_at", "usage")
+    output = [{name: value for name, value in item.items() if name != "id"} for item in response["output"]]
+    return {name: value for name, value in response.items() if name not in changing} | {"output": output}
+
+
+async def test_a_stream_builds_the_same_response(http: httpx.Client) -> None:
+    body = ASKED | {"input": "Why?", "top_logprobs": 2, "metadata": {"run": "7"}, "user": "ann"} | WITH_LOGPROBS
+    whole = http.post("/v1/responses", json=body).raise_for_status().json()
+    events = events_in(http.post("/v1/responses", json=body | {"stream": True}).raise_for_status().text)
+    names = [event["type"].removeprefix("response.") for event in events]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert names == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *["output_text.delta"] * len(deltas),
+        *("output_text.done", "content_part.done", "output_item.done", whole["status"]),
+    ]
+    assert "".join(event["delta"] for event in deltas) == whole["output"][0]["content"][0]["text"]
+    assert [each for event in deltas for each in event["logprobs"]] == whole["output"][0]["content"][0]["logprobs"]
+    assert without_ids(events[-1]["response"]) == without_ids(whole)
+    assert events[0]["response"]["status"] == "in_progress"
+    assert whole["incomplete_details"] == ({"reason": "max_output_tokens"} if whole["status"] == "incomplete" else None)
+    repeated = {"metadata": {"run": "7"}, "user": "ann", "temperature": 0, "max_output_tokens": 8, "store": False}
+    assert whole.items() >= repeated.items()
+
+
+class Scene(BaseModel):
+    colour: Literal["red", "blue"]
+    moves: bool
+
+
+async def test_openai_clients_create_stream_and_parse(door: Gateway) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="unused") as client:
+        whole = await client.responses.create(model=SERVED_NAME, input="Why?", temperature=0, max_output_tokens=8)
+        async with client.responses.stream(
+            model=SERVED_NAME, input="Why?", temperature=0, max_output_tokens=8
+        ) as stream:
+            texts = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+        assert "".join(texts) == whole.output_text
+        scene = await client.responses.parse(
+            model=SERVED_NAME, input="Which?", text_format=Scene, temperature=0, max_output_tokens=200
+        )
+    assert isinstance(scene.output_parsed, Scene)
+    assert scene.text is not None
+    assert scene.text.format is not None
+    assert scene.text.format.type == "json_schema"
+
+
+def with_item(**item: Any) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": "Why?"}, item]}
+
+
+def with_part(**fields: Any) -> dict[str, Any]:
+    return {"instructions": "Be brief.", "input": [{"role": "user", "content": [WHY, fields]}]}
+
+
+UNHELD = {"type": "object", "properties": {"seen": {"type": "array", "uniqueItems": True}}}
+REFUSED = [
+    ({"previous_response_id": "resp_1"}, 400, "previous_response_id", "send their items in input"),
+    ({"conversation": {"id": "conv_1"}}, 400, "conversation", "not kept"),
+    ({"prompt": {"id": "pmpt_1"}}, 400, "prompt", "not kept"),
+    ({"store": True}, 400, "store", "not kept"),
+    ({"background": True}, 400, "background", "not kept"),
+    ({"include": ["file_search_call.results"]}, 400, "include[0]", "file_search_call.results"),
+    ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type", "'web_search'"),
+    ({"tool_choice": {"type": "function", "name": "weather"}}, 400, "tool_choice.name", "'weather'"),
+    ({"truncation": "auto"}, 400, "truncation", "'auto'"),
+    ({"max_output_tokens": 0}, 400, "max_output_tokens", "must be"),
+    ({"temperature": 101}, 400, "temperature", "must be"),
+    ({"n": 2}, 400, "n", "is not a field"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": UNHELD}}},
+        400,
+        "text.format.schema",
+        "/properties/seen",
+    ),
+    ({"text": {"format": {"type": "json_schema", "schema": UNHELD}}}, 400, "text.format.name", "must be set"),
+    ({"input": []}, 400, "input", "at least 1 item"),
+    (with_item(type="item_reference", id="msg_1"), 400, "input[1].type", "item_reference"),
+    (with_item(type="web_search_call"), 400, "input[1].type", "function_call_output"),
+    (with_item(role="user", content=[{"type": "input_audio"}]), 400, "input[1].content[0].type", "input_file"),
+    (with_item(role="user", content=[WHY | {"x": 1}]), 400, "input[1].content[0].x", "is not a field"),
+    (with_part(type="input_file"), 400, "input[0].content[1]", "exactly one of"),
+    (with_part(type="input_image", image_url="ftp://a/b"), 400, "input[0].content[1].image_url", "https://"),
+    (
+        with_part(type="input_file", file_data=CLIP_URL, mm_processor_kwargs={"fps": 0.0}),
+        400,
+        "input[0].content[1].mm_processor_kwargs.fps",
+        "must be",
+    ),
+    (with_part(type="input_image", file_id="file-1"), 404, "file_id", "names no file"),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "field", "why"), REFUSED, ids=lambda value: str(value)[:40])
+def test_a_wrong_field_is_named(http: httpx.Client, change: Any, status: int, field: str, why: str) -> None:
+    answer = http.post("/v1/responses", json={"input": "Why?", "stream": True} | change)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, field), error
+    assert error["message"].startswith(field)
+    assert why in error["message"]
+
+
+def test_the_old_completions_name_the_path_to_use(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "Why?"})
+    assert answer.status_code == 404
+    assert "POST /v1/chat/completions" in answer.json()["error"]["message"]
+
+
+CALLS = (("call_1", "weather", '{"city":"Kyoto"}'), ("call_2", "weather", '{"city":"Rome"}'))
+
+
+class Scripted(generation_pb2_grpc.GenerationServiceServicer):
+    """Generation that answers with text and two calls, is cut off inside the second, or fails inside the first."""
+
+    def __init__(self) -> None:
+        self.asked = generation_pb2.GenerateRequest()
+
+    def ListModels(self, request: Any, context: Any) -> Iterator[Any]:
+        yield generation_pb2.ListModelsResponse(name="scripted", max_model_len=100)
+
+    def Generate(self, request: Any, context: Any) -> Iterator[Any]:
+        self.asked = request
+        usage = generation_pb2.Usage(prompt_tokens_full=9, prompt_tokens=9, completion_tokens=5)
+        told, last = request.prompt.messages[-1].parts[-1].text, generation_pb2.FINISH_REASON_TOOL_CALLS
+        yield generation_pb2.GenerateResponse(accepted=generation_pb2.Accepted(request_id="r", usage=usage))
+        yield delta(text="Let me ", token_ids=[1])
+        yield delta(text="see.", token_ids=[2])
+        for index, (call_id, name, arguments) in enumerate(CALLS):
+            calls = [{"index": index, "id": call_id, "name": name}]
+            yield delta(tool_calls=calls, token_ids=[3])
+            if told == "fail":
+                context.abort(grpc.StatusCode.UNAVAILABLE, "generation is draining")
+            for piece in (arguments[:8], arguments[8:]):
+                if told == "cut off" and piece == CALLS[1][2][8:]:
+                    last = generation_pb2.FINISH_REASON_LENGTH
+                else:
+                    yield delta(tool_calls=[{"index": index, "arguments": piece}], token_ids=[4])
+        yield generation_pb2.GenerateResponse(
+            finished=generation_pb2.Finished(reason=last, usage=usage, timings=generation_pb2.Timings())
+        )
+
+
+def delta(**fields: Any) -> Any:
+    return generation_pb2.GenerateResponse(delta=generation_pb2.Delta(**fields))
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture(scope="module")
+def calling(scripted: Scripted, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("scripted")
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(scripted, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with gateway(f"127.0.0.1:{port}", folder) as started:
+        yield started
+    server.stop(None)
+
+
+def call_item(place: int, status: str = "completed") -> dict[str, Any]:
+    call_id, name, arguments = CALLS[place]
+    arguments = arguments if status == "completed" else arguments[:8]
+    return {"type": "function_call", "status": status, "call_id": call_id, "name": name, "arguments": arguments}
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_function_calls_are_items_after_the_text(calling: Gateway, cut_off: bool) -> None:
+    body = {"input": "cut off" if cut_off else "Weather?", "tools": [WEATHER | {"strict": None}]}
+    with calling.http() as http:
+        whole = http.post("/v1/responses", json=body).raise_for_status().json()
+        events = events_in(http.post("/v1/responses", json=body | {"stream": True}).raise_for_status().text)
+    Response.model_validate(whole)
+    content = [{"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": []}]
+    assert without_ids(whole)["output"] == [
+        {"type": "message", "status": "completed", "role": "assistant", "content": content},
+        call_item(0),
+        call_item(1, "incomplete" if cut_off else "completed"),
+    ]
+    assert whole["status"] == ("incomplete" if cut_off else "completed")
+    assert without_ids(events[-1]["response"]) == without_ids(whole)
+    for index, item in enumerate(whole["output"]):
+        own = [event for event in events if event.get("output_index") == index]
+        assert [event["item"]["status"] for event in (own[0], own[-1])] == ["in_progress", item["status"]]
+        assert len({event.get("item_id") or event["item"]["id"] for event in own}) == 1
+        if item["type"] == "function_call":
+            pieces = [each["delta"] for each in own if each["type"] == "response.function_call_arguments.delta"]
+            (done,) = (each for each in own if each["type"] == "response.function_call_arguments.done")
+            assert "".join(pieces) == done["arguments"] == item["arguments"]
+
+
+def test_openai_clients_send_the_results_of_calls(calling: Gateway, scripted: Scripted) -> None:
+    with openai.OpenAI(base_url=f"{calling.url}/v1", api_key="unused") as client:
+        choice = {"type": "function", "name": "weather"}
+        with client.responses.stream(
+            model="scripted", input="Weather?", tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False
+        ) as stream:
+            first = stream.get_final_response()
+        assert MessageToDict(scripted.asked.tool_choice) == {
+            "mode": "TOOL_CHOICE_MODE_REQUIRED",
+            "name": "weather",
+            "singleCall": True,
+        }
+        (tool,) = scripted.asked.prompt.tools
+        assert (tool.name, tool.description, tool.strict) == ("weather", WEATHER["description"], False)
+        assert json.loads(tool.parameters) == WEATHER["parameters"]
+        results = [{"type": "function_call_output", "call_id": call[0], "output": "Rain."} for call in CALLS]
+        earlier = [{"role": "user", "content": "Weather?"}, *first.output]
+        client.responses.create(model="scripted", input=[*earlier, *results], tools=[WEATHER], tool_choice="none")
+    turns = [MessageToDict(each) for each in scripted.asked.prompt.messages]
+    assert turns == [
+        {"role": "ROLE_USER", "parts": [{"text": "Weather?"}]},
+        {
+            "role": "ROLE_ASSISTANT",
+            "parts": [{"text": "Let me see."}],
+            "toolCalls": [{"id": call[0], "name": call[1], "arguments": call[2]} for call in CALLS],
+        },
+        *({"role": "ROLE_TOOL", "parts": [{"text": "Rain."}], "toolCallId": call[0]} for call in CALLS),
+    ]
+
+
+def test_a_schema_sent_along_with_a_required_call_is_not_asked_for(calling: Gateway, scripted: Scripted) -> None:
+    schema = {"format": {"type": "json_schema", "name": "weather", "schema": WEATHER["parameters"]}}
+    body = {"input": "Weather?", "tools": [WEATHER], "text": schema}
+    with calling.http() as http:
+        http.post("/v1/responses", json=body | {"tool_choice": "required"}).raise_for_status()
+        assert not scripted.asked.sampling.HasField("json_schema")
+        http.post("/v1/responses", json=body).raise_for_status()
+        assert json.loads(scripted.asked.sampling.json_schema) == WEATHER["parameters"]
+
+
+def test_a_failure_is_the_last_event(calling: Gateway) -> None:
+    body = {"input": "fail", "tools": [WEATHER], "stream": True}
+    with calling.http() as http:
+        events = events_in(http.post("/v1/responses", json=body).raise_for_status().text)
+        failed = events[-1]["response"]
+        assert (events[-1]["type"], failed["status"], failed["error"]["code"]) == (
+            "response.failed",
+            "failed",
+            "server_error",
+        )
+        assert "generation" in failed["error"]["message"]
+        text = http.get("/metrics").text
+    assert metric_in(text, "framesieve_requests_total", method="Responses", code="UNAVAILABLE") == 1
