@@ -45,7 +45,9 @@ def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_B
     check_inline_bytes(sum(map(_inline_bytes, media)), max_inline_bytes)
     _check_tools(prompt)
     texts = [part.text for message in prompt.messages for part in message.parts]
-    texts += [call.arguments for message in prompt.messages for call in message.tool_calls]
+    texts += [text for message in prompt.messages for text in (message.tool_call_id, message.tool_name)]
+    calls = [call for message in prompt.messages for call in message.tool_calls]
+    texts += [text for call in calls for text in (call.id, call.name, call.arguments)]
     texts += [text for tool in prompt.tools for text in (tool.name, tool.description, tool.parameters)]
     _check("bytes of text", sum(len(text.encode()) for text in (*texts, prompt.template_options)), MAX_TEXT_BYTES)
 

@@ -96,7 +96,8 @@ class Conversation:
     def is_quick(self) -> bool:
         """Whether planning takes at most a second and waits for no worker and no lock: no media, no large text."""
         text = sum(len(part) for turn in self.turns for part in turn.parts if not isinstance(part, Modality))
-        return not self.media and text <= LARGE_TEXT_CHARS
+        others = (self.tools, self.template_options, [turn.tool_calls for turn in self.turns if turn.tool_calls])
+        return not self.media and text + len(str(others)) <= LARGE_TEXT_CHARS
 
     def with_sources(self, sources: Mapping[str, Source]) -> Conversation:
         """The conversation with the sources of fetched and received files, by the name of the media item."""

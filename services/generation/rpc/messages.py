@@ -65,15 +65,18 @@ def _tool_use(request: generation_pb2.GenerateRequest) -> ToolUse | None:
         if required:
             raise InvalidRequest("tool_choice.mode must not be required without tools in the prompt")
         return None
-    named = [tool for tool in tools if tool.name == choice.name] if choice.name else tools
-    if not named:
+    held = tuple(
+        Tool(tool.name, tool.parameters, tool.strict, place)
+        for place, tool in enumerate(tools)
+        if choice.name in ("", tool.name)
+    )
+    if not held:
         raise InvalidRequest(f"tool_choice.name must be one of the prompt's tools, got {choice.name[:200]!r}")
     for index, tool in enumerate(tools):
         if (size := len(tool.parameters)) > MAX_SCHEMA_CHARACTERS:
             raise InvalidRequest(
                 f"prompt.tools[{index}].parameters must be at most {MAX_SCHEMA_CHARACTERS} characters, got {size}"
             )
-    held = tuple(Tool(tool.name, tool.parameters, tool.strict) for tool in named)
     return ToolUse(held, required, choice.single_call)
 
 

@@ -14,7 +14,7 @@ import json
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -28,11 +28,15 @@ _ID_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that an answer may call. parameters: the JSON schema of its arguments, as text; "": any object."""
+    """A function that an answer may call.
+
+    parameters: the JSON schema of its arguments, as text; "": any object. place: among the prompt's tools.
+    """
 
     name: str
     parameters: str = field(repr=False)
     strict: bool
+    place: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,8 @@ class CallReader:
         self._single = single
         self._place = _Place.TEXT
         self._unread = ""
+        self._blanks = ""  # before what may be a call
+        self._behind_call = False  # nothing but blanks since the last call
         self._object = _ObjectEnd()
 
     def add(self, text: str) -> tuple[str, list[CallDelta]]:
@@ -148,18 +154,22 @@ class CallReader:
     def _read_text(self, shown: list[str], last: bool) -> None:
         text, begin, rest = self._unread.partition(_BEGIN)
         if begin:
-            shown.append(text.rstrip())
-            self._place, self._unread = _Place.HEAD, rest
+            said = text.rstrip()
+            shown.append(said)
+            self._behind_call &= not said
+            self._place, self._unread, self._blanks = _Place.HEAD, rest, text[len(said) :]
             return
-        if last and self.calls and not text.strip():
+        if last and self._behind_call and not text.strip():
             self._unread = ""
             return
-        held = 0 if last else _may_begin(text)
-        shown.append(text[: len(text) - held])
-        self._unread = text[len(text) - held :]
+        said = text if last else text[: len(text) - _may_begin(text)]
+        shown.append(said)
+        self._behind_call &= not said
+        self._unread = text[len(said) :]
 
     def _read_head(self, shown: list[str], deltas: list[CallDelta], last: bool) -> None:
-        if head := _HEAD.match(self._unread):
+        body, end, rest = self._unread.partition(_END)
+        if head := _HEAD.match(body):
             try:
                 name = json.loads(head[1], strict=False)
             except ValueError:
@@ -167,16 +177,15 @@ class CallReader:
             deltas.append(self._new_call(name))
             self._place, self._unread, self._object = _Place.ARGUMENTS, self._unread[head.end() :], _ObjectEnd()
             return
-        body, end, rest = self._unread.partition(_END)
         if not (end or last):
             return
         self._place, self._unread = _Place.TEXT, rest
         if (call := _whole_call(body)) is None:
-            shown.append(_BEGIN + body + end)
+            shown.append(self._blanks + _BEGIN + body + end)
+            self._behind_call = False
         else:
             name, arguments = call
-            delta = self._new_call(name)
-            deltas.append(CallDelta(delta.index, delta.id, name, arguments))
+            deltas.append(replace(self._new_call(name), arguments=arguments))
 
     def _read_arguments(self, deltas: list[CallDelta]) -> None:
         end = self._object.find(self._unread)
@@ -194,7 +203,8 @@ class CallReader:
 
     def _new_call(self, name: str) -> CallDelta:
         self.calls += 1
-        return CallDelta(self.calls - 1, f"call_{secrets.token_hex(_ID_BYTES)}", name)
+        self._behind_call = True
+        return CallDelta(self.calls - 1, f"call_{secrets.token_hex(_ID_BYTES)}", _whole(name))
 
 
 class _ObjectEnd:
@@ -231,12 +241,20 @@ def _may_begin(text: str) -> int:
 
 
 def _whole_call(body: str) -> tuple[str, str] | None:
-    """Name and arguments of a call that does not begin with its name; None if it is no call."""
+    """Name and arguments of a call that is written in another way, such as its arguments first or as a string; None if
+    it is no call."""
     try:
         call = json.loads(body, strict=False)
+        arguments = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
+        given = json.loads(arguments or "{}", strict=False) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    given = {} if given is None else given
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(given, dict):
         return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return call["name"], _whole(json.dumps(given, ensure_ascii=False))
+
+
+def _whole(text: str) -> str:
+    """Without halves of characters, which JSON can name."""
+    return text.encode(errors="replace").decode()

@@ -5,9 +5,8 @@
     rendered:  ⟨5f0c….0⟩user\\nis <|im_end|> a token?⟨5f0c….1⟩       the caller's <|im_end|> is text
 
 What the template itself writes is marked with a random number; the text of callers is rendered as it is, so templates
-may trim it, split it at `</think>` or look into it, as in transformers. In a template, constants that are compared, or
-are arguments of methods and filters, are what it looks for, and keep their spelling. This module knows neither
-tokenizers nor families.
+may trim it, split it at `</think>` or look into it, as in transformers. Constants that a template compares with, or
+that its methods and filters look for, keep their spelling. This module knows neither tokenizers nor families.
 Source: `apply_chat_template` of transformers 5.23, whose environment it rebuilds.
 """
 
@@ -21,14 +20,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jinja2 import Environment, TemplateError, meta, nodes
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.contract.errors import InvalidRequest, StartupError
 
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 # Errors of what a template does with values that it does not expect, such as tool arguments that are no object.
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+# Methods that look for their first argument.
+_LOOKING = re.compile(
+    "count|endswith|get|l?strip|rstrip|r?find|r?index|r?partition|r?split|remove(prefix|suffix)|replace|startswith"
+)
 
 
 class Marks:
@@ -64,13 +68,16 @@ class ChatTemplate:
 
     def __init__(self, source: str, marks: Marks, names: Mapping[str, str], *, takes_parts: bool, where: str) -> None:
         self.takes_parts = takes_parts
+        self._marks = marks
         self._names = {name: marks.marked(token) for name, token in names.items()}
         environment = _environment()
         try:
-            parsed = environment.parse(source)
-            self.variables = frozenset(meta.find_undeclared_variables(parsed)) - {*_OWN_VARIABLES, *names}
-            self.shows_tools = "tools" in meta.find_undeclared_variables(parsed)
+            # Of a tree of its own, in which it puts constants together.
+            read = meta.find_undeclared_variables(environment.parse(source))
+            self.variables = frozenset(read) - {*_OWN_VARIABLES, *names}
+            self.shows_tools = "tools" in read
             plain = environment.from_string(source)
+            parsed = environment.parse(source)
             _mark(parsed, marks)
             code = environment.compile(parsed)
         except TemplateError as error:
@@ -86,17 +93,19 @@ class ChatTemplate:
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **variables)
         except _REFUSALS as error:
-            raise InvalidRequest(f"prompt.messages: the checkpoint's chat template refuses them: {error}") from error
+            why = "".join(self._marks.split(str(error)))
+            raise InvalidRequest(f"prompt.messages: the checkpoint's chat template refuses them: {why}") from error
 
     def _check(self, render: Any, marks: Marks, names: Mapping[str, str], where: str) -> None:
         """Whether every control token of a short conversation is marked."""
         content: Any = [{"type": "text", "text": "a"}] if self.takes_parts else "a"
-        variables: dict[str, Any] = {"messages": [{"role": "user", "content": content}], "tools": None}
+        messages = [{"role": role, "content": content} for role in ("user", "assistant", "user")]
+        variables: dict[str, Any] = {"messages": messages, "tools": None}
         try:
             rendered = render(**names, **variables, documents=None, add_generation_prompt=True)
         except _REFUSALS:  # such as a template that wants a system message
             return
-        made = marks.split(self.render(variables["messages"], (), {}))
+        made = marks.split(self.render(messages, (), {}))
         if "".join(made) != rendered or made[1::2] != marks.spelt(rendered):
             raise StartupError(f"the chat template of {where} makes control tokens out of pieces: not supported")
 
@@ -120,19 +129,38 @@ def _written(node: nodes.Node) -> Iterable[nodes.Node]:
             return ()
         case nodes.Getitem():
             return (node.node,)
+        case nodes.Filter(name="replace"):
+            return _present(node.node, *node.args[1:])
         case nodes.Filter() if node.name not in ("default", "d", "join"):
-            return () if node.node is None else (node.node,)
+            return _present(node.node)
         case nodes.Test():
             return (node.node,)
         case nodes.Call(node=nodes.Name(name="raise_exception")):
             return ()
-        case nodes.Call(node=nodes.Getattr() as method):
-            return (method.node,)
+        case nodes.Call(node=nodes.Getattr() as method) if _LOOKING.fullmatch(method.attr):
+            return (method.node, *node.args[1:])
     return node.iter_child_nodes()
 
 
+def _present(*each: nodes.Node | None) -> Iterable[nodes.Node]:
+    return [node for node in each if node is not None]
+
+
+class _Generation(Extension):
+    """`{% generation %}`, with which templates mark for training what the model says: shown as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
 def _environment() -> Environment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _strftime_now

@@ -109,6 +109,7 @@ def _object(text: str, name: str) -> dict[str, Any]:
     """A JSON object; an empty one for no text."""
     try:
         value = json.loads(text or "{}")
+        json.dumps(value, ensure_ascii=False).encode()  # half a character can be written as JSON, but not be tokenised
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{name} is not JSON: {error}") from None
     if not isinstance(value, dict):
