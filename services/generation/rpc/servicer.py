@@ -58,7 +58,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Serves requests with one engine.
 
     defaults: of the checkpoint. limit: on prompt and answer together. credentials: sent upstream. adapters: those that
-    requests may name. model_name: the name under which the checkpoint is served. grammars: of its tokenizer.
+    requests may name. model_names: the names under which the checkpoint is served. grammars: of its tokenizer.
     compact: see `RopeState`.
     """
 
@@ -71,7 +71,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         limit: PromptLimit,
         credentials: Credentials = NO_CREDENTIALS,
         adapters: Adapters = NO_ADAPTERS,
-        model_name: str = "",
+        model_names: Sequence[str] = (),
         grammars: Grammars | None = None,
         compact: bool = False,
     ) -> None:
@@ -82,7 +82,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._limit = limit
         self._credentials = credentials
         self._adapters = adapters
-        self._model_name = model_name
+        self._model_names = model_names
         self._grammars = grammars
         self._compact = compact
         self._inbox = Inbox()
@@ -90,7 +90,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[generation_pb2.ListModelsResponse]:
-        yield generation_pb2.ListModelsResponse(name=self._model_name, max_model_len=self._limit.tokens)
+        for name in self._model_names:
+            yield generation_pb2.ListModelsResponse(name=name, max_model_len=self._limit.tokens)
         for name in self._adapters.names:
             yield generation_pb2.ListModelsResponse(name=name, adapter=True, max_model_len=self._limit.tokens)
 
