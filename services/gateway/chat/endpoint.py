@@ -73,8 +73,8 @@ async def _sent(
     begun: set[int] = set()
     finished: list[Finished] = []
     try:
-        async with aclosing(events):
-            async for event in events:
+        async with aclosing(events), aclosing(call.drain.until_over(events)) as limited:
+            async for event in limited:
                 if isinstance(event, Finished):
                     finished.append(event)
                 if not isinstance(event, Accepted | Progress):
