@@ -109,9 +109,9 @@ async def _sent(
     try:
         for sent in telling.begin(accepted):
             yield sent
-        async with aclosing(events):
+        async with aclosing(events), aclosing(call.drain.until_over(events)) as limited:
             with _worded(words):
-                async for event in events:
+                async for event in limited:
                     if isinstance(event, Finished):
                         finished.append(event)
                     if not isinstance(event, Accepted | Progress):

@@ -19,7 +19,7 @@ from common.process import ExitStatus, leave_cores_to_others
 from common.serving.guards import check_ports, upstream_credentials
 from common.serving.server import StepWatch, run, serve
 from common.telemetry.logs import configure_logging
-from common.telemetry.metrics import begin, begin_method, served_name
+from common.telemetry.metrics import begin, begin_method, served_names
 from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from services.generation.engine.engine import Engine
 from services.generation.families import check_ranks
@@ -89,7 +89,7 @@ async def main() -> ExitStatus:
             limit = PromptLimit(
                 built.limit_tokens, model.context_tokens if model.position_axes == 1 and not model.compact else None
             )
-            name = served_name(checkpoint, settings.served_model_name)
+            names = served_names(checkpoint, settings.served_model_name)
             grammars = Grammars(checkpoint.folder, defaults.vocab_size, defaults.eos_ids)
             servicer = GenerationServicer(
                 engine,
@@ -99,7 +99,7 @@ async def main() -> ExitStatus:
                 limit,
                 credentials,
                 model.adapters,
-                name,
+                names,
                 grammars,
                 model.compact,
                 writes_calls(chat_templates(checkpoint)),

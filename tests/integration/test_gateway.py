@@ -29,7 +29,7 @@ from framesieve.cli.launcher import LocalStack
 from framesieve.client.prompt import Options
 from tests import media
 from tests.fuzz.http import fuzz
-from tests.integration.conftest import SERVED_NAME
+from tests.integration.conftest import OTHER_NAME, SERVED_NAME
 from tests.integration.fleet import exported, metric_in, until
 from tests.integration.gateway import Gateway, data_url, gateway, question
 from tests.integration.test_metrics import assert_documented
@@ -206,7 +206,7 @@ async def test_openai_clients_stream_what_they_get_at_once(door: Gateway) -> Non
         chunks = [chunk async for chunk in stream]
     with openai.OpenAI(base_url=f"{door.url}/v1", api_key="unused") as client:
         again = client.chat.completions.create(model=SERVED_NAME, **body)
-        assert [model.id for model in client.models.list()] == [SERVED_NAME, "small", "large"]
+        assert [model.id for model in client.models.list()] == [SERVED_NAME, OTHER_NAME, "small", "large"]
     assert [choice.model_dump() for choice in again.choices] == [choice.model_dump() for choice in whole.choices]
     for choice in whole.choices:
         own = [chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == choice.index]
@@ -248,16 +248,21 @@ def test_chunks_of_a_stream_are_lines_of_ascii_and_have_no_usage_but_the_last(ht
     assert json.loads(text).keys() >= {SPLITTING}
 
 
-async def test_a_model_is_the_checkpoint_or_an_adapter(stack: LocalStack, http: httpx.Client) -> None:
+async def test_a_model_is_a_name_of_the_checkpoint_or_an_adapter(stack: LocalStack, http: httpx.Client) -> None:
     async with FramesieveClient(stack.address) as client:
-        for name, adapter in ((SERVED_NAME, None), ("large", "large")):
+        for name, told, adapter in (
+            (SERVED_NAME, SERVED_NAME, None),
+            (OTHER_NAME, SERVED_NAME, None),
+            ("large", "large", "large"),
+        ):
             body = question("Why?", model=name, logprobs=True)
             got = await asyncio.to_thread(lambda: http.post("/v1/chat/completions", json=body).json())  # noqa: B023
-            assert got["model"] == name
+            assert got["model"] == told
             assert_same(got, await client.answer([user(Text("Why?"))], Options(**GREEDY, adapter=adapter)))  # type: ignore[misc]
     unknown = http.post("/v1/chat/completions", json=question("Why?", model="gpt-4o"))
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "NOT_FOUND")
     assert http.get("/v1/models/large").json()["parent"] == SERVED_NAME
+    assert http.get(f"/v1/models/{OTHER_NAME}").json()["id"] == OTHER_NAME
     assert http.get("/v1/models/huge").status_code == 404
 
 

@@ -62,7 +62,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Serves requests with one engine.
 
     defaults: of the checkpoint. limit: on prompt and answer together. credentials: sent upstream. adapters: those that
-    requests may name. model_name: the name under which the checkpoint is served. grammars: of its tokenizer.
+    requests may name. model_names: the names under which the checkpoint is served. grammars: of its tokenizer.
     compact: see `RopeState`. reads_calls: whether the checkpoint writes tool calls in the form of `CallReader`.
     """
 
@@ -75,7 +75,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         limit: PromptLimit,
         credentials: Credentials = NO_CREDENTIALS,
         adapters: Adapters = NO_ADAPTERS,
-        model_name: str = "",
+        model_names: Sequence[str] = (),
         grammars: Grammars | None = None,
         compact: bool = False,
         reads_calls: bool = False,
@@ -87,7 +87,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._limit = limit
         self._credentials = credentials
         self._adapters = adapters
-        self._model_name = model_name
+        self._model_names = model_names
         self._grammars = grammars
         self._compact = compact
         self._reads_calls = reads_calls
@@ -96,7 +96,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[generation_pb2.ListModelsResponse]:
-        yield generation_pb2.ListModelsResponse(name=self._model_name, max_model_len=self._limit.tokens)
+        for name in self._model_names:
+            yield generation_pb2.ListModelsResponse(name=name, max_model_len=self._limit.tokens)
         for name in self._adapters.names:
             yield generation_pb2.ListModelsResponse(name=name, adapter=True, max_model_len=self._limit.tokens)
 
