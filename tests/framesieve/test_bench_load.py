@@ -23,9 +23,16 @@ from tests.framesieve.instant_loop import run
 
 def test_arrivals_are_determined_by_the_seed_and_end_with_the_duration() -> None:
     arrivals = list(poisson_arrivals(100.0, 3, Extent(duration_s=5)))
-    assert arrivals == list(poisson_arrivals(100.0, 3, Extent(1000)))[: len(arrivals)]
-    assert arrivals != list(poisson_arrivals(100.0, 4, Extent(1000)))[: len(arrivals)]
+    assert arrivals == list(poisson_arrivals(100.0, 3, Extent(duration_s=9)))[: len(arrivals)]
+    assert arrivals != list(poisson_arrivals(100.0, 4, Extent(duration_s=9)))[: len(arrivals)]
     assert arrivals[-1] < 5
+
+
+def test_a_number_of_requests_arrives_at_the_rate() -> None:
+    for requests in (1, 7, 50):
+        arrivals = list(poisson_arrivals(2.0, 3, Extent(requests)))
+        assert len(arrivals) == requests
+        assert arrivals[-1] == pytest.approx(requests / 2.0)
 
 
 def test_gaps_between_arrivals_are_exponential() -> None:
