@@ -189,9 +189,9 @@ def bench(
     Without flags, 8 clients send 100 questions about synthetic clips to the services on this machine. If none run,
     the command starts them with the embedded demo model.
 
-    This client measures the latencies. With --rate they count from when a request was due, not from when it was sent,
-    so they include the backlog of a server that falls behind. Rejected requests count as failed and are not retried.
-    Ctrl-C ends the run early and still prints the report. The exit status is 1 if every request failed.
+    This client measures the latencies. With --request-rate they count from when a request was due, not from when it
+    was sent, so they include the backlog of a server that falls behind. Rejected requests count as failed and are not
+    retried. Ctrl-C ends the run early and still prints the report. The exit status is 1 if every request failed.
 
     Several pruning rates are measured one after another, each alone, with the same questions at the same times, and
     stand side by side in one table. Its figures are those of `vllm bench serve`.
