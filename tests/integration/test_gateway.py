@@ -278,7 +278,7 @@ REFUSED = [
     ({"temperature": "hot"}, 400, "temperature", "valid number"),
     ({"n": 17}, 400, "n", "must be"),
     ({"max_tokens": 0}, 400, "max_tokens", "must be"),
-    ({"max_completion_tokens": 0}, 400, "max_completion_tokens", "must be"),
+    ({"max_tokens": None, "max_completion_tokens": 0}, 400, "max_completion_tokens", "must be"),
     ({"min_tokens": 9}, 400, "min_tokens", "must be"),
     ({"best_of": 2}, 400, "best_of", "is not a field that this service knows"),
     ({"tools": [{"type": "function"}]}, 400, "tools[0].function", "must be set"),
