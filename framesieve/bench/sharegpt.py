@@ -90,9 +90,10 @@ def _text(text: str) -> list[Part]:
 
 
 def _medium(kind: type[Image | Video], location: str, place: str, folder: Path, on_server: bool) -> Image | Video:
-    if is_url(location):
-        return kind(url=location)
-    return file_of(kind, location.removeprefix("file://"), place, folder, on_server)
+    path = location.removeprefix("file://")
+    if is_url(path):
+        return kind(url=path)
+    return file_of(kind, path, place, folder, on_server)
 
 
 def file_of(kind: type[Image | Video], location: str, place: str, folder: Path, on_server: bool) -> Image | Video:
