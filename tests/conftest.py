@@ -32,7 +32,7 @@ SHARED = {
     "fleet": ("encoder_ranks", "killed", "leaving", "signals"),
     "stack": (
         *("answers", "bench", "families", "gateway", "generation_ranks", "hostile_input", "kubernetes_autoscaling"),
-        *("logs_and_traces", "metrics", "monitoring", "page", "slow_callers", "urls", "workers"),
+        *("logs_and_traces", "metrics", "monitoring", "page", "slow_callers", "tools", "urls", "workers"),
     ),
 }
 GROUPS = {f"tests/integration/test_{name}.py": group for group, names in SHARED.items() for name in names}
