@@ -122,7 +122,7 @@ def test_errors_name_what_the_caller_wrote(http: httpx.Client) -> None:
     own = "messages[0].content[1]"
     assert param(part, mm_processor_kwargs={"video_start": -1.0}) == "mm_processor_kwargs.video_start"
     assert param(part | {"mm_processor_kwargs": {"video_end": 0.0}}) == f"{own}.mm_processor_kwargs.video_end"
-    assert param(part, media_io_kwargs={"video": {"fps": 0.0}}) == "media_io_kwargs.video.fps"
+    assert param(part, media_io_kwargs={"video": {"fps": 2000.0}}) == "media_io_kwargs.video.fps"
     assert param(part | {"pruning": {"rate": 2.0}}) == f"{own}.pruning.rate"
     assert param({"type": "input_video", "input_video": "data:video/mp4;base64,AAAA"}) == f"{own}.input_video"
     schema = {"type": "array", "items": {"type": "strin"}}

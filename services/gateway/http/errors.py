@@ -41,7 +41,7 @@ _WORDS = (
     (re.compile(r"prompt\.tools(\[\d+\])\."), r"tools\1.function."),
     (re.compile(r"prompt\.tools"), "tools"),
     (re.compile(r"prompt\.template_options"), "chat_template_kwargs"),
-    (re.compile(r"tool_choice\.(mode|name)"), "tool_choice"),
+    (re.compile(r"tool_choice\.mode"), "tool_choice"),
 )
 # Messages that are about a field begin with it; the others begin with an article or the like.
 _FIELD = re.compile(r"(?!(?:a|the|there|this) )[a-z_]+(?:\[\d+\])*(?:\.[a-z_]+(?:\[\d+\])*)*")
