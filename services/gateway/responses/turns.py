@@ -94,7 +94,7 @@ def _turn(item: Item, name: str, request: ResponsesRequest, uploads: Uploads) ->
         case ItemReference():
             raise InvalidRequest(
                 f"{name}.type must not be item_reference: items of earlier answers are not kept, send the item itself "
-                "(clients that send references by themselves do so with store false)"
+                "(a client that sends references unasked sends items with store: false)"
             )
 
 
